@@ -21,8 +21,9 @@ from joserfc.jwk import ECKey, OKPKey, RSAKey
 from bench.kit import Flag, Found, run_bench
 from bench.results import Table
 from core.errors import ServiceError
+from core.outlook import Outlook
 from core.types import EngineStats, Request, SamplingParams, Usage
-from server.gate.admission import Admission, Asker, EngineRoom, Place, QueueLimits
+from server.gate.admission import Admission, Asker, Place, QueueLimits
 from server.gate.identity import Authenticator, Caller, make_directory
 from server.gate.jwt import JwtRules, JwtVerifier, KeySource
 from server.gate.quota import S_NS, Moment, Quotas
@@ -41,8 +42,17 @@ EVERY_LIMIT = Limits(
     requests_per_minute=PLENTY, tokens_per_minute=PLENTY, tokens_per_day=PLENTY, concurrent_requests=PLENTY
 )
 NO_LIMITS = QueueLimits(max_requests=PLENTY, max_tokens=PLENTY, max_bytes=PLENTY)
-ROOM = EngineRoom(max_sequences=64, max_batch_tokens=2_048, num_kv_tokens=2**20, inter_token_target=0.05)
-STATS = EngineStats(num_steps=1_000, step_cost_s=(5e-3, 1e-4, 0.0, 0.0, 0.0))  # steps of 5 ms, 0.1 ms a token
+STATS = EngineStats(
+    outlook=Outlook(
+        step_cost_s=(5e-3, 1e-4, 0.0, 0.0, 0.0),  # steps of 5 ms, 0.1 ms a token
+        max_sequences=64,
+        max_batch_tokens=2_048,
+        num_kv_tokens=2**20,
+        inter_token_target=0.05,
+        tokens_left=128,
+        first_left=1,
+    )
+)
 RULES = (
     *(TextRule(phrase=f"project nightingale {i}", ignore_case=True) for i in range(NUM_PHRASES)),
     TextRule(pattern=r"sk-[A-Za-z0-9]{20,}"),
@@ -94,7 +104,7 @@ def identity_checks(directory: Path) -> dict[str, Check]:
     claims = {"iss": "issuer", "aud": "steploop", "exp": int(time.time()) + 3600, "tenant": "acme"}
     for algorithm, key in signing.items():
         token = jwt.encode({"alg": algorithm, "kid": key.kid}, claims, key, [algorithm]).encode()
-        checks[f"a JWT, {algorithm}"] = partial(verifier.tenant_of, token)
+        checks[f"a JWT, {algorithm}"] = partial(verifier.names_of, token)
     return checks
 
 
@@ -127,7 +137,7 @@ def admission_checks() -> dict[str, Check]:
     """From the parsed head to the end of the answer, with others before it in the queue."""
 
     def way(num_waiting: int) -> Check:
-        admission = Admission(NO_LIMITS, ROOM, lambda: STATS, time.monotonic)
+        admission = Admission(NO_LIMITS, lambda: STATS, time.monotonic)
 
         def admit(tenant: str) -> Place:
             place = admission.enter(tenant, 1_000)
@@ -142,8 +152,8 @@ def admission_checks() -> dict[str, Check]:
             admission.check("acme", 1_000)
             place = admit("acme")
             place.on_first_token(0, time.monotonic())
-            place.on_choice_end(0)
-            place.leave(Usage(100, 50), time.monotonic())
+            place.on_choice_end()
+            place.leave(time.monotonic())
 
         return go
 

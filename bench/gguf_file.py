@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from gpu.checkpoint import Checkpoint, open_checkpoint
-from gpu.targets import interleave_halves
+from gpu.parameters import interleave_halves
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 REORDERED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")

@@ -46,7 +46,7 @@ def _attention(
         rows: (context, new tokens), first those that decode.
         window, cap, sinks: see RaggedRows and Scores.
     """
-    from gpu.kernels.paged_attention import PagedAttention
+    from gpu.kernels.attention import PagedAttention
 
     kernels = PagedAttention(None if generator.device.type == "cuda" else 3)
     scores = Scores(cap=cap, sinks=noise(generator, dtype, heads) if sinks else None)

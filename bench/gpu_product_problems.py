@@ -8,23 +8,23 @@ from torch import Generator, Tensor
 
 from bench.gpu_problems import Problem, noise
 from core.config import ExpertsConfig
-from gpu.expert_weights import ExpertWeights
 from gpu.layers import GATED, Experts
 from gpu.linear import Linear, make_linear
-from gpu.quantize import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
+from gpu.parameters import ExpertWeights
+from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
 
 
 def product(
     generator: Generator, dtype: torch.dtype, matrix: str, form: str, rows: int, bias: bool = True, **size: int
 ) -> Problem:
     """size: out and in; matrix: a word of which one it is."""
-    from gpu.kernels.product import Product, stored_as
-    from gpu.quantized_linear import SlabLinear
+    from gpu.kernels.matmul import Matmul, stored_as
+    from gpu.quant import SlabLinear
 
     num_out, num_in = size["out"], size["in"]
     weight = stored(generator, dtype, form, num_out, num_in)
     x, added = noise(generator, dtype, rows, num_in), noise(generator, dtype, num_out) if bias else None
-    kernel = Product(weight, added)
+    kernel = Matmul(weight, added)
     torchs: Linear = (
         SlabLinear(weight, added) if isinstance(weight, QuantizedWeight) else make_linear(weight, added, None)
     )
@@ -85,8 +85,7 @@ def experts(
     bias: bool = False,
 ) -> Problem:
     """All choose by the same scores: what the router's rounding decides is not the kernels'."""
-    from gpu.kernels.experts import GroupedExperts
-    from gpu.kernels.product import stored_as
+    from gpu.kernels.matmul import GroupedExperts, stored_as
 
     config = ExpertsConfig(experts, active, width, "qwen3_moe")
     gate_up = stored(generator, dtype, form, experts, 2 * width, hidden)

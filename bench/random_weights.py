@@ -16,10 +16,9 @@ from bench.make_model import SCALE, make_model_files, name_hash
 from bench.model_tokenizer import SPECIAL_TOKENS
 from core.config import EngineConfig, ModelConfig, parse_model_config
 from gpu.device import apply_threads, choose_device, free_memory_bytes
-from gpu.layer_weights import EMBEDDING, ModelWeights, empty_weights, targets
 from gpu.loading import FindOperators, warm_up
 from gpu.memory_plan import plan_memory
-from gpu.parallel.ranks import HEAD
+from gpu.parameters import EMBEDDING, HEAD, ModelWeights, empty_weights, targets
 from gpu.runner import ModelRunner
 from gpu.tune import find_operators
 

@@ -2,15 +2,23 @@
 
 A model's config.json is understood completely or refused: a field that would change the output and is not computed
 here is an error that names it. Families are data (families.py); transformers 5 writes `rope_parameters`, earlier ones
-`rope_theta` and `rope_scaling` (rope_config.py).
+`rope_theta` and `rope_scaling`.
+
+Rotary position embedding is reduced to what does not depend on a sequence's length: the angle of a token is a function
+of its position alone, and what was computed for it stays right as its sequence grows. Two kinds of transformers choose
+their frequencies by the length of the whole sequence, anew at every step; of these is served what agrees with a fixed
+choice: "dynamic" is the plain embedding up to max_position_embeddings, and "longrope" uses its short factors up to
+original_max_position_embeddings, where the context then ends.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from core.config_fields import (
     MAX_COUNT,
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_WIDTH,
     bad_field,
@@ -22,18 +30,14 @@ from core.config_fields import (
 )
 from core.errors import UnsupportedModel
 from core.families import FAMILIES, Family
-from core.fp8_config import Fp8Config, parse_fp8
-from core.layer_config import LAYER_TYPES, is_mxfp4, parse_experts, parse_layers
-from core.layer_config import ExpertsConfig as ExpertsConfig
-from core.layer_config import LayerConfig as LayerConfig
-from core.packed_config import PackedConfig, parse_packed, refuse_other_methods
-from core.rope_config import RopeConfig as RopeConfig
-from core.rope_config import parse_rope
+from core.prequantized import Fp8Config, PackedConfig, parse_fp8, parse_packed, refuse_other_methods
 
 BLOCK_SIZE = 16  # tokens per KV block
 INTER_TOKEN_TARGET = 1.6  # of EngineConfig
 QUANTIZE_SCHEMES = ("int8", "fp8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 DEFAULT_POSITIONS = 2048  # of families that name no other: transformers' LlamaConfig
 
 # Fields that change the output, and the values under which they do not.
@@ -95,11 +99,82 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Args:
+        kind: "default", "linear" (positions divided by factor), "llama3" (low frequencies divided by factor), "yarn"
+            (the same with another blend) or "longrope" (each frequency divided by its own factor).
+        factor, low_freq_factor, high_freq_factor: of "linear", "llama3" and "yarn".
+        original_max_position: tokens of context before it was stretched.
+        beta_fast, beta_slow: turns within the original context, above and below which "yarn" keeps and divides.
+        is_truncated: whether "yarn" rounds its bounds to whole dimensions.
+        factors: of "longrope", one per frequency.
+        attention_factor: what the turned q and k are multiplied by, each.
+        partial: the part of each head that turns, its first dimensions.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    partial: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(head_dim * self.partial)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What layers of one model differ in.
+
+    Args:
+        rope: None: q and k are not turned.
+        window: a token sees so many, itself counted in; None: all before it.
+        is_sparse: its MLP is the model's experts.
+    """
+
+    rope: RopeConfig | None
+    window: int | None = None
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts: gated MLPs of which each token goes through a few.
+
+    Args:
+        num_active: experts a token goes through, the likeliest of the router.
+        intermediate_size: width of one.
+        is_normalized: the shares of the active ones are made to sum to 1.
+        has_bias: of router and experts.
+        layout: how the checkpoint holds them: "mixtral", "qwen3_moe" or "gpt_oss".
+        is_mxfp4: four-bit blocks, of which "gpt_oss" is made.
+    """
+
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    layout: str
+    is_normalized: bool = True
+    has_bias: bool = False
+    is_mxfp4: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer: RMSNorm, grouped-query attention with RoPE, a gated MLP.
 
     Args:
-        max_position: tokens of context the model was made for, or that are computed exactly: see rope_config.
+        max_position: tokens of context the model was made for, or that are computed exactly: see above.
         layers: num_layers of them; empty: all have rope and no window.
         has_fused_weights: how the checkpoint holds q, k, v, and gate and up.
         attention_scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
@@ -223,10 +298,10 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         max_position=_served_positions(config, rope, max_position),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        layers=parse_layers(config, family, sizes["num_layers"], rope, local_rope),
+        layers=_layers(config, family, sizes["num_layers"], rope, local_rope),
         **_biases(config, family),
         **_family_fields(family),
-        experts=parse_experts(config, family),
+        experts=_experts(config, family),
         activation=_activation(config, family),
         **_scales(config, family),
         tie_embeddings=read_bool(config, "tie_word_embeddings"),
@@ -320,7 +395,7 @@ def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) ->
     for name, values in neutral.items():
         if config.get(name) not in values:
             raise unsupported_field(name, config[name], values)
-    if not is_mxfp4(config, family):
+    if not _is_mxfp4(config, family):
         refuse_other_methods(config)
 
 
@@ -375,7 +450,7 @@ def _ropes(
         neutral = _NEUTRAL["partial_rotary_factor"]
         if not family.has_partial_rotary and merged.get("partial_rotary_factor") not in neutral:
             raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
-        return parse_rope(config, merged, max_position, head_dim, is_phi=family.model_type == "phi3")
+        return _rope(config, merged, max_position, head_dim, is_phi=family.model_type == "phi3")
 
     if not family.has_local_rope:
         return parse(given), parse(given)
@@ -399,3 +474,201 @@ def _optional_float(config: Mapping[str, Any], name: str) -> float | None:
 def _dtype(config: Mapping[str, Any]) -> str | None:
     name = config.get("dtype", config.get("torch_dtype"))  # torch_dtype: before transformers 5
     return name if isinstance(name, str) else None
+
+
+def _layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, rope: RopeConfig, local_rope: RopeConfig
+) -> tuple[LayerConfig, ...]:
+    """Which layers turn, and which have a window."""
+    is_rotated = _rotated_layers(config, family, num_layers)
+    is_windowed = _windowed_layers(config, family, is_rotated)
+    window = positive_int(config, "sliding_window") if any(is_windowed) else None
+    layers = []
+    for rotated, windowed, is_sparse in zip(
+        is_rotated, is_windowed, _sparse_layers(config, family, num_layers), strict=True
+    ):
+        own_rope = local_rope if windowed else rope
+        layers.append(LayerConfig(own_rope if rotated else None, window if windowed else None, is_sparse))
+    return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
+
+
+def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """SmolLM3: no_rope_layers says 1 where a layer does turn."""
+    if family.windows != "unrotated":
+        return [True] * num_layers
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        interval = positive_int(config, "no_rope_layer_interval")
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers or any(item not in (0, 1) for item in listed):
+        raise bad_field(f"no_rope_layers={listed!r} is not a list of {num_layers} zeros and ones.")
+    return [bool(item) for item in listed[:num_layers]]
+
+
+def _windowed_layers(config: Mapping[str, Any], family: Family, is_rotated: list[bool]) -> list[bool]:
+    """As layer_types says, or as the family does; where the family has no choice, both must agree."""
+    num_layers = len(is_rotated)
+    by_family = _windowed_by_family(config, family, is_rotated)
+    listed = config.get("layer_types")
+    if listed is None:
+        return by_family
+    if not isinstance(listed, list) or len(listed) != num_layers or any(kind not in LAYER_TYPES for kind in listed):
+        raise unsupported_field("layer_types", listed, LAYER_TYPES)
+    is_windowed = [kind == "sliding_attention" for kind in listed]
+    has_choice = family.windows == "pattern" or (
+        family.windows in ("late", "unrotated") and bool(config.get("use_sliding_window"))
+    )
+    if is_windowed != by_family and not has_choice:
+        raise unsupported_field(
+            "layer_types", listed, (["sliding_attention" if w else "full_attention" for w in by_family],)
+        )
+    return is_windowed
+
+
+def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: list[bool]) -> list[bool]:
+    num_layers = len(is_rotated)
+    if family.windows == "pattern":
+        interval = positive_int(config, "sliding_window_pattern")
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
+    has_window = config.get("sliding_window") is not None
+    if family.windows in ("switched", "late", "unrotated"):
+        has_window = has_window and read_bool(config, "use_sliding_window")
+    if not has_window or family.windows == "none":
+        return [False] * num_layers
+    if family.windows == "late":
+        first = config.get("max_window_layers")
+        if not isinstance(first, int):
+            raise bad_field(f"max_window_layers={first!r} is not a number of layers.")
+        return [index >= first for index in range(num_layers)]
+    if family.windows == "unrotated":
+        return [not rotated for rotated in is_rotated]
+    return [True] * num_layers
+
+
+def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Qwen3-MoE: every decoder_sparse_step-th layer, but those of mlp_only_layers."""
+    if family.model_type != "qwen3_moe":
+        return [family.expert_width is not None] * num_layers
+    dense, step = config.get("mlp_only_layers") or [], positive_int(config, "decoder_sparse_step")
+    if not isinstance(dense, list):
+        raise bad_field(f"mlp_only_layers={dense!r} is not a list of layers.")
+    return [index not in dense and (index + 1) % step == 0 for index in range(num_layers)]
+
+
+def _experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
+    if family.expert_width is None:
+        return None
+    field = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    num_experts = positive_int(config, field, at_most=MAX_EXPERTS)
+    num_active = positive_int(config, "num_experts_per_tok")
+    if num_active > num_experts:
+        raise bad_field(f"num_experts_per_tok={num_active} is more than {field}={num_experts}.")
+    experts = ExpertsConfig(
+        num_experts,
+        num_active,
+        positive_int(config, family.expert_width, at_most=MAX_WIDTH),
+        layout=family.model_type,
+        is_normalized=family.model_type != "qwen3_moe" or read_bool(config, "norm_topk_prob"),
+        has_bias=family.model_type == "gpt_oss",
+        is_mxfp4=_is_mxfp4(config, family),
+    )
+    widths = (positive_int(config, "hidden_size"), experts.intermediate_size)
+    if experts.is_mxfp4 and any(width % 32 for width in widths):
+        raise bad_field(f"mxfp4 blocks of 32 do not divide hidden_size and intermediate_size={widths}.")
+    return experts
+
+
+def _is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
+    """Of gpt-oss's experts only."""
+    given = config.get("quantization_config")
+    return family.model_type == "gpt_oss" and isinstance(given, Mapping) and given.get("quant_method") == "mxfp4"
+
+
+def _rope(
+    config: Mapping[str, Any], given: Mapping[str, Any], max_position: int, head_dim: int, is_phi: bool = False
+) -> RopeConfig:
+    """Understand one rope configuration, in the spelling of transformers 5 or an earlier one.
+
+    Args:
+        config: the whole config.json, for what stands beside.
+        given: rope_theta and what scales it.
+        is_phi: Phi-3 says "su" and "yarn" for what came to be called "longrope".
+    Source: transformers 5, modeling_rope_utils.py.
+    """
+    kind = given.get("rope_type", given.get("type", "default"))
+    if is_phi and kind in ("su", "yarn"):
+        kind = "longrope"
+    if kind not in ROPE_KINDS:
+        raise unsupported_field("rope_type", kind, ROPE_KINDS)
+    theta = positive_float(given, "rope_theta")
+    partial = positive_float(given, "partial_rotary_factor", 1.0)
+    if partial > 1 or int(head_dim * partial) % 2 or int(head_dim * partial) == 0:
+        raise bad_field(f"partial_rotary_factor={partial} of head_dim={head_dim} is not a number of pairs.")
+    if kind in ("default", "dynamic"):
+        return RopeConfig(theta, partial=partial)
+    if kind == "linear":
+        return RopeConfig(theta, kind, positive_float(given, "factor"), partial=partial)
+    beside = config.get("original_max_position_embeddings")  # Phi-3's place for it; goes first
+    merged = given if beside is None else {**given, "original_max_position_embeddings": beside}
+    original = positive_int(merged, "original_max_position_embeddings", max_position)
+    if kind == "llama3":
+        return _llama3(merged, theta, original, partial)
+    if kind == "yarn":
+        return _yarn(merged, theta, original, partial, max_position)
+    return _longrope(merged, theta, original, partial, max_position, head_dim)
+
+
+def _llama3(given: Mapping[str, Any], theta: float, original: int, partial: float) -> RopeConfig:
+    low, high = positive_float(given, "low_freq_factor"), positive_float(given, "high_freq_factor")
+    if not low < high:
+        raise bad_field(f"rope: low_freq_factor={low} is not below high_freq_factor={high}.")
+    return RopeConfig(theta, "llama3", positive_float(given, "factor"), low, high, original, partial=partial)
+
+
+def _yarn(given: Mapping[str, Any], theta: float, original: int, partial: float, max_position: int) -> RopeConfig:
+    """Source: YaRN (arXiv:2309.00071), section 3.4 for the attention factor."""
+    factor = positive_float(given, "factor", max_position / original)
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = magnitude(1.0)
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        attention_factor = magnitude(positive_float(given, "mscale")) / magnitude(
+            positive_float(given, "mscale_all_dim")
+        )
+    fast, slow = positive_float(given, "beta_fast", 32.0), positive_float(given, "beta_slow", 1.0)
+    if fast < slow:
+        raise bad_field(f"rope: beta_fast={fast} is below beta_slow={slow}.")
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        is_truncated=read_bool(given, "truncate", True),
+        attention_factor=positive_float(given, "attention_factor", attention_factor),
+        partial=partial,
+    )
+
+
+def _longrope(
+    given: Mapping[str, Any], theta: float, original: int, partial: float, max_position: int, head_dim: int
+) -> RopeConfig:
+    """Source: LongRoPE (arXiv:2402.13753), of which only the short factors are used."""
+    factors, num_factors = given.get("short_factor"), int(head_dim * partial) // 2
+    if not isinstance(factors, list) or len(factors) != num_factors:
+        raise bad_field(f"rope: short_factor is not a list of {num_factors} numbers.")
+    short = tuple(positive_float({"short_factor": factor}, "short_factor") for factor in factors)
+    factor = positive_float(given, "factor", max_position / original)
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    return RopeConfig(
+        theta,
+        "longrope",
+        factor,
+        original_max_position=original,
+        factors=short,
+        attention_factor=positive_float(given, "attention_factor", attention_factor),
+        partial=partial,
+    )

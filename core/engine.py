@@ -4,7 +4,7 @@ Where the runner allows two steps in flight, the next one is planned and sent be
 has work while the host reads and plans. What only a result shows (an end, a failed row) takes effect one step late.
 
 The engine never waits: step() says whether there was work, and who calls it waits for the inbox. It turns faults into
-ends of requests: a row's own, a step that raises (tried once more, then bisected to the guilty rows), a lost device.
+ends of requests: a row's own, a step that raises (see SentSteps), a lost device.
 Whenever it has nothing to do, it looks whether the scheduler's books balance, and is broken if they do not. Once no
 request has been there for IDLE_S, the runner may do work of its own, slice by slice, each between looks at the inbox.
 """
@@ -12,14 +12,15 @@ request has been there for IDLE_S, the runner may do work of its own, slice by s
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
+import numpy as np
 
 from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
 from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.sent_steps import SentSteps
 from core.types import (
     NO_STORE,
     Cancel,
@@ -31,19 +32,152 @@ from core.types import (
     Resume,
     StepDelivery,
     Submit,
+    TokenLogprobs,
 )
 
 logger = logging.getLogger(__name__)
 
 Ticket = TypeVar("Ticket")
+Result = TypeVar("Result")
 
 IDLE_S = 60.0  # without a request: the load average that requests leave behind has fallen to a third
 _DEVICE_LOST = "The server's compute device failed. Try again once the server has restarted."
+_STEP_FAILED = "The model failed to compute this request."
 _ENGINE_FAULT = "The server's engine failed. Try again once the server has restarted."
 
 
 class EngineBroken(Exception):
     """The engine cannot go on and every request has its terminal chunk: the process has nothing left to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """
+    Args:
+        ticket: the runner's; None: it raised.
+    """
+
+    plan: StepPlan
+    ticket: Any
+
+
+class SentSteps:
+    """Sends plans to the runner and collects what they give, in the same order.
+
+    A step that raises while it is sent is computed again once those before it have come back, then bisected to the rows
+    that raise. One that raises when it is collected is too, unless another was sent behind it: that one has read what
+    may never have been written, and both are lost.
+
+    Args:
+        runner: anything it raises but DeviceError is taken for the fault of some rows.
+        restart: makes a plan of some rows of the only plan that is in flight, see Scheduler.restart.
+    """
+
+    def __init__(self, runner: Runner[Any], restart: Callable[[StepPlan, range], StepPlan]) -> None:
+        self._runner = runner
+        self._restart = restart
+        self._sent: deque[_Sent] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    @property
+    def has_failed(self) -> bool:
+        """The last one raised: nothing can be sent behind it."""
+        return bool(self._sent) and self._sent[-1].ticket is None
+
+    def send(self, plan: StepPlan) -> None:
+        """
+        Raises:
+            DeviceError: the device is lost.
+        """
+        self._sent.append(_Sent(plan, _attempt(self._start, plan, plan.num_rows)))
+
+    def collect(self) -> tuple[StepPlan, StepOutput] | None:
+        """The oldest, once it is done. None: all that were sent are lost.
+
+        Raises:
+            DeviceError: the device is lost.
+        """
+        oldest = self._sent.popleft()
+        num_rows = oldest.plan.num_rows
+        output = None if oldest.ticket is None else _attempt(self._runner.collect, oldest.ticket, num_rows)
+        if output is not None:
+            return oldest.plan, output
+        if not self._sent:
+            return oldest.plan, self._rerun(oldest.plan, range(num_rows))
+        while self._sent:  # wait for the others, whatever they give
+            sent = self._sent.popleft()
+            if sent.ticket is not None:
+                _attempt(self._runner.collect, sent.ticket, sent.plan.num_rows)
+        return None
+
+    def forget(self) -> None:
+        """Nobody will ask what they give."""
+        self._sent.clear()
+
+    def _start(self, plan: StepPlan) -> Any:
+        ticket = self._runner.forward(plan)
+        self._runner.sample(ticket)
+        return ticket
+
+    def _rerun(self, plan: StepPlan, rows: range) -> StepOutput:
+        """What these rows of a plan that failed give; computed in halves, and halves of those, if they fail again."""
+        try:
+            output = self._runner.collect(self._start(self._restart(plan, rows)))
+        except DeviceError:
+            raise
+        except Exception as error:
+            if len(rows) > 1:
+                middle = rows.start + len(rows) // 2
+                return _joined(
+                    [self._rerun(plan, half) for half in (range(rows.start, middle), range(middle, rows.stop))]
+                )
+            logger.error("row %d of the step is guilty: %r", rows.start, error)
+            none = np.empty(0, np.int32)
+            return StepOutput(rows=none, token_ids=none, failed_rows={rows.start: _STEP_FAILED})
+        return StepOutput(
+            rows=output.rows + np.int32(rows.start),
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            prompt_logprobs={row + rows.start: told for row, told in output.prompt_logprobs.items()},
+            failed_rows={row + rows.start: cause for row, cause in output.failed_rows.items()},
+        )
+
+
+def _attempt(work: Callable[[Any], Result], argument: Any, num_rows: int) -> Result | None:
+    """None: it raised, whatever a model can raise: the rows that raise it again are the guilty ones.
+
+    Raises:
+        DeviceError: the device is lost.
+    """
+    try:
+        return work(argument)
+    except DeviceError:
+        raise
+    except Exception:
+        logger.exception("a step of %d rows failed, trying again", num_rows)
+        return None
+
+
+def _joined(outputs: list[StepOutput]) -> StepOutput:
+    """Outputs over the same plan's rows as one."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    failed_rows: dict[int, str] = {}
+    offset = 0
+    for output in outputs:
+        logprobs |= {offset + i: entry for i, entry in output.logprobs.items()}
+        prompt_logprobs |= output.prompt_logprobs
+        failed_rows |= output.failed_rows
+        offset += len(output.token_ids)
+    return StepOutput(
+        rows=np.concatenate([output.rows for output in outputs]),
+        token_ids=np.concatenate([output.token_ids for output in outputs]),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        failed_rows=failed_rows,
+    )
 
 
 class Engine:
@@ -73,7 +207,7 @@ class Engine:
         idle_work: Callable[[], Generator[None]] | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._sent: SentSteps[Any] = SentSteps(runner, scheduler.restart)
+        self._sent = SentSteps(runner, scheduler.restart)
         self._clock = clock
         self._inbox = inbox
         self._deliver = deliver

@@ -89,38 +89,25 @@ class ContextLengthExceeded(ServiceError):
 class ExitCode(enum.IntEnum):
     """What the process exits with, by who can mend it. 130 (Ctrl-C) and signals keep the shell's own numbers."""
 
-    OK = 0
-    INTERNAL = 1
-    USAGE = 2
-    CONFIGURATION = 3
-    MODEL = 4
-    MEMORY = 5
-    PORT = 6
-    DEVICE = 7
-    VERSION = 8
-    UNREACHABLE = 9
-    ENGINE = 10
-    TRANSIENT = 11
+    meaning: str
 
-    @property
-    def meaning(self) -> str:
-        return _EXIT_CODE_MEANINGS[self]
+    def __new__(cls, code: int, meaning: str) -> "ExitCode":
+        self = int.__new__(cls, code)
+        self._value_, self.meaning = code, meaning
+        return self
 
-
-_EXIT_CODE_MEANINGS = {
-    ExitCode.OK: "done, or stopped as asked",
-    ExitCode.INTERNAL: "a bug: run again with --debug for the traceback",
-    ExitCode.USAGE: "the command line is wrong: unknown flag or command, missing argument",
-    ExitCode.CONFIGURATION: "a setting is unknown, malformed or out of range",
-    ExitCode.MODEL: "the model is missing, incomplete or of an unsupported architecture",
-    ExitCode.MEMORY: "weights or KV cache do not fit",
-    ExitCode.PORT: "the address cannot be listened on",
-    ExitCode.DEVICE: "the device asked for is not there or cannot do what was asked",
-    ExitCode.VERSION: "a dependency is missing or older than its security floor",
-    ExitCode.UNREACHABLE: "no server answers there, it refused, or a request failed (chat, bench)",
-    ExitCode.ENGINE: "the engine broke while serving",
-    ExitCode.TRANSIENT: "what prevents the start may pass: a full disk, a ledger or directory that another server has",
-}
+    OK = 0, "done, or stopped as asked"
+    INTERNAL = 1, "a bug: run again with --debug for the traceback"
+    USAGE = 2, "the command line is wrong: unknown flag or command, missing argument"
+    CONFIGURATION = 3, "a setting is unknown, malformed or out of range"
+    MODEL = 4, "the model is missing, incomplete or of an unsupported architecture"
+    MEMORY = 5, "weights or KV cache do not fit"
+    PORT = 6, "the address cannot be listened on"
+    DEVICE = 7, "the device asked for is not there or cannot do what was asked"
+    VERSION = 8, "a dependency is missing or older than its security floor"
+    UNREACHABLE = 9, "no server answers there, it refused, or a request failed (chat, bench)"
+    ENGINE = 10, "the engine broke while serving"
+    TRANSIENT = 11, "what prevents the start may pass: a full disk, a ledger or directory that another server has"
 
 
 class StartupError(Exception):

@@ -1,16 +1,21 @@
-"""A GGUF file's model in Hugging Face's words: config.json's fields, and the names of tensors. Any thread.
+"""A GGUF file's model in Hugging Face's words: config.json's fields, the names of tensors, the tokenizer. Any thread.
 
-Source: llama.cpp's convert_hf_to_gguf.py, read backwards.
+The architectures that are read are data: whose model each is, and how llama.cpp's converter stores it.
+Source: llama.cpp, conversion/*.py (what is written), src/models/*.cpp (what is computed where a file is silent) and
+src/llama-vocab.cpp (names of pre-tokenizers, defaults); the tokenizers that models came with.
 """
 
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, TypeVar
 
 from core.errors import BadCheckpoint, UnsupportedModel
 from core.gguf import GgufFile, GgufTensor
-from core.gguf_families import GGUF_FAMILIES, GgufFamily, find_family
+from core.tokenizer import METASPACE
 
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling, spelled out: what divides each frequency
 # Of every Llama 3.1 to 3.3; they differ in `factor`, which the lowest frequency shows.
@@ -46,6 +51,128 @@ _SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LLAMA = {**_ATTENTION, **_MLP, "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA = {**_ATTENTION, **_MLP, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA_FIELDS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """One architecture.
+
+    Args:
+        architecture, model_type: of Hugging Face's config.json.
+        layer_names: what its tensors are called in a layer -> there.
+        expert_names: of those that hold all experts one after the other -> each one's, with {} for its number.
+        are_heads_turned: rows of q and k lie as pairs side by side.
+        has_norm_offset: norms are stored plus 1.
+        fields: config.json's -> the metadata's, where the architecture's computation depends on them.
+        constants: config.json's that no metadata says.
+        whole_width_layers: as many layers has the one model whose scores are scaled by hidden size / heads.
+    """
+
+    architecture: str
+    model_type: str
+    layer_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    expert_names: Mapping[str, str] = field(default_factory=dict)
+    are_heads_turned: bool = False
+    has_norm_offset: bool = False
+    fields: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    whole_width_layers: int | None = None
+
+
+GGUF_FAMILIES = {
+    "llama": GgufFamily("LlamaForCausalLM", "llama", are_heads_turned=True),
+    "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": GgufFamily(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {**_LLAMA, "ffn_gate_inp": "mlp.gate"},
+        {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+        fields={
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        constants={"norm_topk_prob": True},
+    ),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", "smollm3", are_heads_turned=True),
+    "granite": GgufFamily(
+        "GraniteForCausalLM",
+        "granite",
+        are_heads_turned=True,
+        fields={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", {**_ATTENTION, **_MLP, **_POST_NORMS}),
+    "phi3": GgufFamily(
+        "Phi3ForCausalLM",
+        "phi3",
+        {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        fields={
+            "sliding_window": "attention.sliding_window",
+            "original_max_position_embeddings": "rope.scaling.original_context_length",
+        },
+    ),
+    "gemma2": GgufFamily(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _GEMMA,
+        has_norm_offset=True,
+        fields=_GEMMA_FIELDS,
+        whole_width_layers=46,
+    ),
+    "gemma3": GgufFamily(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        _GEMMA,
+        has_norm_offset=True,
+        fields={**_GEMMA_FIELDS, "rope_local_base_freq": "rope.freq_base_swa"},
+        whole_width_layers=62,
+    ),
+}
+# Mixtral's files say llama, and have experts.
+MIXTRAL = GgufFamily(
+    "MixtralForCausalLM",
+    "mixtral",
+    {**_LLAMA, "ffn_gate_inp": "block_sparse_moe.gate"},
+    {
+        f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{short}"
+        for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+    are_heads_turned=True,
+    fields={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+)
+
+
+def find_family(metadata: Mapping[str, Any]) -> GgufFamily | None:
+    """None: not one that is read."""
+    name = metadata.get("general.architecture")
+    if name == "llama" and metadata.get("llama.expert_count"):
+        return MIXTRAL
+    return GGUF_FAMILIES.get(name) if isinstance(name, str) else None
 
 
 def keys_of(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -287,3 +414,262 @@ def _count(fields: Mapping[str, Any], name: str) -> int:
 
 def _bad(cause: str) -> BadCheckpoint:
     return BadCheckpoint(f"The GGUF file is not complete: {cause}.", "download it again, or name another.")
+
+
+Item = TypeVar("Item")
+
+# Token types: gguf.md, tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_END_KEYS = ("eos", "eot", "eom")
+# Control tokens that end a turn whatever the metadata says: as llama.cpp has them (special_eog_ids).
+_END_TOKENS = {
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001  (its own bars)
+}
+
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2_SPLIT = rf"{_WORDS}|\p{{N}}|{_REST}"
+_DEFAULT_SPLITS = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+# tokenizer.ggml.pre -> what splits a text before BPE, one after the other
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "default": _DEFAULT_SPLITS,
+    "gpt-2": (_GPT2_SPLIT,),
+    "llama-bpe": (_LLAMA3_SPLIT,),
+    "dbrx": (_LLAMA3_SPLIT,),
+    "smaug-bpe": (_LLAMA3_SPLIT,),
+    "qwen2": (_QWEN2_SPLIT,),
+    "smollm": (r"\p{N}", _GPT2_SPLIT),
+}
+_ALIASES = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "olmo": "gpt-2",
+    "granite-docling": "gpt-2",
+    "refact": "smollm",
+}
+
+
+def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, dict[str, Any]]:
+    """The contents of tokenizer.json and of tokenizer_config.json.
+
+    Args:
+        vocab_size: rows of the embedding: no token may lie beyond.
+
+    Raises:
+        UnsupportedModel: a tokenizer, or a pre-tokenizer, that is not known here.
+        BadCheckpoint: its parts are missing or contradict each other.
+    """
+    tokens, types = _vocabulary(metadata, vocab_size)
+    match metadata.get("tokenizer.ggml.model"):
+        case "gpt2":
+            pre = _pre_tokenizer(metadata)
+            content = _byte_level(metadata, tokens, types, pre)
+            add_bos = pre == "llama-bpe"
+        case "llama":
+            content = _sentencepiece(metadata, tokens, types)
+            add_bos = True
+        case other:
+            raise UnsupportedModel(
+                f"GGUF tokenizer {other!r} is not supported.",
+                "use a model with one of: gpt2 (BPE), llama (SentencePiece).",
+            )
+    config = _tokenizer_config(metadata, tokens)
+    config["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
+    config["add_eos_token"] = metadata.get("tokenizer.ggml.add_eos_token", False)
+    return json.dumps(content), config
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end an answer: those the metadata names, and control tokens that can mean nothing else.
+
+    Raises:
+        BadCheckpoint: it names what is no token.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    named = [_end_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for key in _END_KEYS]
+    by_name = [
+        token_id
+        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == CONTROL and token in _END_TOKENS
+    ]
+    return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *by_name]))
+
+
+def _end_id(metadata: Mapping[str, Any], key: str, num_tokens: int) -> int | None:
+    token_id = metadata.get(key)
+    if token_id is not None and (not isinstance(token_id, int) or not 0 <= token_id < num_tokens):
+        raise _bad_tokenizer(f"{key} is {token_id!r}, of {num_tokens} tokens")
+    return token_id
+
+
+def _vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not _is_list_of(tokens, str) or not tokens:
+        raise _bad_tokenizer("tokenizer.ggml.tokens is not a list of texts")
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if not _is_list_of(types, int) or len(types) != len(tokens):
+        raise _bad_tokenizer("tokenizer.ggml.token_type does not give each token's")
+    if len(tokens) > vocab_size:
+        raise _bad_tokenizer(f"it has {len(tokens)} tokens, the embedding {vocab_size} rows")
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for token, number in Counter(tokens).items() if number > 1)
+        raise _bad_tokenizer(f"the token {twice!r} is there twice")
+    return tokens, types
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    known = _ALIASES.get(name, name) if isinstance(name, str) else None
+    if known not in PRE_TOKENIZERS:
+        supported = ", ".join([*PRE_TOKENIZERS, *_ALIASES])
+        raise UnsupportedModel(
+            f"GGUF pre-tokenizer {name!r} is not supported.",
+            f"use a file with one of: {supported}; or the model's Hugging Face directory.",
+        )
+    return str(known)
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], pre: str) -> dict[str, Any]:
+    """GPT-2's kind. Unused tokens (padding of the vocabulary) are left out."""
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not _is_list_of(merges, str):
+        raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
+    vocab = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] != UNUSED}
+    pairs = [_merge(merge, vocab) for merge in merges]
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in PRE_TOKENIZERS[pre]
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": _added_tokens(vocab, types),
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": pairs,
+            "ignore_merges": pre == "llama-bpe",
+        },
+    }
+
+
+def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
+    space = merge.find(" ", 1)
+    left, right = merge[:space], merge[space + 1 :]
+    if space < 0 or left not in vocab or right not in vocab or left + right not in vocab:
+        raise _bad_tokenizer(f"the merge {merge!r} is not of two tokens to a third")
+    return left, right
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
+    """Llama 2's kind, its scores turned to merges as transformers does."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not _is_list_of(scores, float) or len(scores) != len(tokens):
+        raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
+    pieces = [_piece(token, kind) for token, kind in zip(tokens, types, strict=True)]
+    vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
+    mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if not isinstance(unknown, int) or not 0 <= unknown < len(pieces):
+        raise _bad_tokenizer(f"tokenizer.ggml.unknown_token_id is {unknown!r}")
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE}
+    unspaces = {"type": "Replace", "pattern": {"String": METASPACE}, "content": " "}
+    prefix = [{"type": "Prepend", "prepend": METASPACE}] if has_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    return {
+        "version": "1.0",
+        "added_tokens": _added_tokens(vocab, types),
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [unspaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": _merges_by_score(vocab, mergeable),
+            "unk_token": pieces[unknown],
+            "fuse_unk": True,
+            "byte_fallback": BYTE in types,
+        },
+    }
+
+
+def _piece(token: str, kind: int) -> str:
+    """Added tokens are looked for in the text itself, which has spaces."""
+    return token.replace(METASPACE, " ") if kind == USER_DEFINED else token
+
+
+def _merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, the best pieces first.
+
+    Source: transformers, convert_slow_tokenizer.py, generate_merges.
+    """
+    found = []
+    for piece, score in scores.items():
+        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        ways = [(left, right) for left, right in splits if left in scores and right in scores]
+        found += [(score, *way) for way in sorted(ways, key=lambda way: (vocab[way[0]], vocab[way[1]]))]
+    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in found]
+
+
+def _added_tokens(vocab: Mapping[str, int], types: Sequence[int]) -> list[dict[str, Any]]:
+    """What is looked for in the text before anything else."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": token_id, "content": token, **plain, "special": types[token_id] != USER_DEFINED}
+        for token, token_id in vocab.items()
+        if types[token_id] in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+
+
+def _tokenizer_config(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name, key in _NAMED_TOKENS.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is None:
+            continue
+        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+            raise _bad_tokenizer(f"tokenizer.ggml.{key}_token_id is {token_id!r}, of {len(tokens)} tokens")
+        config[name] = tokens[token_id]
+    named = [key for key in metadata if key.startswith("tokenizer.chat_template.")]
+    default = metadata.get("tokenizer.chat_template")
+    if named:
+        sources = {key.removeprefix("tokenizer.chat_template."): metadata[key] for key in named}
+        sources |= {} if default is None else {"default": default}
+        config["chat_template"] = [{"name": name, "template": source} for name, source in sources.items()]
+    elif default is not None:
+        config["chat_template"] = default
+    return config
+
+
+def _is_list_of(value: Any, kind: type[Item]) -> TypeGuard[list[Item]]:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _bad_tokenizer(cause: str) -> BadCheckpoint:
+    return BadCheckpoint(f"The GGUF file's tokenizer is broken: {cause}.", "download it again, or name another.")

@@ -308,58 +308,6 @@ class Burst:
 
 VictimOrder = tuple[bool, int, bool, int, Place]
 
-_COUNTER_S: Callable[[Sequence], float] = attrgetter("tenant.counter_s")
-_NUM_RUNNING: Callable[[Sequence], int] = attrgetter("tenant.num_running")
-_CLASS: Callable[[Sequence], tuple[int, int]] = attrgetter("priority", "level")
-
-
-class RunningBounds:
-    """What none of the running sequences exceeds. By it alone most steps see that nobody gives way to the queue's head.
-
-    Whatever anybody is charged raises most_s, and who stops lowers nothing. Once that does not tell any more, fit()
-    looks at each of them: after OVER_SHARE_S of charges at the soonest, where all have had the same.
-
-    Attributes:
-        most_s: no tenant's counter is larger.
-        most_running: no tenant runs more.
-        least_levels: by class, nobody of it was admitted as a lower one.
-    """
-
-    def __init__(self) -> None:
-        self.most_s = 0.0
-        self.most_running = 0
-        self.least_levels: dict[int, int] = {}
-
-    def include(self, sequence: Sequence) -> None:
-        """It has begun to run."""
-        self.most_s = max(self.most_s, sequence.tenant.counter_s)
-        self.most_running = max(self.most_running, sequence.tenant.num_running)
-        self._lower(sequence.priority, sequence.level)
-
-    def fit(self, running: Collection[Sequence]) -> None:
-        """These are all that run."""
-        self.most_s = max(map(_COUNTER_S, running), default=0.0)
-        self.most_running = max(map(_NUM_RUNNING, running), default=0)
-        self.least_levels = {}
-        for priority, level in set(map(_CLASS, running)):
-            self._lower(priority, level)
-
-    def rule_out(self, head: Sequence, level: int) -> bool:
-        """Whether certainly nobody gives way to this one that waits.
-
-        Args:
-            level: its class, aged.
-        """
-        tenant = head.tenant
-        return (
-            self.most_s <= tenant.counter_s + OVER_SHARE_S
-            and self.most_running <= tenant.num_running + 1
-            and all(least >= level or priority == head.priority for priority, least in self.least_levels.items())
-        )
-
-    def _lower(self, priority: int, level: int) -> None:
-        self.least_levels[priority] = min(level, self.least_levels.get(priority, level))
-
 
 def victim_order(least_s: float) -> Callable[[Sequence], VictimOrder]:
     """A key, largest for who goes first: the paused, the lowest class, tenants over their share, the latest arrival.
@@ -389,7 +337,7 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
         level: the class of the one that waits, aged.
     """
     tenants = {sequence.tenant for sequence in running if sequence.level <= level}
-    giving_way = head.tenant.those_giving_way(tenants)
+    giving_way = {tenant for tenant in tenants if tenant.gives_way_to(head.tenant)}
     lower = [
         s
         for s in running
@@ -430,14 +378,11 @@ class Charges:
     Args:
         num_blocks: that there are.
 
-    Attributes:
-        bounds: raised by all that is charged to those who run.
     """
 
     def __init__(self, model: StepCostModel, num_blocks: int) -> None:
         self._model = model
         self._num_blocks = num_blocks
-        self.bounds = RunningBounds()
 
     def prepay(self, sequence: Sequence) -> None:
         """Charge for all that an admitted sequence, which has its slot and does not run yet, has to compute now."""
@@ -494,7 +439,6 @@ class Charges:
         num_running = _attribute(rows, parts_s, predicted_s, held, step_s)
         if len(running) > num_running:
             num_held += self._charge_bystanders(running, set(rows), block_s, step_s)
-        self.bounds.most_s += predicted_s + block_s * num_held  # no tenant was charged more than all together
         return num_held
 
     def _use_prepaid(self, sequence: Sequence, start: int, length: int) -> float:

@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from core.config import INTER_TOKEN_TARGET
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
+from core.outlook import Outlook, tokens_left
 from core.plan import Flight, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
@@ -34,6 +35,8 @@ from core.types import (
     Usage,
 )
 
+ASK_EVERY_STEPS = 8  # whether somebody gives way to the queue's head: all that run are looked at
+LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 
 
@@ -97,7 +100,11 @@ class Scheduler:
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
         self._is_short = False  # of blocks or slots that those in flight may have to give up
+        self._stuck: tuple[Sequence, int] | None = None  # the queue's head and its class, to whom nobody gave way
+        self._ask_again = 0  # from this step on
         self._landed_s = 0.0  # when the last step came back
+        self._outlook: Outlook | None = None
+        self._looked_s = -math.inf
         self.states.outbox.take(self.stats())  # what the loop knows already
 
     # What the loop asks
@@ -167,7 +174,7 @@ class Scheduler:
         for sequence in chosen:  # all before the first ends: the terminal chunk counts them all
             sequence.keep(num_tokens_kept)
         for sequence in reversed(chosen):  # the leader last, so that it is not handed on among those who leave too
-            if not sequence.is_in_flight:
+            if not sequence.num_in_flight:
                 self.states.finish(sequence, reason)
             elif sequence.cancel_reason is None:
                 sequence.cancel_reason = reason
@@ -280,16 +287,17 @@ class Scheduler:
         head, level = found
         num_slots = len(states.joining(head)) - len(states.free_slots)
         num_blocks = states.num_blocks_to_admit(head) - self.pool.num_free
-        if (num_slots <= 0 and num_blocks <= 0) or states.charges.bounds.rule_out(head, level):
+        if (num_slots <= 0 and num_blocks <= 0) or (found == self._stuck and self._counts.num_steps < self._ask_again):
             return
-        states.charges.bounds.fit(states.running)
         candidates = outranked(states.running, head, level, self.shares.least_s(), now)
         giving_way = enough_of(candidates, num_slots, num_blocks, lambda s: len(states.joining(s)))
-        if self.in_flight:
-            self._is_short = bool(giving_way)
-            return
-        for sequence in giving_way:
-            self._preempt(builder, sequence)
+        if not giving_way:
+            self._stuck, self._ask_again = found, self._counts.num_steps + ASK_EVERY_STEPS
+        elif self.in_flight:
+            self._is_short = True
+        else:
+            for sequence in giving_way:
+                self._preempt(builder, sequence)
 
     def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
         """Add a row for each, in as few operations as can be for those that have nothing to be looked at.
@@ -370,7 +378,7 @@ class Scheduler:
     def _preempt_paused(self, builder: PlanBuilder) -> bool:
         if self.states.num_paused == 0:
             return False
-        paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.is_in_flight]
+        paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.num_in_flight]
         if paused:
             self._preempt(builder, max(paused, key=victim_order(self.shares.least_s())))
         return bool(paused)
@@ -414,7 +422,7 @@ class Scheduler:
                 self._is_short = True
                 return False
             order = victim_order(self.shares.least_s())
-            victim = max((candidate for candidate in self.states.running if not candidate.is_in_flight), key=order)
+            victim = max((candidate for candidate in self.states.running if not candidate.num_in_flight), key=order)
             self._preempt(builder, victim)
             if victim is sequence:
                 return False
@@ -447,6 +455,8 @@ class Scheduler:
         if flight.has_suspects:
             self.states.suspects.difference_update(sequences[row] for row in output.rows.tolist() if row not in lost)
         self.states.settle()
+        if now >= self._looked_s + LOOK_EVERY_S:
+            self._look_ahead(now)
         return self._deliver()
 
     def _land(self, now: float) -> tuple[Flight, float]:
@@ -582,6 +592,32 @@ class Scheduler:
         if reason is not None:
             self.states.finish(sequence, reason)
 
+    def _look_ahead(self, now: float) -> None:
+        """Say anew what is expected, once enough steps were measured. Seldom: it looks at all that run."""
+        cost_s, limits, running = self.step_cost.rough_s, self.limits, self.states.running
+        if cost_s is None:
+            return
+        self._looked_s = now
+        mean, counts = self.states.mean_answer_tokens, self._counts
+        decoding = [  # tokens that each has said, and that it may say
+            (num_said, sequence.max_length - sequence.num_prompt_tokens)
+            for sequence in running
+            if (num_said := len(sequence.token_ids) - sequence.num_prompt_tokens)
+        ]
+        rate = len(decoding) / mean  # of ends, by the token; of one that has said over twice the mean it is less
+        rate += sum([1 / tokens_left(mean, *one) - 1 / mean for one in decoding if one[0] > 2 * mean])
+        self._outlook = Outlook(
+            step_cost_s=cost_s,
+            max_sequences=limits.max_sequences,
+            max_batch_tokens=limits.max_batch_tokens,
+            num_kv_tokens=limits.num_blocks * limits.block_size,
+            inter_token_target=self._inter_token_target,
+            miss_ratio=1 - counts.num_cache_hits / max(1, counts.num_cache_queries),
+            kv_of_one=self.pool.num_used * limits.block_size / max(1, len(running)),
+            tokens_left=len(decoding) / rate if decoding else mean,
+            first_left=max(1, min([num_allowed - num_said for num_said, num_allowed in decoding], default=1)),
+        )
+
     # Steps and rows that fail
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
@@ -679,7 +715,7 @@ class Scheduler:
             num_restored_blocks=self.host.num_restored,
             num_recomputed_blocks=self.host.num_recomputed,
             block_bytes=self.limits.block_bytes,
-            step_cost_s=self.step_cost.rough_s,
+            outlook=self._outlook,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
             **vars(self._counts),

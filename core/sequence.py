@@ -6,7 +6,6 @@ State only: who may change it, and when, is the scheduler's.
 import enum
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from core.kv_cache import BlockTable
@@ -79,15 +78,6 @@ class Tenant:
         if self.num_running > other.num_running + 1:
             return self.counter_s > other.counter_s
         return self.had_s > other.counter_s + OVER_SHARE_S
-
-    def those_giving_way(self, others: Iterable["Tenant"]) -> set["Tenant"]:
-        """Those of them that give way to a waiting sequence of this tenant's."""
-        over_s, num_running = self.counter_s + OVER_SHARE_S, self.num_running + 1  # few have more of either
-        return {
-            other
-            for other in others
-            if (other.counter_s > over_s or other.num_running > num_running) and other.gives_way_to(self)
-        }
 
 
 class SequenceState(enum.Enum):
@@ -165,10 +155,6 @@ class Sequence:
     prepaid_end: int = 0
     device_s: float = 0.0
     kv_block_s: float = 0.0
-
-    @property
-    def is_in_flight(self) -> bool:
-        return self.num_in_flight > 0
 
     @property
     def has_deadline(self) -> bool:

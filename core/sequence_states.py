@@ -15,6 +15,9 @@ from core.sequence import ALL_SCORED, NO_SLOT, Sequence, SequenceGroup, Sequence
 from core.step_cost import StepCostModel
 from core.types import Cost, EngineMark, EngineStats, FinishReason, StepDelivery, TokenChunk, TokenLogprobs, Usage
 
+FIRST_GUESS_TOKENS = 128.0  # of an answer, until some have ended
+ANSWER_RATE = 1 / 32  # of the newest answer in the mean of their lengths
+
 
 class Outbox:
     """News for the loop, until the next delivery."""
@@ -60,6 +63,7 @@ class SequenceStates:
         unsettled: cancelled, lost or ended in flight.
         suspects: were in a step that raised, and were not seen to be innocent since.
         now_s: when the last plan was made: from then on ages whoever begins to wait, or to run.
+        mean_answer_tokens: of sequences that have ended.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class SequenceStates:
         self.unsettled: dict[Sequence, None] = {}
         self.suspects: set[Sequence] = set()
         self.now_s = 0.0
+        self.mean_answer_tokens = FIRST_GUESS_TOKENS
         self._step_cost = step_cost
         self._block_size = limits.block_size
 
@@ -152,7 +157,6 @@ class SequenceStates:
         sequence.progress_s = self.now_s
         self.running[sequence] = None
         sequence.tenant.num_running += 1
-        self.charges.bounds.include(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         """It is no longer charged, nor preempted. It still holds what it has."""
@@ -186,6 +190,8 @@ class SequenceStates:
         if sequence.num_in_flight:
             self.unsettled[sequence] = None
         self.give_back(sequence)
+        if sequence.num_own_tokens:
+            self.mean_answer_tokens += ANSWER_RATE * (sequence.num_billed_tokens - self.mean_answer_tokens)
         group.num_live -= 1
         is_last = group.num_live == 0
         self.outbox.chunks.append(
@@ -246,7 +252,7 @@ class SequenceStates:
         """All of it: what it has computed so far cannot be used."""
         self.forget(sequence)
         sequence.is_lost = sequence.state is SequenceState.RUNNING
-        if sequence.is_in_flight:
+        if sequence.num_in_flight:
             self.unsettled[sequence] = None
         elif sequence.is_lost and sequence.cancel_reason is None:
             self.requeue(sequence)

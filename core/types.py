@@ -9,6 +9,8 @@ import enum
 
 import msgspec
 
+from core.outlook import Outlook
+
 LOWEST_CLASS, TOP_CLASS = -4, 4  # of Request.priority
 
 
@@ -257,7 +259,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_undeleted_blocks: int = 0  # that were forgotten, and lie in the directory still: they could not be deleted
     block_bytes: int = 0
     step_s: float = 0.0  # duration of the last step
-    step_cost_s: tuple[float, float, float, float, float] | None = None  # StepCostModel.rough_s
+    outlook: Outlook | None = None  # None: too few steps were measured
     device_s: float = 0.0  # of all steps
     kv_block_s: float = 0.0  # blocks held, times the duration of the steps meanwhile
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction

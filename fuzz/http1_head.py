@@ -2,7 +2,7 @@
 
 import h11
 
-from server.wire.http1 import LineScanner, RequestHead, read_head
+from server.wire.http1 import HeadReader, RequestHead
 from server.wire.limits import HeadLimits
 from server.wire.messages import HeadRefused
 
@@ -27,14 +27,13 @@ def read(data: bytes, step: int, limits: HeadLimits = _LIMITS) -> tuple[RequestH
     Args:
         step: bytes per read.
     """
-    scanner = LineScanner(limits)
+    reader = HeadReader(limits)
     buffer = bytearray()
     try:
         for start in range(0, len(data), step):
             buffer += data[start : start + step]
-            end = scanner.scan(buffer)
-            if end is not None:
-                return read_head(bytes(buffer[:end])), bytes(buffer[:end])
+            if (found := reader.read(buffer)) is not None:
+                return found[0], bytes(buffer[: found[1]])
     except HeadRefused as refusal:
         assert refusal.status in (400, 414, 431)
         return refusal.status

@@ -1,27 +1,45 @@
 """A model's tensors in files: safetensors of a Hugging Face directory, or a GGUF file. Thread: engine (at start).
 
-Reads these only: no pickle, no code from the directory, no file outside it.
+Reads these only: no pickle, no code from the directory, no file outside it. A GGUF file's tensors come in Hugging
+Face's names and order of rows; formats that are not floats are dequantised a slab at a time: no more than one tensor of
+the serving dtype, and a slab, is in memory beside the parameters. Parsing its header is core's.
 """
 
 import json
+import math
+import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from core.errors import BadCheckpoint
-from core.fp8_config import Fp8Config
+from core.gguf import BLOCKS, GgufTensor, parse_gguf
 from core.gguf import SUFFIX as GGUF_SUFFIX
-from core.packed_config import PackedConfig
-from gpu.fp8_weights import FP8_FORMAT, SCALES, UNREAD_SCALES, Fp8Weight, described_scales, is_scale_of
-from gpu.gguf import GgufReader
-from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack
+from core.gguf_model import hugging_face_tensors, is_norm_shifted, num_turned_heads
+from core.prequantized import Fp8Config, PackedConfig
+from gpu.parameters import Target
+from gpu.prequantized import (
+    FP8_FORMAT,
+    NEEDED_PARTS,
+    PARTS,
+    SCALES,
+    UNREAD_SCALES,
+    Fp8Weight,
+    UnpackedWeight,
+    described_scales,
+    is_scale_of,
+    matrix_shape,
+    part_shapes,
+    unpack,
+)
 from gpu.streams import Fill
-from gpu.targets import Target
 
 PICKLES = (".bin", ".pt", ".pth")  # checkpoints of these are not read: they can run code
 SINGLE_FILE = "model.safetensors"
@@ -47,6 +65,8 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total), as loading goes."""
 Cut = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
 """See gpu.parallel.ranks.Shard.cut."""
+GGUF_SLAB_BYTES = 8 * 2**20  # of blocks; as float32 eight times as much at most
+K_ELEMENTS = 256  # of the K formats' blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +195,7 @@ def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
         with open_safetensors(file) as reader:
             for name in reader.keys():  # noqa: SIM118  (not a dict)
                 if listed.get(name, file) == file:
-                    tensors[name] = _header(reader, name, file, has_fp8)
+                    tensors[name] = _safetensors_header(reader, name, file, has_fp8)
     missing = sorted(listed.keys() - tensors.keys())
     if missing:
         raise bad_checkpoint(
@@ -338,7 +358,7 @@ def open_safetensors(file: Path) -> Any:  # safetensors ships no types
         raise bad_checkpoint(f"{file} is not a whole safetensors file ({error}).") from error
 
 
-def _header(reader: Any, name: str, file: Path, has_fp8: bool) -> TensorHeader:
+def _safetensors_header(reader: Any, name: str, file: Path, has_fp8: bool) -> TensorHeader:
     part = reader.get_slice(name)
     shape, number_format = tuple(part.get_shape()), str(part.get_dtype())
     is_packed = number_format == BYTES and name.endswith(PACKED_SUFFIXES)
@@ -366,3 +386,152 @@ def named_tensors(names: list[str]) -> str:
 
 def bad_checkpoint(cause: str) -> BadCheckpoint:
     return BadCheckpoint(cause, "download the model again, or name another with --model.")
+
+
+class GgufReader:
+    """Reads tensors by their Hugging Face names. A context manager, as safetensors' reader is.
+
+    Args:
+        dtype: what quantised tensors become; the others stay as they are.
+
+    Raises:
+        BadCheckpoint, UnsupportedModel: see core.gguf.parse_gguf.
+    """
+
+    def __init__(self, file: Path, dtype: torch.dtype = torch.float32) -> None:
+        try:
+            with file.open("rb") as opened:  # private: torch wants what it may write
+                self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise BadCheckpoint(f"{file} cannot be read: {error}.", "download it again, or name another.") from error
+        self._bytes = torch.from_numpy(np.frombuffer(self._map, np.uint8))
+        header = parse_gguf(self._bytes.numpy().data, str(file))
+        self._dtype = dtype
+        self._metadata = header.metadata
+        self.tensors = hugging_face_tensors(header)
+
+    def __enter__(self) -> "GgufReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._bytes, self._map
+
+    def release(self) -> None:
+        """Give back the pages that were read: they come again from the file when they are asked for."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """One tensor, of the shape that `tensors` says."""
+        tensor = self._floats(self.tensors[name])
+        if is_norm_shifted(name, self._metadata):
+            tensor = tensor - 1
+        heads = num_turned_heads(name, self._metadata)
+        return tensor if heads is None else part_halves(tensor, heads)
+
+    def _floats(self, found: GgufTensor) -> Tensor:
+        content = self._bytes[found.offset : found.offset + found.size_bytes]
+        if found.format in FLOATS:
+            return _aligned(content).view(FLOATS[found.format]).view(found.shape)
+        dequantise = DEQUANTISERS[found.format]
+        block_elements, block_bytes = BLOCKS[found.format]
+        blocks = content.view(-1, block_bytes)
+        tensor = torch.empty(math.prod(found.shape), dtype=self._dtype)
+        slab = GGUF_SLAB_BYTES // block_bytes
+        for start in range(0, len(blocks), slab):
+            values = dequantise(blocks[start : start + slab])  # [blocks, elements]
+            tensor[start * block_elements :][: values.numel()].copy_(values.view(-1))
+        return tensor.view(found.shape)
+
+
+def part_halves(rows: Tensor, num_heads: int) -> Tensor:
+    """Reorder each head's rows from pairs side by side to (first half, second half), as Hugging Face has them.
+
+    rows: [heads * head_dim, ...], also returned so. Source: convert_hf_to_gguf.py, LlamaModel.permute, undone.
+    """
+    heads = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+    return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def dequantise_q8_0(blocks: Tensor) -> Tensor:
+    """Scale, 32 signed bytes. blocks: [blocks, 34] bytes → [blocks, 32], float32; so the others, with their sizes."""
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks[:, :2]))
+
+
+def dequantise_q4_0(blocks: Tensor) -> Tensor:
+    """Scale, 16 bytes: low nibbles are the first half, high ones the second; 8 is zero."""
+    nibbles = torch.cat([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1)
+    return nibbles.float().sub_(8).mul_(_halves(blocks[:, :2]))
+
+
+def dequantise_q5_0(blocks: Tensor) -> Tensor:
+    """Scale, 32 fifth bits, then as Q4_0; 16 is zero."""
+    nibbles = torch.cat([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], 1)
+    fifths = (blocks[:, 2:6].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1  # [blocks, 4, 8]
+    return (nibbles | (fifths.flatten(1) << 4)).float().sub_(16).mul_(_halves(blocks[:, :2]))
+
+
+def dequantise_q4_k(blocks: Tensor) -> Tensor:
+    """Scales and minima of 8 parts, 256 nibbles: in each 32 bytes first all low, then all high.
+
+    Source: ggml-quants.c, dequantize_row_q4_K.
+    """
+    return _scaled_parts(blocks, _k_nibbles(blocks[:, 16:]))
+
+
+def dequantise_q5_k(blocks: Tensor) -> Tensor:
+    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit n of them is of part n."""
+    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    fifths = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1  # [blocks, 8, 32]
+    return _scaled_parts(blocks, _k_nibbles(blocks[:, 48:]) | (fifths << 4))
+
+
+def _k_nibbles(packed: Tensor) -> Tensor:
+    """[blocks, 128] bytes → [blocks, 8, 32]"""
+    packed = packed.reshape(-1, 4, 32)
+    return torch.stack([packed & 15, packed >> 4], 2).view(-1, 8, 32)
+
+
+def _scaled_parts(blocks: Tensor, quants: Tensor) -> Tensor:
+    """Scale of scales, scale of minima, 8 of each in 6 bits. quants: [blocks, 8, 32] → [blocks, 256], float32.
+
+    Source: ggml-quants.c, get_scale_min_k4.
+    """
+    low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # [blocks, 4] each
+    scales = torch.cat([low & 63, (mixed & 15) | ((low >> 2) & 48)], 1).float() * _halves(blocks[:, :2])
+    minima = torch.cat([high & 63, (mixed >> 4) | ((high >> 2) & 48)], 1).float() * _halves(blocks[:, 2:4])
+    return quants.float().mul_(scales.unsqueeze(2)).sub_(minima.unsqueeze(2)).view(-1, K_ELEMENTS)
+
+
+def dequantise_q6_k(blocks: Tensor) -> Tensor:
+    """128 bytes of low nibbles, 64 of high pairs of bits, 16 signed scales, their scale; 32 is zero.
+
+    Source: ggml-quants.c, dequantize_row_q6_K: each half of 128 has 64 bytes of nibbles and 32 of pairs.
+    """
+    low = blocks[:, :128].reshape(-1, 2, 64)
+    nibbles = torch.cat([low & 15, low >> 4], 2).view(-1, 2, 4, 32)
+    pairs = blocks[:, 128:192].reshape(-1, 2, 32)
+    high = torch.stack([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], 2)  # [blocks, 2, 4, 32]
+    scales = blocks[:, 192:208].view(torch.int8).float() * _halves(blocks[:, 208:])
+    values = (nibbles | (high << 4)).float().sub_(32).view(-1, 16, 16)
+    return values.mul_(scales.unsqueeze(2)).view(-1, K_ELEMENTS)
+
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DEQUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q8_0": dequantise_q8_0,
+    "Q4_0": dequantise_q4_0,
+    "Q5_0": dequantise_q5_0,
+    "Q4_K": dequantise_q4_k,
+    "Q5_K": dequantise_q5_k,
+    "Q6_K": dequantise_q6_k,
+}
+
+
+def _halves(two_bytes: Tensor) -> Tensor:
+    """float16 columns as float32: [blocks, 2] bytes → [blocks, 1]."""
+    return two_bytes.contiguous().view(torch.float16).float()
+
+
+def _aligned(content: Tensor) -> Tensor:
+    """As it is where its first byte may begin a float (a file's alignment may be one byte)."""
+    return content if content.storage_offset() % 4 == 0 else content.clone()

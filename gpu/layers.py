@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import ExpertsConfig, RopeConfig
-from gpu.expert_weights import ExpertWeights
 from gpu.linear import Linear
-from gpu.quantize import Weight
+from gpu.parameters import ExpertWeights
+from gpu.quant import Weight
 
 Gated = Callable[[Tensor], Tensor]
 """[tokens, 2 * width], all of gate and then all of up, to [tokens, width]; may write into it."""

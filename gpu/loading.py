@@ -15,17 +15,16 @@ from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
-from gpu.kept_matrices import kept_scheme
 from gpu.kv_cache import num_blocks_for
 from gpu.linear import MOST_FEW_ROWS
 from gpu.memory_plan import MemoryPlan, plan_checkpoint
 from gpu.operators import Operators
 from gpu.parallel.ranks import Ranks, Shard
-from gpu.quantize_cache import quantizing
+from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
 from gpu.tune import find_operators
-from gpu.weights import MatrixForm, check_checkpoint, load_weights
+from gpu.weights import MatrixForm, check_checkpoint, kept_scheme, load_weights
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; a large model's for so long alone.
 TIMED_CHUNKS = (8, 16, 32, 64) * 3

@@ -15,19 +15,16 @@ from core.errors import NotEnoughMemory, StartupError
 from gpu.attention_groups import MAX_GATHERED_TOKENS
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
-from gpu.kept_matrices import KeptMatrix, find_kept, kept_scheme
-from gpu.kernels.attention_tiles import kernel_shape
-from gpu.kernels.support import why_no_attention
+from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
-from gpu.layer_weights import LayerWeights, empty_weights, layer_targets, matrices
 from gpu.linear import can_gather, can_pack
-from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
-from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
+from gpu.parameters import LayerWeights, empty_weights, layer_targets, matrices
+from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, operator_group_size, stored_bytes
 from gpu.sampler import piece_rows
 from gpu.scores import MAX_SCORES
 from gpu.step_shapes import max_decodes, step_shapes
 from gpu.streams import staged_bytes
-from gpu.weights import check_checkpoint
+from gpu.weights import KeptMatrix, check_checkpoint, find_kept, kept_scheme
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len

@@ -13,13 +13,12 @@ from torch import Tensor
 from core.config import LayerConfig, ModelConfig
 from gpu.attention import paged_attention
 from gpu.batch import DeviceBatch
-from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
-from gpu.layer_weights import LayerWeights, ModelWeights
 from gpu.layers import Block, Experts, Mlp, Rope
 from gpu.linear import Embed, Linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
+from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
 from gpu.scores import Scores
 
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from core.config import ExpertsConfig
 from gpu.attention import AttentionKernels
-from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Block, Experts, Gated, apply_rope
 from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied, packed_linear
 from gpu.parallel.ranks import Ranks
-from gpu.quantize import QuantizedWeight, Weight
-from gpu.quantized_linear import make_quantized_linear
+from gpu.parameters import ExpertWeights
+from gpu.quant import QuantizedWeight, Weight, make_quantized_linear
 from gpu.sampler import SamplerChoice
 
 HeadNorms = tuple[Tensor, Tensor]

@@ -25,10 +25,10 @@ from gpu.checkpoint import Checkpoint
 from gpu.device import FEW_TOKENS, last_level_cache_bytes, trim_heap
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_store import CopyTicket, KVOffload, open_offload
-from gpu.layer_weights import ModelWeights
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
+from gpu.parameters import ModelWeights
 from gpu.sampler import Drawn, PromptScores, RowLogprobs, Sampler, score
 from gpu.step_graphs import CountedGraphs, Progress, TrialParts, count_graphs
 from gpu.step_shapes import max_decodes, step_shapes

@@ -47,7 +47,7 @@ class StepShape:
     def serves(self, step: "StepShape") -> bool:
         """Whether a step may be padded to this: nothing of it is computed in other sums for that.
 
-        Products of few rows and of many are cut differently (kernels/product.py), those with the head too.
+        Products of few rows and of many are cut differently (kernels/matmul.py), those with the head too.
         """
         return (
             step.num_decodes <= self.num_decodes

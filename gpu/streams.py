@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.plan import Int32Array
 from gpu.device import synchronize
-from gpu.targets import Target
+from gpu.parameters import Target
 
 
 class Event(Protocol):

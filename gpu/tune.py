@@ -29,7 +29,7 @@ from torch import Tensor
 from core.config import EngineConfig, ModelConfig
 from gpu.cache_files import can_keep_kernels, measured_file, read_kept, write_kept
 from gpu.device import DeviceChoice, cpu_flags, cpu_model
-from gpu.kernels import support as cuda
+from gpu.kernels import sizes as cuda
 from gpu.linear import Linear, MatmulChoices, MatmulShape, Served, keeps_rows
 from gpu.operators import Operators
 from gpu.sampler import SamplerChoice
@@ -77,7 +77,7 @@ def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
 
         attention = None
         if cuda.why_no_attention(config, choice.dtype) is None:
-            from gpu.kernels.paged_attention import PagedAttention
+            from gpu.kernels.attention import PagedAttention
 
             attention = PagedAttention()
         found = TritonOperators(config, choice.dtype, choice.device, attention)

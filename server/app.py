@@ -14,9 +14,8 @@ from h2.errors import ErrorCodes
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
 from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
-from server.app_state import AppState, Readiness
 from server.clock import Clock
-from server.exchange import Exchange
+from server.exchange import AppState, Exchange, Readiness
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
@@ -76,7 +75,7 @@ class App:
             request_id=self._new_request_id(),
             timings=timings,
             stream=stream,
-            clock=self._clock.monotonic,
+            server=self.state,
         )
         exchange.trace = self._trace_of(exchange)
         self.state.exchanges[stream] = exchange
@@ -217,17 +216,17 @@ class App:
         if route.is_counted:
             await self._handle_counted(route, exchange)
         else:
-            exchange.timings.enter(Stage.ANSWER, self._clock.monotonic())
-            await route.handler(self.state, exchange)
+            exchange.enter(Stage.ANSWER)
+            await route.handler(exchange)
 
     async def _handle_counted(self, route: Route, exchange: Exchange) -> None:
         """Let the request in and out of its caller's quotas. One that the server has no room for counts for nothing."""
-        exchange.timings.enter(Stage.QUOTA, self._clock.monotonic())
+        exchange.enter(Stage.QUOTA)
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
         exchange.stream.late_headers = partial(limit_headers, ticket)
         ticket.enter(route.needs_tokens)
         try:
-            await route.handler(self.state, exchange)
+            await route.handler(exchange)
         except ServiceError as error:
             outcome = exchange.outcome
             is_untouched = outcome is None or outcome.is_refused or outcome.usage == NO_USAGE

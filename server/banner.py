@@ -4,12 +4,16 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from server import __version__
 from server.config import ServerConfig
 from server.gate.tenants import LOCAL_NAME
 from server.listening.sockets import Bind, ListeningSocket, TcpAddress, UnixAddress
 from server.values import format_count, format_size
+
+if TYPE_CHECKING:
+    from server.loaded_engine import EngineFacts
 
 SURFACES = "/v1/chat/completions /v1/completions /v1/responses /metrics"
 WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -22,44 +26,26 @@ class BannerFacts:
     """What there is to say.
 
     Args:
-        device_reason: why this device and number format, e.g. "no CUDA device found".
-        context_origin: where max_model_len comes from: "the model's own", "STEPLOOP_MAX_MODEL_LEN".
-        num_kv_tokens: that the KV cache holds, over all sequences.
-        num_host_tokens: that host memory holds of what gives way there; 0: it is forgotten.
         num_api_keys: that are valid now.
-        num_tenants: configured; 0 without keys: anyone may ask.
-        keys_are_in_environment: they were read from STEPLOOP_API_KEY.
-        places: where it listens.
-        needs_certificate: only clients with a certificate are served where others could reach it.
-        jwt_issuer: whose JWTs are taken; None: there are none.
         is_shut: every request is refused: callers must say who they are, and nothing that they could show is good.
-        keys_file: None: there is none.
+        needs_certificate: only clients with a certificate are served where others could reach it.
     """
 
-    version: str
-    model_name: str
-    num_parameters: int
-    dtype: str
-    is_demonstration: bool
-    device: str
-    device_reason: str
-    num_kv_tokens: int
-    kv_size_bytes: int
-    max_model_len: int
-    context_origin: str
-    num_api_keys: int
-    keys_are_in_environment: bool
-    places: tuple["Place", ...]
-    num_host_tokens: int = 0
-    needs_certificate: bool = False
-    num_tenants: int = 0
-    jwt_issuer: str | None = None
+    engine: "EngineFacts"
+    config: ServerConfig
+    endpoints: tuple["Endpoint", ...]
+    num_api_keys: int = 0
     is_shut: bool = False
-    keys_file: Path | None = None
+    needs_certificate: bool = False
+
+    @property
+    def jwt_issuer(self) -> str | None:
+        """Whose JWTs are taken."""
+        return self.config.jwt_issuer if self.config.jwks is not None else None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoint:
     """Where one socket listens.
 
     Args:
@@ -83,29 +69,33 @@ class Place:
         return f"{text} ({', '.join(notes)})" if notes else text
 
 
-def places_of(sockets: Sequence[ListeningSocket], has_certificate: bool) -> tuple[Place, ...]:
-    """Each place once: a name may have several addresses."""
-    places = (Place(one.address, has_certificate and not one.bind.is_plain, one.bind.takes_proxy) for one in sockets)
-    return tuple(dict.fromkeys(places))
+def endpoints_of(sockets: Sequence[ListeningSocket], has_certificate: bool) -> tuple[Endpoint, ...]:
+    """Each once: a name may have several addresses."""
+    endpoints = (
+        Endpoint(one.address, has_certificate and not one.bind.is_plain, one.bind.takes_proxy) for one in sockets
+    )
+    return tuple(dict.fromkeys(endpoints))
 
 
 def banner_lines(facts: BannerFacts) -> list[str]:
     """The banner, a label and its facts a line; the last line can be pasted into a shell."""
-    model = f"{facts.model_name}, {format_count(facts.num_parameters)} parameters, {facts.dtype}"
-    if facts.is_demonstration:
+    engine, limits = facts.engine, facts.engine.limits
+    model = f"{engine.model_name}, {format_count(engine.num_parameters)} parameters, {engine.dtype}"
+    if engine.is_demonstration:
         model += " (demonstration model: a memorised LLM glossary)"
-    num_full = facts.num_kv_tokens / facts.max_model_len
-    host = f", {facts.num_host_tokens:,} more in host memory" if facts.num_host_tokens else ""
+    num_tokens, num_host_tokens = limits.num_blocks * limits.block_size, limits.num_host_blocks * limits.block_size
+    num_full = num_tokens / limits.max_model_len
+    host = f", {num_host_tokens:,} more in host memory" if num_host_tokens else ""
     return [
-        f"steploop {facts.version}",
+        f"steploop {__version__}",
         f"  model    {model}",
-        f"  device   {facts.device}: {facts.device_reason}",
-        f"  KV       {facts.num_kv_tokens:,} tokens = {num_full:.1f} x {facts.max_model_len:,}"
-        f" ({format_size(facts.kv_size_bytes)}){host}",
-        f"  context  {facts.max_model_len:,} tokens: {facts.context_origin}",
+        f"  device   {engine.device}: {engine.device_reason}",
+        f"  KV       {num_tokens:,} tokens = {num_full:.1f} x {limits.max_model_len:,}"
+        f" ({format_size(engine.kv_size_bytes)}){host}",
+        f"  context  {limits.max_model_len:,} tokens: {engine.context_origin}",
         f"  auth     {_auth(facts)}",
-        f"  URL      {', '.join(map(str, facts.places))}  {SURFACES}",
-        f"  try      {_key_command(facts) if facts.is_shut else sample_curl(facts)}",
+        f"  URL      {', '.join(map(str, facts.endpoints))}  {SURFACES}",
+        f"  try      {_key_command(facts.config) if facts.is_shut else sample_curl(facts)}",
     ]
 
 
@@ -127,38 +117,43 @@ def configured_url(config: ServerConfig) -> str | None:
 
 def sample_curl(facts: BannerFacts) -> str:
     """A command that gets an answer when pasted; a key is never shown: it is taken from where it came, or left open."""
-    question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
-    place = min(facts.places, key=lambda place: (place.takes_proxy, isinstance(place.address, UnixAddress)))
+    question = {"model": facts.engine.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
+    endpoint = min(
+        facts.endpoints, key=lambda endpoint: (endpoint.takes_proxy, isinstance(endpoint.address, UnixAddress))
+    )
     own_key = "YOUR_KEY" if facts.num_api_keys else "YOUR_JWT"
-    shown_key = "${STEPLOOP_API_KEY%%,*}" if facts.keys_are_in_environment else own_key
-    shown = " --cert YOUR_CERTIFICATE --key YOUR_CERTIFICATES_KEY" if facts.needs_certificate and place.has_tls else ""
+    is_in_environment = dict(facts.config.origins).get("api_keys") == "STEPLOOP_API_KEY"
+    shown_key = "${STEPLOOP_API_KEY%%,*}" if is_in_environment else own_key
+    shown = (
+        " --cert YOUR_CERTIFICATE --key YOUR_CERTIFICATES_KEY" if facts.needs_certificate and endpoint.has_tls else ""
+    )
     key = f' -H "authorization: Bearer {shown_key}"' if facts.num_api_keys or facts.jwt_issuer else ""
-    insecure = " --insecure" if place.has_tls else ""  # the certificate is for another name than this machine's own
+    insecure = " --insecure" if endpoint.has_tls else ""  # the certificate is for another name than this machine's own
     body = shlex.quote(json.dumps(question))
-    return f"curl{insecure}{shown} {_curl_target(place)} -H 'content-type: application/json'{key} -d {body}"
+    return f"curl{insecure}{shown} {_curl_target(endpoint)} -H 'content-type: application/json'{key} -d {body}"
 
 
-def _key_command(facts: BannerFacts) -> str:
-    path = "YOUR_KEYS_FILE" if facts.keys_file is None else shlex.quote(str(facts.keys_file))
-    return f"steploop keys create --keys-file {path} --tenant {'YOUR_TENANT' if facts.num_tenants else LOCAL_NAME}"
+def _key_command(config: ServerConfig) -> str:
+    path = "YOUR_KEYS_FILE" if config.keys_file is None else shlex.quote(str(config.keys_file))
+    return f"steploop keys create --keys-file {path} --tenant {'YOUR_TENANT' if config.tenants else LOCAL_NAME}"
 
 
-def _curl_target(place: Place) -> str:
-    if isinstance(place.address, UnixAddress):
-        url = base_url("localhost", 443 if place.has_tls else 80, place.has_tls)
-        name = place.address.abstract_name
-        path = f"--unix-socket {shlex.quote(place.address.path)}"
+def _curl_target(endpoint: Endpoint) -> str:
+    if isinstance(endpoint.address, UnixAddress):
+        url = base_url("localhost", 443 if endpoint.has_tls else 80, endpoint.has_tls)
+        name = endpoint.address.abstract_name
+        path = f"--unix-socket {shlex.quote(endpoint.address.path)}"
         option = path if name is None else f"--abstract-unix-socket {shlex.quote(name)}"
         return f"{option} {url}{SAMPLE_PATH}"
-    return shlex.quote(base_url(place.address.host, place.address.port, place.has_tls) + SAMPLE_PATH)
+    return shlex.quote(base_url(endpoint.address.host, endpoint.address.port, endpoint.has_tls) + SAMPLE_PATH)
 
 
 def _auth(facts: BannerFacts) -> str:
     if facts.is_shut:
         return "no valid API key exists yet: every request is refused until one is created, and the server reloaded"
     required = []
-    if facts.num_tenants:
-        required.append(f"{facts.num_tenants} tenant{'s' if facts.num_tenants > 1 else ''}")
+    if num_tenants := len(facts.config.tenants):
+        required.append(f"{num_tenants} tenant{'s' if num_tenants > 1 else ''}")
     if facts.num_api_keys:
         required.append(f"{facts.num_api_keys} API key{'s' if facts.num_api_keys > 1 else ''}")
     if facts.jwt_issuer is not None:
@@ -167,22 +162,22 @@ def _auth(facts: BannerFacts) -> str:
         required.append("client certificates")
     if required:
         return ", ".join(required[:-1]) + " and " * (len(required) > 1) + required[-1]
-    if not is_public(facts.places):
+    if not is_public(facts.endpoints):
         return "none (only this machine can reach it)"
     return "none: anyone who reaches this port can use it; set STEPLOOP_API_KEY"
 
 
-def public_addresses(places: Sequence[Place]) -> list[str]:
+def public_addresses(endpoints: Sequence[Endpoint]) -> list[str]:
     """Those that other machines can reach."""
     return [
-        str(place.address)
-        for place in places
-        if isinstance(place.address, TcpAddress) and not is_loopback(place.address.host)
+        str(endpoint.address)
+        for endpoint in endpoints
+        if isinstance(endpoint.address, TcpAddress) and not is_loopback(endpoint.address.host)
     ]
 
 
-def is_public(places: Sequence[Place]) -> bool:
-    return bool(public_addresses(places))
+def is_public(endpoints: Sequence[Endpoint]) -> bool:
+    return bool(public_addresses(endpoints))
 
 
 def is_loopback(host: str) -> bool:

@@ -1,7 +1,10 @@
-"""What time it is, as an argument: so that tests can say. Threads: loop, main."""
+"""What time it is, as an argument, so that tests can say; and one timer for many deadlines. Threads: loop, main."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+
+RESOLUTION_S = 0.001  # uvloop's timers count whole milliseconds, and may fire half of one early
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,3 +13,49 @@ class Clock:
 
     monotonic: Callable[[], float]
     unix: Callable[[], float]
+
+
+class DeadlineTimer:
+    """One loop timer for an owner with many deadlines: calls `on_due` once the first of them has passed.
+
+    The deadline may move later without a word: the timer looks again when it fires. When it may have become earlier, or
+    one has appeared, `arm` is to be called. So a deadline that is pushed back a thousand times costs one timer.
+
+    Args:
+        next_due: the deadline in the loop's seconds, or None.
+    """
+
+    __slots__ = ("_armed_for", "_handle", "_loop", "_next_due", "_on_due")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        next_due: Callable[[], float | None],
+        on_due: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._next_due = next_due
+        self._on_due = on_due
+        # A plain Handle, which knows no `when()`, where uvloop's delay rounds to 0 ms: the due time is kept here
+        self._handle: asyncio.Handle | None = None
+        self._armed_for = 0.0
+
+    def arm(self) -> None:
+        due = self._next_due()
+        if due is None or (self._handle is not None and self._armed_for <= due):
+            return
+        self.cancel()
+        self._armed_for = due
+        self._handle = self._loop.call_at(due, self._fire)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        due = self._next_due()
+        if due is not None and due <= self._loop.time() + RESOLUTION_S:
+            self._on_due()
+        self.arm()

@@ -24,8 +24,7 @@ from core.errors import ErrorKind, ServiceError
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
 from server.api.replies import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Surface
-from server.clock import Clock
-from server.deadline import RESOLUTION_S, DeadlineTimer
+from server.clock import RESOLUTION_S, Clock, DeadlineTimer
 from server.engine_client import EngineClient, RequestHandle, RequestSequence
 from server.gate.admission import Admission, Asker, Place
 from server.gate.allowance import NEVER, Allowance
@@ -77,8 +76,16 @@ class Event(enum.Enum):
     CLOSED = enum.auto()  # its task ends, well or by an exception
 
 
-# State → event → the next state, and what is done there: a method of Generation, or nothing. Any other event is a bug.
-TABLE: dict[State, dict[Event, tuple[State, str | None]]] = {
+Row = dict[Event, tuple[State, str | None]]  # the next state, and what is done there: a method of Generation
+
+# While the engine has its requests, and the answer is open
+_GOES_ON: Row = {
+    Event.ENGINE_DONE: (State.SETTLING, "_settle"),
+    Event.BROKEN_OFF: (State.ENDING, "_break_off"),
+    Event.CLIENT_GONE: (State.ENDING, "_lose_client"),
+    Event.CLOSED: (State.ENDING, "_abandon"),
+}
+TABLE: dict[State, Row] = {  # an event that has no place in its state's row is a bug
     State.READING: {
         Event.BODY_READ: (State.PREPARING, None),
         Event.CLOSED: (State.DONE, None),
@@ -90,24 +97,13 @@ TABLE: dict[State, dict[Event, tuple[State, str | None]]] = {
     State.RESERVING: {
         Event.RESERVED: (State.QUEUED, "_release"),
         Event.FIRST_TOKEN: (State.RESERVING, None),
-        Event.ENGINE_DONE: (State.SETTLING, "_settle"),
-        Event.BROKEN_OFF: (State.ENDING, "_break_off"),
-        Event.CLIENT_GONE: (State.ENDING, "_lose_client"),
-        Event.CLOSED: (State.ENDING, "_abandon"),
+        **_GOES_ON,
     },
     State.QUEUED: {
         Event.FIRST_TOKEN: (State.STREAMING, None),
-        Event.ENGINE_DONE: (State.SETTLING, "_settle"),
-        Event.BROKEN_OFF: (State.ENDING, "_break_off"),
-        Event.CLIENT_GONE: (State.ENDING, "_lose_client"),
-        Event.CLOSED: (State.ENDING, "_abandon"),
+        **_GOES_ON,
     },
-    State.STREAMING: {
-        Event.ENGINE_DONE: (State.SETTLING, "_settle"),
-        Event.BROKEN_OFF: (State.ENDING, "_break_off"),
-        Event.CLIENT_GONE: (State.ENDING, "_lose_client"),
-        Event.CLOSED: (State.ENDING, "_abandon"),
-    },
+    State.STREAMING: _GOES_ON,
     State.SETTLING: {
         Event.RESERVED: (State.SETTLING, "_release"),
         Event.SETTLED: (State.DONE, "_complete"),
@@ -281,11 +277,8 @@ class Generation:
         self._reasons: list[FinishReason] = []  # of the choices that have ended
         self._withheld: list[tuple[int, str | Delta]] = []  # in RESERVING
         # What is owed to the quota and the ledger
-        self._is_counted = False  # what it has used is taken from the quota
         self._allowance: Allowance | None = None  # where there is a quota
         self._entry: Entry | None = None  # where there is a ledger
-        self._is_reserving = False  # the ledger has yet to tell of the reservation
-        self._is_unreserved = False  # it could not be written: what was computed meanwhile is not billed
         self._is_written = False  # its end has been handed to the ledger
         self._is_unsettled = False  # and could not be written
         # What it owes its reader, and when: _dues
@@ -342,7 +335,7 @@ class Generation:
             claim.leave()
 
     async def _answer(self, body: bytes) -> Outcome:
-        shared, usage = self._shared, None
+        shared = self._shared
         self._place = shared.admission.enter(self._ticket.caller.sharing_name, len(body))  # others came meanwhile
         try:
             self._prepared = await self._prepare(body)
@@ -353,12 +346,11 @@ class Generation:
             try:
                 self._on(Event.PREPARED)
                 await self._finished
-                usage = total_usage(self._usages)
-                return self._outcome(usage)
+                return self._outcome(total_usage(self._usages))
             finally:
                 del shared.active[self._request_id]
         finally:
-            self._place.leave(usage, self._clock())
+            self._place.leave(self._clock())
 
     async def _prepare(self, body: bytes) -> Prepared:
         reader, tenant = self._shared.reader, self._ticket.caller.tenant
@@ -383,10 +375,11 @@ class Generation:
         place.end = self.fail
 
     def _outcome(self, usage: Usage) -> Outcome:
-        is_billed = not (self._is_unreserved or self._is_unsettled)
+        is_refused = self._entry is not None and self._entry.is_unreserved
+        is_billed = not (is_refused or self._is_unsettled)
         if is_billed:
             self._shared.metrics.finished.update(self._reasons)
-        return Outcome(usage, tuple(dict.fromkeys(self._reasons)), self._error, self._is_unreserved, is_billed)
+        return Outcome(usage, tuple(dict.fromkeys(self._reasons)), self._error, is_refused, is_billed)
 
     # The table, and what it names.
 
@@ -420,7 +413,7 @@ class Generation:
         if shared.ledger is not None:
             entry = shared.ledger.open(self._subject(call.model))
             entry.reserve(ticket.num_reserved, self._progress, self._on_reserved)
-            self._entry, self._is_reserving = entry, True
+            self._entry = entry
         if call.is_stream and call.tells_queue:
             self._news_due_s = self._loop.time() + NEWS_EVERY_S  # who need not wait is told nothing
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
@@ -537,7 +530,7 @@ class Generation:
             self._reasons.append(reason)
             if self._sequence(choice).last_s is not None:
                 self._num_talking -= 1
-                self._place.on_choice_end(choice)
+                self._place.on_choice_end()
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
@@ -602,6 +595,11 @@ class Generation:
         """The engine has told the end of every request."""
         return len(self._usages) == len(self._handles)
 
+    @property
+    def _is_withheld(self) -> bool:
+        """The ledger has yet to tell whether it has the reservation."""
+        return self._entry is not None and self._entry.is_waiting
+
     def _sequence(self, choice: int) -> RequestSequence:
         handle, i = divmod(choice, self._prepared.call.num_sequences)
         return self._handles[handle].sequences[i]
@@ -652,14 +650,14 @@ class Generation:
         if self.state not in OPEN:
             return
         head_s, limits = self._timings.arrived_s, self._deadlines
-        is_silent = self._is_reserving or self._timings.first_token_s is None
+        is_silent = self._is_withheld or self._timings.first_token_s is None
         yield head_s + limits.total_s, "total_s"
         if is_silent:  # what is withheld is no first token to who waits for it
             yield head_s + limits.ttft_s, "ttft_s"
         elif self._held_since_s is None:
             for sequence, last_s in self._talking():
                 yield last_s + limits.inter_token_s + self._excused_s(sequence, last_s), "inter_token_s"
-        if self._output.is_streamed and not self._is_reserving:
+        if self._output.is_streamed and not self._is_withheld:
             yield max([self._last_said_s, *(last_s for _, last_s in self._begun())]) + KEEP_ALIVE_S, "keep_alive"
             if is_silent:
                 yield self._news_due_s, "news"
@@ -773,10 +771,8 @@ class Generation:
         )
 
     def _on_reserved(self, is_durable: bool) -> None:
-        self._is_reserving, self._is_unreserved = False, not is_durable
         try:
-            if self._has_ended:
-                self._count()
+            self._count()
             if is_durable:
                 self._on(Event.RESERVED)
             else:
@@ -795,12 +791,10 @@ class Generation:
             self._break_down(fault)
 
     def _count(self) -> None:
-        """Take what it has used from the quota, once the engine and the ledger have told what is to be paid."""
-        if self._allowance is not None:
-            self._allowance.close()
-        if self._has_ended and not self._is_reserving and not self._is_counted:
-            self._ticket.settle(Usage(0, 0) if self._is_unreserved else total_usage(self._usages))
-            self._is_counted = True
+        """Take what it has used from the quota, once engine and ledger have told what is to be paid. Idempotent."""
+        if self._has_ended and not self._is_withheld:
+            is_refused = self._entry is not None and self._entry.is_unreserved
+            self._ticket.settle(Usage(0, 0) if is_refused else total_usage(self._usages))
 
     def _write_end(self) -> None:
         """Tell the ledger how it ended. Idempotent."""

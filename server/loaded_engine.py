@@ -1,6 +1,6 @@
 """What the engine thread has loaded, and what clients are told and served of it. Thread: main, at start."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -10,7 +10,6 @@ from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults, RequestLimits
-from server.banner import Place
 from server.clock import Clock
 from server.commands.model_files import ModelFiles
 from server.engine_thread import Inbox
@@ -80,7 +79,7 @@ def _fingerprint(loaded: LoadedEngine) -> str:
     return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
-def server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:
+def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]) -> ServerCard:
     """This server, as routers see it."""
     limits, config = loaded.facts.limits, loaded.files.config
     return ServerCard(
@@ -91,7 +90,7 @@ def server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place
         max_sequences=limits.max_sequences,
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
-        binds=tuple(map(str, places)),
+        binds=binds,
     )
 
 

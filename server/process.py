@@ -18,29 +18,27 @@ from typing import TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import StepDelivery
-from server import __version__
 from server.app import App
-from server.app_state import Readiness
-from server.banner import BannerFacts, Place, banner_lines, is_public, places_of, public_addresses
+from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread
-from server.gate.admission import Admission, EngineRoom, QueueLimits
+from server.exchange import Readiness
+from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate
 from server.generation import Generations
 from server.ledger.ledger import open_ledger
 from server.ledger.usage import ANY_MODEL
-from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
+from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
+from server.loaded_engine import LoadedEngine, LoadEngine, prompt_reader, server_card
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
-from server.supervision import EngineLost, Supervision
-from server.systemd import ServiceManager
-from server.wire.limits import HELD_BODY_BYTES
+from server.supervision import EngineLost, ServiceManager, Supervision
+from server.wire.limits import BUFFERED_BODY_BYTES
 from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -149,7 +147,7 @@ class Server:
         """
         await self.listener.start()
         try:
-            self._gate.check_exposure([] if self._needs_certificate else public_addresses(self._places))
+            self._gate.check_exposure([] if self._needs_certificate else public_addresses(self._endpoints))
         except StartupError:
             await self.listener.drain(0)
             raise
@@ -256,7 +254,7 @@ class Server:
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         reader = prompt_reader(loaded, self._clock, self._config.request_limits)
-        self._app.state.card = server_card(reader.cards[0], loaded, self._places)
+        self._app.state.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._app.state.generations = Generations(
             reader=reader,
             engine=client,
@@ -264,7 +262,7 @@ class Server:
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
-            admission=Admission(self._queue_limits(), self._room(loaded), lambda: client.stats, time.monotonic),
+            admission=Admission(self._queue_limits(), lambda: client.stats, time.monotonic),
             deadlines=self._config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,
@@ -277,7 +275,14 @@ class Server:
         self._ready.set_result(None)
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         warn_of_models(self._config, loaded.facts.model_name)
-        self._announce(banner_lines(self._banner_facts(loaded.facts)))
+        gate, needs_certificate = self._gate, self._needs_certificate
+        self._announce(
+            banner_lines(
+                BannerFacts(
+                    loaded.facts, self._config, self._endpoints, gate.num_valid_keys, gate.is_shut, needs_certificate
+                )
+            )
+        )
 
     def _standing(self) -> Standing:
         ledger = self._ledger
@@ -295,11 +300,6 @@ class Server:
         return QueueLimits(
             max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
         )
-
-    def _room(self, loaded: LoadedEngine) -> EngineRoom:
-        limits, target = loaded.facts.limits, self._config.to_engine_config().inter_token_target
-        num_kv_tokens = limits.num_blocks * limits.block_size
-        return EngineRoom(limits.max_sequences, limits.max_batch_tokens, num_kv_tokens, target)
 
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"
@@ -359,39 +359,14 @@ class Server:
         self._readiness.is_stalled = is_silent
 
     @property
-    def _places(self) -> tuple[Place, ...]:
-        return places_of(self.listener.sockets, self._tls is not None)
+    def _endpoints(self) -> tuple[Endpoint, ...]:
+        return endpoints_of(self.listener.sockets, self._tls is not None)
 
     @property
     def _needs_certificate(self) -> bool:
         """Wherever TLS is spoken; a bind in the clear asks nobody."""
-        is_asked = all(place.has_tls or not is_public([place]) for place in self._places)
+        is_asked = all(one.has_tls or not is_public([one]) for one in self._endpoints)
         return self._tls is not None and self._tls.needs_certificate and is_asked
-
-    def _banner_facts(self, facts: EngineFacts) -> BannerFacts:
-        limits = facts.limits
-        return BannerFacts(
-            version=__version__,
-            model_name=facts.model_name,
-            num_parameters=facts.num_parameters,
-            dtype=facts.dtype,
-            is_demonstration=facts.is_demonstration,
-            device=facts.device,
-            device_reason=facts.device_reason,
-            num_kv_tokens=limits.num_blocks * limits.block_size,
-            num_host_tokens=limits.num_host_blocks * limits.block_size,
-            kv_size_bytes=facts.kv_size_bytes,
-            max_model_len=limits.max_model_len,
-            context_origin=facts.context_origin,
-            num_api_keys=self._gate.num_valid_keys,
-            is_shut=self._gate.is_shut,
-            keys_file=self._config.keys_file,
-            num_tenants=len(self._config.tenants),
-            keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
-            places=self._places,
-            needs_certificate=self._needs_certificate,
-            jwt_issuer=self._config.jwt_issuer if self._config.jwks is not None else None,
-        )
 
     # The end.
 
@@ -454,12 +429,12 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
         takes_upgrade=config.h2c_upgrade,
         max_connections=config.max_connections,
         clients=config.client_rules,
-        held_body_bytes=max(ALL_HELD_BODY_BYTES, config.max_body_bytes),
+        buffered_body_bytes=max(ALL_BUFFERED_BODY_BYTES, config.max_body_bytes),
         handshake_s=config.handshake_timeout_s,
         notsent_bytes=config.max_unsent_bytes,
         connection=replace(
             config.connection_limits,
-            held_body_bytes=max(HELD_BODY_BYTES, config.max_body_bytes),
+            buffered_body_bytes=max(BUFFERED_BODY_BYTES, config.max_body_bytes),
             head_s=config.head_timeout_s,
             body_s=config.body_timeout_s,
             idle_s=config.idle_timeout_s,

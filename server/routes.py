@@ -1,24 +1,274 @@
-"""The table of routes: which handler a path has, by method, and what it asks of a request first. Thread: loop."""
+"""Which handler a path has, by method, what it asks of a request first, and what it does. Thread: loop."""
 
+import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from urllib.parse import unquote
 
-from core.errors import ErrorKind, ServiceError
+from msgspec import structs
+
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.types import EngineStats
+from server.api import models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
-from server.api.responses import ResponsesSurface
-from server.api.surface import Surface
-from server.app_state import AppState
+from server.api.fields import checked_ids
+from server.api.models import ServedModel, ServerCard, find_model
+from server.api.responses import ResponsesSurface, input_tokens_reply
+from server.api.surface import GenerationDefaults, Surface
 from server.exchange import Exchange
-from server.gate.identity import Scope
-from server.handlers import models, operating, prompts, requests
-from server.handlers.prompts import generating
+from server.gate.identity import Caller, Scope
+from server.ledger.ledger import PROBE_S
+from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
+from server.observing.accounting import requests_reply, timeline_reply
+from server.observing.metrics import CONTENT_TYPE
+from server.observing.timing import Stage
+from server.prompts import PromptReader
 from server.values import nearest
+from server.wire.messages import HttpRequest
 
-Handler = Callable[[AppState, Exchange], Awaitable[None]]
+logger = logging.getLogger(__name__)
 
+BODY_BYTES = 4096  # of a body, beside its ids
+MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
+REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # an answer's id is taken as it was shown
 _SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+# Generations, and what only counts or cuts tokens.
+
+
+def generating(surface: Surface) -> Handler:
+    """A handler that answers in the surface's words."""
+
+    async def generate(exchange: Exchange) -> None:
+        check_media_type(exchange.request)
+        exchange.begin_trace()
+        outcome = await exchange.server.served.generate(
+            surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_ticket
+        )
+        exchange.outcome = outcome
+        if outcome.error is not None:
+            raise outcome.error
+
+    return generate
+
+
+Computed = tuple[bytes, tuple[str, ...]]  # a reply, and the names of the body's unknown fields
+
+
+def computing(
+    work: Callable[[PromptReader, tuple[ServedModel, ...], bytes], Computed], bounds_body: bool = False
+) -> Handler:
+    """A handler that answers with what `work` makes of the body, with the models that the caller may use.
+
+    Args:
+        work: may run on another thread.
+        bounds_body: to what the ids of a whole context need: parsing holds the GIL, wherever it runs.
+    """
+
+    async def compute(exchange: Exchange) -> None:
+        check_media_type(exchange.request)
+        served, cards, sharing_name = exchange.server.served, exchange.cards, exchange.known_caller.sharing_name
+        reader = served.reader
+        most_bytes = BODY_BYTES + MAX_ID_BYTES * reader.max_model_len if bounds_body else math.inf
+        exchange.enter(Stage.BODY)
+        body = await served.read_body(exchange.stream, sharing_name, most_bytes)
+        exchange.enter(Stage.ANSWER)
+        place = served.admission.enter(sharing_name, len(body))
+        try:
+            reply, unknown_fields = await served.compute(lambda: work(reader, cards, body), len(body))
+        finally:
+            place.leave(exchange.server.clock.monotonic())
+        exchange.server.metrics.count_unknown_fields(unknown_fields)
+        exchange.send(reply)
+
+    return compute
+
+
+def tokenize_prompt(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+    call = tokenize.parse_tokenize(body)
+    find_model(cards, call.model)
+    ids = reader.encode(call.prompt)
+    strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
+    return tokenize.tokenize_reply(ids, reader.max_model_len, strs), call.unknown_fields
+
+
+def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+    call = tokenize.parse_detokenize(body)
+    find_model(cards, call.model)
+    if len(call.ids) > reader.max_model_len:
+        most = reader.max_model_len
+        message = f"tokens has {len(call.ids)} ids, and the model's context is {most}. Send fewer at once."
+        raise InvalidRequest(message, "tokens", "context_length_exceeded")
+    ids = checked_ids(call.ids, "tokens", reader.defaults.vocab_size)
+    return tokenize.detokenize_reply(reader.tokenizer.decode(ids, skip_special_tokens=False)), call.unknown_fields
+
+
+def count_input_tokens(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+    def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
+        return find_model(cards, model).id, reader.defaults
+
+    call = ResponsesSurface().parse(body, defaults_of)
+    return input_tokens_reply(sum(len(reader.encode(prompt)) for prompt in call.prompts)), call.unknown_fields
+
+
+def check_media_type(request: HttpRequest) -> None:
+    """
+    Raises:
+        ServiceError: the body says that it is something else than JSON, or packed. One that says nothing is taken for
+            JSON.
+    """
+    coding = request.header(b"content-encoding")
+    if coding is not None and coding.strip().lower() not in (b"", b"identity"):
+        raise ServiceError(
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+            f"The body's content-encoding is {coding.decode('latin-1')[:64]!r}. Send it unpacked, without that field.",
+            "unsupported_content_encoding",
+            "content-encoding",
+        )
+    value = request.header(b"content-type")
+    if value is None:
+        return
+    media_type = value.split(b";", 1)[0].strip().lower()
+    if media_type != b"application/json" and not media_type.endswith(b"+json"):
+        raise ServiceError(
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+            f"The body is {media_type.decode('latin-1')[:64]!r}. Send JSON, with 'content-type: application/json'.",
+            "unsupported_media_type",
+        )
+
+
+# What is served, and by which server.
+
+
+async def list_models(exchange: Exchange) -> None:
+    exchange.send(models.list_reply(exchange.cards))
+
+
+async def get_model(exchange: Exchange) -> None:
+    exchange.send(models.model_reply(find_model(exchange.cards, exchange.argument)))
+
+
+def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
+    """A handler that shows the server, with the model that the caller may use; if none, it is told of none."""
+
+    async def describe(exchange: Exchange) -> None:
+        card = exchange.server.card
+        assert card is not None, "it comes with the model"
+        exchange.send(reply(structs.replace(card, model=find_model(exchange.cards[:1], None))))
+
+    return describe
+
+
+async def show_tokenizer_info(exchange: Exchange) -> None:
+    """The special tokens by name, the chat template and the context: what evaluation asks before it tokenizes."""
+    find_model(exchange.cards[:1], None)
+    reader = exchange.server.served.reader
+    template = reader.chat_template.sources.get("default")
+    exchange.send(tokenize.tokenizer_info_reply(reader.tokenizer.special_tokens, template, reader.max_model_len))
+
+
+# Requests that have come: how they get on, their cancellation, and what a tenant used.
+
+
+async def list_requests(exchange: Exchange) -> None:
+    server = exchange.server
+    query, recorder = exchange.request.query, server.accounting.recorder
+    exchange.send(requests_reply(query, server.generating(), recorder, server.clock))
+
+
+async def show_request(exchange: Exchange) -> None:
+    server = exchange.server
+    request_id, tenant = _plain_id(exchange.argument), _tenant_of(exchange.known_caller)
+    exchange.send(timeline_reply(request_id, tenant, server.generating(), server.accounting.recorder, server.clock))
+
+
+async def delete_request(exchange: Exchange) -> None:
+    """By our id alone: a client's own others could guess, and retries repeat it."""
+    if not exchange.server.served.cancel(_plain_id(exchange.argument), _tenant_of(exchange.known_caller)):
+        message = (
+            f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already. "
+            "Use the response's id, which each event of its stream shows, not x-request-id."
+        )
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
+    exchange.send(b'{"status":"cancelled"}')
+
+
+async def show_usage(exchange: Exchange) -> None:
+    """Of the caller's tenant, by ?by=day|model|key and ?since=."""
+    served, now = exchange.server.served, datetime.fromtimestamp(exchange.server.clock.unix(), UTC)
+    query = parse_usage(exchange.request.query, exchange.known_caller.tenant.name, now)
+    ledger = served.ledger
+    if ledger is None:
+        raise NO_LEDGER
+    lines = await served.offload(lambda: read_usage(ledger.path, query))
+    exchange.send(usage_reply(query, lines))
+
+
+def _tenant_of(caller: Caller) -> str | None:
+    """Whose requests it may see and end; None: everybody's."""
+    return None if Scope.ADMIN in caller.scopes else caller.tenant.name
+
+
+def _plain_id(shown: str) -> str:
+    for prefix in REPLY_PREFIXES:
+        shown = shown.removeprefix(prefix)
+    return shown
+
+
+# For operators and what watches the server.
+
+
+async def show_health(exchange: Exchange) -> None:
+    exchange.send(b'{"status":"ok"}')
+
+
+async def show_readiness(exchange: Exchange) -> None:
+    server = exchange.server
+    server.readiness.check()
+    if server.readiness.is_stalled:  # requests may still wait for it; a balancer had better look elsewhere
+        message = "The engine has been busy with one step for too long."
+        raise ServiceError(ErrorKind.UNAVAILABLE, message, "stalled", retry_after_s=5)
+    why = None if (ledger := server.served.ledger) is None else ledger.why_unavailable
+    if why is not None:  # every generation would be refused
+        message = f"The billing ledger is unavailable: {why}."
+        raise ServiceError(ErrorKind.UNAVAILABLE, message, "ledger_unavailable", retry_after_s=PROBE_S)
+    exchange.send(b'{"status":"ready"}')
+
+
+async def show_metrics(exchange: Exchange) -> None:
+    server = exchange.server
+    stats = server.generations.engine.stats if server.generations is not None else EngineStats()
+    listener = server.known_listener
+    body = server.metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
+    exchange.send(body, media_type=CONTENT_TYPE)
+
+
+async def show_engine(exchange: Exchange) -> None:
+    engine = exchange.server.loaded_engine
+    snapshot = await engine.inspect()
+    exchange.send(models.engine_reply(snapshot, engine.stats))
+
+
+async def clear_cache(exchange: Exchange) -> None:
+    await exchange.server.loaded_engine.clear_cache()
+    logger.info("the prefix cache is cleared, as /admin/cache/clear asks")
+    exchange.send(models.CACHE_CLEARED)
+
+
+async def drain(exchange: Exchange) -> None:
+    server = exchange.server
+    assert server.drain is not None, "the process has said how it ends before it listens"
+    grace_s = server.drain()
+    exchange.send(models.drain_reply(grace_s, server.known_listener.num_handlers - 1), status=202)
+
+
+# The table.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +299,23 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _generation(ChatSurface())},
     "/v1/completions": {"POST": _generation(CompletionsSurface())},
     "/v1/responses": {"POST": _generation(ResponsesSurface())},
-    "/v1/responses/input_tokens": {"POST": Route(prompts.count_input_tokens, ASKS, is_counted=True)},
-    "/tokenize": {"POST": Route(prompts.tokenize_prompt, ASKS, is_counted=True)},
-    "/detokenize": {"POST": Route(prompts.detokenize, ASKS, is_counted=True)},
-    "/v1/models": {"GET": Route(models.list_models, ASKS)},
-    "/tokenizer_info": {"GET": Route(prompts.show_tokenizer_info, ASKS)},
-    "/version": {"GET": Route(models.show_version, ASKS)},
-    "/model_info": {"GET": Route(models.show_model_info, ASKS)},
-    "/server_info": {"GET": Route(models.show_server_info, ASKS)},
-    "/v1/usage": {"GET": Route(requests.show_usage, Scope.USAGE)},
-    "/health": {"GET": Route(operating.show_health, None, needs_model=False)},
-    "/ping": dict.fromkeys(("GET", "POST"), Route(operating.show_health, None, needs_model=False)),
-    "/ready": {"GET": Route(operating.show_readiness, None, needs_model=False)},
-    "/metrics": {"GET": Route(operating.show_metrics, Scope.METRICS, needs_model=False)},
-    "/admin/requests": {"GET": Route(requests.list_requests, Scope.ADMIN, needs_model=False)},
-    "/admin/engine": {"GET": Route(operating.show_engine, Scope.ADMIN, needs_model=False)},
-    "/admin/cache/clear": {"POST": Route(operating.clear_cache, Scope.ADMIN, needs_model=False)},
-    "/admin/drain": {"POST": Route(operating.drain, Scope.ADMIN, needs_model=False)},
+    "/v1/responses/input_tokens": {"POST": Route(computing(count_input_tokens), ASKS, is_counted=True)},
+    "/tokenize": {"POST": Route(computing(tokenize_prompt), ASKS, is_counted=True)},
+    "/detokenize": {"POST": Route(computing(detokenize, bounds_body=True), ASKS, is_counted=True)},
+    "/v1/models": {"GET": Route(list_models, ASKS)},
+    "/tokenizer_info": {"GET": Route(show_tokenizer_info, ASKS)},
+    "/version": {"GET": Route(describing(models.version_reply), ASKS)},
+    "/model_info": {"GET": Route(describing(models.model_info_reply), ASKS)},
+    "/server_info": {"GET": Route(describing(models.server_info_reply), ASKS)},
+    "/v1/usage": {"GET": Route(show_usage, Scope.USAGE)},
+    "/health": {"GET": Route(show_health, None, needs_model=False)},
+    "/ping": dict.fromkeys(("GET", "POST"), Route(show_health, None, needs_model=False)),
+    "/ready": {"GET": Route(show_readiness, None, needs_model=False)},
+    "/metrics": {"GET": Route(show_metrics, Scope.METRICS, needs_model=False)},
+    "/admin/requests": {"GET": Route(list_requests, Scope.ADMIN, needs_model=False)},
+    "/admin/engine": {"GET": Route(show_engine, Scope.ADMIN, needs_model=False)},
+    "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
+    "/admin/drain": {"POST": Route(drain, Scope.ADMIN, needs_model=False)},
 }
 _SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # to whoever asks for a path that is not here
 _LEAST_SIMILARITY = 0.8  # /v1/messages and /v1/usage, which are no slips of one another, have 0.75
@@ -76,21 +326,21 @@ ROUTES |= {
 }
 # Of paths that begin so; the rest is the handler's argument
 PREFIXES: dict[str, dict[str, Route]] = {
-    "/v1/models/": {"GET": Route(models.get_model, ASKS)},
-    "/models/": {"GET": Route(models.get_model, ASKS)},
+    "/v1/models/": {"GET": Route(get_model, ASKS)},
+    "/models/": {"GET": Route(get_model, ASKS)},
     "/admin/requests/": {
-        "GET": Route(requests.show_request, Scope.ADMIN, needs_model=False),
-        "DELETE": Route(requests.delete_request, Scope.ADMIN),
+        "GET": Route(show_request, Scope.ADMIN, needs_model=False),
+        "DELETE": Route(delete_request, Scope.ADMIN),
     },
     "/v1/requests/": {
-        "GET": Route(requests.show_request, ASKS, needs_model=False),
-        "DELETE": Route(requests.delete_request, ASKS),
+        "GET": Route(show_request, ASKS, needs_model=False),
+        "DELETE": Route(delete_request, ASKS),
     },
 }
 
 
 class MethodNotAllowed(ServiceError):
-    """A path that is here, asked in a way that it does not take."""
+    """Method not allowed."""
 
     def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
         self.allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in allowed)

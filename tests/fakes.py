@@ -7,7 +7,7 @@ from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
 from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.sequence import Sequence, Tenant, sequence_seed
+from core.sequence import Sequence, sequence_seed
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
 from core.types import FinishReason, Message, Request, SamplingParams, StepDelivery, TokenChunk, TokenLogprobs
 
@@ -149,12 +149,6 @@ def sequence_start(request: Request, eos_ids: tuple[int, ...] = (), index: int =
         seed=sequence_seed(sampling.seed, index),
         stop_ids=sampling.stop_token_ids if sampling.ignore_eos else eos_ids + sampling.stop_token_ids,
     )
-
-
-def charge(scheduler: Scheduler, tenant: Tenant, seconds: float) -> None:
-    """As if steps had been computed for a tenant that took so long."""
-    tenant.charge(seconds)
-    scheduler.states.charges.bounds.most_s += seconds
 
 
 def sequences_of(scheduler: Scheduler, made: StepPlan) -> list[Sequence]:

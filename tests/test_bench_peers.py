@@ -22,7 +22,7 @@ from bench.peer_servers import LLAMA, STEPLOOP, TRANSFORMERS, Missing, PeerServe
 from bench.peers import Answers, Bursts, Load, result_tables
 from bench.results import summarize
 from bench.work import ModelWork, Speed
-from gpu.targets import interleave_halves
+from gpu.parameters import interleave_halves
 from tests.test_bench_load import num_words, write_chunk, write_whole
 from tests.test_bench_models import TINY
 

@@ -42,7 +42,7 @@ from gpu.kv_cache import LayerKV
 from gpu.layers import Gated
 from gpu.linear import Linear, keeps_rows
 from gpu.operators import HeadNorms, Operators
-from gpu.quantize import QuantizedWeight
+from gpu.quant import QuantizedWeight
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A second thread is woken for so many numbers: they take a core about as long as waking one.

@@ -43,7 +43,7 @@ from gpu.cpu_kernels.vectors import (
 )
 from gpu.device import use_huge_pages
 from gpu.linear import BLOCK_OUTPUTS
-from gpu.quantize import FP8, MIDDLE_INT4, QuantizedWeight, unpack_nibbles
+from gpu.quant import FP8, MIDDLE_INT4, QuantizedWeight, unpack_nibbles
 
 GROUP_BYTES = 2 * 2 * BLOCK_OUTPUTS  # of a group's scales and zeros, bf16, of a block
 INT4_PAIR_BYTES, INT8_PAIR_BYTES = REGISTER_BYTES, 2 * REGISTER_BYTES  # of a pair of inputs, a block's outputs

@@ -1,7 +1,7 @@
 """Kernels in Triton for CUDA devices, beside torch's operators (gpu/operators.py), which they are held against.
 
-Whether they serve is gpu/tune.py's to decide; `import gpu.kernels` does not import triton. Files whose
-functions are @triton.jit hold nothing else but tuples of what they are told; what launches them is beside them, typed.
+Whether they serve is gpu/tune.py's to decide; `import gpu.kernels` and `gpu.kernels.sizes` do not import triton. What
+is @triton.jit takes its types from the calls; what launches it is below it in the same file, typed.
 """
 
 import os

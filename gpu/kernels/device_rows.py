@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from gpu.kernels.block_sizes import COLUMN_WARPS, COLUMNS, next_power_of_two
 from gpu.kernels.request_rows import clear, embed, lay_out_rows, lay_out_tokens, scatter
+from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, next_power_of_two
 
 TOKENS = 128  # that a program lays out
 CLEARED_COLUMNS = 4096  # by a program

@@ -1,40 +1,180 @@
-"""The kernels in the place of torch's operators, on a CUDA device. Thread: engine.
+"""Triton's kernels in the place of torch's operators, on a CUDA device; here those between a layer's matmuls.
 
-What they do not know (rows that are not contiguous, formats that differ) torch computes: each is asked in its turn.
+Each takes one pass over its rows. Numbers are computed as float32 and rounded where torch's operators round. Rows are
+of any width: a block is the next power of two, and what is beyond a row is masked. Sums are of one row, in one order
+whatever the other rows are. Addresses of rows are int64: a cache of keys has more than 2 ** 31 numbers. What they do
+not know (rows that are not contiguous, formats that differ) torch computes: each is asked in its turn. Thread: engine.
 """
 
 from functools import partial
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
-from gpu.expert_weights import ExpertWeights
-from gpu.kernels.block_sizes import (
-    COLUMN_WARPS,
-    COLUMNS,
-    HEAD_WARPS,
-    heads_at_once,
-    next_power_of_two,
-    row_warps,
-)
 from gpu.kernels.device_rows import embed_rows
-from gpu.kernels.elementwise import add_and_norm, gate, rotate_and_store
-from gpu.kernels.experts import GroupedExperts, can_group
-from gpu.kernels.product import Product, can_multiply, stored_as
+from gpu.kernels.matmul import GroupedExperts, Matmul, can_group, can_multiply, stored_as
+from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, HEAD_WARPS, heads_at_once, next_power_of_two, row_warps
 from gpu.kv_cache import LayerKV
 from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
 from gpu.linear import Embed, Linear, MatmulChoices, make_linear
 from gpu.operators import HeadNorms, Operators
-from gpu.quantize import QuantizedWeight, Weight
-from gpu.quantized_linear import SlabLinear
+from gpu.parameters import ExpertWeights
+from gpu.quant import QuantizedWeight, SlabLinear, Weight
 
-ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}  # as elementwise.gate numbers them
+SILU = tl.constexpr(0)
+GELU_TANH = tl.constexpr(1)
+CLAMPED_SWIGLU = tl.constexpr(2)
+# GELU's tanh approximation is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)): arXiv:1606.08415, section 2
+GELU_SLOPE = tl.constexpr(1.5957691216057308)
+GELU_CUBE = tl.constexpr(0.044715)
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}  # as above
+
+
+@triton.jit
+def add_and_norm(
+    x,  # [rows, width]
+    added,  # as x; read where HAS_ADDED
+    weight,  # [width]
+    total,  # as x: x + scale * added; written where HAS_ADDED
+    normed,  # as x: written where HAS_NORM
+    width,
+    scale,
+    eps,
+    HAS_ADDED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,  # >= width
+):
+    """RMSNorm of a row, or of its sum with another. Program: a row. Source: arXiv:1910.07467, equation 4."""
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < width
+    row = tl.program_id(0).to(tl.int64) * width
+    value = tl.load(x + row + columns, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        value += scale * tl.load(added + row + columns, mask=is_inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row + columns, rounded, mask=is_inside)
+        value = rounded.to(tl.float32)
+    if HAS_NORM:
+        by = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+        value = value * by * tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
+        tl.store(normed + row + columns, value.to(normed.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _norm_heads(value, weight, heads, columns, is_inside, head_dim, eps, NORM: tl.constexpr):
+    """RMSNorm of float32 [heads, head_dim]: NORM 1 of each head, with a weight [head_dim]; 2 of all, [heads, head_dim].
+
+    What is outside is 0.
+    """
+    squares = tl.sum(value * value, 1)
+    if NORM == 1:
+        by = tl.rsqrt(squares / head_dim + eps)[:, None]
+        return value * by * tl.load(weight + columns, mask=columns < head_dim, other=0.0).to(tl.float32)[None, :]
+    num_heads = tl.sum(tl.max(is_inside.to(tl.int32), 1), 0)
+    by = tl.rsqrt(tl.sum(squares, 0) / (num_heads * head_dim) + eps)
+    weights = tl.load(weight + heads[:, None] * head_dim + columns[None, :], mask=is_inside, other=0.0)
+    return value * by * weights.to(tl.float32)
+
+
+@triton.jit
+def rotate_and_store(
+    qkv,  # [tokens, heads + 2 * kv_heads, head_dim]
+    query,  # [tokens, heads, head_dim]
+    keys,  # [slots, kv_heads, head_dim]
+    values,  # [slots, kv_heads, head_dim]
+    slots,  # int64 [tokens]
+    rotation,  # float32 [tokens, head_dim / 2, 2]: what to multiply the pairs by, as complex numbers
+    query_norm,  # see NORM
+    key_norm,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    eps,
+    NORM: tl.constexpr,  # 0: none; 1: of a head, by [head_dim]; 2: of all heads of a token, by [heads, head_dim]
+    HAS_ROTATION: tl.constexpr,
+    HEADS: tl.constexpr,  # at a time; NORM 2: all of them
+    BLOCK: tl.constexpr,  # >= head_dim
+):
+    """Norm and turn queries and keys; keys and values go to the cache.
+
+    Program: a token, and HEADS heads of its queries, then of its keys, then of its values.
+    Source: RoFormer (arXiv:2104.09864), section 3.4.2; pairs lie side by side.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    num_query_parts = tl.cdiv(num_heads, HEADS)
+    num_kv_parts = tl.cdiv(num_kv_heads, HEADS)
+    part = tl.program_id(1)
+    is_query = part < num_query_parts
+    is_value = part >= num_query_parts + num_kv_parts
+    kv_part = tl.where(is_value, part - num_query_parts - num_kv_parts, part - num_query_parts)
+    heads = tl.where(is_query, part, kv_part) * HEADS + tl.arange(0, HEADS)
+    columns = tl.arange(0, BLOCK)
+    end_head = tl.where(is_query, num_heads, num_kv_heads)
+    is_inside = (heads < end_head)[:, None] & (columns < head_dim)[None, :]
+    first_head = tl.where(is_query, 0, tl.where(is_value, num_heads + num_kv_heads, num_heads))
+    places = heads[:, None] * head_dim + columns[None, :]
+    source = qkv + (token * (num_heads + 2 * num_kv_heads) + first_head) * head_dim
+    found = tl.load(source + places, mask=is_inside, other=0.0)
+    if is_value:
+        slot = tl.load(slots + token) * num_kv_heads * head_dim
+        tl.store(values + slot + places, found, mask=is_inside)
+    else:
+        if NORM:
+            value = found.to(tl.float32)
+            if is_query:
+                value = _norm_heads(value, query_norm, heads, columns, is_inside, head_dim, eps, NORM)
+            else:
+                value = _norm_heads(value, key_norm, heads, columns, is_inside, head_dim, eps, NORM)
+            found = value.to(found.dtype)
+        if HAS_ROTATION:
+            turned = rotation + token * head_dim + columns
+            by = tl.load(turned, mask=columns < head_dim, other=0.0)
+            real, imaginary = tl.split(tl.reshape(by, [BLOCK // 2, 2]))
+            even, odd = tl.split(tl.reshape(found.to(tl.float32), [HEADS, BLOCK // 2, 2]))
+            turned_even = even * real[None, :] - odd * imaginary[None, :]
+            turned_odd = even * imaginary[None, :] + odd * real[None, :]
+            found = tl.reshape(tl.join(turned_even, turned_odd), [HEADS, BLOCK]).to(found.dtype)
+        if is_query:
+            tl.store(query + token * num_heads * head_dim + places, found, mask=is_inside)
+        else:
+            slot = tl.load(slots + token) * num_kv_heads * head_dim
+            tl.store(keys + slot + places, found, mask=is_inside)
+
+
+@triton.jit
+def gate(
+    gate_up,  # [rows, 2 * width], all of gate and then all of up
+    out,  # [rows, width]
+    width,
+    slope,  # of CLAMPED_SWIGLU
+    limit,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The product of an MLP's halves. Program: a row, and BLOCK of its columns. Source: see gpu/layers.py."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < width
+    gates = tl.load(gate_up + row * 2 * width + columns, mask=is_inside, other=0.0).to(tl.float32)
+    ups = tl.load(gate_up + (row * 2 + 1) * width + columns, mask=is_inside, other=0.0).to(tl.float32)
+    if ACTIVATION == SILU:
+        result = gates * tl.sigmoid(gates) * ups
+    elif ACTIVATION == GELU_TANH:
+        result = gates * tl.sigmoid(gates * GELU_SLOPE * (gates * gates * GELU_CUBE + 1)) * ups
+    else:
+        # What is not a number stays so: tl.minimum alone would take the other.
+        gates = tl.minimum(gates, limit, propagate_nan=tl.PropagateNan.ALL)
+        ups = tl.clamp(ups, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        result = gates * tl.sigmoid(slope * gates) * (ups + 1)
+    tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=is_inside)
 
 
 class TritonOperators(Operators):
-    """Of a model whose shapes support.why_not_this_model knows.
+    """Of a model whose shapes sizes.why_not_this_model knows.
 
     Args:
         attention: kernels that know the model; None: torch attends.
@@ -66,7 +206,7 @@ class TritonOperators(Operators):
             return torchs
         num_out, num_in = weight.shape
         name, size_bytes = stored_as(weight)
-        return self.matmuls.make(name, Product(weight, bias), torchs, (num_out, num_in), size_bytes)
+        return self.matmuls.make(name, Matmul(weight, bias), torchs, (num_out, num_in), size_bytes)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         if not can_group(weights):

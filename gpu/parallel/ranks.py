@@ -27,8 +27,8 @@ from torch import Tensor
 from core.config import ModelConfig
 from core.errors import StartupError
 from core.plan import DeviceError
-from gpu.quantize import LEAST_GROUP, kept_group
-from gpu.targets import MXFP4_BLOCK
+from gpu.parameters import HEAD, MXFP4_BLOCK
+from gpu.quant import LEAST_GROUP, kept_group
 
 # For one call. A rank that is lost is noticed by its closed connections; this is for one that hangs, and must be more
 # than what compiling a kernel for the first time keeps one of them from it.
@@ -103,7 +103,6 @@ def _lost_ranks() -> Iterator[None]:
         raise DeviceError(f"a rank is lost: {error}") from error
 
 
-HEAD = "lm_head.weight"
 # Added once, not once a rank: to what the first one computes.
 _ADDED_TO_SUMS = ("self_attn.o_proj.bias", "mlp.down_proj.bias", "mlp.experts.down_proj_bias")
 _OF_KV_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
@@ -195,7 +194,7 @@ def head_rows_of(whole: ModelConfig, num_ranks: int) -> int:
 def check_shards(whole: ModelConfig, num_ranks: int, is_kept_packed: bool) -> None:
     """
     Args:
-        is_kept_packed: see gpu.kept_matrices.kept_scheme.
+        is_kept_packed: see gpu.weights.kept_scheme.
 
     Raises:
         StartupError: so many ranks cannot share the model.

@@ -24,14 +24,13 @@ from core.errors import DeviceUnavailable, ExitCode, StartupError
 from core.plan import DeviceError, StepOutput, StepPlan
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
-from gpu.kept_matrices import kept_scheme
 from gpu.linear import can_gather, can_pack
 from gpu.loading import load_planned, time_rows, warm_up
 from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
 from gpu.parallel.follower import Answer, Job, Load, Step, read_message, write_message
 from gpu.parallel.ranks import Ranks, Shard, check_shards, head_rows_of, part_of
 from gpu.runner import ModelRunner, StepTicket
-from gpu.weights import check_checkpoint
+from gpu.weights import check_checkpoint, kept_scheme
 
 ROOT = Path(__file__).parent.parent.parent
 END_S = 5.0  # for a process to end by itself

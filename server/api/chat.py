@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from core.errors import InvalidRequest, ServiceError
+from core.errors import InvalidRequest
 from core.types import Delta, TokenLogprobs, Usage
 from server.api import fields
 from server.api.decoding import decode
-from server.api.fields import Message, chat_prompt
-from server.api.known_fields import Surface, rules_of
+from server.api.fields import Message
+from server.api.known_fields import fields_of
 from server.api.replies import (
+    ChunkStream,
     VllmPromptLogprobs,
-    error_event,
+    envelope,
     logprob_entries,
-    partial_usage,
     refuse_broken,
     sampled_ids,
     usage_object,
@@ -21,9 +21,9 @@ from server.api.replies import (
 )
 from server.api.surface import Choice, DefaultsOf, Extras, GenerationCall, GenerationDefaults, ReplyContext
 from server.wire import sse
-from server.wire.messages import TextFrame
 
-RULES = rules_of(Surface.CHAT)
+RULES = fields_of("chat")
+ID_PREFIX = "chatcmpl-"
 
 
 class ChatBody(fields.ChoiceFields, frozen=True, kw_only=True):
@@ -42,19 +42,14 @@ class ChatSurface:
         wire, unknown_fields = decode(body, ChatBody, RULES)
         model, defaults = defaults_of(fields.checked_model(wire.model))
         wishes = fields.token_wishes(wire, _num_logprobs(wire, defaults), defaults.limits, is_echoed=False)
-        return GenerationCall(
+        prompt = fields.chat_prompt(wire.messages)
+        return fields.generation_call(
+            wire,
+            fields.sampling_params(wire, defaults, _max_tokens(wire), wishes),
+            wishes,
             model=model,
-            prompts=(chat_prompt(wire.messages),),
-            sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), wishes),
+            prompts=(prompt,),
             num_sequences=1 if wire.n is None else wire.n,
-            cache_salt=fields.checked_cache_salt(wire.cache_salt),
-            priority=wire.priority,
-            deadlines=fields.checked_deadlines(wire.deadlines),
-            is_stream=bool(wire.stream),
-            includes_usage=wire.includes_usage,
-            wants_timings=bool(wire.timings),
-            tells_queue=wire.tells_queue,
-            tokens=wishes,
             unknown_fields=unknown_fields,
         )
 
@@ -78,7 +73,7 @@ class ChatSurface:
             ServiceError: a choice did not end well.
         """
         refuse_broken(choices)
-        answer = _envelope(context, "chat.completion")
+        answer = envelope(context, ID_PREFIX, "chat.completion")
         answer["choices"] = [_whole_choice(call, choice, context) for choice in choices]
         answer["usage"] = usage_object(usage)
         if isinstance(choices[0].prompt_logprobs, VllmPromptLogprobs):
@@ -88,69 +83,46 @@ class ChatSurface:
         return sse.json_line(answer | extras)
 
 
-class ChatStream:
-    """Implements surface.StreamReply: chunks, [DONE].
+class ChatStream(ChunkStream):
+    """Implements surface.StreamReply.
 
     The first chunks say the role, choice 0 first: the SDK's stream helper fails on any other order.
     """
 
-    __slots__ = ("_call", "_context", "_end", "_head", "_heads", "_nums_tokens", "_tail")
+    __slots__ = ()
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
-        self._call = call
-        self._context = context
-        envelope = sse.json_line(_envelope(context, "chat.completion.chunk"))
-        self._head = sse.event_head() + envelope[:-1] + b',"choices":['
-        self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
-        self._heads = tuple(self._head + b'{"index":%d,"delta":{"content":' % i for i in range(call.num_sequences))
-        self._tail = b'},"logprobs":null,"finish_reason":null}' + self._end
-        self._nums_tokens = [0] * call.num_sequences  # said, where each chunk counts them
+        chunk = envelope(context, ID_PREFIX, "chat.completion.chunk")
+        super().__init__(call, context, chunk, b'"delta":{"content":', b"}")
 
     def start(self) -> bytes:
         role = {"role": "assistant", "content": ""}
         prompt_ids = {"prompt_token_ids": self._context.prompt_ids[0]} if self._call.tokens.returns_ids else {}
-        return b"".join(self._chunk(choice, role, more=prompt_ids) for choice in range(self._call.num_sequences))
-
-    def text(self, choice: int, text: str) -> bytes:
-        return self._heads[choice] + sse.json_strings[text] + self._tail
-
-    def text_frame(self, choice: int) -> TextFrame:
-        return TextFrame(self._heads[choice], sse.json_strings, self._tail)
+        lines = (self._line(choice, role) for choice in range(self._call.num_sequences))
+        return b"".join(self._chunk(choice, line, prompt_ids) for choice, line in enumerate(lines))
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         events = b""
         num_last = delta.stop_logprobs is not None  # told with the end
         self._nums_tokens[choice] += delta.num_tokens - num_last
         if delta.text or delta.logprobs:
-            events = self._chunk(choice, {"content": delta.text}, delta.logprobs)
+            events = self._chunk(choice, self._line(choice, {"content": delta.text}, delta.logprobs))
         self._nums_tokens[choice] += num_last
         if reason := wire_reason(delta.finish_reason):
-            events += self._chunk(choice, {}, None, reason, delta.stop_logprobs)
+            events += self._chunk(choice, self._line(choice, {}, None, reason, delta.stop_logprobs))
         return events
 
-    def end(self, usage: Usage, extras: Extras) -> bytes:
-        last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
-        if not last:
-            return sse.DONE
-        chunk = _envelope(self._context, "chat.completion.chunk") | {"choices": []} | last
-        return sse.event(sse.json_line(chunk)) + sse.DONE
-
-    def error(self, error: ServiceError) -> bytes:
-        return error_event(error)
-
-    def _chunk(
+    def _line(
         self,
         choice: int,
         delta: dict[str, str],
         logprobs: Sequence[TokenLogprobs] | None = None,
         reason: str | None = None,
         stop: TokenLogprobs | None = None,
-        more: dict[str, Any] | None = None,
-    ) -> bytes:
+    ) -> dict[str, Any]:
         """
         Args:
             stop: the id that ends the text.
-            more: fields of the chunk itself.
         """
         wishes = self._call.tokens
         shown = None if wishes.num_logprobs is None else logprobs
@@ -160,25 +132,7 @@ class ChatStream:
             "logprobs": _logprobs_object(shown, self._context),
             "finish_reason": reason,
         }
-        if wishes.returns_ids:
-            line["token_ids"] = sampled_ids(logprobs, stop)
-        if wishes.counts_usage:
-            more = {"usage": partial_usage(self._context.prompt_lengths[0], self._nums_tokens[choice]), **(more or {})}
-        elif not more:
-            return self._head + sse.json_line(line) + self._end
-        elif self._call.includes_usage:
-            more = {"usage": None, **more}
-        return self._head + sse.json_line(line) + b"]," + sse.json_line(more)[1:] + sse.EVENT_END
-
-
-def _envelope(context: ReplyContext, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{context.reply_id}",
-        "object": kind,
-        "created": context.created_s,
-        "model": context.model,
-        "system_fingerprint": context.fingerprint,
-    }
+        return line | {"token_ids": sampled_ids(logprobs, stop)} if wishes.returns_ids else line
 
 
 def _max_tokens(wire: ChatBody) -> int:

@@ -4,17 +4,17 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from core.errors import InvalidRequest, ServiceError
+from core.errors import InvalidRequest
 from core.types import Delta, TokenLogprobs, Usage
 from server.api import fields
 from server.api.decoding import decode
-from server.api.known_fields import Surface, rules_of
+from server.api.known_fields import fields_of
 from server.api.replies import (
     LOWEST_LOGPROB,
+    ChunkStream,
     VllmPromptLogprobs,
-    error_event,
+    envelope,
     finite,
-    partial_usage,
     refuse_broken,
     sampled_ids,
     usage_object,
@@ -32,7 +32,6 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.wire import sse
-from server.wire.messages import TextFrame
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 TokenLists = dict[str, list[Any]]
@@ -40,7 +39,7 @@ TokenLists = dict[str, list[Any]]
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 MAX_ANSWERS = 4096  # prompts times n: 16,384 kept the loop from others for up to 0.9 s, 4,096 for 0.2
 
-RULES = rules_of(Surface.COMPLETIONS)
+RULES = fields_of("completions")
 
 
 class CompletionBody(fields.ChoiceFields, frozen=True, kw_only=True):
@@ -68,20 +67,14 @@ class CompletionsSurface:
         if len(prompts) * _num_sequences(wire) > MAX_ANSWERS:
             message = f"{len(prompts)} prompts with n answers each must be at most {MAX_ANSWERS} answers. Send fewer."
             raise InvalidRequest(message, "n")
-        return GenerationCall(
+        return fields.generation_call(
+            wire,
+            fields.sampling_params(wire, defaults, max_tokens, wishes, bool(wire.echo)),
+            wishes,
             model=model,
             prompts=prompts,
-            sampling=fields.sampling_params(wire, defaults, max_tokens, wishes, bool(wire.echo)),
             num_sequences=_num_sequences(wire),
-            cache_salt=fields.checked_cache_salt(wire.cache_salt),
-            priority=wire.priority,
-            deadlines=fields.checked_deadlines(wire.deadlines),
-            is_stream=bool(wire.stream),
-            includes_usage=wire.includes_usage,
-            wants_timings=bool(wire.timings),
-            tells_queue=wire.tells_queue,
             echo=bool(wire.echo),
-            tokens=wishes,
             unknown_fields=unknown_fields,
         )
 
@@ -273,31 +266,18 @@ class _PromptLogprobs:
                 form.add_prompt(logprobs)
 
 
-class CompletionStream:
-    """Implements surface.StreamReply: chunks, [DONE]. Choice p * num_sequences + i is sequence i of prompt p."""
+class CompletionStream(ChunkStream):
+    """Implements surface.StreamReply."""
 
-    __slots__ = ("_call", "_context", "_end", "_head", "_heads", "_logprobs", "_nums_tokens", "_tail")
+    __slots__ = ("_logprobs",)
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
-        self._call = call
-        self._context = context
-        num_choices = len(call.prompts) * call.num_sequences
-        self._head = sse.event_head() + sse.json_line(_envelope(context))[:-1] + b',"choices":['
-        self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
-        self._heads = tuple(self._head + b'{"index":%d,"text":' % i for i in range(num_choices))
-        self._tail = b',"logprobs":null,"finish_reason":null}' + self._end
-        self._logprobs = [_logprobs(call, context, choice) for choice in range(num_choices)]
-        self._nums_tokens = [0] * num_choices  # said, where each chunk counts them
+        super().__init__(call, context, _envelope(context), b'"text":', b"")
+        self._logprobs = [_logprobs(call, context, choice) for choice in range(len(self._heads))]
 
     def start(self) -> bytes:
         has_first = self._call.echo or self._call.tokens.returns_ids
         return b"".join(map(self._first, range(len(self._heads)))) if has_first else b""
-
-    def text(self, choice: int, text: str) -> bytes:
-        return self._heads[choice] + sse.json_strings[text] + self._tail
-
-    def text_frame(self, choice: int) -> TextFrame:
-        return TextFrame(self._heads[choice], sse.json_strings, self._tail)
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         reason = wire_reason(delta.finish_reason)
@@ -310,16 +290,8 @@ class CompletionStream:
             logprobs.add_prompt(delta.prompt_logprobs)
             logprobs.add(delta.logprobs or (), delta.stop_logprobs)
             lists = logprobs.take()
-        return self._line(choice, delta.text, lists, reason, sampled_ids(delta.logprobs, delta.stop_logprobs))
-
-    def end(self, usage: Usage, extras: Extras) -> bytes:
-        last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
-        if not last:
-            return sse.DONE
-        return sse.event(sse.json_line(_envelope(self._context) | {"choices": []} | last)) + sse.DONE
-
-    def error(self, error: ServiceError) -> bytes:
-        return error_event(error)
+        ids = {"token_ids": sampled_ids(delta.logprobs, delta.stop_logprobs), "prompt_token_ids": None}
+        return self._line(choice, delta.text, lists, reason, ids)
 
     def _first(self, choice: int) -> bytes:
         """What a choice begins with: its prompt, as text or as ids."""
@@ -329,36 +301,16 @@ class CompletionStream:
             logprobs.begin_prompt()
             lists = logprobs.take()
         text = _prompt_text(call, self._context, choice) if call.echo else ""
-        return self._line(choice, text, lists, None, [], has_prompt_ids=True)
+        prompt_ids = self._context.prompt_ids[choice // call.num_sequences] if call.tokens.returns_ids else ()
+        return self._line(choice, text, lists, None, {"token_ids": [], "prompt_token_ids": prompt_ids})
 
-    def _line(
-        self,
-        choice: int,
-        text: str,
-        lists: TokenLists | None,
-        reason: str | None,
-        ids: list[int],
-        has_prompt_ids: bool = False,
-    ) -> bytes:
-        call, prompt = self._call, choice // self._call.num_sequences
+    def _line(self, choice: int, text: str, lists: TokenLists | None, reason: str | None, ids: dict[str, Any]) -> bytes:
         line = {"index": choice, "text": text, "logprobs": lists, "finish_reason": reason}
-        if call.tokens.returns_ids:
-            line["token_ids"] = ids
-            line["prompt_token_ids"] = self._context.prompt_ids[prompt] if has_prompt_ids else None
-        if not call.tokens.counts_usage:
-            return self._head + sse.json_line(line) + self._end
-        usage = partial_usage(self._context.prompt_lengths[prompt], self._nums_tokens[choice])
-        return self._head + sse.json_line(line) + b'],"usage":' + sse.json_line(usage) + b"}" + sse.EVENT_END
+        return self._chunk(choice, line | ids if self._call.tokens.returns_ids else line)
 
 
 def _envelope(context: ReplyContext) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{context.reply_id}",
-        "object": "text_completion",
-        "created": context.created_s,
-        "model": context.model,
-        "system_fingerprint": context.fingerprint,
-    }
+    return envelope(context, "cmpl-", "text_completion")
 
 
 def _max_tokens(wire: CompletionBody) -> int:

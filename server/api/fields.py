@@ -12,7 +12,14 @@ from msgspec import UNSET, UnsetType
 from core.errors import InvalidRequest
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
-from server.api.surface import UNLIMITED_TOKENS, ChatPrompt, GenerationDefaults, RequestLimits, TokenWishes
+from server.api.surface import (
+    UNLIMITED_TOKENS,
+    ChatPrompt,
+    GenerationCall,
+    GenerationDefaults,
+    RequestLimits,
+    TokenWishes,
+)
 from server.gate.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
 
 MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
@@ -78,10 +85,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     timings: bool | TimingsFields | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    @property
-    def tells_queue(self) -> bool:
-        return isinstance(self.timings, TimingsFields) and self.timings.queue
 
     @property
     def includes_usage(self) -> bool:
@@ -164,6 +167,28 @@ def sampling_params(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
         skip_special_tokens=fields.skip_special_tokens is not False,
+    )
+
+
+def generation_call(
+    fields: SamplingFields, sampling: SamplingParams, wishes: TokenWishes, **own: Any
+) -> GenerationCall:
+    """What every surface reads alike of these fields, beside what is its own.
+
+    Raises:
+        InvalidRequest: a field out of its range.
+    """
+    return GenerationCall(
+        sampling=sampling,
+        cache_salt=checked_cache_salt(fields.cache_salt),
+        priority=fields.priority,
+        deadlines=checked_deadlines(fields.deadlines),
+        is_stream=bool(fields.stream),
+        includes_usage=fields.includes_usage,
+        wants_timings=bool(fields.timings),
+        tells_queue=isinstance(fields.timings, TimingsFields) and fields.timings.queue,
+        tokens=wishes,
+        **own,
     )
 
 

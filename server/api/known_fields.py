@@ -7,23 +7,17 @@ counted and logged. Thread: any; frozen.
 import enum
 import json
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
-from server.api.decoding import FieldRules, Refusal
-
-
-class Surface(enum.StrEnum):
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    RESPONSES = "responses"
-    TOKENIZE = "tokenize"
+Name = Literal["chat", "completions", "responses", "tokenize"]
 
 
 class Does(enum.StrEnum):
     SERVED = "served"
     ALIAS = "served as"  # under another name
     REFUSED = "refused"  # with a value that asks for something
-    CONTAINER = "refused, naming what is in it"
+    CONTAINER = "refused, naming what is in it"  # an object of fields that would belong outside of it
     IGNORED = "no effect"  # on the output, as on the server that it comes from
 
 
@@ -34,43 +28,34 @@ class Known:
     Args:
         name: dotted where it lies in another.
         surfaces: that know it so.
-        target: of an alias, by surface.
+        target: of an alias: the name that it has here.
         neutral: values that ask for nothing, and are taken. null always is.
         unless: (a field, its value) beside which it asks for nothing.
     """
 
     name: str
-    surfaces: frozenset[Surface]
+    surfaces: frozenset[Name]
     does: Does
     target: str = ""
     neutral: tuple[Any, ...] = ()
     unless: tuple[str, Any] | None = None
 
 
-CHAT, COMPLETIONS = frozenset({Surface.CHAT}), frozenset({Surface.COMPLETIONS})
-RESPONSES, TOKENIZE = frozenset({Surface.RESPONSES}), frozenset({Surface.TOKENIZE})
+CHAT, COMPLETIONS = frozenset[Name]({"chat"}), frozenset[Name]({"completions"})
+RESPONSES, TOKENIZE = frozenset[Name]({"responses"}), frozenset[Name]({"tokenize"})
 CHOICES = CHAT | COMPLETIONS
 GENERATION = CHOICES | RESPONSES
 
 
-def _rows(does: Does, surfaces: frozenset[Surface], names: str) -> tuple[Known, ...]:
-    return tuple(Known(name, surfaces, does) for name in names.split())
+def _rows(does: Does, surfaces: frozenset[Name], names: str, *neutral: Any, target: str = "") -> tuple[Known, ...]:
+    return tuple(Known(name, surfaces, does, target, neutral) for name in names.split())
 
 
-def _served(surfaces: frozenset[Surface], names: str) -> tuple[Known, ...]:
-    return _rows(Does.SERVED, surfaces, names)
+_served, _refused, _ignored = (partial(_rows, does) for does in (Does.SERVED, Does.REFUSED, Does.IGNORED))
 
 
-def _ignored(surfaces: frozenset[Surface], names: str) -> tuple[Known, ...]:
-    return _rows(Does.IGNORED, surfaces, names)
-
-
-def _alias(surfaces: frozenset[Surface], target: str, names: str, *neutral: Any) -> tuple[Known, ...]:
-    return tuple(Known(name, surfaces, Does.ALIAS, target, neutral) for name in names.split())
-
-
-def _refused(surfaces: frozenset[Surface], names: str, *neutral: Any) -> tuple[Known, ...]:
-    return tuple(Known(name, surfaces, Does.REFUSED, neutral=neutral) for name in names.split())
+def _alias(surfaces: frozenset[Name], target: str, names: str, *neutral: Any) -> tuple[Known, ...]:
+    return _rows(Does.ALIAS, surfaces, names, *neutral, target=target)
 
 
 # By whose API has it; the first of them where several do.
@@ -204,17 +189,9 @@ KNOWN: dict[str, tuple[Known, ...]] = {
 }
 
 
-def rules_of(surface: Surface) -> FieldRules:
-    """What decoding has to know for one surface."""
-    rows = [row for rows in KNOWN.values() for row in rows if surface in row.surfaces]
-    refused = {
-        row.name: Refusal(row.neutral, row.unless, row.does is Does.CONTAINER)
-        for row in rows
-        if row.does in (Does.REFUSED, Does.CONTAINER)
-    }
-    aliases = {row.name: (row.target, row.neutral) for row in rows if row.does is Does.ALIAS}
-    ignored = frozenset(row.name for row in rows if row.does is Does.IGNORED)
-    return FieldRules(refused, aliases, ignored)
+def fields_of(surface: Name) -> dict[str, Known]:
+    """Those that the surface knows, by name."""
+    return {row.name: row for rows in KNOWN.values() for row in rows if surface in row.surfaces}
 
 
 def docs_row(owner: str, row: Known) -> str:

@@ -1,12 +1,14 @@
 """What the answers of several surfaces have in common: usage, logprobs, errors as OpenAI writes them. Thread: loop."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from core.errors import ErrorKind, ServiceError
 from core.types import FinishReason, TokenLogprobs, Usage
-from server.api.surface import Choice, ReplyContext
+from server.api.surface import Choice, Extras, GenerationCall, ReplyContext
 from server.wire import sse
+from server.wire.messages import TextFrame
 
 # ErrorKind -> (status, the envelope's type)
 STATUSES: dict[ErrorKind, tuple[int, str]] = {
@@ -90,6 +92,7 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
     raise AssertionError(f"{reason} is a reason that the wire knows")
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
@@ -177,3 +180,70 @@ def refuse_broken(choices: Sequence[Choice]) -> None:
     for choice in choices:
         if choice.finish_reason not in WIRE_REASONS:
             raise cut_short(choice.finish_reason)
+
+
+def envelope(context: ReplyContext, prefix: str, kind: str) -> dict[str, Any]:
+    """What chat and completions begin an answer or a chunk with."""
+    return {
+        "id": prefix + context.reply_id,
+        "object": kind,
+        "created": context.created_s,
+        "model": context.model,
+        "system_fingerprint": context.fingerprint,
+    }
+
+
+class ChunkStream:
+    """What chat and completions stream alike: chunks in one envelope, then [DONE].
+
+    Choice p * num_sequences + i is sequence i of prompt p.
+
+    Args:
+        before, after: what is around the text in a choice of a chunk that says text alone.
+    """
+
+    __slots__ = ("_call", "_context", "_end", "_envelope", "_head", "_heads", "_nums_tokens", "_tail")
+
+    def __init__(
+        self, call: GenerationCall, context: ReplyContext, envelope: dict[str, Any], before: bytes, after: bytes
+    ) -> None:
+        self._call = call
+        self._context = context
+        self._envelope = envelope
+        num_choices = len(call.prompts) * call.num_sequences
+        self._head = sse.event_head() + sse.json_line(envelope)[:-1] + b',"choices":['
+        self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
+        self._heads = tuple(self._head + b'{"index":%d,' % i + before for i in range(num_choices))
+        self._tail = after + b',"logprobs":null,"finish_reason":null}' + self._end
+        self._nums_tokens = [0] * num_choices  # said, where each chunk counts them
+
+    def text(self, choice: int, text: str) -> bytes:
+        return self._heads[choice] + sse.json_strings[text] + self._tail
+
+    def text_frame(self, choice: int) -> TextFrame:
+        return TextFrame(self._heads[choice], sse.json_strings, self._tail)
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
+        if not last:
+            return sse.DONE
+        return sse.event(sse.json_line(self._envelope | {"choices": []} | last)) + sse.DONE
+
+    def error(self, error: ServiceError) -> bytes:
+        return error_event(error)
+
+    def _chunk(self, choice: int, line: dict[str, Any], more: Mapping[str, Any] = NOTHING) -> bytes:
+        """
+        Args:
+            line: the choice.
+            more: fields of the chunk itself.
+        """
+        call = self._call
+        if call.tokens.counts_usage:
+            num_prompt_tokens = self._context.prompt_lengths[choice // call.num_sequences]
+            more = {"usage": partial_usage(num_prompt_tokens, self._nums_tokens[choice]), **more}
+        elif more and call.includes_usage:
+            more = {"usage": None, **more}
+        if not more:
+            return self._head + sse.json_line(line) + self._end
+        return self._head + sse.json_line(line) + b"]," + sse.json_line(more)[1:] + sse.EVENT_END

@@ -10,7 +10,7 @@ from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api import fields
 from server.api.decoding import decode
 from server.api.fields import Content, checked_role, flatten, missing_field
-from server.api.known_fields import Surface, rules_of
+from server.api.known_fields import fields_of
 from server.api.replies import logprob_entries, refuse_broken
 from server.api.surface import (
     ChatPrompt,
@@ -39,7 +39,7 @@ INCLUDABLE = frozenset(
     }
 )
 
-RULES = rules_of(Surface.RESPONSES)
+RULES = fields_of("responses")
 
 # Why a sequence ended -> why the response is incomplete; a reason not here completes it.
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
@@ -83,17 +83,13 @@ class ResponsesSurface:
         _check_metadata(wire.metadata or {})
         max_tokens = fields.checked_max_tokens(wire.max_output_tokens, "max_output_tokens")
         wishes = TokenWishes(_num_logprobs(wire, defaults))
-        return GenerationCall(
+        prompt = _prompt(wire)
+        return fields.generation_call(
+            wire,
+            fields.sampling_params(wire, defaults, max_tokens, wishes),
+            wishes,
             model=model,
-            prompts=(_prompt(wire),),
-            sampling=fields.sampling_params(wire, defaults, max_tokens, wishes),
-            cache_salt=fields.checked_cache_salt(wire.cache_salt),
-            priority=wire.priority,
-            deadlines=fields.checked_deadlines(wire.deadlines),
-            is_stream=bool(wire.stream),
-            wants_timings=bool(wire.timings),
-            tells_queue=wire.tells_queue,
-            tokens=wishes,
+            prompts=(prompt,),
             wire=wire,
             unknown_fields=unknown_fields,
         )

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from core.errors import InvalidRequest
-from server.api.decoding import FieldRules, decode
+from server.api.decoding import decode
 from server.api.fields import Message, chat_prompt
-from server.api.known_fields import Surface, rules_of
+from server.api.known_fields import fields_of
 from server.api.surface import ChatPrompt, TextPrompt
 from server.wire import sse
 
-RULES = rules_of(Surface.TOKENIZE)
+RULES = fields_of("tokenize")
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def parse_detokenize(body: bytes) -> DetokenizeCall:
     Raises:
         InvalidRequest: with `param`, the path of the field to mend.
     """
-    wire, unknown_fields = decode(body, DetokenizeBody, FieldRules())
+    wire, unknown_fields = decode(body, DetokenizeBody, {})
     return DetokenizeCall(model=wire.model, ids=wire.tokens, unknown_fields=unknown_fields)
 
 

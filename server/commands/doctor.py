@@ -131,11 +131,11 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     Raises:
         StartupError: the model is missing or not understood, or it does not fit.
     """
-    from gpu.kept_matrices import kept_scheme
     from gpu.memory_plan import estimate
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
     from gpu.tune import describe_attention, describe_graphs, describe_matmuls
+    from gpu.weights import kept_scheme
 
     files, model = _model_files(config)
     engine = config.to_engine_config()

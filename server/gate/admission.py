@@ -1,13 +1,14 @@
 """Who may still join the queue: bounded in requests, tokens and bytes, and who can be served in time. Thread: loop.
 
-All three are bounded for the server, and by share for each tenant (SharedRoom). Where there is no
-room for one whose tenant has not had its share, others have to go: first those whose readers have stopped, then the
-latest of a tenant that holds more than its part, which it could have as long as nobody else asked.
+All three are bounded for the server, and by share for each tenant (SharedRoom). Where there is no room for one whose
+tenant has not had its share, others have to go: first those whose readers have stopped, then the latest of a tenant
+that holds more than its part, which it could have as long as nobody else asked.
 
 A request takes its place once its body is complete, and keeps it to its end. From when it is handed to the engine until
-its first token it waits, in the line of its class and tenant: what stands before it there, and the step-cost model, say
-when its first token can be expected. One that would come too late is refused at once: it would only have others wait,
-be called off in the end, and have its client try again late.
+its first token it waits. When that can be expected the scheduler says (core/outlook.py), if it is told what waits
+before the request: that is counted here, by class and tenant, because many come between two words of the scheduler. One
+that would come too late is refused at once: it would only have others wait, be called off in the end, and have its
+client try again late.
 """
 
 import math
@@ -16,21 +17,33 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from core.errors import ErrorKind, ServiceError
+from core.outlook import Backlog
 from core.queue import AGEING_S
-from core.step_cost import StepWork, row_cost_s
-from core.types import EngineStats, Request, Usage
+from core.step_cost import StepWork
+from core.types import EngineStats, Request
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
-NUMBER_EVERY_S = 0.1  # places in a line, and how long answers go on
-ANSWER_RATE = 1 / 32  # of the newest answer in the mean of their lengths
+NUMBER_EVERY_S = 0.1  # places in a line
 MOST_PART = 0.75  # of a shared room, for one tenant while others ask
 PATIENCE_S = 1.0  # with a reader that has stopped, before its request goes for any other
-FIRST_GUESS_TOKENS = 128.0  # of an answer, until some have ended
-LATE_SHARE = 0.1
-MARGIN_STEP = 0.1
+LATE_SHARE, MARGIN_STEP = 0.1, 0.1  # see Margin
 LEAST_MARGIN, MOST_MARGIN = 0.5, 3.0
-DRAIN_WINDOW = 64  # departures that the drain rate is measured over
+DEPARTURES = 64  # that the rate at which places come free is measured over
 FORGET_EVERY_S = 1.0  # bookings that have passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """
+    Args:
+        max_requests: that wait or run.
+        max_tokens: of prompts that wait for their first token; one prompt alone may have more.
+        max_bytes: of bodies of requests that wait or run; one alone may have more.
+    """
+
+    max_requests: int
+    max_tokens: int
+    max_bytes: int
 
 
 class SharedRoom:
@@ -80,62 +93,45 @@ class SharedRoom:
         return tenant if self.held[tenant] > MOST_PART * self.capacity else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """
-    Args:
-        max_requests: that wait or run.
-        max_tokens: of prompts that wait for their first token; one prompt alone may have more.
-        max_bytes: of bodies of requests that wait or run; one alone may have more.
-    """
+class Margin:
+    """What estimates are multiplied with, so that one in ten of those told comes later than that.
 
-    max_requests: int
-    max_tokens: int
-    max_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRoom:
-    """What the engine has room for.
-
-    Args:
-        max_batch_tokens: computed in one step.
-        num_kv_tokens: that the KV cache holds.
-        inter_token_target: see EngineConfig.
+    Who comes later and goes first, how far prompts are computed already, how long answers will be: the model does not
+    know, and what it leaves out changes with the load. Each first token moves the factor a little: up by nine steps
+    where it came late, down by one where it did not.
     """
 
-    max_sequences: int
-    max_batch_tokens: int
-    num_kv_tokens: int
-    inter_token_target: float | None
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def note(self, is_late: bool) -> None:
+        step = MARGIN_STEP * (1 - LATE_SHARE) if is_late else -MARGIN_STEP * LATE_SHARE
+        self.factor = min(max(self.factor * (1 + step), LEAST_MARGIN), MOST_MARGIN)
 
 
-@dataclass(slots=True)
-class Backlog:
-    """Prompts that are to be computed.
+class Bookings:
+    """When to come back, for those who are refused: each has a time of its own, as room comes free.
 
-    Args:
-        num_sequences: that will hold a slot each.
-        prompt_kv: KV tokens that the prompts' tiles read (StepWork).
+    A tenant's follow one another. Several tenants' go on side by side, each at its part of the rate: who is refused
+    often, and comes back early, puts off nobody but itself.
     """
 
-    num_requests: float = 0.0
-    num_sequences: float = 0.0
-    prompt_tokens: float = 0.0
-    prompt_kv: float = 0.0
+    def __init__(self) -> None:
+        self._last_s: dict[str, float] = {}  # by tenant, of those that are to come
+        self._forgot_s = 0.0
 
-    def add(self, other: "Backlog", part: float = 1.0) -> None:
-        self.num_requests += part * other.num_requests
-        self.num_sequences += part * other.num_sequences
-        self.prompt_tokens += part * other.prompt_tokens
-        self.prompt_kv += part * other.prompt_kv
+    def book(self, tenant: str, interval_s: float, now: float) -> float:
+        """Seconds from now.
 
-
-def backlog_of(num_prompt_tokens: int, num_sequences: int) -> Backlog:
-    """One request's."""
-    work = StepWork()
-    work.add(0, num_prompt_tokens, num_prompt_tokens)
-    return Backlog(1, num_sequences, num_prompt_tokens, work.prompt_kv)
+        Args:
+            interval_s: in which there is room for one more.
+        """
+        if now >= self._forgot_s + FORGET_EVERY_S:
+            self._forgot_s = now
+            self._last_s = {name: last_s for name, last_s in self._last_s.items() if last_s > now}
+        last_s = max(now, self._last_s.get(tenant, now))
+        self._last_s[tenant] = last_s + interval_s * len(self._last_s.keys() | {tenant})
+        return self._last_s[tenant] - now
 
 
 @dataclass(slots=True, eq=False)
@@ -195,18 +191,6 @@ class Ahead:
     ageing_s: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
-class _Answer:
-    """A choice that has had its first token, and goes on.
-
-    Args:
-        begun_step: of the engine's steps, each of which gives it about one token.
-    """
-
-    begun_step: int
-    max_tokens: int
-
-
 @dataclass(frozen=True, slots=True)
 class QueueView:
     """Where a request stands.
@@ -220,40 +204,31 @@ class QueueView:
     expected_s: float | None
 
 
-_Key = tuple[int, str, bool]  # (class, tenant, it has asked for a deadline)
-
-
 class Admission:
     """The queue as the loop knows it.
 
     Args:
         stats: the engine's latest.
         clock: monotonic seconds.
+
+    Attributes:
+        num_decoding: choices that have had their first token, and go on.
     """
 
-    def __init__(
-        self, limits: QueueLimits, room: EngineRoom, stats: Callable[[], EngineStats], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, limits: QueueLimits, stats: Callable[[], EngineStats], clock: Callable[[], float]) -> None:
+        self.num_decoding = 0
+        self.margin = Margin()
         self._requests = SharedRoom(limits.max_requests)
         self._bytes = SharedRoom(limits.max_bytes)
         self._tokens = SharedRoom(limits.max_tokens)
         self._places: dict[Place, None] = {}  # in order
         self._paused: dict[Place, float] = {}  # since when, in order
-        self._room = room
         self._stats = stats
         self._clock = clock
-        self._waiting = Backlog()
-        self._lines: dict[_Key, _Line] = {}
-        self._answers: dict[_Answer, None] = {}
-        self._answer_tokens = FIRST_GUESS_TOKENS
-        self._tokens_left = FIRST_GUESS_TOKENS  # of those that go on, as it was a moment ago
-        self._first_left = math.inf  # of the one that has fewest until its max_tokens, as it was then
-        self._counted_s = -math.inf
-        self._meter = DrainMeter()
-        self._departures = DrainMeter()  # of places, while some are refused
+        self._lines: dict[tuple[int, str, bool], _Line] = {}  # by class, tenant, and whether it asks for a deadline
+        self._departures_s: deque[float] = deque(maxlen=DEPARTURES)  # of places, while some are refused
         self._refused_s = -math.inf  # when one was, last
         self._bookings = Bookings()
-        self.margin = Margin()
 
     @property
     def num_requests(self) -> int:
@@ -265,14 +240,11 @@ class Admission:
         return round(self._bytes.total)
 
     @property
-    def num_decoding(self) -> int:
-        """Choices that have had their first token, and go on."""
-        return len(self._answers)
-
-    @property
     def is_idle(self) -> bool:
         """Nobody waits, and nobody is served."""
         return not self._lines and self.num_decoding == 0
+
+    # Room
 
     def check(self, tenant: str, num_bytes: int) -> None:
         """Whether there is room for one more of the tenant's, or could be, as far as a request's head tells.
@@ -286,14 +258,6 @@ class Admission:
         self._victims(self._requests, tenant, 1)
         self._victims(self._tokens, tenant, 0)
         self._victims(self._bytes, tenant, num_bytes)
-
-    def check_hope(self, asker: Asker, allowed_s: float) -> None:
-        """Whether a request of one token could be in time: no other can be if that cannot.
-
-        Raises:
-            ServiceError: deadline_unattainable.
-        """
-        self.check_in_time(self.ahead_of(asker), backlog_of(1, 1), allowed_s)
 
     def enter(self, tenant: str, num_bytes: int) -> "Place":
         """A place for a request whose body is complete.
@@ -313,13 +277,22 @@ class Admission:
         self._places[place] = None
         return place
 
-    def make_room_for_tokens(self, tenant: str, num: float) -> None:
-        """Let prompts of so many wait.
+    def release(self, place: "Place") -> None:
+        """Others may have its room."""
+        self._requests.give(place.tenant, 1)
+        self._bytes.give(place.tenant, place.num_bytes)
+        del self._places[place]
+        self._paused.pop(place, None)
+        now_s = self._clock()
+        if now_s <= self._refused_s + MOST_RETRY_S:
+            self._departures_s.append(now_s)
 
-        Raises:
-            ServiceError: overloaded.
-        """
-        self._make_room(self._tokens, tenant, num)
+    def pause(self, place: "Place") -> None:
+        """Its reader has stopped."""
+        self._paused[place] = self._clock()
+
+    def resume(self, place: "Place") -> None:
+        self._paused.pop(place, None)
 
     def _make_room(self, room: SharedRoom, tenant: str, num: float) -> None:
         """
@@ -384,45 +357,23 @@ class Admission:
             shown: what the server has or does.
         """
         now_s = self._clock()
-        is_first = now_s > self._refused_s + MOST_RETRY_S
+        if now_s > self._refused_s + MOST_RETRY_S:  # what was measured is no measure for the next rush
+            self._departures_s.clear()
         self._refused_s = now_s
-        interval_s = None if is_first else self._departures.seconds_for(1, now_s)
-        if interval_s is None:
-            num_waiting = self._waiting.num_requests
-            measured_s = self._meter.seconds_for(1, now_s) if num_waiting else None
-            interval_s = measured_s or self._expected_end_s() or LEAST_RETRY_S
-        retry_s = max(LEAST_RETRY_S, self._bookings.book(tenant, interval_s, now_s))
+        retry_s = max(LEAST_RETRY_S, self._bookings.book(tenant, self._interval_s(now_s), now_s))
         if retry_s > MOST_RETRY_S:  # nobody waits longer, and they are not to come all at once
             retry_s = MOST_RETRY_S / 2 * (1 + retry_s / (MOST_RETRY_S / 2) % 1)
         message = f"The server {shown}. Try again in {math.ceil(retry_s)} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=retry_s)
 
-    def _retry_s(self, num_requests: float, otherwise_s: float) -> float:
-        """Until so many have left the queue, as fast as they did of late.
+    def _interval_s(self, now_s: float) -> float:
+        """In which a place comes free: as of late, or as answers are expected to end."""
+        departures_s, outlook = self._departures_s, self._stats().outlook
+        if len(departures_s) > 1 and now_s > departures_s[0]:
+            return (now_s - departures_s[0]) / (len(departures_s) - 1)
+        return (outlook and outlook.end_s(self.num_decoding)) or LEAST_RETRY_S
 
-        Args:
-            otherwise_s: where nobody waits in it, or nothing was measured.
-        """
-        measured_s = self._meter.seconds_for(num_requests, self._clock()) if num_requests else None
-        return min(max(otherwise_s if measured_s is None else measured_s, LEAST_RETRY_S), MOST_RETRY_S)
-
-    # What places ask and tell.
-
-    def pause(self, place: "Place") -> None:
-        """Its reader has stopped."""
-        self._paused[place] = self._clock()
-
-    def resume(self, place: "Place") -> None:
-        self._paused.pop(place, None)
-
-    def release(self, place: "Place") -> None:
-        """Others may have its room."""
-        self._requests.give(place.tenant, 1)
-        self._bytes.give(place.tenant, place.num_bytes)
-        del self._places[place]
-        self._paused.pop(place, None)
-        now_s = self._clock()
-        self._departures.note(now_s, is_empty=now_s > self._refused_s + MOST_RETRY_S)
+    # Time
 
     def ahead_of(self, asker: Asker, entry: _Entry | None = None, now_s: float = 0.0) -> Ahead:
         """What would be served before a request that came now.
@@ -453,59 +404,44 @@ class Admission:
         ahead.all.add(same_class)
         return ahead
 
-    def _expected_s(self, ahead: Ahead, own: Backlog, factor: float) -> float | None:
+    def expected_s(self, ahead: Ahead, own: Backlog, factor: float) -> float | None:
         """Until the first token; None: it is not known.
 
         Args:
-            factor: that the model's word is multiplied with. What age guarantees is none of it.
+            factor: that the scheduler's word is multiplied with. What age guarantees is none of it.
         """
-        stats = self._stats()
-        left = self._expected_left(stats.num_steps)
-        expected_s = expected_ttft_s(self._room, stats, self.num_decoding, left, ahead.all, own)
-        if expected_s is None or not ahead.ageing_s:
-            return None if expected_s is None else factor * expected_s
-        last_s = expected_ttft_s(self._room, stats, self.num_decoding, left, ahead.same_class, own)
-        assert last_s is not None, "it is measured"
-        return min(factor * expected_s, ahead.ageing_s * (1 + ahead.same_class.num_requests) + factor * last_s)
+        outlook = self._stats().outlook
+        if outlook is None:
+            return None
+        expected_s = factor * outlook.ttft_s(self.num_decoding, ahead.all, own)
+        if not ahead.ageing_s:
+            return expected_s
+        last_s = factor * outlook.ttft_s(self.num_decoding, ahead.same_class, own)
+        return min(expected_s, ahead.ageing_s * (1 + ahead.same_class.num_requests) + last_s)
 
-    def _expected_end_s(self) -> float | None:
-        """Until an answer that goes on ends; None: it is not known."""
-        stats = self._stats()
-        left = self._expected_left(stats.num_steps)
-        return expected_end_s(self._room, stats, self.num_decoding, left, self._first_left)
+    def check_hope(self, asker: Asker, allowed_s: float) -> None:
+        """Whether a request of one token could be in time: no other can be if that cannot.
 
-    def _expected_left(self, num_steps: int) -> float:
-        """Tokens that answers which go on have yet to say, as the harmonic mean: how often one of them ends.
-
-        All are counted at once, and seldom: many may ask.
+        Raises:
+            ServiceError: deadline_unattainable.
         """
-        now_s = self._clock()
-        if now_s >= self._counted_s + NUMBER_EVERY_S:
-            self._counted_s = now_s
-            mean = self._answer_tokens
-            lefts = [tokens_left(mean, num_steps - one.begun_step, one.max_tokens) for one in self._answers]
-            self._tokens_left = len(lefts) / sum(1 / left for left in lefts) if lefts else mean
-            most = (one.begun_step + one.max_tokens - num_steps for one in self._answers)
-            self._first_left = max(1, min(most, default=1))
-        return self._tokens_left
+        self.check_in_time(asker, backlog_of(1, 1), allowed_s)
 
-    def check_in_time(self, ahead: Ahead, own: Backlog, allowed_s: float) -> float | None:
+    def check_in_time(self, asker: Asker, own: Backlog, allowed_s: float) -> float | None:
         """
         Returns: in how many seconds the first token is expected; None: it is not known.
 
         Raises:
             ServiceError: deadline_unattainable.
         """
-        is_idle = self.is_idle
-        if (
-            is_idle
-        ):  # nobody is harmed by a try: only what could not be in time with all of its prompt cached is refused
-            own = backlog_of(1, 1)
-        expected_s = self._expected_s(ahead, own, 1.0 if is_idle else self.margin.factor)
+        factor = self.margin.factor
+        if self.is_idle:
+            # nobody is harmed by a try: only what could not be in time with all of its prompt cached is refused
+            own, factor = backlog_of(1, 1), 1.0
+        expected_s = self.expected_s(self.ahead_of(asker), own, factor)
         if expected_s is None or not 0 < allowed_s < expected_s:
             return expected_s  # what is late already is told so by its deadline
-        too_long_s = expected_s - allowed_s
-        retry_s = self._retry_s(ahead.all.num_requests * too_long_s / expected_s, too_long_s)
+        retry_s = min(max(expected_s - allowed_s, LEAST_RETRY_S), MOST_RETRY_S)
         message = (
             f"The first token is expected in {_shown(expected_s)}, and its deadline is in {_shown(allowed_s)}."
             f" Allow more time, or try again in {math.ceil(retry_s)} s."
@@ -514,40 +450,40 @@ class Admission:
 
     def view(self, entry: _Entry, now_s: float) -> QueueView:
         ahead = self.ahead_of(entry.asker, entry, now_s)
-        expected_s = self._expected_s(ahead, entry.backlog, self.margin.factor)
-        return QueueView(round(ahead.all.num_requests), expected_s)
+        return QueueView(round(ahead.all.num_requests), self.expected_s(ahead, entry.backlog, self.margin.factor))
 
-    def add(self, asker: Asker, own: Backlog) -> _Entry:
+    def add(self, asker: Asker, backlogs: list[Backlog]) -> list[_Entry]:
+        """Let a request's prompts wait.
+
+        Raises:
+            ServiceError: overloaded.
+        """
+        num_tokens = sum(own.prompt_tokens for own in backlogs)
+        self._make_room(self._tokens, asker.tenant, num_tokens)
+        self._tokens.take(asker.tenant, num_tokens)
         line = self._lines.setdefault((asker.priority, asker.tenant, asker.is_due), _Line(asker.share))
         line.share = asker.share
-        entry = _Entry(line, asker, own)
-        line.entries[entry] = None
-        line.total.add(own)
-        self._waiting.add(own)
-        self._tokens.take(asker.tenant, own.prompt_tokens)
-        return entry
+        entries = [_Entry(line, asker, own) for own in backlogs]
+        for entry in entries:
+            line.entries[entry] = None
+            line.total.add(entry.backlog)
+        return entries
 
     def remove(self, entry: _Entry) -> None:
         """It waits no more."""
         line = entry.line
         del line.entries[entry]
         line.total.add(entry.backlog, -1.0)
-        self._waiting.add(entry.backlog, -1.0)
         self._tokens.give(entry.asker.tenant, entry.backlog.prompt_tokens)
         if not line.entries:
             self._lines = {key: other for key, other in self._lines.items() if other is not line}
-        self._meter.note(self._clock(), is_empty=not self._lines)
 
-    def begin_answer(self, max_tokens: int) -> _Answer:
-        answer = _Answer(self._stats().num_steps, max_tokens)
-        self._answers[answer] = None
-        return answer
 
-    def end_answer(self, answer: _Answer) -> None:
-        del self._answers[answer]
-
-    def note_answer(self, num_tokens: float) -> None:
-        self._answer_tokens += ANSWER_RATE * (num_tokens - self._answer_tokens)
+def backlog_of(num_prompt_tokens: int, num_sequences: int) -> Backlog:
+    """One request's."""
+    work = StepWork()
+    work.add(0, num_prompt_tokens, num_prompt_tokens)
+    return Backlog(1, num_sequences, num_prompt_tokens, work.prompt_kv)
 
 
 def _shown(seconds: float) -> str:
@@ -565,14 +501,13 @@ class Place:
         self.tenant = tenant
         self.num_bytes = num_bytes
         self.end: Callable[[ServiceError], None] | None = None
+        self.has_begun = False  # some of its answer has been said
         self._admission = admission
         self._is_released = False
         self._num_choices = 1  # of each prompt
         self._entries: dict[int, _Entry] = {}  # that wait, by prompt
         self._expected_s = math.inf  # when its first token was to come, of which nobody has told the margin
-        self._max_tokens = 1
-        self._num_begun = 0  # choices that have had their first token
-        self._answers: dict[int, _Answer] = {}  # of these, those that go on
+        self._num_decoding = 0  # choices that have had their first token, and go on
 
     def admit(self, requests: list[Request], ttft_due_s: float, now_s: float) -> None:
         """Let it wait for the engine.
@@ -587,13 +522,11 @@ class Place:
         admission, first = self._admission, requests[0]
         backlogs = [backlog_of(len(one.prompt_ids), one.num_sequences) for one in requests]
         asker = Asker(first.priority, first.tenant, first.share, first.deadline_s is not None)
-        expected_s = admission.check_in_time(admission.ahead_of(asker), backlogs[0], ttft_due_s - now_s)
-        admission.make_room_for_tokens(first.tenant, sum(own.prompt_tokens for own in backlogs))
+        expected_s = admission.check_in_time(asker, backlogs[0], ttft_due_s - now_s)
         if expected_s is not None and not admission.is_idle:
             self._expected_s = now_s + expected_s
         self._num_choices = first.num_sequences
-        self._max_tokens = first.sampling.max_tokens
-        self._entries = {i: admission.add(asker, own) for i, own in enumerate(backlogs)}
+        self._entries = dict(enumerate(admission.add(asker, backlogs)))
 
     def view(self, now_s: float) -> QueueView | None:
         """Where its first prompt stands; None: it waits no more."""
@@ -605,38 +538,29 @@ class Place:
         entry = self._entries.pop(choice // self._num_choices, None)
         if entry is not None:
             self._admission.remove(entry)
-        self._num_begun += 1
-        self._answers[choice] = self._admission.begin_answer(self._max_tokens)
+        self.has_begun = True
+        self._count_decoding(1)
 
-    def on_choice_end(self, choice: int) -> None:
+    def on_choice_end(self) -> None:
         """Of a choice that has had its first token."""
-        self._admission.end_answer(self._answers.pop(choice))
+        self._count_decoding(-1)
+
+    def leave(self, now_s: float) -> None:
+        """The request is over. To be called once."""
+        self._release()
+        self._stop_waiting()
+        self._count_decoding(-self._num_decoding)
+        self._tell_margin(now_s, has_come=False)
+
+    def _count_decoding(self, change: int) -> None:
+        self._num_decoding += change
+        self._admission.num_decoding += change
 
     def _tell_margin(self, now_s: float, has_come: bool) -> None:
         is_late = now_s > self._expected_s
         if self._expected_s < math.inf and (has_come or is_late):
             self._admission.margin.note(is_late)
             self._expected_s = math.inf
-
-    def leave(self, usage: Usage | None, now_s: float) -> None:
-        """The request is over. To be called once.
-
-        Args:
-            usage: None: it was never handed to the engine, or its task was cancelled.
-        """
-        admission = self._admission
-        self._release()
-        self._stop_waiting()
-        if self._num_begun and usage is not None:
-            admission.note_answer(usage.num_completion_tokens / self._num_begun)
-        for answer in self._answers.values():
-            admission.end_answer(answer)
-        self._tell_margin(now_s, has_come=False)
-
-    @property
-    def has_begun(self) -> bool:
-        """Some of its answer has been said."""
-        return self._num_begun > 0
 
     @property
     def num_waiting_tokens(self) -> float:
@@ -667,164 +591,3 @@ class Place:
         if not self._is_released:
             self._is_released = True
             self._admission.release(self)
-
-
-def expected_ttft_s(
-    room: EngineRoom, stats: EngineStats, num_decoding: int, answer_tokens: float, ahead: Backlog, own: Backlog
-) -> float | None:
-    """Seconds from now to the first token of a request; None while too few steps were measured.
-
-    Args:
-        num_decoding: sequences that have had their first token.
-        answer_tokens: that one of these has yet to say, on average (tokens_left).
-        ahead: what is served before it, prompts that are half computed included.
-    """
-    if stats.step_cost_s is None:
-        return None
-    load = _Load(room, stats, num_decoding, ahead, own)
-    both = Backlog()
-    both.add(ahead)
-    both.add(own)
-    return max(load.prefill_s(both), load.room_s(answer_tokens) + load.prefill_s(own))
-
-
-def expected_end_s(
-    room: EngineRoom, stats: EngineStats, num_decoding: int, answer_tokens: float, most_tokens: float
-) -> float | None:
-    """Seconds from now until one of the sequences that decode ends; None: none does, or too few steps were measured.
-
-    Args:
-        answer_tokens: that one of these has yet to say, on average (tokens_left).
-        most_tokens: after which the first has as many as it may.
-    """
-    if stats.step_cost_s is None or not num_decoding:
-        return None
-    load = _Load(room, stats, num_decoding, Backlog(), Backlog())
-    return load.decode_s(num_decoding) * min(answer_tokens / num_decoding, most_tokens)
-
-
-def tokens_left(mean_tokens: float, num_said: int, num_allowed: int) -> float:
-    """How many more an answer is expected to have that has said so many.
-
-    As many as any, while its length is nothing out of the common: lengths are taken to be spread exponentially. One of
-    over twice the mean shows that it is not of their kind: it then goes on for about as long as it has, or to its end.
-    Never less than the mean, even where num_allowed is near: it serves to say how often one of all ends, and the next
-    one in its place has all of its own to say.
-
-    Args:
-        mean_tokens: of answers that have ended.
-        num_allowed: its max_tokens.
-    """
-    return max(mean_tokens, min(num_said - mean_tokens, num_allowed - num_said))
-
-
-class _Load:
-    """The engine while it works off what is ahead and the request itself."""
-
-    def __init__(self, room: EngineRoom, stats: EngineStats, num_decoding: int, ahead: Backlog, own: Backlog) -> None:
-        assert stats.step_cost_s is not None
-        self._coefficients_s = stats.step_cost_s
-        self._room = room
-        self._num_decoding = num_decoding
-        # What is found in the cache is not computed: as much of these prompts as of those before
-        self._miss_ratio = 1 - stats.num_cache_hits / stats.num_cache_queries if stats.num_cache_queries else 1.0
-        kv_share = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
-        self._kv_of_one = kv_share * room.num_kv_tokens / max(1, stats.num_running)
-        self._num_coming = ahead.num_sequences + own.num_sequences
-        self._coming_tokens = ahead.prompt_tokens + own.prompt_tokens
-
-    def decode_s(self, num_sequences: float) -> float:
-        """A step in which so many decode, the KV being what it is now."""
-        fixed, _, _, token_s, kv_s = self._coefficients_s
-        return fixed + num_sequences * token_s + self._num_decoding * self._kv_of_one * kv_s
-
-    def _full_step_s(self) -> float:
-        """A step with as much of prompts in it as the inter-token target allows."""
-        num_soon = min(self._num_decoding + self._num_coming, self._room.max_sequences)
-        return (self._room.inter_token_target or 1.0) * self.decode_s(num_soon)
-
-    def prefill_s(self, backlog: Backlog) -> float:
-        work = StepWork(round(backlog.prompt_tokens * self._miss_ratio), round(backlog.prompt_kv * self._miss_ratio))
-        work_s = row_cost_s(self._coefficients_s, work)
-        num_steps = 1 + work.prompt_tokens / max(1, self._room.max_batch_tokens - self._num_decoding)
-        beside_s = self.decode_s(self._num_decoding)
-        if self._num_decoding and self._room.inter_token_target is not None:
-            num_steps = max(num_steps, work_s / (self._full_step_s() - beside_s))
-        return work_s + num_steps * beside_s
-
-    def room_s(self, answer_tokens: float) -> float:
-        """Until there are slots and blocks for all."""
-        num_missing = self._num_decoding + self._num_coming - self._room.max_sequences
-        if self._kv_of_one:
-            free_tokens = self._room.num_kv_tokens - self._num_decoding * self._kv_of_one
-            num_missing = max(num_missing, (self._coming_tokens - free_tokens) / self._kv_of_one)
-        if num_missing <= 0 or not self._num_decoding:
-            return 0.0
-        # Those that come and find room decode by then, and end as well
-        num_full = max(self._num_decoding, self._num_decoding + self._num_coming - num_missing)
-        return num_missing * answer_tokens * self._full_step_s() / num_full
-
-
-class Margin:
-    """What estimates are multiplied with, so that one in ten of those told comes later than that.
-
-    Who comes later and goes first, how far prompts are computed already, how long answers will be: the model does not
-    know, and what it leaves out changes with the load. Each first token moves the factor a little: up by nine steps
-    where it came late, down by one where it did not.
-    """
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-
-    def note(self, is_late: bool) -> None:
-        step = MARGIN_STEP * (1 - LATE_SHARE) if is_late else -MARGIN_STEP * LATE_SHARE
-        self.factor = min(max(self.factor * (1 + step), LEAST_MARGIN), MOST_MARGIN)
-
-
-class DrainMeter:
-    """How fast requests leave the queue while somebody waits in it."""
-
-    def __init__(self) -> None:
-        self._left_s: deque[float] = deque(maxlen=DRAIN_WINDOW)
-
-    def note(self, now: float, is_empty: bool) -> None:
-        """One has left.
-
-        Args:
-            is_empty: nobody waits any more: what was measured is no measure for the next rush.
-        """
-        if is_empty:
-            self._left_s.clear()
-        else:
-            self._left_s.append(now)
-
-    def seconds_for(self, num_requests: float, now: float) -> float | None:
-        """Until so many more have left; None where too few have."""
-        if len(self._left_s) < 2 or now <= self._left_s[0]:
-            return None
-        return num_requests * (now - self._left_s[0]) / (len(self._left_s) - 1)
-
-
-class Bookings:
-    """When to come back, for those who are refused: each has a time of its own, as room comes free.
-
-    A tenant's follow one another. Several tenants' go on side by side, each at its part of the rate: who is refused
-    often, and comes back early, puts off nobody but itself.
-    """
-
-    def __init__(self) -> None:
-        self._last_s: dict[str, float] = {}  # by tenant, of those that are to come
-        self._forgot_s = 0.0
-
-    def book(self, tenant: str, interval_s: float, now: float) -> float:
-        """Seconds from now.
-
-        Args:
-            interval_s: in which there is room for one more.
-        """
-        if now >= self._forgot_s + FORGET_EVERY_S:
-            self._forgot_s = now
-            self._last_s = {name: last_s for name, last_s in self._last_s.items() if last_s > now}
-        last_s = max(now, self._last_s.get(tenant, now))
-        self._last_s[tenant] = last_s + interval_s * len(self._last_s.keys() | {tenant})
-        return self._last_s[tenant] - now

@@ -1,11 +1,9 @@
 """Who may ask and how much, as the configuration says it, and as it says it anew on SIGHUP. Thread: loop."""
 
-import contextlib
 import logging
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from server.gate.identity import (
     Caller,
     Directory,
     IssuerUnavailable,
+    Origin,
     Stated,
     make_directory,
     read_keys,
@@ -168,9 +167,11 @@ class Gate:
 
     def _stated(self) -> Stated:
         config = self._in_force
-        records = None
+        good = None
         try:
-            records = None if config.keys_file is None else read_keys(config.keys_file)
+            if config.keys_file is not None:
+                records = read_keys(config.keys_file)
+                good = {bytes.fromhex(one.sha256) for one in records if one.revoked is None}
         except StartupError as error:
             logger.error("keys that were revoked since the last reload stay good: %s; %s", error.cause, error.fix)
         tables: Any = None
@@ -179,35 +180,11 @@ class Gate:
                 tables = tomllib.loads(config.config_file.read_text(encoding="utf-8")).get("tenants")
         except (OSError, ValueError) as error:
             logger.error("tenants that were removed since the last reload stay: %s: %s", config.config_file, error)
-        names, digests, certificates = (
-            stated_values(tables, "name"),
-            stated_values(tables, "key_sha256"),
-            stated_values(tables, "certificates"),
-        )
         return Stated(
-            tenants=names,
-            digests=None if digests is None else frozenset(map(_digest, digests)),
-            certificates=None if certificates is None else _certificate_names(certificates),
-            records=records,
-            own_digests=frozenset(bytes.fromhex(one) for tenant in config.tenants for one in tenant.key_sha256),
-            kept_digests=frozenset(sha256(key.encode()).digest() for key in config.api_keys),
+            tenants=stated_values(tables, "name", str),
+            certificates=stated_values(tables, "certificates", certificate_name),
+            digests={Origin.TENANTS: stated_values(tables, "key_sha256", bytes.fromhex), Origin.FILE: good},
         )
-
-
-def _digest(text: str) -> bytes:
-    """Of a key; empty: it is none, and names nobody."""
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        return b""
-
-
-def _certificate_names(texts: Iterable[str]) -> frozenset[tuple[str, str]]:
-    names = set()
-    for text in texts:
-        with contextlib.suppress(ValueError):  # it names nobody
-            names.add(certificate_name(text))
-    return frozenset(names)
 
 
 def load_directory(config: ServerConfig) -> Directory:

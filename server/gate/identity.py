@@ -15,7 +15,7 @@ import re
 import secrets
 import string
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ from enum import StrEnum
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -275,6 +275,14 @@ class Caller:
 LOCAL_CALLER = Caller(LOCAL)
 
 
+class Origin(StrEnum):
+    """Where a key is stated."""
+
+    ENVIRONMENT = "environment"
+    TENANTS = "tenants"  # key_sha256 of [[tenants]]
+    FILE = "file"  # the keys file
+
+
 @dataclass(frozen=True, slots=True)
 class KnownKey:
     """
@@ -284,11 +292,26 @@ class KnownKey:
 
     digest: bytes
     caller: Caller
+    origin: Origin
     expires_s: float | None = None
     is_revoked: bool = False
 
     def is_expired(self, unix_s: float) -> bool:
         return self.expires_s is not None and self.expires_s <= unix_s
+
+
+class Stated(NamedTuple):
+    """Who is named by what can be read of a configuration that is not fit; None: that cannot be told.
+
+    Args:
+        tenants: names of [[tenants]].
+        certificates: names that stand there.
+        digests: of the good keys, by where they are stated.
+    """
+
+    tenants: Set[str] | None
+    certificates: Set[tuple[str, str]] | None
+    digests: Mapping[Origin, Set[bytes] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +336,7 @@ class Directory:
             return known is None or known.is_revoked
         return caller.tenant.name not in self.tenants and caller.tenant != LOCAL
 
-    def without(self, stated: "Stated") -> "Directory":
+    def without(self, stated: Stated) -> "Directory":
         """Less what is no longer stated.
 
         Returns: itself, if all of it is.
@@ -321,9 +344,9 @@ class Directory:
         tenants = {name: one for name, one in self.tenants.items() if stated.tenants is None or name in stated.tenants}
         keys: dict[bytes, KnownKey] = {}
         for digest, known in self.keys.items():
-            name = known.caller.tenant.name
+            name, good = known.caller.tenant.name, stated.digests.get(known.origin)
             if name in tenants or name not in self.tenants:
-                keys[digest] = replace(known, is_revoked=known.is_revoked or stated.has_revoked(known))
+                keys[digest] = replace(known, is_revoked=known.is_revoked or (good is not None and digest not in good))
         certificates = {
             name: one
             for name, one in self.certificates.items()
@@ -335,37 +358,6 @@ class Directory:
     def num_valid_keys(self, unix_s: float) -> int:
         """Keys that are taken at that time."""
         return sum(not (key.is_revoked or key.is_expired(unix_s)) for key in self.keys.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Stated:
-    """Who is named by what can be read of a configuration that is not fit; None: that cannot be told.
-
-    Args:
-        tenants: names of [[tenants]].
-        digests: of the keys that stand in [[tenants]].
-        certificates: names that stand there.
-        records: of the keys file.
-        own_digests: of keys that stood in [[tenants]] until now.
-        kept_digests: of keys that stand in neither, and of which a reload knows nothing.
-    """
-
-    tenants: frozenset[str] | None
-    digests: frozenset[bytes] | None
-    certificates: frozenset[tuple[str, str]] | None
-    records: Sequence[KeyRecord] | None
-    own_digests: frozenset[bytes]
-    kept_digests: frozenset[bytes]
-
-    def has_revoked(self, known: KnownKey) -> bool:
-        """Whether a key that was good is not any more."""
-        if known.digest in self.kept_digests:
-            return False
-        if known.digest in self.own_digests:
-            return self.digests is not None and known.digest not in self.digests
-        if self.records is None:
-            return False
-        return not any(bytes.fromhex(one.sha256) == known.digest and one.revoked is None for one in self.records)
 
 
 def make_directory(
@@ -381,10 +373,12 @@ def make_directory(
     if not tenants:
         by_name[LOCAL_NAME] = LOCAL
     keys: dict[bytes, KnownKey] = {}
-    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES) for key in api_keys]
-    nameless += [(bytes.fromhex(one), tenant, _COMMON_SCOPES) for tenant in tenants for one in tenant.key_sha256]
-    for digest, owner, scopes in nameless:
-        keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS], digest=digest))
+    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES, Origin.ENVIRONMENT) for key in api_keys]
+    nameless += [
+        (bytes.fromhex(one), tenant, _COMMON_SCOPES, Origin.TENANTS) for tenant in tenants for one in tenant.key_sha256
+    ]
+    for digest, owner, scopes, origin in nameless:
+        keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS], digest=digest), origin)
     for record in records or ():
         if record.tenant not in by_name:
             logger.warning("the key %s is of a tenant that is not configured: %s", record.prefix, record.tenant)
@@ -392,7 +386,7 @@ def make_directory(
         expires_s = None if record.expires is None else record.expires.timestamp()
         digest = bytes.fromhex(record.sha256)
         caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix, digest=digest)
-        keys[digest] = KnownKey(digest, caller, expires_s, record.revoked is not None)
+        keys[digest] = KnownKey(digest, caller, Origin.FILE, expires_s, record.revoked is not None)
     certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
     return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
 

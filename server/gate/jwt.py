@@ -266,10 +266,6 @@ class JwtVerifier:
         self._source = source
         self._unix_clock = unix_clock
 
-    def tenant_of(self, token: bytes) -> str:
-        """The tenant of names_of."""
-        return self.names_of(token)[0]
-
     def names_of(self, token: bytes) -> tuple[str, str]:
         """The tenant that the token's claim names, and its subject; empty: it has none.
 

@@ -6,7 +6,7 @@ The ledger knows what a day's pools have given before the process started. Answe
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Request, Usage
@@ -40,42 +40,6 @@ class Moment(NamedTuple):
     unix_s: int
 
 
-class DayUse(NamedTuple):
-    """Tokens that had been used of a day, at that moment of it."""
-
-    at: Moment
-    num: int
-
-
-class Pool(Protocol):
-    """What requests take from, and give back to.
-
-    Attributes:
-        capacity: the most that it can hold.
-    """
-
-    name: str
-    capacity: int
-
-    def available(self, now: Moment) -> int:
-        """Below 0 where more was used than reserved."""
-        ...
-
-    def reserve(self, num: int, now: Moment) -> None: ...
-
-    def settle(self, num_reserved: int, num_used: int, now: Moment) -> None:
-        """Take back a reservation, and count what was used of it."""
-        ...
-
-    def wait_ns(self, num: int, now: Moment) -> int | None:
-        """Until so much is available if nobody else comes; None: it never will be."""
-        ...
-
-    def full_ns(self, now: Moment) -> int:
-        """Until it is as full as it gets."""
-        ...
-
-
 class Bucket:
     """Fills by `rate` a minute up to its capacity, with which it starts.
 
@@ -92,6 +56,7 @@ class Bucket:
         self._at_ns = now.ns
 
     def available(self, now: Moment) -> int:
+        """Below 0 where more was used than reserved."""
         self._fill(now)
         return self._level // MINUTE_NS
 
@@ -100,16 +65,19 @@ class Bucket:
         self._level -= num * MINUTE_NS
 
     def settle(self, num_reserved: int, num_used: int, now: Moment) -> None:
+        """Take back a reservation, and count what was used of it."""
         self._fill(now)
         self._level = min(self.capacity * MINUTE_NS, self._level + (num_reserved - num_used) * MINUTE_NS)
 
     def wait_ns(self, num: int, now: Moment) -> int | None:
+        """Until so much is available if nobody else comes; None: it never will be."""
         if num > self.capacity:
             return None
         self._fill(now)
         return max(0, -((self._level - num * MINUTE_NS) // self.rate))
 
     def full_ns(self, now: Moment) -> int:
+        """Until it is as full as it gets."""
         wait_ns = self.wait_ns(self.capacity, now)
         assert wait_ns is not None
         return wait_ns
@@ -130,16 +98,16 @@ class DayPool:
     """So much a calendar day, UTC. What is in progress at midnight counts on the day on which it is settled.
 
     Args:
-        used: of it already.
+        num_used: of it already, at that moment.
     """
 
     __slots__ = ("_day", "_num_reserved", "_num_used", "_other_days", "capacity", "name")
 
-    def __init__(self, name: str, capacity: int, used: DayUse) -> None:
+    def __init__(self, name: str, capacity: int, num_used: int, at: Moment) -> None:
         self.name = name
         self.capacity = capacity
-        self._day = used.at.unix_s // DAY_S
-        self._num_used = used.num
+        self._day = at.unix_s // DAY_S
+        self._num_used = num_used
         self._other_days: dict[int, int] = {}  # what was used of them
         self._num_reserved = 0
 
@@ -179,6 +147,9 @@ class DayPool:
             self._day, self._num_used = day, self._other_days.pop(day, 0)
             if len(self._other_days) > DAYS_KEPT:
                 del self._other_days[next(iter(self._other_days))]
+
+
+Pool = Bucket | DayPool  # what requests take from, and give back to
 
 
 class Shortage(NamedTuple):
@@ -224,9 +195,9 @@ class Account:
         tokens: each of these bounds every request.
     """
 
-    def __init__(self, owner: str, limits: Limits, now: Moment, used: DayUse) -> None:
+    def __init__(self, owner: str, limits: Limits, now: Moment, day: DayPool) -> None:
         self.owner = owner
-        self._day = DayPool("tokens_per_day", 0, used)
+        self._day = day
         self.num_active = 0
         self.num_reserved = 0
         self.requests: Bucket | None = None
@@ -476,9 +447,8 @@ class Quotas:
         if account is None:
             if len(self._accounts) >= self._most_accounts:
                 self._forget()
-            account = self._accounts[place] = Account(
-                owner, limits, self._clock(), DayUse(self._started, self._used_today.get(place, 0))
-            )
+            day = DayPool("tokens_per_day", 0, self._used_today.get(place, 0), self._started)
+            account = self._accounts[place] = Account(owner, limits, self._clock(), day)
         return account
 
     def _forget(self) -> None:

@@ -3,9 +3,10 @@
 Nothing here knows a request. Frozen; any thread.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ SAMPLE = '[[tenants]] with name = "acme" and, below it, limits = { tokens_per_mi
 # The kinds of subjectAltName that can name a tenant, as they are written here and as ssl has them
 _NAME_KINDS = {"DNS": "DNS", "URI": "URI", "EMAIL": "email", "IP": "IP Address"}
 
+T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -165,18 +167,24 @@ def _refuse_shared(values: Sequence[str], what: str, path: Path) -> None:
             raise StartupError(f"{path} has {what} {value}", "remove one of them", ExitCode.CONFIGURATION)
 
 
-def stated_values(tables: Any, field: str) -> frozenset[str] | None:
+def stated_values(tables: Any, field: str, read: Callable[[str], T]) -> frozenset[T] | None:
     """All values of a field in [[tenants]] that may not be fit otherwise; None: they cannot be told, or there are none.
 
     A table that names no tenant may be meant for any.
+
+    Args:
+        read: a ValueError of it: the value names nobody.
     """
     if not isinstance(tables, list) or not tables:
         return None
     if not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in tables):
         return None
-    found = [value for one in tables for value in _listed(one.get(field, []))]
-    return frozenset(found) if all(isinstance(value, str) for value in found) else None
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    stated = [one.get(field, []) for one in tables]
+    texts = [text for one in stated for text in (one if isinstance(one, list) else [one])]
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    found = set()
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            found.add(read(text))
+    return frozenset(found)

@@ -9,7 +9,7 @@ are not found.
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from core.errors import ExitCode, InvalidRequest, StartupError
 from core.types import FinishReason
 
 MAX_RULES = 256
+HELD_CHARS = 256
 RANGE_BYTES = 32  # of a pattern's matches, by which is seen whether a text may be the beginning of one
 PATTERN_MEMORY_BYTES = 1 << 20
 # \b and \B, as against escaped letters and quoted text; in a class RE2 takes neither
@@ -44,18 +45,6 @@ class TextRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ValueError("a rule has either a phrase or a pattern")
 
 
-class Matcher(Protocol):
-    """A rule, ready to be looked for."""
-
-    def find(self, text: str, start: int) -> tuple[int, int] | None:
-        """The first place at or after `start`: where it begins and ends. What is before `start` is its context."""
-        ...
-
-    def num_begun(self, text: str, start: int) -> int:
-        """How many characters at the end of `text`, from `start` on, may be the beginning of one."""
-        ...
-
-
 class PhrasesMatcher:
     """All phrases of a tenant that are looked for alike: a token's text is folded and walked once, not for each."""
 
@@ -68,6 +57,7 @@ class PhrasesMatcher:
             self._by_first.setdefault(phrase[0], []).append(phrase)
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
+        """The first place at or after `start`: where it begins and ends. What is before `start` is its context."""
         text = _folded(text) if self._ignores_case else text
         found = None
         for phrase in self._phrases:
@@ -77,6 +67,7 @@ class PhrasesMatcher:
         return found
 
     def num_begun(self, text: str, start: int) -> int:
+        """How many characters at the end of `text`, from `start` on, may be the beginning of one."""
         start = max(start, len(text) - self._longest + 1)
         tail = _folded(text[start:]) if self._ignores_case else text[start:]
         for i, first in enumerate(tail):
@@ -109,7 +100,7 @@ class PatternMatcher:
             cause = error.args[0]
             raise ValueError(cause.decode() if isinstance(cause, bytes) else str(cause)) from None
         if unbounded.search("") is not None:
-            raise ValueError("it matches where nothing stands, and so everywhere")
+            raise ValueError("the pattern matches the empty string, and so everywhere")
         try:
             low, high = unbounded.possiblematchrange(RANGE_BYTES)
         except re2.error:
@@ -132,6 +123,9 @@ class PatternMatcher:
             if low.startswith(tail) or low <= tail <= high:
                 return len(text) - i
         return 0
+
+
+Matcher = PhrasesMatcher | PatternMatcher
 
 
 class RuleBook:
@@ -214,9 +208,6 @@ def _folded(text: str) -> str:
     if len(lower) == len(text):
         return lower
     return "".join(one if len(one.lower()) != 1 else one.lower() for one in text)
-
-
-HELD_CHARS = 256
 
 
 class TextScreen:

@@ -103,7 +103,7 @@ class Acceptor:
         self._pause = self._loop.call_later(PAUSE_S, self.start)
 
 
-ALL_HELD_BODY_BYTES = 256 * 1024 * 1024
+ALL_BUFFERED_BODY_BYTES = 256 * 1024 * 1024
 HANDSHAKE_S = 5.0
 NOTSENT_BYTES = 16 * 1024  # a loopback's kernel takes 4 MB without it
 
@@ -120,8 +120,8 @@ class ListenerConfig:
         passed: sockets that listen already; each is served, whether a bind names it or not.
         unix_mode: permissions of Unix sockets' files.
         backlog: connections the kernel holds before they are accepted.
-        held_body_bytes: of incomplete bodies, all connections together: beyond it the oldest goes on, and that of each
-            client that holds less than its part.
+        buffered_body_bytes: of incomplete bodies, all connections together: beyond it the oldest goes on, and that of
+            each client that has less than its part.
         max_connections: open at once; one more is closed at once and counted as refused.
         clients: who may come, and what proxies may say.
         handshake_s: for what comes ahead of HTTP, from the accept: TLS, or a PROXY header.
@@ -135,7 +135,7 @@ class ListenerConfig:
     unix_mode: int = DEFAULT_UNIX_MODE
     backlog: int = 1024
     max_connections: int = 4096
-    held_body_bytes: int = ALL_HELD_BODY_BYTES
+    buffered_body_bytes: int = ALL_BUFFERED_BODY_BYTES
     clients: ClientRules = field(default_factory=ClientRules)
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     handshake_s: float = HANDSHAKE_S
@@ -189,7 +189,7 @@ class Listener:
             loop,
             self.batch,
             HttpDate(wall_clock),
-            BodyRoom(config.held_body_bytes),
+            BodyRoom(config.buffered_body_bytes),
             clock,
             first_exchanges,
             config.takes_upgrade,

@@ -9,10 +9,10 @@ import resource
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,10 +20,30 @@ from core.types import EngineStats, Usage
 from server import __version__
 from server.gate.identity import mask_keys
 from server.observing.logs import num_lines_dropped
-from server.observing.slo import NO_PROMISES, SloMonitor, SloRules
+from server.observing.slo import NO_PROMISES, SloMonitor, SloRules, SloState
 from server.observing.timing import S_NS, Stage, StageClock
 
+logger = logging.getLogger(__name__)
+
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 5.0, 10.0)
+E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.3, 0.6, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 600.0, 3600.0)
+STAGE_BUCKETS_S = (1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
+STEP_BUCKETS_S = (1e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 10.0)
+DELAY_BUCKETS_S = (1e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
+COUNT_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
+
+# Names of fields are the clients' to choose: so many that look like names are told apart, the rest are one
+MAX_UNKNOWN_FIELDS = 64
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+OTHER_FIELDS = "(other)"
+MAX_TENANTS = 64
+# Shown from the start: of a series that begins with its first failure, no alert sees the rise
+OUR_FAULTS = {"engine_error": 0, "internal_error": 0}
+# Likewise; not those of a server that has too much to do, loads or drains
+OUR_REFUSALS = {"internal_error": 0, "issuer_unavailable": 0, "ledger_unavailable": 0}
+OTHER_TENANTS = "(other)"
 
 
 class Histogram:
@@ -63,214 +83,6 @@ class Histogram:
             self._num_in_run = 0
 
 
-class Page:
-    """Families of samples, each in one place.
-
-    Args:
-        labels: by name, of every sample.
-    """
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = _pairs(labels)
-        self._lines: list[str] = []
-
-    def encode(self) -> bytes:
-        return ("\n".join(self._lines) + "\n").encode()
-
-    def gauge(self, name: str, text: str, value: float) -> None:
-        self._head(name, "gauge", text)
-        self._lines.append(f"{name}{{{self._labels}}} {value}")
-
-    def gauge_if_known(self, name: str, text: str, value: float | None) -> None:
-        """A family without a sample tells who reads the page that there is such a thing."""
-        if value is None:
-            self._head(name, "gauge", text)
-        else:
-            self.gauge(name, text, float(value))
-
-    def counter(self, name: str, text: str, value: float) -> None:
-        self._head(name, "counter", text)
-        self._lines.append(f"{name}{{{self._labels}}} {value}")
-
-    def gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> None:
-        self._labelled(name, "gauge", text, label, values)
-
-    def counters(self, name: str, text: str, label: str, values: Mapping[str, float] | Mapping[int, float]) -> None:
-        self._labelled(name, "counter", text, label, values)
-
-    def _labelled(
-        self, name: str, kind: str, text: str, label: str, values: Mapping[str, float] | Mapping[int, float]
-    ) -> None:
-        self._head(name, kind, text)
-        for key, value in sorted(values.items()):
-            self._lines.append(f"{name}{{{self._labels},{_pairs({label: str(key)})}}} {value}")
-
-    def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        self._head(name, "histogram", text)
-        self._buckets(name, self._labels, histogram)
-
-    def histograms(self, name: str, text: str, label: str, values: Mapping[str, Histogram]) -> None:
-        """One family of several, each with its value of the label."""
-        self._head(name, "histogram", text)
-        for key, histogram in values.items():
-            self._buckets(name, f"{self._labels},{_pairs({label: key})}", histogram)
-
-    def _buckets(self, name: str, labels: str, histogram: Histogram) -> None:
-        count = 0
-        for bound, in_bucket in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
-            count += in_bucket
-            self._lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {count}')
-        self._lines.append(f"{name}_sum{{{labels}}} {histogram.total}")
-        self._lines.append(f"{name}_count{{{labels}}} {count}")
-
-    def _head(self, name: str, kind: str, text: str) -> None:
-        self._lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-
-
-def _pairs(labels: Mapping[str, str]) -> str:
-    return ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-_NVML = "libnvidia-ml.so.1"
-
-
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t, in bytes."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-class _Utilization(ctypes.Structure):
-    """nvmlUtilization_t, in percent of the last sampling period."""
-
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """
-    Args:
-        utilization: share of the last moments in which something ran, 0 to 1; None: the device does not tell (MIG).
-    """
-
-    memory_used_bytes: int
-    memory_total_bytes: int
-    utilization: float | None
-
-
-class DeviceMonitor:
-    """The machine's devices, by their number in the driver."""
-
-    def __init__(self) -> None:
-        self._library: Any = None
-        self._handles: list[ctypes.c_void_p] = []
-        try:
-            library = ctypes.CDLL(_NVML)
-        except OSError:
-            return  # no such devices here
-        if library.nvmlInit_v2() == 0:
-            self._library = library
-            self._handles = self._find()
-
-    def states(self) -> dict[str, DeviceState]:
-        """Those that can be asked."""
-        found = {str(i): self._state(handle) for i, handle in enumerate(self._handles)}
-        return {number: state for number, state in found.items() if state is not None}
-
-    def _find(self) -> list[ctypes.c_void_p]:
-        count = ctypes.c_uint()
-        if self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return []
-        handles = []
-        for index in range(count.value):
-            handle = ctypes.c_void_p()
-            if self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
-                handles.append(handle)
-        return handles
-
-    def _state(self, handle: ctypes.c_void_p) -> DeviceState | None:
-        memory, utilization = _Memory(), _Utilization()
-        if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
-            return None
-        is_told = self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(utilization)) == 0
-        return DeviceState(memory.used, memory.total, utilization.gpu / 100 if is_told else None)
-
-
-_STATM = Path("/proc/self/statm")
-_PAGE_BYTES = resource.getpagesize()
-
-
-def resident_bytes() -> int:
-    """Source: proc_pid_statm(5), the second field; where there is none, what it once was at most (getrusage(2))."""
-    try:
-        return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def cpu_s() -> float:
-    """Of all threads, in user and system mode."""
-    times = os.times()
-    return times.user + times.system
-
-
-TICK_S = 0.25
-
-
-class LoopLag:
-    """Sets a timer again and again, from start() to close(), and notes how late it is called.
-
-    Args:
-        clock: monotonic seconds, finer than the loop's own milliseconds.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], lags: Histogram) -> None:
-        self._loop = loop
-        self._clock = clock
-        self._lags = lags
-        self._timer: asyncio.TimerHandle | None = None
-        self._due_s = 0.0
-
-    def start(self) -> None:
-        self._due_s = self._clock() + TICK_S
-        self._timer = self._loop.call_later(TICK_S, self._tick)
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _tick(self) -> None:
-        late_s = max(0.0, self._clock() - self._due_s)
-        self.start()
-        self._lags.observe(late_s)
-
-
-logger = logging.getLogger(__name__)
-
-TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 5.0, 10.0)
-E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.3, 0.6, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 600.0, 3600.0)
-STAGE_BUCKETS_S = (1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 600.0)
-STEP_BUCKETS_S = (1e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 10.0)
-DELAY_BUCKETS_S = (1e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
-COUNT_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
-
-# Names of fields are the clients' to choose: so many that look like names are told apart, the rest are one
-MAX_UNKNOWN_FIELDS = 64
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-OTHER_FIELDS = "(other)"
-MAX_TENANTS = 64
-# Shown from the start: of a series that begins with its first failure, no alert sees the rise
-OUR_FAULTS = {"engine_error": 0, "internal_error": 0}
-# Likewise; not those of a server that has too much to do, loads or drains
-OUR_REFUSALS = {"internal_error": 0, "issuer_unavailable": 0, "ledger_unavailable": 0}
-OTHER_TENANTS = "(other)"
-
-
 @dataclass(slots=True)
 class TenantCounts:
     """What one tenant has had since the start."""
@@ -308,7 +120,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         usage: None: it never became a generation.
-        is_billed: False: its tokens are nobody's to pay.
+        is_billed: False: its tokens are not billed.
         error_code: that it was answered with, or broken off by.
         is_our_fault: and neither the client's nor a limit's.
     """
@@ -354,7 +166,7 @@ class Metrics:
         self._clock = clock
         self._started_s = clock()
         self._devices = DeviceMonitor()
-        self._scrape_s = 0.0  # of the last page
+        self.scrape_s = 0.0  # of the last page
         self._step = EngineStats()  # the last that was observed
 
     def count_generation(self, usage: Usage, timings: StageClock) -> None:
@@ -436,155 +248,321 @@ class Metrics:
             self.unknown_fields[OTHER_FIELDS] += num_others
 
     def render(self, stats: EngineStats, num_connections: int, num_accepted: int, refused: Counter[str]) -> bytes:
-        began_s = self._clock()
-        page = Page({"model_name": self.model_name})
-        self._render_routers_subset(page, stats)
-        self._render_connections(page, num_connections, num_accepted, refused)
-        self._render_requests(page)
-        self._render_tenants(page)
-        self._render_engine(page, stats)
-        self._render_process(page)
-        self._render_standing(page, self.standing())
-        self._render_devices(page)
-        self._render_slo(page, stats)
-        body = page.encode()
-        self._scrape_s = self._clock() - began_s
+        began_s, memory_bytes = self._clock(), resident_bytes()
+        slo = self.slo.states(stats.num_waiting, memory_bytes)
+        block_bytes = stats.block_bytes
+        now = _Now(
+            metrics=self,
+            stats=stats,
+            standing=self.standing(),
+            tenants=self.tenants,
+            devices=self._devices.states(),
+            slo=slo,
+            promised={name: state for name, state in slo.items() if state.threshold is not None},
+            refused=OUR_REFUSALS | self.refused,
+            failed=OUR_FAULTS | self.failed,
+            num_active=self.num_active(),
+            num_connections=num_connections,
+            num_accepted=num_accepted,
+            connections_refused=refused,
+            kv_usage=stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0,
+            kv_copied_bytes={
+                "out": stats.num_offloaded_blocks * block_bytes,
+                "back": stats.num_restored_blocks * block_bytes,
+            },
+            step_cost_errors={"0.5": stats.step_cost_error_p50, "0.9": stats.step_cost_error_p90},
+            num_lines_dropped=num_lines_dropped(),
+            resident_bytes=memory_bytes,
+            cpu_s=sum(os.times()[:2]),
+            build={__version__: 1},
+        )
+        labels = _pairs({"model_name": self.model_name})
+        body = ("\n".join(line for family in FAMILIES for line in _lines_of(family, now, labels)) + "\n").encode()
+        self.scrape_s = self._clock() - began_s
         return body
 
-    def _render_connections(self, page: Page, num_open: int, num_accepted: int, refused: Counter[str]) -> None:
-        page.gauge("steploop_connections", "Open connections, handshakes included.", num_open)
-        page.counter("steploop_connections_accepted_total", "Connections accepted.", num_accepted)
-        page.counters("steploop_connections_refused_total", "Connections turned away.", "reason", refused)
-        help_text = (
-            "Generations whose clients left before the end. Responses of status 499 also count clients that left while"
-            " their body was still coming, and answers that DELETE cancelled."
-        )
-        page.counter(
-            "steploop_log_lines_dropped_total", "Lines that the log's reader did not take.", num_lines_dropped()
-        )
-        page.counter("steploop_disconnects_total", help_text, self.num_disconnects)
+    @property
+    def uptime_s(self) -> float:
+        return self._clock() - self._started_s
 
-    def _render_requests(self, page: Page) -> None:
-        page.gauge("steploop_requests_active", "Generations in progress, waiting ones included.", self.num_active())
-        page.counters("steploop_responses_total", "Responses by status.", "status", self.responses)
-        page.counters(
-            "steploop_requests_refused_total",
-            "Requests that never were a generation.",
-            "reason",
-            OUR_REFUSALS | self.refused,
-        )
-        page.counters("steploop_requests_failed_total", "Generations broken off.", "reason", OUR_FAULTS | self.failed)
-        page.counters("steploop_unknown_fields_total", "Ignored request fields.", "field", self.unknown_fields)
-        help_text = "Where the time of generations went; the stages of one are its whole time."
-        page.histograms("steploop_stage_seconds", help_text, "stage", self.stages)
 
-    def _render_tenants(self, page: Page) -> None:
-        columns: tuple[tuple[str, str, Callable[[TenantCounts], float]], ...] = (
-            ("requests", "Generations.", lambda one: one.num_requests),
-            ("prompt_tokens", "Prompt tokens that are billed.", lambda one: one.num_prompt_tokens),
-            ("cached_tokens", "Those of them that were cached.", lambda one: one.num_cached_tokens),
-            ("completion_tokens", "Generated tokens that are billed.", lambda one: one.num_completion_tokens),
-            ("queue_seconds", "Waited in the queue.", lambda one: one.queue_s),
-        )
-        for name, help_text, value_of in columns:
-            values = {tenant: value_of(counts) for tenant, counts in self.tenants.items()}
-            page.counters(f"steploop_tenant_{name}_total", help_text, "tenant", values)
+class _Now(NamedTuple):
+    """What a page tells of, by the names that the table has."""
 
-    def _render_engine(self, page: Page, stats: EngineStats) -> None:
-        page.gauge("steploop_kv_blocks", "KV blocks.", stats.num_blocks)
-        page.gauge("steploop_kv_blocks_used", "KV blocks in use.", stats.num_used_blocks)
-        page.gauge("steploop_kv_blocks_cached", "Free KV blocks that are kept.", stats.num_cached_blocks)
-        self._render_prefix_cache(page, "steploop_", stats)
-        page.counter("steploop_prefix_cache_evictions_total", "Cached KV blocks reused.", stats.num_cache_evictions)
-        self._render_offload(page, stats)
-        page.gauge("steploop_requests_paused", "Requests paused by slow readers or quotas.", stats.num_paused)
-        page.counter("steploop_steps_total", "Engine steps.", stats.num_steps)
-        page.gauge("steploop_step_last_seconds", "Duration of the last step.", stats.step_s)
-        page.histogram("steploop_step_seconds", "Duration of steps.", self.step_time)
-        page.histogram("steploop_step_tokens", "Tokens of a step: of prompts computed, and drawn.", self.step_tokens)
-        help_text = "Rows of a step: sequences that computed some of a prompt, and those that went on."
-        page.histograms("steploop_step_rows", help_text, "kind", self.step_rows)
-        errors = {"0.5": stats.step_cost_error_p50, "0.9": stats.step_cost_error_p90}
-        help_text = "Of the last steps, how far the time predicted was off, as a share of the time measured."
-        page.gauges("steploop_step_cost_error_ratio", help_text, "quantile", errors)
+    metrics: Metrics
+    stats: EngineStats
+    standing: Standing
+    tenants: Mapping[str, TenantCounts]
+    devices: Mapping[str, "DeviceState"]
+    slo: Mapping[str, SloState]
+    promised: Mapping[str, SloState]
+    refused: Mapping[str, int]
+    failed: Mapping[str, int]
+    num_active: int
+    num_connections: int
+    num_accepted: int
+    connections_refused: Mapping[str, int]
+    kv_usage: float
+    kv_copied_bytes: Mapping[str, int]
+    step_cost_errors: Mapping[str, float]
+    num_lines_dropped: int
+    resident_bytes: int
+    cpu_s: float
+    build: Mapping[str, int]
 
-    def _render_offload(self, page: Page, stats: EngineStats) -> None:
-        page.gauge("steploop_kv_host_blocks", "KV blocks that fit in host memory.", stats.num_host_blocks)
-        page.gauge("steploop_kv_host_blocks_used", "KV blocks kept there.", stats.num_used_host_blocks)
-        page.counter("steploop_kv_offloaded_blocks_total", "KV blocks copied to it.", stats.num_offloaded_blocks)
-        page.counter("steploop_kv_restored_blocks_total", "KV blocks copied back.", stats.num_restored_blocks)
-        help_text = "KV blocks found there and computed again: that was faster."
-        page.counter("steploop_kv_recomputed_blocks_total", help_text, stats.num_recomputed_blocks)
-        help_text = "KV blocks that could not be written to the directory."
-        page.counter("steploop_kv_unwritten_blocks_total", help_text, stats.num_unwritten_blocks)
-        help_text = "Forgotten KV blocks whose files could not be deleted from it."
-        page.gauge("steploop_kv_undeleted_blocks", help_text, stats.num_undeleted_blocks)
-        copied = {"out": stats.num_offloaded_blocks, "back": stats.num_restored_blocks}
-        copied_bytes = {direction: count * stats.block_bytes for direction, count in copied.items()}
-        page.counters("steploop_kv_copied_bytes_total", "Of these copies.", "direction", copied_bytes)
 
-    def _render_process(self, page: Page) -> None:
-        page.histogram("steploop_loop_lag_seconds", "How late the event loop calls a timer.", self.loop_lag)
-        help_text = "How long the engine's thread waits for the interpreter's lock; one sample a second."
-        page.histogram("steploop_gil_wait_seconds", help_text, self.gil_wait)
-        page.gauge("steploop_scrape_seconds", "What the page before this one took of the loop.", self._scrape_s)
-        page.gauge("steploop_uptime_seconds", "Since the process began to listen.", self._clock() - self._started_s)
-        page.gauge("process_resident_memory_bytes", "Memory of the process.", resident_bytes())
-        page.counter("process_cpu_seconds_total", "CPU time of the process, all threads.", cpu_s())
+# Each family of samples: its name, its kind, where _Now has its value, the label that tells several samples apart, and
+# its help. The first are what routers know from vLLM.
+TABLE = """
+vllm:num_requests_waiting gauge stats.num_waiting | Requests in the queue.
+vllm:num_requests_running gauge stats.num_running | Requests running.
+vllm:kv_cache_usage_perc gauge kv_usage | Share of KV blocks in use, 0 to 1.
+vllm:prompt_tokens_total counter metrics.num_prompt_tokens | Prompt tokens.
+vllm:generation_tokens_total counter metrics.num_generation_tokens | Generated tokens.
+vllm:num_preemptions_total counter stats.num_preemptions | Preemptions.
+vllm:prefix_cache_queries_total counter stats.num_cache_queries | Prompt tokens looked up.
+vllm:prefix_cache_hits_total counter stats.num_cache_hits | Prompt tokens found.
+vllm:request_success_total counter metrics.finished[finished_reason] | Finished sequences.
+vllm:time_to_first_token_seconds histogram metrics.ttft | First byte of the head to first token.
+vllm:inter_token_latency_seconds histogram metrics.inter_token | Token to token.
+vllm:e2e_request_latency_seconds histogram metrics.e2e | First byte of the head to last token.
+vllm:request_queue_time_seconds histogram metrics.queue_time | Waited in the queue.
+vllm:request_prefill_time_seconds histogram metrics.prefill_time | Admitted to first token sampled.
+vllm:request_decode_time_seconds histogram metrics.decode_time | First token to last.
+steploop_connections gauge num_connections | Open connections, handshakes included.
+steploop_connections_accepted_total counter num_accepted | Connections accepted.
+steploop_connections_refused_total counter connections_refused[reason] | Connections turned away.
+steploop_log_lines_dropped_total counter num_lines_dropped | Lines that the log's reader did not take.
+steploop_disconnects_total counter metrics.num_disconnects | Generations whose clients left before the end. Responses
+    of status 499 also count clients that left while their body was still coming, and answers that DELETE cancelled.
+steploop_requests_active gauge num_active | Generations in progress, waiting ones included.
+steploop_responses_total counter metrics.responses[status] | Responses by status.
+steploop_requests_refused_total counter refused[reason] | Requests that never were a generation.
+steploop_requests_failed_total counter failed[reason] | Generations broken off.
+steploop_unknown_fields_total counter metrics.unknown_fields[field] | Ignored request fields.
+steploop_stage_seconds histogram metrics.stages[stage] | Where the time of generations went; the stages of one are its
+    whole time.
+steploop_tenant_requests_total counter tenants.num_requests[tenant] | Generations.
+steploop_tenant_prompt_tokens_total counter tenants.num_prompt_tokens[tenant] | Prompt tokens that are billed.
+steploop_tenant_cached_tokens_total counter tenants.num_cached_tokens[tenant] | Those of them that were cached.
+steploop_tenant_completion_tokens_total counter tenants.num_completion_tokens[tenant] | Generated tokens that are
+    billed.
+steploop_tenant_queue_seconds_total counter tenants.queue_s[tenant] | Waited in the queue.
+steploop_kv_blocks gauge stats.num_blocks | KV blocks.
+steploop_kv_blocks_used gauge stats.num_used_blocks | KV blocks in use.
+steploop_kv_blocks_cached gauge stats.num_cached_blocks | Free KV blocks that are kept.
+steploop_prefix_cache_queries_total counter stats.num_cache_queries | Prompt tokens looked up.
+steploop_prefix_cache_hits_total counter stats.num_cache_hits | Prompt tokens found.
+steploop_prefix_cache_evictions_total counter stats.num_cache_evictions | Cached KV blocks reused.
+steploop_kv_host_blocks gauge stats.num_host_blocks | KV blocks that fit in host memory.
+steploop_kv_host_blocks_used gauge stats.num_used_host_blocks | KV blocks kept there.
+steploop_kv_offloaded_blocks_total counter stats.num_offloaded_blocks | KV blocks copied to it.
+steploop_kv_restored_blocks_total counter stats.num_restored_blocks | KV blocks copied back.
+steploop_kv_recomputed_blocks_total counter stats.num_recomputed_blocks | KV blocks found there and computed again:
+    that was faster.
+steploop_kv_unwritten_blocks_total counter stats.num_unwritten_blocks | KV blocks that could not be written to the
+    directory.
+steploop_kv_undeleted_blocks gauge stats.num_undeleted_blocks | Forgotten KV blocks whose files could not be deleted
+    from it.
+steploop_kv_copied_bytes_total counter kv_copied_bytes[direction] | Of these copies.
+steploop_requests_paused gauge stats.num_paused | Requests paused by slow readers or quotas.
+steploop_steps_total counter stats.num_steps | Engine steps.
+steploop_step_last_seconds gauge stats.step_s | Duration of the last step.
+steploop_step_seconds histogram metrics.step_time | Duration of steps.
+steploop_step_tokens histogram metrics.step_tokens | Tokens of a step: of prompts computed, and sampled.
+steploop_step_rows histogram metrics.step_rows[kind] | Rows of a step: sequences that computed some of a prompt, and
+    those that went on.
+steploop_step_cost_error_ratio gauge step_cost_errors[quantile] | Of the last steps, how far the time predicted was
+    off, as a share of the time measured.
+steploop_loop_lag_seconds histogram metrics.loop_lag | How late the event loop calls a timer.
+steploop_gil_wait_seconds histogram metrics.gil_wait | How long the engine's thread waits for the interpreter's lock;
+    one sample a second.
+steploop_scrape_seconds gauge metrics.scrape_s | What the page before this one took of the loop.
+steploop_uptime_seconds gauge metrics.uptime_s | Since the process began to listen.
+process_resident_memory_bytes gauge resident_bytes | Memory of the process.
+process_cpu_seconds_total counter cpu_s | CPU time of the process, all threads.
+steploop_build_info gauge build[version] | What runs: its version.
+steploop_ledger_up gauge standing.ledger_is_up | 1: the ledger takes writes; 0: generations are refused.
+steploop_ledger_commit_age_seconds gauge standing.ledger_commit_age_s | Since the ledger last took a write.
+steploop_ledger_disk_free_bytes gauge standing.ledger_disk.0 | Room on the ledger's disk, at its last write.
+steploop_ledger_disk_bytes gauge standing.ledger_disk.1 | Size of the ledger's disk.
+steploop_reload_success gauge standing.reload.1 | 1: the last reload was taken; 0: it was refused.
+steploop_reload_timestamp_seconds gauge standing.reload.0 | When the last reload was.
+steploop_jwks_age_seconds gauge standing.jwks_age_s | Since the keys of the JWTs' issuer were fetched.
+steploop_expiry_timestamp_seconds gauge standing.expiries[what] | When the first of the certificates, or of the
+    revocation lists, runs out.
+steploop_device_memory_used_bytes gauge devices.memory_used_bytes[device] | Memory in use, by whomever.
+steploop_device_memory_bytes gauge devices.memory_total_bytes[device] | Memory of the device.
+steploop_device_utilization_ratio gauge devices.utilization[device] | Share of time in which something ran.
+steploop_slo_value gauge slo.value[slo] | Measured over the last 5 minutes.
+steploop_slo_threshold gauge slo.threshold[slo] | Promised by [slo] of the configuration.
+steploop_slo_ok gauge promised.is_ok[slo] | 1: the promise is kept, or nothing was measured; 0: broken.
+"""
+_ROW = re.compile(r"^(\S+) (gauge|counter|histogram) ([a-z0-9_.]+)(?:\[(\w+)\])? \| ((?:.|\n    )+)$", re.MULTILINE)
 
-    def _render_standing(self, page: Page, standing: Standing) -> None:
-        page.gauges("steploop_build_info", "What runs: its version.", "version", {__version__: 1})
-        free, size = standing.ledger_disk or (None, None)
-        reloaded_s, is_taken = standing.reload or (None, None)
-        shown: tuple[tuple[str, str, float | None], ...] = (
-            ("ledger_up", "1: the ledger takes writes; 0: generations are refused.", standing.ledger_is_up),
-            ("ledger_commit_age_seconds", "Since the ledger last took a write.", standing.ledger_commit_age_s),
-            ("ledger_disk_free_bytes", "Room on the ledger's disk, at its last write.", free),
-            ("ledger_disk_bytes", "Size of the ledger's disk.", size),
-            ("reload_success", "1: the last reload was taken; 0: it was refused.", is_taken),
-            ("reload_timestamp_seconds", "When the last reload was.", reloaded_s),
-            ("jwks_age_seconds", "Since the keys of the JWTs' issuer were fetched.", standing.jwks_age_s),
-        )
-        for name, help_text, value in shown:
-            page.gauge_if_known(f"steploop_{name}", help_text, value)
-        help_text = "When the first of the certificates, or of the revocation lists, runs out."
-        page.gauges("steploop_expiry_timestamp_seconds", help_text, "what", standing.expiries)
 
-    def _render_devices(self, page: Page) -> None:
-        states = self._devices.states()
-        used = {number: state.memory_used_bytes for number, state in states.items()}
-        total = {number: state.memory_total_bytes for number, state in states.items()}
-        busy = {number: state.utilization for number, state in states.items() if state.utilization is not None}
-        page.gauges("steploop_device_memory_used_bytes", "Memory in use, by whomever.", "device", used)
-        page.gauges("steploop_device_memory_bytes", "Memory of the device.", "device", total)
-        page.gauges("steploop_device_utilization_ratio", "Share of time in which something ran.", "device", busy)
+class Family(NamedTuple):
+    """A row of TABLE."""
 
-    def _render_slo(self, page: Page, stats: EngineStats) -> None:
-        states = self.slo.states(stats.num_waiting, resident_bytes())
-        values = {name: state.value for name, state in states.items() if state.value is not None}
-        thresholds = {name: state.threshold for name, state in states.items() if state.threshold is not None}
-        kept = {name: float(states[name].is_ok) for name in thresholds}
-        page.gauges("steploop_slo_value", "Measured over the last 5 minutes.", "slo", values)
-        page.gauges("steploop_slo_threshold", "Promised by [slo] of the configuration.", "slo", thresholds)
-        page.gauges("steploop_slo_ok", "1: the promise is kept, or nothing was measured; 0: broken.", "slo", kept)
+    name: str
+    kind: str
+    path: tuple[str, ...]
+    label: str
+    text: str
 
-    def _render_prefix_cache(self, page: Page, prefix: str, stats: EngineStats) -> None:
-        page.counter(f"{prefix}prefix_cache_queries_total", "Prompt tokens looked up.", stats.num_cache_queries)
-        page.counter(f"{prefix}prefix_cache_hits_total", "Prompt tokens found.", stats.num_cache_hits)
 
-    def _render_routers_subset(self, page: Page, stats: EngineStats) -> None:
-        usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
-        page.gauge("vllm:num_requests_waiting", "Requests in the queue.", stats.num_waiting)
-        page.gauge("vllm:num_requests_running", "Requests running.", stats.num_running)
-        page.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
-        page.counter("vllm:prompt_tokens_total", "Prompt tokens.", self.num_prompt_tokens)
-        page.counter("vllm:generation_tokens_total", "Generated tokens.", self.num_generation_tokens)
-        page.counter("vllm:num_preemptions_total", "Preemptions.", stats.num_preemptions)
-        self._render_prefix_cache(page, "vllm:", stats)
-        page.counters("vllm:request_success_total", "Finished sequences.", "finished_reason", self.finished)
-        page.histogram("vllm:time_to_first_token_seconds", "First byte of the head to first token.", self.ttft)
-        page.histogram("vllm:inter_token_latency_seconds", "Token to token.", self.inter_token)
-        page.histogram("vllm:e2e_request_latency_seconds", "First byte of the head to last token.", self.e2e)
-        page.histogram("vllm:request_queue_time_seconds", "Waited in the queue.", self.queue_time)
-        page.histogram("vllm:request_prefill_time_seconds", "Admitted to first token drawn.", self.prefill_time)
-        page.histogram("vllm:request_decode_time_seconds", "First token to last.", self.decode_time)
+FAMILIES = tuple(
+    Family(name, kind, tuple(path.split(".")), label, text.replace("\n    ", " "))
+    for name, kind, path, label, text in _ROW.findall(TABLE)
+)
+
+
+def _value_of(now: Any, path: Sequence[str]) -> Any:
+    """None: there is no sample, but whoever reads the page sees that there is such a thing.
+
+    Of a mapping to objects: the attribute of each, where it is known.
+    """
+    for name in path:
+        if now is None:
+            return None
+        if isinstance(now, Mapping):
+            now = {key: getattr(one, name) for key, one in now.items() if getattr(one, name) is not None}
+        else:
+            now = now[int(name)] if name.isdecimal() else getattr(now, name)
+    return now
+
+
+def _lines_of(family: Family, now: _Now, labels: str) -> Iterator[str]:
+    """
+    Args:
+        labels: of every sample.
+    """
+    yield f"# HELP {family.name} {family.text}"
+    yield f"# TYPE {family.name} {family.kind}"
+    value = _value_of(now, family.path)
+    if isinstance(value, Mapping):
+        keys = value if family.kind == "histogram" else sorted(value)
+        samples = {f"{labels},{_pairs({family.label: str(key)})}": value[key] for key in keys}
+    else:
+        samples = {} if value is None else {labels: value}
+    for pairs, one in samples.items():
+        if isinstance(one, Histogram):
+            yield from _buckets(family.name, pairs, one)
+        else:
+            yield f"{family.name}{{{pairs}}} {float(one) if isinstance(one, bool) else one}"
+
+
+def _buckets(name: str, labels: str, histogram: Histogram) -> Iterator[str]:
+    count = 0
+    for bound, in_bucket in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+        count += in_bucket
+        yield f'{name}_bucket{{{labels},le="{bound}"}} {count}'
+    yield f"{name}_sum{{{labels}}} {histogram.total}"
+    yield f"{name}_count{{{labels}}} {count}"
+
+
+def _pairs(labels: Mapping[str, str]) -> str:
+    return ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+TICK_S = 0.25
+
+
+class LoopLag:
+    """Sets a timer again and again, from start() to close(), and notes how late it is called.
+
+    Args:
+        clock: monotonic seconds, finer than the loop's own milliseconds.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], lags: Histogram) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._lags = lags
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+
+    def start(self) -> None:
+        self._due_s = self._clock() + TICK_S
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        late_s = max(0.0, self._clock() - self._due_s)
+        self.start()
+        self._lags.observe(late_s)
+
+
+_NVML = "libnvidia-ml.so.1"  # its functions return 0 for success; source: the NVML API reference
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Utilization(ctypes.Structure):
+    """nvmlUtilization_t, in percent of the last sampling period."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class DeviceState(NamedTuple):
+    """
+    Args:
+        utilization: share of the last moments in which something ran, 0 to 1; None: the device does not tell (MIG).
+    """
+
+    memory_used_bytes: int
+    memory_total_bytes: int
+    utilization: float | None
+
+
+class DeviceMonitor:
+    """What NVIDIA's devices are doing, by their number in the driver, as its library tells it; nothing without it."""
+
+    def __init__(self) -> None:
+        self._library: Any = None
+        self._handles: dict[str, ctypes.c_void_p] = {}
+        try:
+            library = ctypes.CDLL(_NVML)
+        except OSError:
+            return  # no such devices here
+        count = ctypes.c_uint()
+        if library.nvmlInit_v2() != 0 or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return
+        self._library = library
+        found = ((str(i), ctypes.c_void_p(), ctypes.c_uint(i)) for i in range(count.value))
+        self._handles = {
+            number: handle
+            for number, handle, index in found
+            if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+        }
+
+    def states(self) -> dict[str, DeviceState]:
+        """Those that can be asked."""
+        found = {number: self._state(handle) for number, handle in self._handles.items()}
+        return {number: state for number, state in found.items() if state is not None}
+
+    def _state(self, handle: ctypes.c_void_p) -> DeviceState | None:
+        memory, utilization = _Memory(), _Utilization()
+        if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+            return None
+        is_told = self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(utilization)) == 0
+        return DeviceState(memory.used, memory.total, utilization.gpu / 100 if is_told else None)
+
+
+def resident_bytes() -> int:
+    """Source: proc_pid_statm(5), the second field; where there is none, what it once was at most (getrusage(2))."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -21,7 +21,7 @@ from typing import Concatenate, ParamSpec, Protocol, cast
 
 from h2.errors import ErrorCodes
 
-from server.deadline import DeadlineTimer
+from server.clock import DeadlineTimer
 from server.wire.limits import ConnectionLimits
 from server.wire.messages import Headers, Peer
 from server.wire.stream import BodyRoom, ClientDisconnected, HttpStream

@@ -12,7 +12,7 @@ import enum
 import http
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from server.wire.frame_gate import PREFACE
@@ -36,11 +36,19 @@ from server.wire.messages import (
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SWITCH_TO_HTTP2 = b"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
 
-_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_REQUEST_LINE = re.compile(rb"(%b) ([\x21-\x7e]+) HTTP/1\.([01])" % _TOKEN)
-_NAME = re.compile(rb"(%b):" % _TOKEN)
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # every CTL except HTAB
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
+_REQUEST_LINE = rb"(%b) ([\x21-\x7e]++) HTTP/1\.([01])\r\n" % _TOKEN
+_FIELD_LINE = rb"%b:[\t\x20-\x7e\x80-\xff]*+\r\n" % _TOKEN  # RFC 9110 §5.5: no CTL in a value except HTAB
+# All that is taken. Possessive within a field: what is taken is never given back, so that a look takes time in
+# proportion to its bytes. No `*+` over the fields: Python before 3.11.5 matches such groups wrongly (gh-106052); there
+# is one way to cut them, so that nothing is tried twice
+_HEAD = re.compile(rb"%b((?:%b)*)\r\n" % (_REQUEST_LINE, _FIELD_LINE))
+_TRAILERS = re.compile(rb"(?:%b)*\r\n" % _FIELD_LINE)
+_FIELD = re.compile(rb"(%b):([^\r]*+)\r\n" % _TOKEN)  # of what is cut already
+_NAME = re.compile(rb"%b:" % _TOKEN)
+_CR = 0x0D
 _CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
+_DECIDING = frozenset((b"host", b"content-length", b"transfer-encoding"))  # whose request it is, and where it ends
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 
@@ -60,65 +68,58 @@ class LineScanner:
         has_request_line: the first line is a request line with a limit of its own; otherwise all lines are fields.
     """
 
-    __slots__ = ("_limits", "_line_start", "_num_fields", "_request_line_is_due", "_searched")
+    __slots__ = ("_limits", "_line_start", "_most_bytes", "_num_fields", "_request_line_is_due", "_searched")
 
     def __init__(self, limits: HeadLimits, has_request_line: bool = True) -> None:
         self._limits = limits
         self._request_line_is_due = has_request_line
-        self._line_start = 0
-        self._searched = 0
-        self._num_fields = 0
+        self._most_bytes = min(limits.request_line_bytes, limits.head_bytes) if has_request_line else limits.head_bytes
+        self._line_start = self._searched = self._num_fields = 0
 
     def scan(self, buffer: bytearray) -> int | None:
         """The index after the empty line that ends the section, or None as long as it has not come.
 
-        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found.
+        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found. A line
+        that is cut by the end of a read is judged by its size alone.
 
         Raises:
             HeadRefused: a limit is passed, or a line is not a line.
         """
         while (newline := buffer.find(b"\n", self._searched)) >= 0:
-            end = newline + 1
-            self._check_sizes(end)
-            if self._take_line(buffer, end):
-                return end
+            start, end = self._line_start, newline + 1
+            if end > self._most_bytes:
+                self._refuse_size(end)
+            # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
+            if newline == start or buffer[newline - 1] != _CR:
+                raise HeadRefused(400, "Lines must end in CR LF.")
             self._line_start = self._searched = end
+            if self._request_line_is_due:
+                if end - start == 2:
+                    raise HeadRefused(400, "The request line is empty.")
+                self._request_line_is_due = False
+                self._most_bytes = self._limits.head_bytes
+            elif end - start == 2:
+                return end
+            elif buffer[start] in b" \t":
+                # RFC 9112 §5.2: a server that receives obs-fold rejects it with 400, or replaces it; §2.2: nor may
+                # whitespace stand between the request line and the first field
+                raise HeadRefused(400, "A header line must not start with white space.")
+            else:
+                self._num_fields += 1
+                if self._num_fields > self._limits.num_fields:
+                    raise HeadRefused(431, f"There are more than {self._limits.num_fields} header fields.")
         self._searched = len(buffer)
-        self._check_sizes(len(buffer))
+        if len(buffer) > self._most_bytes:
+            self._refuse_size(len(buffer))
         return None
 
-    def _check_sizes(self, end: int) -> None:
-        """Before a look at the line's content: a line cut by the end of a read is judged by its size alone."""
+    def _refuse_size(self, end: int) -> None:
         limits = self._limits
         if self._request_line_is_due and end > limits.request_line_bytes:
             # RFC 9112 §3: a request-target longer than the server wishes to parse is 414
             raise HeadRefused(414, f"The request line is longer than {limits.request_line_bytes} bytes.")
-        if end > limits.head_bytes:
-            # RFC 6585 §5
-            raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
-
-    def _take_line(self, buffer: bytearray, end: int) -> bool:
-        """Judge the line that ends at `end`; True when it is the empty one."""
-        start = self._line_start
-        # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
-        if end - start < 2 or buffer[end - 2] != 0x0D:
-            raise HeadRefused(400, "Lines must end in CR LF.")
-        is_empty = end - start == 2
-        if self._request_line_is_due:
-            if is_empty:
-                raise HeadRefused(400, "The request line is empty.")
-            self._request_line_is_due = False
-            return False
-        if is_empty:
-            return True
-        if buffer[start] in b" \t":
-            # RFC 9112 §5.2: a server that receives obs-fold rejects it with 400, or replaces it; §2.2: nor may
-            # whitespace stand between the request line and the first field
-            raise HeadRefused(400, "A header line must not start with white space.")
-        self._num_fields += 1
-        if self._num_fields > self._limits.num_fields:
-            raise HeadRefused(431, f"There are more than {self._limits.num_fields} header fields.")
-        return False
+        # RFC 6585 §5
+        raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
 
 
 class RequestHead(NamedTuple):
@@ -135,43 +136,67 @@ class RequestHead(NamedTuple):
     length: int | None
 
 
-def read_head(section: bytes) -> RequestHead:
-    """A request's head.
+class HeadReader:
+    """Reads a request's head from a buffer that grows; mostly it is there at once, and read in one look."""
 
-    Args:
-        section: from the request line to the empty line, as LineScanner found it.
+    def __init__(self, limits: HeadLimits) -> None:
+        self._limits = limits
+        self._scanner: LineScanner | None = None  # of what has come without its end
 
-    Raises:
-        HeadRefused: two recipients could read this head in two ways.
-    """
-    request_line, *lines = section[:-4].split(b"\r\n")
-    match = _REQUEST_LINE.fullmatch(request_line)
-    if match is None:
-        # RFC 9112 §3: an invalid request line SHOULD be answered with 400
-        raise HeadRefused(400, "The request line is not `METHOD target HTTP/1.1`.")
-    method, target, minor_version = match.groups()
-    is_http10 = minor_version == b"0"
-    headers = _read_fields(lines)
-    _check_hosts(_values(headers, b"host"), is_http10)
-    return RequestHead(method, target, headers, is_http10, _body_length(headers, is_http10))
+    def read(self, buffer: bytearray) -> tuple[RequestHead, int] | None:
+        """The head that the buffer begins with, and where it ends; None as long as it has not come.
 
+        Raises:
+            HeadRefused: a limit is passed, or two recipients could read this head in two ways.
+        """
+        head = self._look(buffer) if self._scanner is None else None
+        if head is None:
+            self._scanner = self._scanner or LineScanner(self._limits)
+            end = self._scanner.scan(buffer)
+            if end is None:
+                return None
+            head = self._look(buffer)
+            if head is None:
+                raise _why_malformed(bytes(buffer[:end]))
+        self._scanner = None
+        return head
 
-def _read_fields(lines: list[bytes]) -> Headers:
-    headers = []
-    for line in lines:
-        match = _NAME.match(line)
+    def _look(self, buffer: bytearray) -> tuple[RequestHead, int] | None:
+        """None: it is not complete, malformed, or past a limit."""
+        limits = self._limits
+        match = _HEAD.match(buffer, 0, limits.head_bytes)
         if match is None:
-            # RFC 9112 §5.1: white space between the name and the colon MUST be rejected with 400
-            raise HeadRefused(400, "A header line is not `name: value`.")
-        headers.append((match[1].lower(), line[match.end() :].strip(b" \t")))
-    if _CONTROL.search(b"".join(lines)):
+            return None
+        start, end = match.span(4)
+        fields = _FIELD.findall(buffer, start, end)
+        if start > limits.request_line_bytes or len(fields) > limits.num_fields:
+            return None
+        headers = tuple([(name.lower(), value.strip(b" \t")) for name, value in fields])
+        is_http10 = match[3] == b"0"
+        deciding = [field for field in headers if field[0] in _DECIDING]
+        _check_hosts(_values(deciding, b"host"), is_http10)
+        return RequestHead(match[1], match[2], headers, is_http10, _body_length(deciding, is_http10)), match.end()
+
+
+def _why_malformed(section: bytes) -> HeadRefused:
+    """Of a head whose lines are lines."""
+    request_line, separator, fields = section.partition(b"\r\n")
+    if re.fullmatch(_REQUEST_LINE, request_line + separator) is None:
+        # RFC 9112 §3: an invalid request line SHOULD be answered with 400
+        return HeadRefused(400, "The request line is not `METHOD target HTTP/1.1`.")
+    return _why_malformed_fields(fields)
+
+
+def _why_malformed_fields(section: bytes) -> HeadRefused:
+    if all(_NAME.match(line) for line in section[:-4].split(b"\r\n")):
         # RFC 9110 §5.5: NUL, CR and LF in a value are dangerous, other control characters are invalid;
         # RFC 9112 §2.2: a bare CR is not a line end
-        raise HeadRefused(400, "A header value holds a control character.")
-    return tuple(headers)
+        return HeadRefused(400, "A header value holds a control character.")
+    # RFC 9112 §5.1: white space between the name and the colon MUST be rejected with 400
+    return HeadRefused(400, "A header line is not `name: value`.")
 
 
-def _values(headers: Headers, name: bytes) -> list[bytes]:
+def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
     return [value for key, value in headers if key == name]
 
 
@@ -185,7 +210,7 @@ def _check_hosts(hosts: list[bytes], is_http10: bool) -> None:
         raise HeadRefused(400, "The Host header is not a host and a port.")
 
 
-def _body_length(headers: Headers, is_http10: bool) -> int | None:
+def _body_length(headers: list[tuple[bytes, bytes]], is_http10: bool) -> int | None:
     lengths, codings = _values(headers, b"content-length"), _values(headers, b"transfer-encoding")
     if codings:
         if lengths:
@@ -318,8 +343,8 @@ class ChunkedBody:
         end = scanner.scan(buffer)
         if end is None:
             return
-        if end > 2:
-            _read_fields(bytes(buffer[: end - 4]).split(b"\r\n"))
+        if _TRAILERS.fullmatch(buffer, 0, end) is None:
+            raise _why_malformed_fields(bytes(buffer[:end]))
         del buffer[:end]
         self.is_complete = True
 
@@ -383,7 +408,7 @@ class Http1Protocol:
         self._date = date
         self._chunks_at_once = chunks_at_once
         self._buffer = bytearray()
-        self._scanner = LineScanner(limits)
+        self._heads = HeadReader(limits)
         self._body: CountedBody | ChunkedBody = CountedBody(0)
         self._reading = _Reading.HEAD
         self._sending = _Sending.ENDED
@@ -485,13 +510,11 @@ class Http1Protocol:
             if self._buffer.startswith(b"\r\n"):
                 del self._buffer[:2]
             self._may_skip_line = False
-        end = self._scanner.scan(self._buffer)
-        if end is None:
-            return
-        section = bytes(self._buffer[:end])
-        del self._buffer[:end]
-        self._scanner = LineScanner(self._limits)
-        events.append(self._begin_exchange(read_head(section)))
+        found = self._heads.read(self._buffer)
+        if found is not None:
+            head, end = found
+            del self._buffer[:end]
+            events.append(self._begin_exchange(head))
 
     def _begin_exchange(self, head: RequestHead) -> HttpRequest:
         has_body = head.length != 0

@@ -29,7 +29,7 @@ from server.wire.messages import (
     TextFrame,
     TextWriter,
 )
-from server.wire.stream import BodyClock, HeldBody, HttpStream, WrittenCallback, tell_written
+from server.wire.stream import HttpStream, IncomingBody, WrittenCallback, tell_written
 
 PLAIN_ON_TLS = "This port speaks TLS, and the request came in the clear. Ask by https."
 
@@ -51,8 +51,7 @@ class Http1Exchanges(Exchanges):
         self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
         self._is_dirty = False
         self._room = context.bodies
-        self._body: HeldBody | None = None  # while the handler waits for it
-        self._body_clock: BodyClock | None = None  # of a body that is awaited
+        self._body: IncomingBody | None = None  # while the handler waits for it
         self._exchange_is_over = False  # and the next one has not begun
         self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
@@ -130,8 +129,7 @@ class Http1Exchanges(Exchanges):
                     self._stream.receive_body(event.data)
                     if self._body is not None:
                         self._room.add(self._body, len(event.data))
-                if self._body_clock is not None:
-                    self._body_clock.receive(len(event.data), self._loop.time())
+                        self._body.receive(len(event.data), self._loop.time())
             elif type(event) is BodyEnd:
                 self._end_body()
                 if self._stream is not None:
@@ -173,7 +171,6 @@ class Http1Exchanges(Exchanges):
     def _start_stream(self, request: HttpRequest) -> None:
         if request.stream_id >= self._limits.num_requests:
             self._protocol.keep_alive = False
-        self._body_clock = None
         stream = self._stream = HttpStream(request, self, self._received_s)
         self._task = self._connection.serve(stream)
         may_upgrade = self._context.takes_upgrade and not self._connection.is_secure and not self.peer.is_proxy
@@ -208,21 +205,21 @@ class Http1Exchanges(Exchanges):
             self._room.close(body)
 
     def _let_body_on(self) -> None:
-        if self._body_clock is not None:
-            self._body_clock = BodyClock(self._limits, self._loop.time())  # until now it has waited for us
+        if self._body is not None:
+            self._body.restart(self._loop.time())
         self._connection.adjust()
 
     # What the stream asks (StreamCarrier).
 
     def start_body(self, stream: HttpStream) -> None:
-        self._body_clock = BodyClock(self._limits, self._loop.time())
         if not self._protocol.has_read_request:
-            self._body = HeldBody(stream.body_client, self._let_body_on, self.break_down)
+            now = self._loop.time()
+            self._body = IncomingBody(stream.body_client, self._let_body_on, self.break_down, self._limits, now)
             self._room.open(self._body)
             self._room.add(self._body, stream.num_body_bytes)
-        # RFC 9110 §10.1.1: 100 may be left out once content has come
-        if stream.request.expects_continue and not stream.num_body_bytes and not self._protocol.has_read_request:
-            self._append(CONTINUE)
+            # RFC 9110 §10.1.1: 100 may be left out once content has come
+            if stream.request.expects_continue and not stream.num_body_bytes:
+                self._append(CONTINUE)
         self._connection.adjust()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
@@ -321,18 +318,16 @@ class Http1Exchanges(Exchanges):
     def next_due(self) -> float | None:
         limits = self._limits
         if self._stream is not None:
-            if self._body_clock is None or not self._protocol.is_reading_body:
-                return None
-            if self._body is not None and not self._room.may_grow(self._body):
-                return None  # it waits for us
-            return self._body_clock.due
+            body = self._body
+            if body is None or not self._protocol.is_reading_body or not self._room.may_grow(body):
+                return None  # nothing of it is wanted now
+            return body.due
         if self._protocol.is_idle:
             return min(self._waiting_since + limits.idle_s, self._drain_due)
         return self._waiting_since + limits.head_s
 
     def on_due(self) -> None:
         if self._stream is not None:
-            self._body_clock = None
             self._end_body()
             self._stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
         elif self._protocol.is_idle:

@@ -23,7 +23,6 @@ from core.errors import ErrorKind, ServiceError
 from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
 from server.wire.h2_connection import PIECE_BYTES
 from server.wire.http2 import Http2Protocol
-from server.wire.limits import ConnectionLimits
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
@@ -37,197 +36,7 @@ from server.wire.messages import (
     TextFrame,
     TextWriter,
 )
-from server.wire.stream import BodyClock, BodyRoom, HeldBody, HttpStream, WrittenCallback, tell_written
-
-
-class Http2Progress:
-    """The streams that the peer's windows, or other streams, held back.
-
-    Args:
-        stall_s: how long a stream may take to get rid of enough_bytes.
-        num_unsent, num_partly_sent: bytes of a stream.
-
-    Attributes:
-        since: streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then.
-    """
-
-    def __init__(
-        self,
-        stall_s: float,
-        enough_bytes: float,
-        num_unsent: Callable[[int], int],
-        num_partly_sent: Callable[[int], int],
-    ) -> None:
-        self._stall_s = stall_s
-        self._enough_bytes = enough_bytes
-        self._num_unsent = num_unsent
-        self._num_partly_sent = num_partly_sent
-        self.since: OrderedDict[int, tuple[float, int]] = OrderedDict()
-
-    @property
-    def first_due(self) -> tuple[float, int]:
-        """When a stream has stalled, and which. There is one."""
-        stream_id, (since, _) = next(iter(self.since.items()))
-        return since + self._stall_s, stream_id
-
-    def watch(self, sent: Sequence[int], held: Sequence[int], now: float) -> None:
-        """Some streams have sent what they could, and others nothing."""
-        for stream_id in sent:
-            if not self._num_unsent(stream_id):
-                self.since.pop(stream_id, None)
-                continue
-            num_sent = self._num_partly_sent(stream_id)
-            _, num_before = self.since.setdefault(stream_id, (now, num_sent))
-            if num_sent - num_before >= self._enough_bytes:
-                self.since[stream_id] = (now, num_sent)
-                self.since.move_to_end(stream_id)
-        for stream_id in held:
-            self.since.setdefault(stream_id, (now, self._num_partly_sent(stream_id)))
-
-    def forget(self, stream_id: int) -> None:
-        self.since.pop(stream_id, None)
-
-    def let_stand(self, pause_s: float) -> None:
-        """The transport took nothing for so long: that is on no stream's account."""
-        self.since = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self.since.items())
-
-
-class Upload:
-    """The body of one stream's request.
-
-    Attributes:
-        held: while the handler waits for it.
-        num_unread: bytes not acknowledged; num_shut: acknowledged for the connection alone.
-    """
-
-    __slots__ = ("held", "is_complete", "num_shut", "num_unread", "stream")
-
-    def __init__(self, stream: HttpStream) -> None:
-        self.stream = stream
-        self.held: HeldBody | None = None
-        self.num_unread = 0
-        self.num_shut = 0
-        self.is_complete = not stream.request.has_body
-
-    @property
-    def stream_id(self) -> int:
-        return self.stream.request.stream_id
-
-
-class Http2Uploads:
-    """Those of one connection.
-
-    Args:
-        room: of this connection.
-        clock: monotonic seconds.
-        changed: called when windows were opened, or clocks set, without the peer's doing.
-        break_down: called in the handling of what is a fault of ours here, but not of whoever called.
-
-    Attributes:
-        awaited: those whose handlers wait for them.
-    """
-
-    def __init__(
-        self,
-        protocol: Http2Protocol,
-        limits: ConnectionLimits,
-        room: BodyRoom,
-        clock: Callable[[], float],
-        changed: Callable[[], None],
-        break_down: Callable[[], None],
-    ) -> None:
-        self._protocol = protocol
-        self._limits = limits
-        self._room = room
-        self._clock = clock
-        self._changed = changed
-        self._break_down = break_down
-        self.awaited: dict[Upload, BodyClock] = {}
-
-    def await_body(self, upload: Upload) -> None:
-        """Its handler begins to read it; it is not complete."""
-        self.awaited[upload] = BodyClock(self._limits, self._clock())
-        held = upload.held = HeldBody(upload.stream.body_client, self._let_on, self._break_down)
-        self._room.open(held)
-        if upload.num_unread:
-            self._room.add(held, upload.num_unread)
-            self._acknowledge(upload, held)
-
-    def receive(self, upload: Upload, data: bytes) -> None:
-        upload.stream.receive_body(data)
-        if upload.held is not None:
-            self.awaited[upload].receive(len(data), self._clock())
-        upload.num_unread += len(data)
-        if upload.stream.is_reading_body and upload.held is not None:
-            self._room.add(upload.held, len(data))
-            self._acknowledge(upload, upload.held)
-
-    def complete(self, upload: Upload) -> None:
-        upload.is_complete = True
-        if upload.held is not None:
-            self._end(upload, upload.held)
-        upload.stream.complete_body()
-
-    def forget(self, upload: Upload) -> None:
-        """Its stream is not ours any more: the peer may send what it likes on it."""
-        if upload.held is not None:
-            self._end(upload, upload.held)
-        if upload.num_shut:
-            self._protocol.reopen(upload.stream_id, upload.num_shut)
-        if upload.num_unread:
-            self._protocol.acknowledge(upload.stream_id, upload.num_unread)
-
-    @property
-    def first_due(self) -> tuple[float, Upload] | None:
-        """Until when one has to go on, and which; those that wait for us have time."""
-        is_shut = bool(self.awaited) and self._room.is_shut
-        first = None
-        for upload, clock in self.awaited.items():
-            if (upload.num_shut or is_shut) and not self._protocol.may_send(upload.stream_id):
-                continue
-            if first is None or clock.due < first[0]:
-                first = clock.due, upload
-        return first
-
-    def fail(self, upload: Upload) -> None:
-        """It was too slow."""
-        if upload.held is not None:
-            self._end(upload, upload.held)
-        upload.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
-
-    def _acknowledge(self, upload: Upload, held: HeldBody) -> None:
-        """Let the peer send as much again as it has sent, as far as there is room for it."""
-        if self._room.may_grow(held):
-            if upload.num_shut:
-                self._protocol.reopen(upload.stream_id, upload.num_shut)
-                upload.num_shut = 0
-            if upload.num_unread:
-                self._protocol.acknowledge(upload.stream_id, upload.num_unread)
-                upload.num_unread = 0
-        elif upload.num_unread and not self._room.is_shut:
-            self._protocol.acknowledge_aside(upload.num_unread)
-            upload.num_shut += upload.num_unread
-            upload.num_unread = 0
-
-    def _let_on(self) -> None:
-        """There may be room: for those that had to wait for it, the clock begins again."""
-        for upload in self.awaited:
-            if not self._protocol.may_send(upload.stream_id):
-                self.awaited[upload] = BodyClock(self._limits, self._clock())
-        for upload in self.awaited:
-            if upload.held is not None and upload.stream.is_reading_body:
-                self._acknowledge(upload, upload.held)
-        self._changed()
-
-    def _end(self, upload: Upload, held: HeldBody) -> None:
-        """It is complete, or nobody waits for it any more."""
-        upload.held = None
-        del self.awaited[upload]
-        if upload.num_unread:
-            self._protocol.acknowledge(upload.stream_id, upload.num_unread)
-            upload.num_unread = 0
-        self._room.close(held)
-
+from server.wire.stream import BodyRoom, HttpStream, IncomingBody, WrittenCallback, tell_written
 
 logger = logging.getLogger(__name__)
 
@@ -239,14 +48,21 @@ _CONTINUE = ResponseHead(100, ())
 
 
 class _Exchange:
-    """One stream, as long as its handler may write to it."""
+    """One stream, as long as its handler may write to it.
 
-    __slots__ = ("stream", "task", "upload")
+    Attributes:
+        body_is_complete: nothing of the request is still to come.
+        num_unread: bytes of its body, not acknowledged; num_shut: acknowledged for the connection alone.
+    """
+
+    __slots__ = ("body_is_complete", "num_shut", "num_unread", "stream", "stream_id", "task")
 
     def __init__(self, stream: HttpStream) -> None:
         self.stream = stream
-        self.upload = Upload(stream)
+        self.stream_id = stream.request.stream_id
         self.task: asyncio.Task[None] | None = None
+        self.body_is_complete = not stream.request.has_body
+        self.num_unread = self.num_shut = 0
 
 
 class Http2Exchanges(Exchanges):
@@ -259,12 +75,11 @@ class Http2Exchanges(Exchanges):
         self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
-        room = BodyRoom(limits.held_body_bytes, context.bodies)
-        self._uploads = Http2Uploads(self._protocol, limits, room, context.loop.time, self._on_changed, self.break_down)
-        enough_bytes = limits.stall_s * limits.stall_bytes_per_s
-        self._progress = Http2Progress(
-            limits.stall_s, enough_bytes, self._responses.num_unsent, self._responses.num_partly_sent
-        )
+        self._room = BodyRoom(limits.buffered_body_bytes, context.bodies)
+        self._awaited: dict[_Exchange, IncomingBody] = {}  # whose handlers wait for their bodies
+        # Streams that the peer's windows, or other streams, held back -> since when they have to get rid of what is
+        # enough, oldest first, and how much of them had been sent then
+        self._held_back: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._early: dict[int, float] = {}  # streams whose answers came before their requests' end -> since when
         self._blocked_since = 0.0
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
@@ -296,7 +111,7 @@ class Http2Exchanges(Exchanges):
         self._protocol.adopt(stream.request)
         exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream)
         exchange.task = task
-        exchange.upload.is_complete = True
+        exchange.body_is_complete = True
         stream.move_to(self)
         self._mark_dirty()
 
@@ -339,7 +154,8 @@ class Http2Exchanges(Exchanges):
             self._blocked_since = self._loop.time()
         else:
             pause_s = self._loop.time() - self._blocked_since
-            self._progress.let_stand(pause_s)
+            held_back = self._held_back.items()
+            self._held_back = OrderedDict((key, (since + pause_s, num_sent)) for key, (since, num_sent) in held_back)
             self._idle_since = self._loop.time()
             self.flush()
 
@@ -373,7 +189,11 @@ class Http2Exchanges(Exchanges):
                     exchange.task.cancel()
 
     def _forget(self, stream_id: int) -> None:
-        self._uploads.forget(self._exchanges.pop(stream_id).upload)
+        exchange = self._exchanges.pop(stream_id)
+        self._end_body(exchange)
+        if exchange.num_shut:  # its stream is not ours any more: the peer may send what it likes on it
+            self._protocol.reopen(stream_id, exchange.num_shut)
+        self._acknowledge(exchange)
         if not self._exchanges:
             self._idle_since = self._loop.time()
             self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
@@ -389,12 +209,14 @@ class Http2Exchanges(Exchanges):
             elif type(event) is BodyEnd:
                 exchange = self._exchanges.get(event.stream_id)
                 if exchange is not None:
-                    self._uploads.complete(exchange.upload)
+                    exchange.body_is_complete = True
+                    self._end_body(exchange)
+                    exchange.stream.complete_body()
             elif type(event) is StreamReset:
                 if event.refused_with is not None:
                     exchange = self._exchanges.get(event.stream_id)
                     self._tell_refusal(event.refused_with, None if exchange is None else exchange.stream)
-                self._progress.forget(event.stream_id)
+                self._held_back.pop(event.stream_id, None)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
                 self._tell_written()
@@ -433,7 +255,48 @@ class Http2Exchanges(Exchanges):
         if exchange is None:
             self._protocol.acknowledge(event.stream_id, len(event.data))
             return
-        self._uploads.receive(exchange.upload, event.data)
+        stream, body = exchange.stream, self._awaited.get(exchange)
+        stream.receive_body(event.data)
+        exchange.num_unread += len(event.data)
+        if body is not None:
+            body.receive(len(event.data), self._loop.time())
+            if stream.is_reading_body:
+                self._room.add(body, len(event.data))
+                self._let_go_on(exchange, body)
+
+    def _let_go_on(self, exchange: _Exchange, body: IncomingBody) -> None:
+        """Let the peer send as much again as it has sent, as far as there is room for it."""
+        if self._room.may_grow(body):
+            if exchange.num_shut:
+                self._protocol.reopen(exchange.stream_id, exchange.num_shut)
+                exchange.num_shut = 0
+            self._acknowledge(exchange)
+        elif exchange.num_unread and not self._room.is_shut:
+            self._protocol.acknowledge_aside(exchange.num_unread)
+            exchange.num_shut += exchange.num_unread
+            exchange.num_unread = 0
+
+    def _acknowledge(self, exchange: _Exchange) -> None:
+        if exchange.num_unread:
+            self._protocol.acknowledge(exchange.stream_id, exchange.num_unread)
+            exchange.num_unread = 0
+
+    def _on_room(self) -> None:
+        """For those that had to wait for it, the clock begins again."""
+        for exchange, body in self._awaited.items():
+            if not self._protocol.may_send(exchange.stream_id):
+                body.restart(self._loop.time())
+        for exchange, body in self._awaited.items():
+            if exchange.stream.is_reading_body:
+                self._let_go_on(exchange, body)
+        self._on_changed()
+
+    def _end_body(self, exchange: _Exchange) -> None:
+        """It is complete, or nobody waits for it any more."""
+        body = self._awaited.pop(exchange, None)
+        if body is not None:
+            self._acknowledge(exchange)
+            self._room.close(body)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         since = self._head_since if stream_id == self._pending_head else self._loop.time()
@@ -470,11 +333,16 @@ class Http2Exchanges(Exchanges):
     # What the stream asks (StreamCarrier).
 
     def start_body(self, stream: HttpStream) -> None:
-        upload = self._exchanges[stream.request.stream_id].upload
-        if upload.is_complete:
+        exchange = self._exchanges[stream.request.stream_id]
+        if exchange.body_is_complete:
             return
-        has_begun = upload.num_unread > 0 or stream.num_body_bytes > 0
-        self._uploads.await_body(upload)
+        has_begun = exchange.num_unread > 0 or stream.num_body_bytes > 0
+        body = IncomingBody(stream.body_client, self._on_room, self.break_down, self._limits, self._loop.time())
+        self._awaited[exchange] = body
+        self._room.open(body)
+        if exchange.num_unread:
+            self._room.add(body, exchange.num_unread)
+            self._let_go_on(exchange, body)
         if stream.request.expects_continue and not has_begun:
             self._responses.send_head(stream.request.stream_id, _CONTINUE)
         self._on_changed()
@@ -555,9 +423,8 @@ class Http2Exchanges(Exchanges):
             output = protocol.take_data(_FLUSH_BYTES)
             out += output.frames
             has_more = output.has_more
-            if self._progress.since or output.held or has_more:
-                now = self._idle_since = self._loop.time()  # at the earliest: the peer has something to read
-                self._progress.watch(output.sent, output.held, now)
+            if self._held_back or output.held or has_more:
+                self._watch_progress(output.sent, output.held)
                 connection.adjust()
             if protocol.early:
                 self._watch_early()
@@ -576,6 +443,22 @@ class Http2Exchanges(Exchanges):
             connection.linger()
         elif has_more:
             self._mark_dirty()
+
+    def _watch_progress(self, sent: Sequence[int], held: Sequence[int]) -> None:
+        """Some streams have sent what they could, and others nothing."""
+        now = self._idle_since = self._loop.time()  # at the earliest: the peer has something to read
+        responses, held_back = self._responses, self._held_back
+        for stream_id in sent:
+            if not responses.num_unsent(stream_id):
+                held_back.pop(stream_id, None)
+                continue
+            num_sent = responses.num_partly_sent(stream_id)
+            _, num_before = held_back.setdefault(stream_id, (now, num_sent))
+            if num_sent - num_before >= self._limits.stall_s * self._limits.stall_bytes_per_s:
+                held_back[stream_id] = (now, num_sent)
+                held_back.move_to_end(stream_id)
+        for stream_id in held:
+            held_back.setdefault(stream_id, (now, responses.num_partly_sent(stream_id)))
 
     def _watch_early(self) -> None:
         now = self._loop.time()
@@ -629,17 +512,19 @@ class Http2Exchanges(Exchanges):
             yield self._head_since + limits.head_s, self._end_slow_head
         if self._drain_due is not None:
             yield self._drain_due, self._finish_drain
-        elif not self._is_draining and not self._exchanges and not self._progress.since:
+        elif not self._is_draining and not self._exchanges and not self._held_back:
             yield self._idle_since + limits.idle_s, self.drain
-        if self._uploads.awaited and (slow := self._uploads.first_due) is not None:
-            due, upload = slow
-            yield due, partial(self._uploads.fail, upload)
+        if self._awaited:
+            is_shut = self._room.is_shut
+            for exchange, body in self._awaited.items():
+                if not (exchange.num_shut or is_shut) or self._protocol.may_send(exchange.stream_id):
+                    yield body.due, partial(self._fail_body, exchange)  # the others wait for us
         if self._early:
             stream_id, since = next(iter(self._early.items()))
             yield since + limits.linger_s, partial(self._break_off_early, stream_id)
-        if self._progress.since:
-            due, stream_id = self._progress.first_due
-            yield due, partial(self._end_stalled, stream_id)
+        if self._held_back:
+            stream_id, (since, _) = next(iter(self._held_back.items()))
+            yield since + limits.stall_s, partial(self._end_stalled, stream_id)
 
     def _end_slow_head(self) -> None:
         if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
@@ -652,11 +537,15 @@ class Http2Exchanges(Exchanges):
         self._drain_due = None
         self._protocol.finish_drain()
 
+    def _fail_body(self, exchange: _Exchange) -> None:
+        self._end_body(exchange)
+        exchange.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
+
     def _break_off_early(self, stream_id: int) -> None:
         del self._early[stream_id]
         self._protocol.break_off(stream_id)
 
     def _end_stalled(self, stream_id: int) -> None:
-        self._progress.forget(stream_id)
+        del self._held_back[stream_id]
         self._protocol.reset(stream_id, ErrorCodes.CANCEL)
         self._drop(stream_id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from server.values import BadValueError
 
-HELD_BODY_BYTES = 16 * 1024 * 1024
+BUFFERED_BODY_BYTES = 16 * 1024 * 1024
 LINGER_BYTES = 16 * 1024 * 1024  # twice a body's limit: who still sends one is to read why it is refused
 
 _RATE = re.compile(r"(\d{1,6})\+(\d{1,6}(?:\.\d{1,3})?)/s")
@@ -136,7 +136,7 @@ class ConnectionLimits:
     unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark
     pipelined_bytes: int = 64 * 1024  # behind a request that is being answered; with more, its answer is the last
     unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet
-    held_body_bytes: int = HELD_BODY_BYTES  # of incomplete bodies: beyond it, the connection's oldest alone goes on
+    buffered_body_bytes: int = BUFFERED_BODY_BYTES  # of incomplete ones: beyond it, the oldest alone goes on
     pieces_per_turn: int = 64  # chunks, or frames, that are understood before the loop turns to others
     bytes_per_turn: int = 64 * 1024  # in one read: the next waits for the loop's next turn
     num_requests: int = 1000  # of an HTTP/1.1 connection

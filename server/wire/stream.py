@@ -293,18 +293,35 @@ def _too_large(limit_bytes: int) -> ServiceError:
     )
 
 
-class BodyClock:
-    """Runs while a handler waits for a body; each byte grants more time, and never more than body_s from now.
+class IncomingBody:
+    """One request's body, from when its handler waits for it until it is complete or given up.
 
-    So a body at body_bytes_per_s may take as long as it is, and what has come fast is no credit for silence.
+    Its clock: each byte grants more time, and never more than body_s from now. So a body at body_bytes_per_s may take
+    as long as it is, and what has come fast is no credit for silence.
 
     Attributes:
-        due: when the body is too slow, in the loop's seconds. It never becomes earlier.
+        client: whose it is.
+        num_bytes: buffered.
+        on_room: called when more may come that was told to wait; perhaps for others of its connection.
+        break_down: called in the handling of what on_room has raised: it costs the body's connection, and not the one
+            that made room.
+        due: when it is too slow, in the loop's seconds.
     """
 
-    __slots__ = ("_limits", "due")
+    __slots__ = ("_limits", "break_down", "client", "due", "num_bytes", "on_room")
 
-    def __init__(self, limits: ConnectionLimits, now: float) -> None:
+    def __init__(
+        self,
+        client: str,
+        on_room: Callable[[], None],
+        break_down: Callable[[], None],
+        limits: ConnectionLimits,
+        now: float,
+    ) -> None:
+        self.client = client
+        self.num_bytes = 0
+        self.on_room = on_room
+        self.break_down = break_down
         self._limits = limits
         self.due = now + limits.body_s
 
@@ -312,32 +329,16 @@ class BodyClock:
         limits = self._limits
         self.due = min(self.due + num_bytes / limits.body_bytes_per_s, now + limits.body_s)
 
-
-class HeldBody:
-    """One body that is being read, until it is complete or given up.
-
-    Attributes:
-        client: whose it is.
-        num_bytes: held.
-        on_room: called when more may come that was told to wait; perhaps for others of its connection.
-        break_down: called in the handling of what on_room has raised: it costs the body's connection, and not the one
-            that made room.
-    """
-
-    __slots__ = ("break_down", "client", "num_bytes", "on_room")
-
-    def __init__(self, client: str, on_room: Callable[[], None], break_down: Callable[[], None]) -> None:
-        self.client = client
-        self.num_bytes = 0
-        self.on_room = on_room
-        self.break_down = break_down
+    def restart(self, now: float) -> None:
+        """Until now it has waited for us."""
+        self.due = now + self._limits.body_s
 
 
 @dataclass(slots=True)
 class _Part:
     """What one client has in a room: its bodies in order, and the bytes of all."""
 
-    bodies: dict[HeldBody, None] = field(default_factory=dict)
+    bodies: dict[IncomingBody, None] = field(default_factory=dict)
     num_held: int = 0
 
 
@@ -359,7 +360,7 @@ class BodyRoom:
         self.num_held = 0
         self._limit_bytes = limit_bytes
         self._whole = whole
-        self._bodies: dict[HeldBody, None] = {}
+        self._bodies: dict[IncomingBody, None] = {}
         self._parts: dict[str, _Part] = {}  # by client
 
     @property
@@ -372,31 +373,31 @@ class BodyRoom:
         whole = self._whole
         return whole is not None and whole.is_full and not any(whole.may_grow(body) for body in self._bodies)
 
-    def may_grow(self, body: HeldBody) -> bool:
+    def may_grow(self, body: IncomingBody) -> bool:
         if self.is_full and not self._goes_on(body):
             return False
         return self._whole is None or self._whole.may_grow(body)
 
-    def _goes_on(self, body: HeldBody) -> bool:
+    def _goes_on(self, body: IncomingBody) -> bool:
         """Though the room is full."""
         if _oldest(self._bodies) is body:
             return True
         part = self._parts[body.client]
         return _oldest(part.bodies) is body and part.num_held * len(self._parts) < self._limit_bytes
 
-    def open(self, body: HeldBody) -> None:
+    def open(self, body: IncomingBody) -> None:
         self._bodies[body] = None
         self._parts.setdefault(body.client, _Part()).bodies[body] = None
         if self._whole is not None:
             self._whole.open(body)
 
-    def add(self, body: HeldBody, num_bytes: int) -> None:
+    def add(self, body: IncomingBody, num_bytes: int) -> None:
         body.num_bytes += num_bytes
         self._hold(body, num_bytes)
         if self._whole is not None:
             self._whole._hold(body, num_bytes)
 
-    def close(self, body: HeldBody) -> None:
+    def close(self, body: IncomingBody) -> None:
         """It is complete, or will not be."""
         told = self._take_out(body)
         if self._whole is not None:
@@ -407,11 +408,11 @@ class BodyRoom:
             except Exception:
                 break_down()
 
-    def _hold(self, body: HeldBody, num_bytes: int) -> None:
+    def _hold(self, body: IncomingBody, num_bytes: int) -> None:
         self.num_held += num_bytes
         self._parts[body.client].num_held += num_bytes
 
-    def _take_out(self, body: HeldBody) -> dict[Callable[[], None], Callable[[], None]]:
+    def _take_out(self, body: IncomingBody) -> dict[Callable[[], None], Callable[[], None]]:
         """Returns whom to tell, each once, and what to call where that fails."""
         waiting = [other for other in self._bodies if not self._goes_on(other)] if self.is_full else []
         self._hold(body, -body.num_bytes)
@@ -427,5 +428,5 @@ class BodyRoom:
         }
 
 
-def _oldest(bodies: dict[HeldBody, None]) -> HeldBody | None:
+def _oldest(bodies: dict[IncomingBody, None]) -> IncomingBody | None:
     return next(iter(bodies), None)

@@ -15,7 +15,7 @@ from core.sequence import Sequence, SequenceState
 from core.types import FinishReason, TokenLogprobs
 from tests.core.drawn_rules import drawn_rule, drawn_start
 from tests.core.scheduler_history import SchedulerHistory, Sent
-from tests.fakes import charge, make_request, sequences_of, small_limits
+from tests.fakes import make_request, sequences_of, small_limits
 
 VOCAB_SIZE = 30
 MOST_PRESENT = 20  # sequences: of three classes and three tenants each, and a longer queue makes no other history
@@ -192,7 +192,7 @@ class SchedulerMachine(SchedulerHistory):
     def find_a_tenant_far_ahead(self, name: str) -> None:
         for tenant in self.scheduler.shares.tenants():
             if tenant.name == name:
-                charge(self.scheduler, tenant, 5.0)
+                tenant.charge(5.0)
 
     @drawn_rule()
     def clear_cache(self) -> None:

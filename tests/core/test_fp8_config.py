@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from core.errors import BadCheckpoint, UnsupportedModel
-from core.fp8_config import Fp8Config, parse_fp8
-from core.packed_config import refuse_other_methods
+from core.prequantized import Fp8Config, parse_fp8, refuse_other_methods
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 

@@ -16,7 +16,7 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
 from core.step_cost import LEAST_STEPS
 from core.types import TOP_CLASS, FinishReason, Pause, Request, Resume, Submit, Usage
-from tests.fakes import EngineUnderTest, charge, make_request, small_limits
+from tests.fakes import EngineUnderTest, make_request, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
 
@@ -164,7 +164,7 @@ def test_out_of_blocks_the_paused_go_first_then_the_lower_class_then_those_over_
         under_test.send(Submit(request))
         under_test.step()
     tenants = {tenant.name: tenant for tenant in under_test.scheduler.shares.tenants()}
-    charge(under_test.scheduler, tenants["c"], 100.0)
+    tenants["c"].charge(100.0)
     under_test.send(Pause("paused"))
     gone: list[str] = []
     while len(gone) < 3:
@@ -331,17 +331,17 @@ def test_prompt_alone_gets_the_whole_budget() -> None:
 
 @pytest.mark.parametrize("steps_in_flight", [1], indirect=True)
 def test_who_is_due_first_is_not_preempted_for_the_one_it_would_go_before_again() -> None:
-    under_test = EngineUnderTest(small_limits(num_blocks=4, max_batch_tokens=4), has_prefix_cache=False)
+    under_test = EngineUnderTest(small_limits(num_blocks=12, max_batch_tokens=4), has_prefix_cache=False)
     under_test.send(
-        Submit(make_request("due", 13, 3, tenant="ahead", deadline_s=0.0)),
-        Submit(make_request("other", 13, 3, tenant="behind")),
+        Submit(make_request("due", 37, 11, tenant="ahead", deadline_s=0.0)),
+        Submit(make_request("other", 37, 11, tenant="behind")),
     )
     under_test.step()
     ahead = next(tenant for tenant in under_test.scheduler.shares.tenants() if tenant.name == "ahead")
-    charge(under_test.scheduler, ahead, 50.0)
-    under_test.step(40)
+    ahead.charge(50.0)
+    under_test.step(100)
     assert under_test.scheduler.stats().num_preemptions == 1  # once its first token is out
-    assert under_test.log.terminal("due").usage == under_test.log.terminal("other").usage == Usage(13, 3)
+    assert under_test.log.terminal("due").usage == under_test.log.terminal("other").usage == Usage(37, 11)
 
 
 # What requests are billed

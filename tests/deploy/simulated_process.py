@@ -13,7 +13,7 @@ from typing import BinaryIO
 from core.plan import StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import StepDelivery
-from server import cli, engine_loader, engine_watch
+from server import cli, engine_loader, supervision
 from server.__main__ import end_process
 from server.engine_thread import Inbox
 from server.loaded_engine import LoadedEngine
@@ -52,8 +52,8 @@ def main(gates: Path, flags: list[str]) -> int:
         return load_with(Gated)(inbox, deliver, report_stage)
 
     if gates.name in ("hasty", "fatal"):
-        engine_watch.MIN_SILENCE_S = engine_watch.FIRST_STEP_S = 0.1
-        engine_watch.NUM_SILENCES_TO_DEATH = 3 if gates.name == "fatal" else 10**6
+        supervision.MIN_SILENCE_S = supervision.FIRST_STEP_S = 0.1
+        supervision.NUM_SILENCES_TO_DEATH = 3 if gates.name == "fatal" else 10**6
     engine_loader.engine_loader = lambda config: load
     return cli.main(["serve", *flags])
 

@@ -13,16 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from core.config import parse_model_config
 from core.errors import BadCheckpoint
-from gpu import layer_weights
+from gpu import parameters
 from gpu import weights as weights_module
 from gpu.checkpoint import open_checkpoint
-from gpu.kept_matrices import kept_scheme
-from gpu.layer_weights import LayerWeights, ModelWeights, matrices
 from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
-from gpu.quantize import QuantizedWeight, dequantize
+from gpu.parameters import LayerWeights, ModelWeights, Target, matrices
+from gpu.quant import QuantizedWeight, dequantize
 from gpu.streams import StagedCopies
-from gpu.targets import Target
-from gpu.weights import MatrixForm, load_weights
+from gpu.weights import MatrixForm, kept_scheme, load_weights
 from tests import packed_files
 from tests.fp8_files import BLOCKS, SCHEMES, WHOLE, save_pair
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
@@ -249,7 +247,7 @@ def test_floats_that_are_not_to_come_take_no_memory_beside_what_does(plain: Path
         target.fill(tensor)
 
     def empty_layer(*arguments: Any) -> LayerWeights:
-        layer = layer_weights.empty_layer(*arguments)
+        layer = parameters.empty_layer(*arguments)
         alive[:] = [weakref.ref(getattr(owner, field)) for owner, field in matrices(layer)]
         return layer
 

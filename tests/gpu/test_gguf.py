@@ -16,9 +16,8 @@ from core.config import ModelConfig, RopeConfig, parse_model_config
 from core.errors import BadCheckpoint, StartupError
 from core.gguf import BLOCKS
 from core.gguf_model import config_of, num_turned_heads
-from gpu import gguf as gpu_gguf
-from gpu.checkpoint import open_checkpoint
-from gpu.gguf import DEQUANTISERS, GgufReader
+from gpu import checkpoint as gpu_gguf
+from gpu.checkpoint import DEQUANTISERS, GgufReader, open_checkpoint
 from gpu.loading import load_runner
 from gpu.memory_plan import estimate
 from gpu.weights import load_weights
@@ -180,7 +179,7 @@ def random_blocks(name: str, number: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", list(DEQUANTISERS))
 def test_a_tensor_of_many_slabs_is_read_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_gguf, "SLAB_BYTES", 3 * BLOCKS[name][1])
+    monkeypatch.setattr(gpu_gguf, "GGUF_SLAB_BYTES", 3 * BLOCKS[name][1])
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "qwen2")
     rows = random_blocks(name, 20).reshape(10, -1)
     writer.add_tensor("output.weight", rows, raw_dtype=Q[name])

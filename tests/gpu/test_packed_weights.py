@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from core.config import parse_model_config
 from core.errors import BadCheckpoint
 from gpu.checkpoint import open_checkpoint
-from gpu.kept_matrices import kept_scheme
-from gpu.layer_weights import ModelWeights, matrices
 from gpu.memory_plan import estimate, weights_size_bytes
-from gpu.quantize import QuantizedWeight, dequantize
-from gpu.weights import MatrixForm, load_weights
+from gpu.parameters import ModelWeights, matrices
+from gpu.quant import QuantizedWeight, dequantize
+from gpu.weights import MatrixForm, kept_scheme, load_weights
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver
 from tests.oracle import read_config

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from core.config import QUANTIZE_SCHEMES
-from gpu import quantize_cache
+from gpu import quant
 from gpu.cache_files import measured_file, read_kept, write_kept
-from gpu.quantize import QuantizedWeight, quantize
-from gpu.quantize_cache import QuantizeCache, cache_directory, quantizing
+from gpu.quant import QuantizeCache, QuantizedWeight, cache_directory, quantize, quantizing
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver
 
@@ -28,7 +27,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(scheme)
         return quantize(weight, scheme)
 
-    monkeypatch.setattr(quantize_cache, "quantize", recorded)
+    monkeypatch.setattr(quant, "quantize", recorded)
     return seen
 
 
@@ -60,7 +59,7 @@ def test_a_weight_is_quantised_once(scheme: str, tmp_path: Path, made: list[str]
 
 def test_on_a_device_it_is_made_and_nothing_is_hashed_or_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = QuantizedWeight(torch.bfloat16, torch.empty(0), torch.empty(0))
-    monkeypatch.setattr(quantize_cache, "quantize", lambda weight, scheme: made)
+    monkeypatch.setattr(quant, "quantize", lambda weight, scheme: made)
     cache = QuantizeCache(tmp_path / "new", LIMIT)
     assert cache.quantize(torch.empty(8, 64, device="meta"), "fp8") is made  # whose numbers cannot be read
     assert not (tmp_path / "new").exists()

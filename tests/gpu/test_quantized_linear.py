@@ -5,14 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from core.config import QUANTIZE_SCHEMES
-from gpu import quantized_linear
-from gpu.quantize import dequantize, quantize
-from gpu.quantized_linear import Int4Linear, Int8Linear, SlabLinear, make_quantized_linear
+from gpu import quant
+from gpu.quant import Int4Linear, Int8Linear, SlabLinear, dequantize, make_quantized_linear, quantize
 
 ROWS = (1, 4, 7, 8, 33)
 TOLERANCE = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
 needs_int4 = pytest.mark.skipif(
-    not quantized_linear.has_int4_operator(torch.bfloat16), reason="needs torch's int4 operator, AVX-512"
+    not quant.has_int4_operator(torch.bfloat16), reason="needs torch's int4 operator, AVX-512"
 )
 
 
@@ -44,7 +43,7 @@ def test_several_slabs_give_what_one_gives(scheme: str, rows: int, monkeypatch: 
     torch.manual_seed(0)
     quantized, x = quantize(torch.randn(300, 64), scheme), torch.randn(rows, 64)
     whole = make_quantized_linear(quantized, None)(x)
-    monkeypatch.setattr(quantized_linear, "SLAB_BYTES", 64 * 64 * 4 * 2)  # two blocks
+    monkeypatch.setattr(quant, "SLAB_BYTES", 64 * 64 * 4 * 2)  # two blocks
     assert torch.allclose(make_quantized_linear(quantized, None)(x), whole, atol=1e-4)
 
 
@@ -57,5 +56,5 @@ def test_int4_serves_few_rows_by_the_operator() -> None:
 def test_an_operator_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Int8Linear, "__call__", lambda self, x: x.new_ones((x.shape[0], 128)))
     monkeypatch.setattr(Int4Linear, "__call__", lambda self, x: x.new_ones((x.shape[0], 128)))
-    assert not quantized_linear.has_int8_operator.__wrapped__(torch.float32)
-    assert not quantized_linear.has_int4_operator.__wrapped__(torch.float32)
+    assert not quant.has_int8_operator.__wrapped__(torch.float32)
+    assert not quant.has_int4_operator.__wrapped__(torch.float32)

@@ -9,9 +9,9 @@ import torch
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig, parse_model_config
 from gpu.checkpoint import open_checkpoint
-from gpu.layer_weights import ModelWeights
 from gpu.memory_plan import weights_size_bytes
-from gpu.quantize import QuantizedWeight, can_quantize, dequantize, quantize
+from gpu.parameters import ModelWeights
+from gpu.quant import QuantizedWeight, can_quantize, dequantize, quantize
 from gpu.runner import ModelRunner
 from gpu.tune import find_operators
 from gpu.weights import MatrixForm, load_weights

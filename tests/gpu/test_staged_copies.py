@@ -10,9 +10,8 @@ from torch import Tensor
 
 from core.config import parse_model_config
 from gpu.checkpoint import open_checkpoint
-from gpu.layer_weights import ModelWeights
+from gpu.parameters import ModelWeights, Target
 from gpu.streams import BUFFER_BYTES, StagedCopies, fill_on, staged_bytes
-from gpu.targets import Target
 from gpu.weights import load_weights
 from tests.gpu.conftest import no_progress
 from tests.gpu.late_streams import LateStreams

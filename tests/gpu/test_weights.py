@@ -17,9 +17,8 @@ from core.config import EngineConfig, parse_model_config
 from core.errors import BadCheckpoint
 from gpu import checkpoint
 from gpu.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from gpu.layer_weights import ModelWeights
 from gpu.memory_plan import estimate
-from gpu.targets import interleave_halves
+from gpu.parameters import ModelWeights, interleave_halves
 from gpu.weights import check_checkpoint, load_weights
 from tests.gpu.conftest import no_progress
 from tests.oracle import read_config, save_random_model

@@ -9,7 +9,7 @@ from h2.errors import ErrorCodes
 
 from server.api.replies import protocol_error_body
 from server.listening.clients import ClientRules
-from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
+from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.wire.connection import Refuse
 from server.wire.limits import ConnectionLimits
 from server.wire.messages import Headers, Peer
@@ -178,14 +178,14 @@ class MemoryServer:
         loop: VirtualTimeLoop | None = None,
         refuse: Refuse = refuse,
         clients: ClientRules | None = None,
-        held_body_bytes: int = ALL_HELD_BODY_BYTES,
+        buffered_body_bytes: int = ALL_BUFFERED_BODY_BYTES,
         takes_upgrade: bool = False,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
         config = ListenerConfig(
             connection=limits or ConnectionLimits(),
             clients=clients or ClientRules(),
-            held_body_bytes=held_body_bytes,
+            buffered_body_bytes=buffered_body_bytes,
             takes_upgrade=takes_upgrade,
         )
         self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0, self.loop.time)

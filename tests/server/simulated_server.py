@@ -17,7 +17,6 @@ import h11
 import orjson
 
 from core.chat_template import ChatTemplate
-from core.config import INTER_TOKEN_TARGET
 from core.plan import BlockStore, RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
@@ -26,11 +25,11 @@ from core.types import EngineStats, FinishReason, StepDelivery
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App
-from server.app_state import Readiness
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.gate.admission import Admission, Backlog, EngineRoom, QueueLimits
+from server.exchange import Readiness
+from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import Deadlines
 from server.gate.gate import Gate
@@ -247,8 +246,6 @@ class SimulatedServer:
         self, clock: Clock, queue_limits: QueueLimits, deadlines: Deadlines, opening: OpenLedger
     ) -> Generations:
         limits = self.limits
-        num_kv_tokens = limits.num_blocks * limits.block_size
-        room = EngineRoom(limits.max_sequences, limits.max_batch_tokens, num_kv_tokens, INTER_TOKEN_TARGET)
         return Generations(
             reader=_reader(limits, clock),
             engine=self.client,
@@ -256,7 +253,7 @@ class SimulatedServer:
             offload=_inline,
             metrics=self.metrics,
             max_body_bytes=100_000,
-            admission=Admission(queue_limits, room, lambda: self.client.stats, self.loop.time),
+            admission=Admission(queue_limits, lambda: self.client.stats, self.loop.time),
             deadlines=deadlines,
             idempotency=opening.idempotency,
             ledger=opening.ledger,
@@ -358,8 +355,8 @@ class SimulatedServer:
         assert not self.generations.active
         admission = self.generations.admission
         assert (admission.num_requests, admission.num_bytes, admission.num_decoding) == (0, 0, 0)
-        assert not admission._lines
-        assert admission._waiting == Backlog()
+        assert admission.is_idle
+        assert admission._tokens.total == 0
         assert self.network.listener.num_handlers == 0
         assert not any(account.num_active or account.num_reserved for account in self.gate.quotas.accounts)
         submitted = [message.request.request_id for message in self.posted if hasattr(message, "request")]

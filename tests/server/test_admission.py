@@ -12,18 +12,18 @@ import pytest
 from msgspec import structs
 
 from core.errors import ServiceError
+from core.outlook import Outlook
 from core.plan import RunnerLimits
 from core.queue import AGEING_S
-from core.types import EngineStats, Request, SamplingParams, Submit, Usage
+from core.types import EngineStats, Request, SamplingParams, Submit
 from server.gate.admission import (
-    FIRST_GUESS_TOKENS,
+    LEAST_MARGIN,
     LEAST_RETRY_S,
     MOST_MARGIN,
     PATIENCE_S,
     Admission,
     Asker,
-    Bookings,
-    EngineRoom,
+    Margin,
     Place,
     QueueLimits,
 )
@@ -342,17 +342,13 @@ def make_request(
     )
 
 
-ROOM = EngineRoom(8, 64, 1000, None)
-
-
 def queue_of(
     *requests: Request,
-    room: EngineRoom = ROOM,
     stats: Callable[[], EngineStats] = EngineStats,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> tuple[Admission, list[Place]]:
     limits = QueueLimits(max_requests=1000, max_tokens=10_000, max_bytes=10_000)
-    admission = Admission(limits, room, stats, clock)
+    admission = Admission(limits, stats, clock)
     places = []
     for one in requests:
         place = admission.enter(one.tenant, 1)
@@ -391,10 +387,10 @@ def test_deadlines_pass_those_without() -> None:
 def test_who_has_its_first_token_or_leaves_is_ahead_no_more() -> None:
     admission, (first, second, _) = queue_of(*(make_request(name, "a") for name in "abc"))
     first.on_first_token(0, 1.0)
-    second.leave(None, 1.0)
+    second.leave(1.0)
     assert (num_ahead(admission, "a"), admission.num_decoding, admission.num_requests) == (1, 1, 2)
-    first.on_choice_end(0)
-    first.leave(Usage(num_prompt_tokens=10, num_completion_tokens=1), 2.0)
+    first.on_choice_end()
+    first.leave(2.0)
     assert (admission.num_decoding, admission.num_requests, admission.num_bytes) == (0, 1, 1)
 
 
@@ -403,9 +399,19 @@ def test_who_has_its_first_token_or_leaves_is_ahead_no_more() -> None:
 STEP_S = 0.1
 
 
-def measured_stats(num_steps: int = 100) -> EngineStats:
+def measured_stats(tokens_left: float = 100.0, first_left: float = 100.0) -> EngineStats:
     """Steps of 0.1 s, and as much again for each token of a prompt."""
-    return EngineStats(num_steps=num_steps, step_cost_s=(STEP_S, STEP_S, 0.0, 0.0, 0.0))
+    return EngineStats(
+        outlook=Outlook(
+            step_cost_s=(STEP_S, STEP_S, 0.0, 0.0, 0.0),
+            max_sequences=8,
+            max_batch_tokens=64,
+            num_kv_tokens=1000,
+            inter_token_target=None,
+            tokens_left=tokens_left,
+            first_left=first_left,
+        )
+    )
 
 
 def expected_s(place: Place) -> float:
@@ -442,54 +448,65 @@ def test_a_short_backlog_of_higher_classes_is_waited_for_as_long_as_it_takes() -
     admission.enter("b", 1).admit([make_request("b", "b")], 5.0, 0.0)
 
 
-def test_answers_that_have_gone_on_for_long_are_expected_to_go_on() -> None:
-    """Two slots are taken; what waits for one of them is told more as both go on, and less near their bound."""
-    num_steps = 0
-    two = [make_request(name, "a", max_tokens=2000) for name in "ab"]
-    _, places = queue_of(
-        *two,
-        make_request("c", "a"),
-        room=EngineRoom(2, 64, 10_000, None),
-        stats=lambda: measured_stats(num_steps),
-        clock=lambda: num_steps * STEP_S,
-    )
-    for place in places[:2]:
-        place.on_first_token(0, 0.0)
-    young_s = expected_s(places[2])
-    num_steps = 200
-    assert expected_s(places[2]) == pytest.approx(young_s)
-    num_steps = 1000
-    assert 800 * STEP_S / 2 < expected_s(places[2]) < 1000 * STEP_S
-    num_steps = 1990
-    assert expected_s(places[2]) == pytest.approx(young_s)
+def test_nothing_is_expected_before_steps_were_measured() -> None:
+    _, (place,) = queue_of(make_request("a", "a"))
+    view = place.view(0.0)
+    assert view is not None
+    assert (view.position, view.expected_s) == (0, None)
 
 
-def test_refused_by_those_that_run_are_told_when_the_first_of_them_is_expected_to_end() -> None:
-    num_steps = 0
+@pytest.mark.parametrize(
+    ("num_decoding", "tokens_left", "first_left", "told_s"),
+    [
+        (0, 128, 500, LEAST_RETRY_S),
+        (2, 128, 1998, 64 * STEP_S),
+        (2, 872, 1000, 436 * STEP_S),
+        (2, 872, 15, 15 * STEP_S),
+    ],
+)
+def test_refused_by_those_that_run_are_told_when_the_first_of_them_is_expected_to_end(
+    num_decoding: int, tokens_left: float, first_left: float, told_s: float
+) -> None:
     admission, places = queue_of(
-        make_request("a", "a", max_tokens=2000),
-        make_request("b", "a", max_tokens=2500),
-        stats=lambda: measured_stats(num_steps),
-        clock=lambda: num_steps * STEP_S,
+        make_request("a", "a"), make_request("b", "a"), stats=lambda: measured_stats(tokens_left, first_left)
     )
+    for place in places[:num_decoding]:
+        place.on_first_token(0, 0.0)
+    with pytest.raises(ServiceError) as refusal:
+        admission.check("a", 10_000)
+    assert refusal.value.code == "overloaded"
+    assert refusal.value.retry_after_s == pytest.approx(told_s)
 
-    def told_s() -> float:
-        admission._bookings = Bookings()  # nobody was refused before
+
+def test_refused_are_told_how_fast_places_came_free_of_late() -> None:
+    now_s = 0.0
+    admission, places = queue_of(*(make_request(f"a{i}", "a") for i in range(12)), clock=lambda: now_s)
+
+    def told_s() -> float | None:
         with pytest.raises(ServiceError) as refusal:
             admission.check("a", 10_000)
-        assert refusal.value.code == "overloaded"
-        assert refusal.value.retry_after_s is not None
         return refusal.value.retry_after_s
 
-    assert told_s() == LEAST_RETRY_S  # nothing runs
-    for place in places:
-        place.on_first_token(0, 0.0)
-    num_steps = 2
-    assert told_s() == pytest.approx(FIRST_GUESS_TOKENS / 2 * STEP_S)
-    num_steps = 1000
-    assert told_s() == pytest.approx((1000 - FIRST_GUESS_TOKENS) / 2 * STEP_S)
-    num_steps = 1985
-    assert told_s() == pytest.approx(15 * STEP_S)  # the first has no more
-    places[0].on_choice_end(0)
-    num_steps += 1
-    assert told_s() == pytest.approx(514 * STEP_S)
+    assert told_s() == LEAST_RETRY_S
+    for place in places[:11]:
+        now_s += 3.0
+        place.leave(now_s)
+    assert told_s() == pytest.approx(3.0)
+    now_s += 70.0  # that was another rush
+    assert told_s() == LEAST_RETRY_S
+
+
+def test_margin_settles_where_one_in_ten_is_late() -> None:
+    """Of waits from 0.1 to 2 times the estimate, evenly: at 1.8 times, within the last step or two."""
+    margin = Margin()
+    for i in range(4000):
+        margin.note(is_late=(i * 7 % 19 + 1) / 9.5 > margin.factor)
+    assert 1.6 < margin.factor < 2.2
+
+
+def test_margin_has_bounds() -> None:
+    margin = Margin()
+    for is_late, bound in ((True, MOST_MARGIN), (False, LEAST_MARGIN)):
+        for _ in range(1000):
+            margin.note(is_late)
+        assert margin.factor == bound

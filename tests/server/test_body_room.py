@@ -8,7 +8,7 @@ import pytest
 
 from server.wire.frame_gate import WINDOW_UPDATE
 from server.wire.limits import ConnectionLimits
-from server.wire.stream import BodyRoom, HeldBody, HttpStream
+from server.wire.stream import BodyRoom, HttpStream, IncomingBody
 from tests.server.fakes import MemoryServer
 from tests.server.memory_connection import answer
 from tests.server.raw_http2 import data, post
@@ -49,7 +49,7 @@ class Uploader(MemoryPeer):
 
 @pytest.fixture
 def server() -> Iterator[MemoryServer]:
-    with contextlib.closing(MemoryServer(respond, ConnectionLimits(held_body_bytes=ROOM))) as server:
+    with contextlib.closing(MemoryServer(respond, ConnectionLimits(buffered_body_bytes=ROOM))) as server:
         yield server
 
 
@@ -89,7 +89,10 @@ def test_body_that_waits_for_room_is_not_called_slow_until_it_has_some(server: M
 def test_body_that_is_given_up_makes_room(is_part: bool) -> None:
     room = BodyRoom(ROOM)
     told: list[str] = []
-    oldest, waiting = (HeldBody("one", partial(told.append, name), pytest.fail) for name in ("oldest", "waiting"))
+    oldest, waiting = (
+        IncomingBody("one", partial(told.append, name), pytest.fail, ConnectionLimits(), 0.0)
+        for name in ("oldest", "waiting")
+    )
     part = BodyRoom(2 * ROOM, room) if is_part else room
     part.open(oldest)
     room.open(waiting)
@@ -106,8 +109,8 @@ def test_whose_bodies_fill_the_room_and_stop_keeps_no_other_client_out() -> None
     room = BodyRoom(ROOM)
     told: list[str] = []
 
-    def begin(client: str, name: str) -> HeldBody:
-        body = HeldBody(client, partial(told.append, name), pytest.fail)
+    def begin(client: str, name: str) -> IncomingBody:
+        body = IncomingBody(client, partial(told.append, name), pytest.fail, ConnectionLimits(), 0.0)
         room.open(body)
         return body
 
@@ -136,7 +139,7 @@ def test_client_whose_bodies_stop_does_not_stop_anothers_upload() -> None:
         answer(stream, 200, b"%d" % len(await stream.read_body(2**20, client)))
 
     head = b"POST / HTTP/1.1\r\nHost: a\r\nX-Client: %s\r\nContent-Length: %d\r\n\r\n"
-    with contextlib.closing(MemoryServer(read, held_body_bytes=ROOM)) as server:
+    with contextlib.closing(MemoryServer(read, buffered_body_bytes=ROOM)) as server:
         for _ in range(3):
             server.connect().feed(head % (b"greedy", BODY) + bytes(ROOM // 2))
         server.loop.settle()
@@ -154,7 +157,7 @@ def test_client_whose_bodies_stop_does_not_stop_anothers_upload() -> None:
 
 
 def test_full_server_takes_its_oldest_body_alone_whatever_connection_it_is_on() -> None:
-    with contextlib.closing(MemoryServer(respond, held_body_bytes=ROOM)) as server:
+    with contextlib.closing(MemoryServer(respond, buffered_body_bytes=ROOM)) as server:
         first, second = Uploader(server), Uploader(server)
         first.begin(1)
         second.begin(*STREAMS)

@@ -397,7 +397,7 @@ def test_body_that_is_let_on_in_vain_costs_its_own_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fail_at(monkeypatch, Http1Exchanges, "_let_body_on", Once())
-    with contextlib.closing(MemoryServer(respond, held_body_bytes=1000)) as server:
+    with contextlib.closing(MemoryServer(respond, buffered_body_bytes=1000)) as server:
         head = b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 3000\r\n\r\n"
         oldest, guilty, other = (server.exchange(head + bytes(2000)) for _ in range(3))
         assert (guilty.is_reading_paused, other.is_reading_paused) == (True, True)

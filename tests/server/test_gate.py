@@ -14,7 +14,7 @@ from msgspec import structs
 from core.errors import StartupError
 from core.types import Submit
 from server.api.models import ServerCard
-from server.banner import Place, public_addresses
+from server.banner import Endpoint, public_addresses
 from server.clock import Clock
 from server.config import ServerConfig
 from server.config_sources import load_config
@@ -345,19 +345,21 @@ def test_models_that_are_not_served_are_told(
 
 # The places.
 
-HERE, EVERYWHERE = Place(TcpAddress("127.0.0.1", 1)), Place(TcpAddress("0.0.0.0", 1))
+HERE, EVERYWHERE = Endpoint(TcpAddress("127.0.0.1", 1)), Endpoint(TcpAddress("0.0.0.0", 1))
 
 
 @pytest.mark.parametrize(
     ("places", "settings"),
     [
-        ([HERE, Place(UnixAddress("/run/s.sock"))], {}),
+        ([HERE, Endpoint(UnixAddress("/run/s.sock"))], {}),
         ([HERE, EVERYWHERE], {"api_keys": ("k",)}),
         ([HERE, EVERYWHERE], {"tenants": (ACME,)}),
         ([HERE, EVERYWHERE], {"insecure": True}),
     ],
 )
-def test_strangers_are_kept_out_by_the_address_or_by_being_asked(places: list[Place], settings: dict[str, Any]) -> None:
+def test_strangers_are_kept_out_by_the_address_or_by_being_asked(
+    places: list[Endpoint], settings: dict[str, Any]
+) -> None:
     Gate(ServerConfig(**settings), CLOCK).check_exposure(public_addresses(places))
 
 

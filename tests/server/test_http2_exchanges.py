@@ -374,7 +374,7 @@ def test_upload_that_had_to_wait_for_room_may_go_on_when_it_is_refused(serve: Se
         except ServiceError:
             answer(stream, 413, b"no")
 
-    client = Http2Client(serve(refuse, ConnectionLimits(held_body_bytes=1000)))
+    client = Http2Client(serve(refuse, ConnectionLimits(buffered_body_bytes=1000)))
     oldest = client.begin(POST, b"x" * 2000, end=False)
     second = client.begin(POST, end=False)
     for _ in range(4):  # nearly all of its window, which is not opened again

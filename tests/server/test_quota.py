@@ -19,7 +19,6 @@ from server.gate.quota import (
     S_NS,
     Bucket,
     DayPool,
-    DayUse,
     Moment,
     Pool,
     Quotas,
@@ -133,7 +132,7 @@ def test_a_clock_that_steps_back_gives_nothing() -> None:
 
 
 def test_a_clock_that_leaps_forward_and_back_takes_no_day_away_and_gives_none() -> None:
-    pool = DayPool("tokens_per_day", 100, DayUse(START, 0))
+    pool = DayPool("tokens_per_day", 100, 0, START)
     tomorrow, next_year = (Moment(days, START.unix_s + days * DAY_S) for days in (1, 365))
     pool.reserve(40, START)
     pool.settle(40, 40, START)
@@ -164,7 +163,7 @@ def test_accounts_of_subjects_that_hold_nothing_are_forgotten() -> None:
 
 
 def test_a_day_begins_anew_at_midnight_with_what_is_in_progress() -> None:
-    pool = DayPool("tokens_per_day", 100, DayUse(START, 0))
+    pool = DayPool("tokens_per_day", 100, 0, START)
     pool.reserve(70, at(0))
     pool.settle(50, 40, at(S_NS))
     assert pool.available(at(S_NS)) == 40

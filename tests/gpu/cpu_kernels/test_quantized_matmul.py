@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu.device import cpu_flags
-from gpu.quantize import QuantizedWeight, dequantize, quantize
+from gpu.quant import QuantizedWeight, dequantize, quantize
 
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)

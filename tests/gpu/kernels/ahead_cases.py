@@ -4,19 +4,20 @@ from typing import Any
 
 import torch
 
-from gpu.kernels.attention_tiles import KernelShape, kernel_shape
-from gpu.kernels.block_sizes import (
+from gpu.kernels.device_rows import CLEARED_COLUMNS, TOKENS
+from gpu.kernels.matmul import GROUPED, INT4, PLAIN, SCALED, Matrix
+from gpu.kernels.operators import ACTIVATIONS
+from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
+from gpu.kernels.sizes import (
     MAX_SPLITS,
     SMALL_ROWS,
-    ProductTile,
+    KernelShape,
+    MatmulTile,
     heads_at_once,
+    kernel_shape,
     next_power_of_two,
     row_warps,
 )
-from gpu.kernels.device_rows import CLEARED_COLUMNS, TOKENS
-from gpu.kernels.operators import ACTIVATIONS
-from gpu.kernels.product import GROUPED, INT4, PLAIN, SCALED, Matrix
-from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
 from gpu.scores import PLAIN as PLAIN_SCORES
 from gpu.scores import Scores
 from tests.gpu.kernels.ahead import Case, pointer
@@ -120,7 +121,7 @@ def _attention_cases_of(shape: KernelShape, is_windowed: bool, scores: Scores) -
 
 def elementwise_cases() -> list[Case]:
     """As operators.py launches them: the widest model, and each form."""
-    module = "gpu.kernels.elementwise"
+    module = "gpu.kernels.operators"
     cases = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows = pointer(dtype)
@@ -166,13 +167,13 @@ def _product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dty
     }
 
 
-def _tile_constants(form: int, tile: ProductTile, group: int = 128, **others: object) -> dict[str, object]:
+def _tile_constants(form: int, tile: MatmulTile, group: int = 128, **others: object) -> dict[str, object]:
     blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
     group = group if form in (INT4, GROUPED) else 1
     return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
 
 
-def tile_of(bits: int, form: int, num_rows: int, group: int = 128) -> ProductTile:
+def tile_of(bits: int, form: int, num_rows: int, group: int = 128) -> MatmulTile:
     none = torch.empty(0)
     return Matrix(form, none, none, none, num_out=0, num_in=0, num_bits=bits, group=group).tile(num_rows)
 
@@ -183,11 +184,11 @@ def _odd_product(bits: int, form: int, stored: torch.dtype | None, num_rows: int
     arguments = _product_arguments(rows, stored or rows, SCALES.get(form, rows), rows)
     has_groups = form in (INT4, GROUPED)
     constants = _tile_constants(form, tile, group, SPLITS=1, HAS_BIAS=False, IS_WHOLE=has_groups)
-    return Case("gpu.kernels.products:multiply", arguments, constants, tile.num_warps, tile.num_stages, WIDE)
+    return Case("gpu.kernels.matmul:multiply", arguments, constants, tile.num_warps, tile.num_stages, WIDE)
 
 
 def product_cases() -> list[Case]:
-    module, cases = "gpu.kernels.products", []
+    module, cases = "gpu.kernels.matmul", []
     for dtype in (torch.bfloat16, torch.float16):
         for bits, form, stored in FORMATS:
             if bits == 32 and dtype != torch.bfloat16:
@@ -212,7 +213,7 @@ def product_cases() -> list[Case]:
 
 def expert_cases() -> list[Case]:
     """128 experts, of which 8 are active: Qwen3's."""
-    module, cases = "gpu.kernels.products", []
+    module, cases = "gpu.kernels.matmul", []
     for bits, form, stored in FORMATS:
         rows = torch.float32 if bits == 32 else torch.bfloat16
         values = pointer(stored or rows)

@@ -2,8 +2,8 @@
 
 from core.config import ModelConfig
 from gpu.device import DeviceChoice
+from gpu.kernels.attention import PagedAttention
 from gpu.kernels.operators import TritonOperators
-from gpu.kernels.paged_attention import PagedAttention
 from gpu.kernels.sampler import DeviceSampler
 from gpu.operators import Operators
 from gpu.sampler import SamplerChoice

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from core.config import ExpertsConfig
-from gpu.expert_weights import ExpertWeights
-from gpu.kernels.block_sizes import SMALL_ROWS
-from gpu.kernels.experts import GroupedExperts, can_group, most_tiles
+from gpu.kernels.matmul import GroupedExperts, can_group, most_tiles
 from gpu.kernels.operators import TritonOperators
+from gpu.kernels.sizes import SMALL_ROWS
 from gpu.layers import GATED, Experts
 from gpu.linear import make_linear
 from gpu.operators import Operators
-from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
-from tests.gpu.kernels.test_product import grouped as in_groups
+from gpu.parameters import ExpertWeights
+from gpu.quant import QuantizedWeight, Weight, dequantize, quantize
+from tests.gpu.kernels.test_matmul import grouped as in_groups
 from tests.gpu.operator_cases import CONFIG
 
 HIDDEN, WIDTH = 64, 32

@@ -11,14 +11,13 @@ import torch
 from core.config import parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
-from gpu.kept_matrices import kept_scheme
 from gpu.kernels.operators import TritonOperators
 from gpu.memory_plan import plan_memory
 from gpu.operators import Operators
-from gpu.quantize_cache import quantizing
+from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.tune import choose_matmuls
-from gpu.weights import MatrixForm, load_weights
+from gpu.weights import MatrixForm, kept_scheme, load_weights
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import Driver

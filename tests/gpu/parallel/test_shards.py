@@ -10,15 +10,14 @@ import torch
 
 from core.config import EngineConfig, ExpertsConfig, parse_model_config
 from core.errors import StartupError
-from core.fp8_config import Fp8Config
-from core.packed_config import PackedConfig
 from core.plan import PromptTargets
+from core.prequantized import Fp8Config, PackedConfig
 from gpu.checkpoint import open_checkpoint
-from gpu.layer_weights import ModelWeights
 from gpu.memory_plan import MemoryPlan
 from gpu.parallel.ranks import Shard, check_shards, part_of
 from gpu.parallel.runner import find_room, plan_rank
-from gpu.quantize import dequantize, quantize
+from gpu.parameters import ModelWeights
+from gpu.quant import dequantize, quantize
 from gpu.weights import AS_THEY_ARE, MatrixForm, load_weights
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress, open_runner

@@ -12,20 +12,11 @@ from core.types import Delta, FinishReason, TokenLogprobs
 from server.api.completions import CompletionsSurface, CompletionStream
 from server.api.surface import Choice, IdsPrompt, ReplyContext, TextPrompt
 from tests.server.api import wire
-from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, VOCAB_SIZE, WORDS, read_events, say, sdk_reading
+from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, VOCAB_SIZE, read_events, say, sdk_reading
 
 SURFACE = CompletionsSurface()
-ECHO_CONTEXT = ReplyContext(
-    reply_id="abc123",
-    created_s=1_700_000_000,
-    model="tiny",
-    unix_clock=lambda: 1_700_000_009.5,
-    fingerprint="fp_1",
-    token_str=WORDS.__getitem__,
-    token_bytes=lambda token_id: WORDS[token_id].encode(),
-    prompt_texts=("First", "Second"),
-)
-OLD_LOGPROBS = {
+ECHO_CONTEXT = msgspec.structs.replace(CONTEXT, prompt_texts=("First", "Second"))
+LEGACY_LOGPROBS = {
     "tokens": ["Hel", " é"],
     "token_logprobs": [-0.5, -9999.0],
     "top_logprobs": [{"Hel": -0.5, "lo": -1.5}, {"Hel": -0.25, "lo": -1.5, " é": -9999.0}],
@@ -98,7 +89,6 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
         ({"prompt": "a", "max_tokens": 0, "echo": False}, "max_tokens"),
         ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
     ],
 )
 def test_what_cannot_be_completed_is_refused(fields: dict[str, Any], param: str) -> None:
@@ -177,12 +167,8 @@ def test_an_echo_asks_for_the_logprobs_of_the_prompt_and_may_be_all() -> None:
 
 
 PIECES = {0: b"<s>", 1: b"Hel", 2: b"lo", 3: b" \xc3", 4: b"\xa9", 5: b"<end>"}
-PROMPT_CONTEXT = ReplyContext(
-    reply_id="abc123",
-    created_s=1_700_000_000,
-    model="tiny",
-    unix_clock=lambda: 1_700_000_009.5,
-    fingerprint="fp_1",
+PROMPT_CONTEXT = msgspec.structs.replace(
+    CONTEXT,
     token_str=lambda token_id: PIECES[token_id].decode("utf-8", "replace"),
     token_bytes=PIECES.__getitem__,
     prompt_texts=("Hello é", "lo<end>lo"),
@@ -196,7 +182,7 @@ def scored(token_id: int) -> TokenLogprobs:
 
 
 def test_an_echoed_prompt_stands_first_in_the_lists() -> None:
-    """Its BOS is not in the text; what is drawn goes on where the prompt ends; the id that ends it says nothing."""
+    """Its BOS is not in the text; what is sampled goes on where the prompt ends; the id that ends it says nothing."""
     choice = Choice(0, "Hel", FinishReason.STOP, [scored(1)], scored(5))
     told = [[scored(i) for i in (1, 2, 3, 4)]]
     data = whole(choice, context=PROMPT_CONTEXT, told=told, echo=True, logprobs=2)["choices"][0]
@@ -231,13 +217,13 @@ def test_special_ids_take_the_room_that_the_text_gives_them() -> None:
 @pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3)])
 def test_a_stream_says_of_the_prompt_what_the_whole_answer_says(cuts: tuple[int, ...]) -> None:
     told = [scored(i) for i in (1, 2, 3, 4)]
-    drawn, last = [scored(1), scored(2)], scored(5)
-    choices = [Choice(i, "Hello", FinishReason.STOP, drawn, last) for i in range(2)]
+    sampled, last = [scored(1), scored(2)], scored(5)
+    choices = [Choice(i, "Hello", FinishReason.STOP, sampled, last) for i in range(2)]
     parts = [tuple(told[first:end]) for first, end in zip((0, *cuts), (*cuts, 4), strict=True)]
     deltas = [
         *(Delta(text="", num_tokens=0, prompt_logprobs=part) for part in parts),
-        Delta(text="Hel", num_tokens=1, logprobs=(drawn[0],)),
-        Delta(text="lo", num_tokens=2, logprobs=(drawn[1],), stop_logprobs=last, finish_reason=FinishReason.STOP),
+        Delta(text="Hel", num_tokens=1, logprobs=(sampled[0],)),
+        Delta(text="lo", num_tokens=2, logprobs=(sampled[1],), stop_logprobs=last, finish_reason=FinishReason.STOP),
     ]
     fields: dict[str, Any] = {"echo": True, "logprobs": 2, "n": 2}
     events = read_events(wire.stream(reply(PROMPT_CONTEXT, **fields), *((i, d) for d in deltas for i in range(2))))
@@ -245,13 +231,13 @@ def test_a_stream_says_of_the_prompt_what_the_whole_answer_says(cuts: tuple[int,
     for choice in range(2):
         chunks = [event["choices"][0] for _, event in events[:-1] if event["choices"][0]["index"] == choice]
         assert "".join(chunk["text"] for chunk in chunks) == answer["choices"][choice]["text"]
-        lists = {name: [item for c in chunks for item in c["logprobs"][name]] for name in OLD_LOGPROBS}
+        lists = {name: [item for c in chunks for item in c["logprobs"][name]] for name in LEGACY_LOGPROBS}
         assert lists == answer["choices"][choice]["logprobs"]
 
 
-def test_old_logprobs_are_parallel_lists() -> None:
+def test_legacy_logprobs_are_parallel_lists() -> None:
     data = whole(Choice(0, "Hel é", FinishReason.STOP, list(LOGPROBS)), logprobs=2)
-    assert data["choices"][0]["logprobs"] == OLD_LOGPROBS
+    assert data["choices"][0]["logprobs"] == LEGACY_LOGPROBS
 
 
 def test_offsets_go_on_over_the_chunks_of_a_stream() -> None:
@@ -265,15 +251,7 @@ def test_offsets_go_on_over_the_chunks_of_a_stream() -> None:
 
 def test_tokens_amid_a_character_begin_where_it_does() -> None:
     pieces = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"]  # a, an emoji of three tokens, b
-    context = ReplyContext(
-        reply_id="abc123",
-        created_s=1_700_000_000,
-        model="tiny",
-        unix_clock=lambda: 1_700_000_009.5,
-        fingerprint="fp_1",
-        token_str=lambda token_id: pieces[token_id].decode("utf-8", "replace"),
-        token_bytes=pieces.__getitem__,
-    )
+    context = msgspec.structs.replace(CONTEXT, token_bytes=pieces.__getitem__)
     logprobs = [TokenLogprobs(token_id=i, logprob=-1.0, top=()) for i in range(len(pieces))]
     data = whole(Choice(0, "a\U0001f600b", FinishReason.STOP, logprobs), context=context, logprobs=0)
     assert data["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
@@ -281,20 +259,6 @@ def test_tokens_amid_a_character_begin_where_it_does() -> None:
     events = b"".join(answer.delta(0, Delta(text="x", num_tokens=1, logprobs=(token,))) for token in logprobs)
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for _, event in read_events(events)]
     assert offsets == [[0], [1], [1], [1], [2]]
-
-
-@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
-def test_a_reason_that_the_wire_lacks_is_not_written(reason: FinishReason) -> None:
-    assert reply().delta(0, say("", reason)) == b""
-    ((_, data),) = read_events(reply().delta(0, say("kept", reason)))
-    assert (data["choices"][0]["text"], data["choices"][0]["finish_reason"]) == ("kept", None)
-    with pytest.raises(ServiceError):
-        whole(Choice(0, "a", reason))
-
-
-def test_timings_are_in_the_whole_answer_when_asked_for() -> None:
-    assert whole(Choice(0, "a", FinishReason.STOP), timings=True)["timings"] == {"queue_ms": 0.5}
-    assert "timings" not in whole(Choice(0, "a", FinishReason.STOP))
 
 
 def test_prompts_times_n_are_bounded() -> None:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ErrorKind, InvalidRequest
-from server.api.decoding import MAX_DEPTH, FieldRules, Refusal, decode, parse_object
+from server.api.decoding import MAX_DEPTH, decode, parse_object
+from server.api.known_fields import CHAT, Does, Known
 
 LONG, CUT = "k" * 40, "k" * 32
 
@@ -22,17 +23,18 @@ class Shape(msgspec.Struct):
     flag: bool = False
 
 
-RULES = FieldRules(
-    refused={
-        "tools": Refusal(([],), unless=("mode", "plain")),
-        "mode": Refusal(("plain",)),
-        "size": Refusal((0,)),
-        "outer.mode": Refusal(("plain",)),
-        "box": Refusal(is_container=True),
-    },
-    aliases={"heavy": ("weights", ({},))},
-    ignored=frozenset({"known"}),
-)
+RULES = {
+    row.name: row
+    for row in (
+        Known("tools", CHAT, Does.REFUSED, neutral=([],), unless=("mode", "plain")),
+        Known("mode", CHAT, Does.REFUSED, neutral=("plain",)),
+        Known("size", CHAT, Does.REFUSED, neutral=(0,)),
+        Known("outer.mode", CHAT, Does.REFUSED, neutral=("plain",)),
+        Known("box", CHAT, Does.CONTAINER),
+        Known("heavy", CHAT, Does.ALIAS, "weights", ({},)),
+        Known("known", CHAT, Does.IGNORED),
+    )
+}
 
 
 def refusal(body: bytes) -> InvalidRequest:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from core.errors import InvalidRequest
 from core.types import SamplingParams
@@ -20,6 +21,13 @@ from server.gate.deadlines import Deadlines
 from tests.server.api import wire
 from tests.server.api.wire import VOCAB_SIZE
 
+WRONG_DEADLINES: list[tuple[Any, str]] = [
+    ({"ttft_ms": 0}, "deadlines.ttft_ms"),
+    ({"total_ms": 1e12}, "deadlines.total_ms"),
+    ({"inter_token_ms": "5"}, "deadlines.inter_token_ms"),
+    ({"ttft": 5}, "deadlines.ttft"),
+    (5, "deadlines"),
+]
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -143,28 +151,6 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], expected: str) -> Non
     assert param(**fields) == expected
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
-        {"beam_width": 2},
-        {"guided_json": {}},
-        {"guided_regex": "a"},
-        {"guided_grammar": "root ::= a"},
-    ],
-)
-def test_what_is_not_built_is_refused_on_every_surface(fields: dict[str, Any]) -> None:
-    for surface, ask in (
-        (ChatSurface(), ASK),
-        (CompletionsSurface(), {"prompt": "Hi"}),
-        (ResponsesSurface(), {"input": "Hi"}),
-    ):
-        error = wire.refusal(surface, **ask, **fields)
-        assert error.param == next(iter(fields))
-        assert error.code == "unsupported_parameter"
-
-
 def test_tools_that_are_not_functions_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     foreign = [{"type": "web_search"}, {"type": "code_interpreter"}, {"type": "web_search"}]
     for surface, ask in ((ChatSurface(), ASK), (ResponsesSurface(), {"input": "Hi"})):
@@ -193,64 +179,43 @@ def test_a_refusal_says_what_is_supported() -> None:
     assert error.message.endswith('Leave it out, or send "none", or send "auto".')
 
 
-def test_what_has_no_effect_is_accepted_and_known() -> None:
-    call = wire.parse(
-        ChatSurface(),
-        **ASK,
-        user="u",
-        metadata={"a": "b"},
-        service_tier="auto",
-        safety_identifier="s",
-        prompt_cache_key="k",
-        prompt_cache_retention="24h",
-        verbosity="low",
-        store=True,
-        tools=[],
-        tool_choice="none",
-        parallel_tool_calls=False,
-        beam_width=1,
-        whatever=1,
-    )
-    assert call.unknown_fields == ("whatever",)
-    assert call.sampling == sampling()
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        *(({"top_k": k}, {"top_k": 0}) for k in (-1, 0, VOCAB_SIZE, 2**60)),  # no limit
+        ({"temperature": 1e-30}, {"temperature": 0.0}),  # the division would overflow
+        *(({"seed": seed}, {"seed": seed % 2**64}) for seed in (0, -2, 2**64 - 1)),
+        ({"seed": -1}, {"seed": None}),  # as of other servers
+    ],
+)
+def test_odd_values_are_read_as_the_sampler_takes_them(asked: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert sampling(**asked) == structs.replace(sampling(), **expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "default", "taken", "wrong"),
+    [
+        ("cache_salt", "", {"é" * 256: "é" * 256}, {"": "", "s" * 257: "", 5: ""}),
+        ("priority", None, {-4: -4}, {5: "", -5: "", 0.5: "", "high": ""}),
+    ],
+)
 @pytest.mark.parametrize(
     ("surface", "ask"),
     [(ChatSurface(), ASK), (CompletionsSurface(), {"prompt": "Hi"}), (ResponsesSurface(), {"input": "Hi"})],
 )
-def test_cache_salt_arrives_from_every_surface(surface: Any, ask: dict[str, Any]) -> None:
-    assert wire.parse(surface, **ask).cache_salt == wire.parse(surface, **ask, cache_salt=None).cache_salt == ""
-    assert wire.parse(surface, **ask, cache_salt="é" * 256).cache_salt == "é" * 256
-    for wrong in ("", "s" * 257, 5):
-        assert wire.refusal(surface, **ask, cache_salt=wrong).param == "cache_salt"
-
-
-@pytest.mark.parametrize(
-    ("surface", "ask"),
-    [(ChatSurface(), ASK), (CompletionsSurface(), {"prompt": "Hi"}), (ResponsesSurface(), {"input": "Hi"})],
-)
-def test_priority_arrives_from_every_surface(surface: Any, ask: dict[str, Any]) -> None:
-    assert wire.parse(surface, **ask).priority is wire.parse(surface, **ask, priority=None).priority is None
-    assert wire.parse(surface, **ask, priority=-4).priority == -4
-    for wrong in (5, -5, 0.5, "high"):
-        assert wire.refusal(surface, **ask, priority=wrong).param == "priority"
-
-
-def test_top_k_of_all_tokens_means_no_limit() -> None:
-    assert [sampling(top_k=k).top_k for k in (-1, 0, VOCAB_SIZE, 2**60)] == [0, 0, 0, 0]
-
-
-def test_a_temperature_that_would_overflow_is_greedy() -> None:
-    assert sampling(temperature=1e-30).temperature == 0.0
-
-
-def test_seeds_become_unsigned_64_bit_numbers() -> None:
-    assert [sampling(seed=seed).seed for seed in (0, -2, 2**64 - 1)] == [0, 2**64 - 2, 2**64 - 1]
-
-
-def test_a_seed_of_minus_one_asks_for_no_seed_as_of_other_servers() -> None:
-    assert sampling(seed=-1).seed is None
+def test_what_all_surfaces_share_arrives_from_each(
+    surface: Any, ask: dict[str, Any], name: str, default: Any, taken: dict[Any, Any], wrong: dict[Any, str]
+) -> None:
+    for value in ({}, {name: None}):
+        assert getattr(wire.parse(surface, **ask, **value), name) == default
+    for value, expected in taken.items():
+        assert getattr(wire.parse(surface, **ask, **{name: value}), name) == expected
+    for value in wrong:
+        assert wire.refusal(surface, **ask, **{name: value}).param == name
+    limits = {"ttft_ms": 250, "total_ms": None}
+    assert wire.parse(surface, **ask, deadlines=limits).deadlines == Deadlines(ttft_s=0.25)
+    for deadlines, param in WRONG_DEADLINES:
+        assert wire.refusal(surface, **ask, deadlines=deadlines).param == param
 
 
 JSON = st.recursive(
@@ -278,28 +243,6 @@ def test_any_json_in_a_field_is_parsed_or_refused_by_name(name: str, value: obje
 def test_an_unknown_name_in_a_field_of_ours_is_told_the_known_ones(field: str, known: str) -> None:
     error = wire.refusal(ChatSurface(), **ASK, **{field: {"ttft": 5}})
     assert (error.message, error.param) == (f"There is no {field}.ttft. {field} may have {known}.", f"{field}.ttft")
-
-
-@pytest.mark.parametrize(
-    ("deadlines", "param"),
-    [
-        ({"ttft_ms": 0}, "deadlines.ttft_ms"),
-        ({"total_ms": 1e12}, "deadlines.total_ms"),
-        ({"inter_token_ms": "5"}, "deadlines.inter_token_ms"),
-        ({"ttft": 5}, "deadlines.ttft"),
-        (5, "deadlines"),
-    ],
-)
-def test_deadlines_are_checked_on_every_surface(deadlines: Any, param: str) -> None:
-    for surface, ask in (
-        (ChatSurface(), ASK),
-        (CompletionsSurface(), {"prompt": "Hi"}),
-        (ResponsesSurface(), {"input": "Hi"}),
-    ):
-        assert wire.refusal(surface, **ask, deadlines=deadlines).param == param
-        assert wire.parse(surface, **ask, deadlines={"ttft_ms": 250, "total_ms": None}).deadlines == Deadlines(
-            ttft_s=0.25
-        )
 
 
 @pytest.mark.parametrize(

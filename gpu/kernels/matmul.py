@@ -1,25 +1,58 @@
-"""Products with a layer's matrices, plain and quantised, of one matrix or of one per expert: @triton.jit.
+"""Matmuls with a layer's matrices by Triton's kernels, plain and quantised, and their launches. Thread: engine.
 
-Thread: engine. A weight is [out, in] as it lies in memory; rows come in tiles of BLOCK_M, outputs of BLOCK_N, and
-inputs are added BLOCK_K at a time, in order, in float32. A product may be cut along its inputs into parts, which
-another kernel adds up in order: nothing is added atomically, and a row's sums are the same in any company that has the
-same tiles.
+Of one matrix, or of one per expert. A weight is [out, in] as it lies in memory; rows come in tiles of BLOCK_M, outputs
+of BLOCK_N, and inputs are added BLOCK_K at a time, in order, in float32. A matmul may be cut along its inputs into
+parts, which another kernel adds up in order: nothing is added atomically.
+
+A row's sums depend on the matrix's shape and on the tile alone, and there are two tiles: of SMALL_ROWS, and a larger
+one for more. So a row is rounded in one way among up to SMALL_ROWS, and perhaps in another among more: the instructions
+of other tiles may add in another order. cuBLAS, which multiplies plain matrices for many rows, chooses its kernel, its
+tiles and its splits anew for each number of rows. To be the same to the last bit in any company is therefore to have
+the small tile for every token that a sequence samples itself and the large one for its prompt, whatever shares the
+step; many rows then read the weights once for each SMALL_ROWS of them.
+
+A layer's experts take two launches, without the host. The router's choices are sorted by expert, where they lie; each
+expert's rows come in tiles of their own, and how many tiles that makes is bounded by the rows alone, so that a graph
+may hold it.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-PLAIN = tl.constexpr(0)  # weights of the rows' format
-SCALED = tl.constexpr(1)  # integers or floats of 8 bits, and a scale per output
-INT4 = tl.constexpr(2)  # see gpu/quantize.py: a scale and a zero per group of inputs
-GROUPED = tl.constexpr(3)  # numbers of 8 bits, and a scale per group of inputs
+from core.config import ExpertsConfig
+from gpu.kernels.sizes import (
+    COLUMN_WARPS,
+    COLUMNS,
+    LARGE_GROUPED_TILE,
+    LARGE_TILES,
+    SMALL_ROWS,
+    SMALL_TILES,
+    MatmulTile,
+    knows_fp8,
+    next_power_of_two,
+    split_inputs,
+    splits_for,
+)
+from gpu.layers import Gated, shares_of
+from gpu.linear import Linear
+from gpu.parameters import ExpertWeights
+from gpu.quant import FP8, LEAST_GROUP, QuantizedWeight, Weight
+
+# How weights are stored: in the rows' format; as integers or floats of 8 bits, with a scale per output; in 4 bits, with
+# a scale and a zero per group of inputs (gpu/quant.py); as numbers of 8 bits, with a scale per group of inputs.
+PLAIN, SCALED, INT4, GROUPED = range(4)
+_SCALED, _INT4, _GROUPED = tl.constexpr(SCALED), tl.constexpr(INT4), tl.constexpr(GROUPED)
 MIDDLE_INT4 = tl.constexpr(8)
 ROW_GROUP = tl.constexpr(8)  # tiles of rows whose programs run side by side: they share the weights they read
+PRECISION = "ieee"  # of float32: not rounded to fewer bits first
 
 
-class Matrices(NamedTuple):
+class StoredMatrices(NamedTuple):
     """One or more, behind each other, and how they are stored and multiplied.
 
     Args:
@@ -129,13 +162,13 @@ def _multiply_tile(
         outputs: [BLOCK_N], of the matrix: what is beyond reads the first.
     """
     places = first_output + tl.where(outputs < matrices.num_out, outputs, 0).to(tl.int64)
-    if matrices.FORM == INT4:
+    if matrices.FORM == _INT4:
         total = _int4_part(x, rows, is_row, matrices, places, first, end, BLOCK_M, BLOCK_N, BLOCK_K)
-    elif matrices.FORM == GROUPED:
+    elif matrices.FORM == _GROUPED:
         total = _grouped_part(x, rows, is_row, matrices, places, first, end, BLOCK_M, BLOCK_N, BLOCK_K)
     else:
         total = _plain_part(x, rows, is_row, matrices, places, first, end, BLOCK_M, BLOCK_N, BLOCK_K)
-        if matrices.FORM == SCALED:
+        if matrices.FORM == _SCALED:
             total *= tl.load(matrices.scales + places).to(tl.float32)[None, :]
     return total
 
@@ -201,10 +234,10 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x times the weights, transposed. Programs: a tile of rows and outputs; parts of the inputs. See Matrices."""
+    """x times the weights, transposed. Programs: a tile of rows and outputs; parts of the inputs."""
     _multiply_split(
         x, x_stride,
-        Matrices(
+        StoredMatrices(
             weights, scales, zeros, bias, num_out, num_in, row_stride, FORM, HAS_BIAS, GROUP, IS_WHOLE, PRECISION
         ),
         out, num_rows, split_inputs, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -288,14 +321,14 @@ def multiply_by_expert(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Each pair of a token and an expert: the token's row times the expert's weights, transposed. See Matrices.
+    """Each pair of a token and an expert: the token's row times the expert's weights, transposed. See StoredMatrices.
 
     Programs: a tile of outputs; a tile of one expert's pairs, the experts behind each other. There may be more programs
     than tiles.
     """
     _multiply_pairs(
         x,
-        Matrices(
+        StoredMatrices(
             weights, scales, zeros, bias, num_out, num_in, row_stride, FORM, HAS_BIAS, GROUP, IS_WHOLE, PRECISION
         ),
         out, pairs, ends, num_experts, SHARE, BLOCK_E, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -320,3 +353,226 @@ def add_experts(
         row = token * ACTIVE + place
         total += tl.load(shares + row) * tl.load(found + row * width + columns, mask=is_inside, other=0.0)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight, or a stack of them, as the kernels read it.
+
+    Args:
+        form: PLAIN, SCALED, INT4 or GROUPED.
+        values: [..., out, in], or as the form says; scales and zeros are values where the form has none.
+        num_bits: of a weight.
+        group: inputs that share a scale.
+    """
+
+    form: int
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor
+    num_out: int
+    num_in: int
+    num_bits: int
+    group: int
+
+    @property
+    def has_groups(self) -> bool:
+        return self.form in (INT4, GROUPED)
+
+    @property
+    def group_constant(self) -> int:
+        """What the kernels are compiled for."""
+        return self.group if self.has_groups else 1
+
+    def tile(self, num_rows: int) -> MatmulTile:
+        """For so many rows of a step."""
+        found = (SMALL_TILES if num_rows <= SMALL_ROWS else LARGE_TILES)[self.num_bits]
+        if not self.has_groups:
+            return found
+        if self.form == GROUPED and num_rows > SMALL_ROWS:
+            found = LARGE_GROUPED_TILE
+        inputs = found.inputs
+        while self.group % inputs:
+            inputs //= 2
+        return MatmulTile(found.rows, found.outputs, inputs, found.num_warps, found.num_stages)
+
+
+def can_multiply(weight: Weight) -> bool:
+    """Whether the kernels know how it is stored, on its device."""
+    if isinstance(weight, Tensor):
+        return weight.is_contiguous()
+    if weight.values.dtype == FP8 and not knows_fp8(weight.values.device):
+        return False
+    parts = [part for part in (weight.values, weight.scales, weight.zeros) if part is not None]
+    are_outputs_scaled = weight.zeros is None and weight.scales.shape[-1] == 1
+    return all(part.is_contiguous() for part in parts) and (are_outputs_scaled or weight.group_size % LEAST_GROUP == 0)
+
+
+def stored_as(weight: Weight) -> tuple[str, int]:
+    """(how it is stored, in a word; bytes)."""
+    if isinstance(weight, Tensor):
+        return str(weight.dtype).removeprefix("torch."), weight.nbytes
+    if weight.zeros is not None:
+        return f"int4 by {weight.group_size}", weight.values.nbytes
+    groups = "" if weight.scales.shape[-1] == 1 else f" by {weight.group_size}"
+    return str(weight.values.dtype).removeprefix("torch.") + groups, weight.values.nbytes
+
+
+def as_matrix(weight: Weight) -> Matrix:
+    """Of one that it can_multiply; shares its memory."""
+    num_out, num_in = weight.shape[-2:]
+    if isinstance(weight, QuantizedWeight):
+        if weight.zeros is None:
+            form = SCALED if weight.scales.shape[-1] == 1 else GROUPED
+            return Matrix(form, weight.values, weight.scales, weight.scales, num_out, num_in, 8, weight.group_size)
+        return Matrix(INT4, weight.values, weight.scales, weight.zeros, num_out, num_in, 4, weight.group_size)
+    return Matrix(PLAIN, weight, weight, weight, num_out, num_in, 8 * weight.element_size(), num_in)
+
+
+class Matmul:
+    """One matrix's.
+
+    Args:
+        weight: [out, in], one that it can_multiply.
+        bias: [out], or None.
+    """
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        self._matrix = as_matrix(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]; returns [tokens, out]."""
+        matrix, num_rows = self._matrix, x.shape[0]
+        out = x.new_empty((num_rows, matrix.num_out))
+        if not num_rows:
+            return out
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        tile = matrix.tile(num_rows)
+        splits = splits_for(matrix.num_out, matrix.num_in, tile) if num_rows <= SMALL_ROWS else 1
+        parts = out if splits == 1 else out.new_empty((splits, *out.shape), dtype=torch.float32)
+        num_tiles = -(-num_rows // tile.rows) * -(-matrix.num_out // tile.outputs)
+        bias = out if self._bias is None else self._bias  # what is not read is still an address
+        multiply[(num_tiles, splits)](
+            x,
+            matrix.values,
+            matrix.scales,
+            matrix.zeros,
+            bias,
+            parts,
+            num_rows,
+            matrix.num_out,
+            matrix.num_in,
+            matrix.values.stride(-2),
+            x.stride(0),
+            split_inputs(matrix.num_in, splits, tile),
+            FORM=matrix.form,
+            HAS_BIAS=self._bias is not None,
+            SPLITS=splits,
+            GROUP=matrix.group_constant,
+            IS_WHOLE=matrix.num_in % tile.inputs == 0,
+            PRECISION=PRECISION,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.outputs,
+            BLOCK_K=tile.inputs,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        if splits > 1:
+            add_splits[(num_rows, -(-matrix.num_out // COLUMNS))](
+                parts,
+                bias,
+                out,
+                num_rows,
+                matrix.num_out,
+                HAS_BIAS=self._bias is not None,
+                SPLITS=splits,
+                BLOCK=COLUMNS,
+                num_warps=COLUMN_WARPS,
+            )
+        return out
+
+
+def can_group(weights: ExpertWeights) -> bool:
+    """Whether the kernels know how the experts are stored."""
+    return can_multiply(weights.gate_up) and can_multiply(weights.down)
+
+
+class GroupedExperts:
+    """See gpu.layers.Experts.
+
+    Args:
+        weights: such as it can_group.
+        router: hidden -> experts.
+    """
+
+    def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, router: Linear) -> None:
+        self._config = config
+        self._router = router
+        self._gated = gated
+        self._gate_up, self._gate_up_bias = as_matrix(weights.gate_up), weights.gate_up_bias
+        self._down, self._down_bias = as_matrix(weights.down), weights.down_bias
+        self._experts = torch.arange(config.num_experts, device=weights.router.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden], normed; also returned so."""
+        num_active, num_tokens = self._config.num_active, x.shape[0]
+        if not num_tokens:
+            return x
+        shares, chosen = shares_of(self._router(x), num_active, self._config.is_normalized)
+        by_expert, pairs = chosen.flatten().sort(stable=True)  # [tokens * active]: whose, and which (token, choice)
+        ends = torch.searchsorted(by_expert, self._experts, right=True)  # [experts]: of each one's pairs
+        inner = self._multiply(x, self._gate_up, self._gate_up_bias, pairs, ends, num_active)
+        found = self._multiply(self._gated(inner), self._down, self._down_bias, pairs, ends, 1)
+        out = torch.empty_like(x)
+        add_experts[(num_tokens, -(-x.shape[1] // COLUMNS))](
+            found, shares, out, x.shape[1], ACTIVE=num_active, BLOCK=COLUMNS, num_warps=COLUMN_WARPS
+        )
+        return out
+
+    def _multiply(
+        self, x: Tensor, matrix: Matrix, bias: Tensor | None, pairs: Tensor, ends: Tensor, share: int
+    ) -> Tensor:
+        """[pairs, out], in the order of (token, choice).
+
+        Args:
+            x: [pairs / share, in].
+            pairs, ends: see multiply_by_expert.
+        """
+        num_experts, num_pairs = self._config.num_experts, len(pairs)
+        # Few rows as for a matrix of all: a token's experts are the same in its company's tiles.
+        tile = matrix.tile(SMALL_ROWS if num_pairs <= SMALL_ROWS * self._config.num_active else SMALL_ROWS + 1)
+        out = x.new_empty((num_pairs, matrix.num_out))
+        multiply_by_expert[(-(-matrix.num_out // tile.outputs), most_tiles(num_pairs, num_experts, tile.rows))](
+            x,
+            matrix.values,
+            matrix.scales,
+            matrix.zeros,
+            out if bias is None else bias,  # what is not read is still an address
+            out,
+            pairs,
+            ends,
+            matrix.num_out,
+            matrix.num_in,
+            matrix.values.stride(-2),
+            num_experts,
+            SHARE=share,
+            FORM=matrix.form,
+            HAS_BIAS=bias is not None,
+            GROUP=matrix.group_constant,
+            IS_WHOLE=matrix.num_in % tile.inputs == 0,
+            PRECISION=PRECISION,
+            BLOCK_E=next_power_of_two(num_experts),
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.outputs,
+            BLOCK_K=tile.inputs,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return out
+
+
+def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+    """Tiles of so many rows that pairs can fill, however they fall: each expert's last may be partly empty."""
+    return num_pairs // rows + min(num_pairs, num_experts)

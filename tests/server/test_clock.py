@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from server.deadline import DeadlineTimer
+from server.clock import DeadlineTimer
 from tests.server.virtual_loop import VirtualTimeLoop
 
 

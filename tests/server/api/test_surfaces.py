@@ -1,4 +1,4 @@
-"""The hot path of every surface: text that comes alone is written as a delta of it would be."""
+"""What holds on every surface: how text is written on the hot path, and how a sequence ends that did not end well."""
 
 from typing import Any
 
@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.errors import ServiceError
+from core.types import FinishReason
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
 from server.api.responses import ResponsesSurface
-from server.api.surface import Surface
+from server.api.surface import Choice, Surface
 from tests.server.api import wire
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -31,3 +33,19 @@ def test_text_alone_is_written_as_its_delta(surface: Surface, fields: dict[str, 
         written = as_text.text(choice, text)
         assert wire.read_events(written) == wire.read_events(as_delta.delta(choice, wire.say(text)))
         assert b"\n" not in written[:-2].replace(b"\ndata: ", b"")
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
+@pytest.mark.parametrize(("surface", "fields"), REQUESTS)
+def test_a_reason_that_the_wire_lacks_is_not_written_and_makes_a_whole_answer_an_error(
+    surface: Surface, fields: dict[str, Any], reason: FinishReason
+) -> None:
+    call = wire.parse(surface, stream=True, **fields)
+    reply = surface.stream_reply(call, wire.CONTEXT)
+    assert reply.delta(0, wire.say("")) == reply.delta(0, wire.say("", reason)) == b""
+    ((_, said),) = wire.read_events(reply.delta(0, wire.say("kept", reason)))
+    assert "kept" in str(said)
+    assert said.get("choices", [{"finish_reason": None}])[0]["finish_reason"] is None
+    choices = [Choice(i, "a", reason) for i in range(len(call.prompts) * call.num_sequences)]
+    with pytest.raises(ServiceError):
+        surface.whole_reply(call, wire.CONTEXT, choices, wire.USAGE, {})

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu.kernels.block_sizes import (
+from gpu.kernels.matmul import Matmul, can_multiply, stored_as
+from gpu.kernels.sizes import (
     MAX_SPLITS,
     MIN_SPLIT_INPUTS,
     SMALL_ROWS,
@@ -12,8 +13,7 @@ from gpu.kernels.block_sizes import (
     split_inputs,
     splits_for,
 )
-from gpu.kernels.product import Product, can_multiply, stored_as
-from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
+from gpu.quant import QuantizedWeight, Weight, dequantize, quantize
 
 FORMS = ("plain", "int8", "fp8", "int4", "fp8 by 32")
 SHAPES = ((70, 96), (33, 544), (64, 2048))  # odd outputs; odd inputs in several parts; whole tiles in several parts
@@ -58,7 +58,7 @@ def test_a_product_is_the_weights(
     weight, x = weight_of(form, shape, dtype, device), rows_of(num_rows, shape[1], dtype, device)
     bias = rows_of(1, shape[0], dtype, device)[0] if num_rows != 5 else None
     assert can_multiply(weight)
-    got = Product(weight, bias)(x)
+    got = Matmul(weight, bias)(x)
     assert got.dtype == dtype
     assert_near(got, exact(weight, x, bias))
 
@@ -66,17 +66,17 @@ def test_a_product_is_the_weights(
 def test_inputs_of_any_number_are_multiplied(device: torch.device) -> None:
     for num_in in (1, 63, 65):
         weight, x = (rows_of(rows, num_in, torch.float32, device) for rows in (40, 3))
-        assert_near(Product(weight, None)(x), exact(weight, x, None))
+        assert_near(Matmul(weight, None)(x), exact(weight, x, None))
 
 
 def test_no_rows_give_none(device: torch.device) -> None:
-    assert Product(torch.ones(8, 16, device=device), None)(torch.ones(0, 16, device=device)).shape == (0, 8)
+    assert Matmul(torch.ones(8, 16, device=device), None)(torch.ones(0, 16, device=device)).shape == (0, 8)
 
 
 def test_rows_may_lie_apart_and_columns_too(device: torch.device) -> None:
     weight, wide = rows_of(24, 32, torch.float32, device), rows_of(32, 64, torch.float32, device)
     for x in (wide[:, 3:35], wide[:, :7].T):
-        assert_near(Product(weight, None)(x), exact(weight, x, None))
+        assert_near(Matmul(weight, None)(x), exact(weight, x, None))
 
 
 @pytest.mark.parametrize("num_inputs", [32, 96, 256])
@@ -90,7 +90,7 @@ def test_groups_of_any_size_that_is_known(num_inputs: int, device: torch.device)
     assert weight.group_size == num_inputs
     assert can_multiply(weight)
     x = rows_of(3, num_groups * num_inputs, torch.float32, device)
-    assert_near(Product(weight, None)(x), exact(weight, x, None))
+    assert_near(Matmul(weight, None)(x), exact(weight, x, None))
 
 
 @pytest.mark.parametrize("num_inputs", [64, 96, 128, 256])
@@ -100,7 +100,7 @@ def test_groups_of_8_bit_floats_of_any_size_that_is_known(num_inputs: int, devic
     assert can_multiply(weight)
     assert stored_as(weight) == (f"float8_e4m3fn by {num_inputs}", 40 * 2 * num_inputs)
     for num_rows in (3, SMALL_ROWS + 4):
-        assert_near(Product(weight, None)(x[:num_rows]), exact(weight, x[:num_rows], None))
+        assert_near(Matmul(weight, None)(x[:num_rows]), exact(weight, x[:num_rows], None))
 
 
 def test_what_is_not_known_is_told() -> None:
@@ -117,7 +117,7 @@ def test_a_row_is_multiplied_in_the_same_way_in_any_company(
 ) -> None:
     weight, x = weight_of(form, (48, 1024), dtype, device), rows_of(SMALL_ROWS, 1024, dtype, device)
     assert splits_for(48, 1024, SMALL_TILES[16]) > 1
-    product = Product(weight, None)
+    product = Matmul(weight, None)
     together = product(x)
     x[7] = float("nan")
     assert torch.equal(product(x)[:7], together[:7])

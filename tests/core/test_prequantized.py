@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from core.errors import BadCheckpoint, UnsupportedModel
-from core.packed_config import PackedConfig, parse_packed, refuse_other_methods
+from core.prequantized import PackedConfig, parse_packed, refuse_other_methods
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

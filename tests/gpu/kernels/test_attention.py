@@ -17,8 +17,8 @@ from core.config import parse_model_config
 from gpu.attention import RaggedRows
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
-from gpu.kernels.attention_tiles import Tiles, tiles_for
-from gpu.kernels.paged_attention import PagedAttention
+from gpu.kernels.attention import PagedAttention
+from gpu.kernels.sizes import Tiles, tiles_for
 from gpu.kv_cache import LayerKV
 from gpu.memory_plan import plan_memory
 from gpu.operators import Operators

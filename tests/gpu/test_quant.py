@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from core.config import QUANTIZE_SCHEMES
 from core.errors import BadCheckpoint
-from gpu.quantize import can_quantize, dequantize, pack_nibbles, quantize, round_up_to_bfloat16, unpack_nibbles
+from gpu.quant import can_quantize, dequantize, pack_nibbles, quantize, round_up_to_bfloat16, unpack_nibbles
 
 
 def weight_of(seed: int, size: float, offset: float) -> torch.Tensor:

@@ -10,11 +10,11 @@ import torch
 
 from core.config import EngineConfig, ModelConfig
 from gpu.device import DeviceChoice
-from gpu.kernels import product, support
+from gpu.kernels import matmul, sizes
+from gpu.kernels.attention import PagedAttention
 from gpu.kernels.operators import TritonOperators
-from gpu.kernels.paged_attention import PagedAttention
 from gpu.operators import Operators
-from gpu.quantize import quantize
+from gpu.quant import quantize
 from gpu.tune import (
     describe_attention,
     describe_graphs,
@@ -23,7 +23,7 @@ from gpu.tune import (
     find_recorder,
     why_no_kernels,
 )
-from tests.gpu.kernels.test_elementwise import CONFIG
+from tests.gpu.kernels.test_operators import CONFIG
 
 CUDA = DeviceChoice(torch.device("cuda", 0), "", torch.bfloat16, "", 1, "")
 ROOT = Path(__file__).parents[3]
@@ -60,15 +60,15 @@ def test_8_bit_floats_are_left_to_torch_where_triton_converts_none(
     capability: tuple[int, int], is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert support.knows_fp8(CUDA.device) is is_known
-    assert support.knows_fp8(torch.device("cpu"))
-    monkeypatch.setattr(product, "knows_fp8", lambda device: is_known)
-    assert product.can_multiply(quantize(torch.ones(8, 32), "fp8")) is is_known
-    assert product.can_multiply(quantize(torch.ones(8, 32), "int8"))
+    assert sizes.knows_fp8(CUDA.device) is is_known
+    assert sizes.knows_fp8(torch.device("cpu"))
+    monkeypatch.setattr(matmul, "knows_fp8", lambda device: is_known)
+    assert matmul.can_multiply(quantize(torch.ones(8, 32), "fp8")) is is_known
+    assert matmul.can_multiply(quantize(torch.ones(8, 32), "int8"))
 
 
 def test_without_triton_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    monkeypatch.setattr(sizes, "find_spec", lambda name: None)
     assert why_no_kernels(CONFIG, CUDA) == "triton is not installed"
     assert type(find_operators(CONFIG, CUDA)) is Operators
 
@@ -96,7 +96,7 @@ def test_a_model_that_they_do_not_know_is_left_to_torch(config: ModelConfig, why
 def test_heads_that_attention_does_not_know_are_left_to_torch(
     config: ModelConfig, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "MAX_HEAD_DIM", 1024)
+    monkeypatch.setattr(sizes, "MAX_HEAD_DIM", 1024)
     found = find_operators(config, CUDA)
     assert type(found) is TritonOperators
     assert found.attention is None

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpu.kernels.block_sizes import heads_at_once
 from gpu.kernels.operators import ACTIVATIONS, TritonOperators
+from gpu.kernels.sizes import heads_at_once
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED
 from gpu.operators import Operators

@@ -1,0 +1,211 @@
+"""config.json's quantization_config: which checkpoints are prequantized, understood completely or refused by name.
+
+GPTQ and AWQ pack integers; the others store 8-bit floats (e4m3), of which only weights are read so: scales of
+activations, of keys and of values are left out, and those stay in the serving format. Which matrices are stored so, the
+files say; lists of modules that are not are therefore not read. Any thread.
+
+Sources: AutoGPTQ and AutoAWQ; transformers, FineGrainedFP8Config; AutoFP8, its config.json; compressed-tensors,
+QuantizationArgs. What the 8-bit numbers are: arXiv:2209.05433.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from core.config_fields import (
+    bad_field,
+    positive_int,
+    read_bool,
+    read_quantization,
+    refuse_others,
+    unsupported_field,
+)
+from core.errors import UnsupportedModel
+
+# Fields that change what the tensors mean, and the values under which they do not.
+_NEUTRAL_PACKED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gptq": {
+        "checkpoint_format": ("gptq", "gptq_v2", None),
+        "format": ("gptq", "gptq_v2", None),  # newer GPTQModel's word for it, beside the other
+        "is_marlin_format": (False, None),
+        "use_marlin_format": (False, None),
+        "pack_dtype": ("int32", None),
+        "dynamic": ({}, None),  # modules with settings of their own
+    },
+    "awq": {
+        "zero_point": (True, None),
+        "modules_to_fuse": ({}, [], None),
+        **dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm", "GEMM", None)),
+    },
+}
+_NEUTRAL_FP8: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fp8": {
+        "fmt": ("e4m3", "float8_e4m3fn", None),
+        "scale_fmt": ("float", "ue8m0", None),  # powers of two are floats, too
+        "expert_dtype": ("fp8", None),
+    },
+    "compressed-tensors": {"format": ("float-quantized",), "transform_config": ({}, None)},
+}
+_NEUTRAL_FP8_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True, None),
+    "dynamic": (False, None),
+    "strategy": ("tensor", "channel", "block"),
+}
+
+
+def refuse_other_methods(config: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UnsupportedModel: the checkpoint is quantised by a method that is not read.
+    """
+    given = config.get("quantization_config")
+    if given is not None and parse_packed(config) is None and parse_fp8(config) is None:
+        method = given.get("quant_method") if isinstance(given, Mapping) else given
+        known = " or ".join((*_NEUTRAL_PACKED, *_NEUTRAL_FP8))
+        raise UnsupportedModel(
+            f"config.json: quantization_config.quant_method={method!r} is not supported.",
+            f"use a model quantised by {known}, or the plain model with --quantize.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConfig:
+    """How a checkpoint's matrices are packed: weight = (value - zero) * scale, all in integers of so many bits.
+
+    Args:
+        method: "gptq" or "awq".
+        group_size: inputs that share scale and zero; None: all of a row.
+        has_order: each input names its group (desc_act), and neighbours may be of different ones.
+        zero_offset: what is added to stored zeros.
+    """
+
+    method: str
+    bits: int
+    group_size: int | None
+    has_order: bool
+    zero_offset: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the integers are served as they are, as int4; otherwise they become floats while they load."""
+        has_groups = not self.has_order and (self.group_size is None or self.group_size % 32 == 0)
+        return self.bits == 4 and has_groups
+
+
+def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
+    """None: the checkpoint is not of these methods.
+
+    Raises:
+        UnsupportedModel, BadCheckpoint: it is, but in a variant that is not read, or that no one can read.
+    """
+    given = read_quantization(config, _NEUTRAL_PACKED)
+    if given is None:
+        return None
+    if given["quant_method"] == "awq":
+        return _parse_awq(given)
+    bits = positive_int(given, "bits")
+    if bits not in (4, 8):
+        raise unsupported_field("quantization_config.bits", bits, (4, 8))
+    # Of the first format stored zeros are one less: source: AutoGPTQ, QuantLinear.pack.
+    zero_offset = 0 if _gptq_format(given) == "gptq_v2" else 1
+    return PackedConfig("gptq", bits, _group_size(given, "group_size"), read_bool(given, "desc_act"), zero_offset)
+
+
+def _gptq_format(given: Mapping[str, Any]) -> str:
+    named = {str(given[name]) for name in ("checkpoint_format", "format") if given.get(name) is not None}
+    if len(named) > 1:
+        raise bad_field(f"quantization_config: checkpoint_format and format are {' and '.join(sorted(named))}.")
+    return next(iter(named), "gptq")
+
+
+def _parse_awq(given: Mapping[str, Any]) -> PackedConfig:
+    bits = positive_int(given, "bits" if "bits" in given else "w_bit")
+    if bits != 4:
+        raise unsupported_field("quantization_config.bits", bits, (4,))
+    group_size = _group_size(given, "group_size" if "group_size" in given else "q_group_size")
+    return PackedConfig("awq", bits, group_size, has_order=False, zero_offset=0)
+
+
+def _group_size(given: Mapping[str, Any], name: str) -> int | None:
+    if given.get(name) == -1:
+        return None
+    size = positive_int(given, name)
+    if size < 8:
+        raise bad_field(f"quantization_config.{name}={size} is not a group.")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Config:
+    """How a checkpoint's matrices are scaled: weight = value * scale.
+
+    Args:
+        block: (outputs, inputs) that share a scale, from the first on, the last perhaps fewer; None: a scale for each
+            output, or one for all.
+    """
+
+    block: tuple[int, int] | None
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs that share a scale; None: all of a row."""
+        return None if self.block is None else self.block[1]
+
+
+def parse_fp8(config: Mapping[str, Any]) -> Fp8Config | None:
+    """None: the checkpoint is not of these methods.
+
+    Raises:
+        UnsupportedModel, BadCheckpoint: it is, but in a variant that is not read, or that no one can read.
+    """
+    given = read_quantization(config, _NEUTRAL_FP8)
+    if given is None:
+        return None
+    if given["quant_method"] == "fp8":
+        return Fp8Config(_block(given.get("weight_block_size"), "quantization_config.weight_block_size"))
+    sparsity = given.get("sparsity_config")
+    if isinstance(sparsity, Mapping):
+        refuse_others(sparsity, {"format": ("dense", None)}, "quantization_config.sparsity_config")
+    return _parse_groups(given.get("config_groups"))
+
+
+def _parse_groups(groups: object) -> Fp8Config:
+    """Of compressed-tensors: which modules are of which group does not matter where all are stored alike."""
+    if not isinstance(groups, Mapping) or not groups:
+        raise bad_field(f"quantization_config.config_groups={groups!r} names no group.")
+    found = [_parse_group(group, f"quantization_config.config_groups.{name}") for name, group in groups.items()]
+    if len(set(found)) > 1:
+        blocks = sorted({str(each.block) for each in found})
+        raise unsupported_field("quantization_config.config_groups: block_structure", blocks, ("one for all groups",))
+    return found[0]
+
+
+def _parse_group(group: object, name: str) -> Fp8Config:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
+        raise bad_field(f"{name} does not say how weights are stored.")
+    refuse_others(group, {"format": ("float-quantized", None)}, name)
+    refuse_others(weights, _NEUTRAL_FP8_WEIGHTS, f"{name}.weights")
+    if weights["strategy"] != "block":
+        return Fp8Config(None)
+    block = _block(weights.get("block_structure"), f"{name}.weights.block_structure")
+    if block is None:
+        raise bad_field(f"{name}.weights.block_structure is missing.")
+    return Fp8Config(block)
+
+
+def _block(given: object, name: str) -> tuple[int, int] | None:
+    """[outputs, inputs], or "128x128" as older compressed-tensors write it."""
+    if given is None:
+        return None
+    sizes = given.split("x") if isinstance(given, str) else given
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(_is_size(size) for size in sizes):
+        raise bad_field(f"{name}={given!r} is not two sizes.")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _is_size(size: object) -> bool:
+    is_number = isinstance(size, int) and not isinstance(size, bool)
+    return (is_number or (isinstance(size, str) and size.isdecimal())) and int(str(size)) > 0

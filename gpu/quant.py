@@ -1,0 +1,523 @@
+"""Weights as 8- or 4-bit numbers with scales: quantise and dequantise. On the tensor's device. Thread: engine.
+
+int8: one scale per row (output channel), symmetric. fp8: the same of floats with four bits of exponent and three of
+mantissa (e4m3fn: arXiv:2209.05433), which follow small weights closer and large ones less. int4: a scale and a zero per
+group of neighbours in a row, asymmetric. Scales and zeros are bfloat16, and the numbers are chosen for the rounded
+ones. What a checkpoint stores as fp8 keeps its own scales, in float32, which may be of groups as well.
+
+Only matrices of layers are quantised: embedding and head stay in the serving format. They are read by row or share
+their numbers (tied), and an error in the head goes into every logit; norms, biases and routers are too small to matter.
+
+Greedy agreement of the demonstration model with itself in bfloat16, over the held text: int8 98.4 %; int4 in groups of
+32, 64 and 128: 79.0, 77.7 and 73.4 %; with the head quantised too 98.0 and 76.6 %.
+
+Matmuls with them: numba's or Triton's kernels where they know a matrix; otherwise torch's operators where rows are few,
+dequantised slabs where they are many. One Zen 5 core, 9,728 x 896, beside prepacked bfloat16 (1.1 ms at one row): the
+int4 operator takes 0.43 of its time at one row, 0.5 at two, 1.3 at four, 3 at 32; the int8 operator 1.1 to 1.5 at one
+and 2 to 3 from four. Dequantising adds 10 ms (int4) or 2 ms (int8) whatever the rows: as much as the matmul itself at
+64 rows, a fifth of it at 512. The operators are torch's own but not public: they are tried at start, and where they
+fail or differ, slabs serve.
+
+What was quantised is kept on disk, so that the next start need not make it again: one safetensors file per matrix,
+named by the SHA-256 of its numbers, their format and the scheme: whichever model they came from, the same numbers give
+the same file. A file is written aside and renamed, and read only if its content has the hash that it claims; a damaged
+one is made again. What cannot be written is not kept, with a warning.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from core.config import EngineConfig
+from core.errors import BadCheckpoint
+from gpu.cache_files import cache_home
+
+# Of int4, the first that divides a row. Smaller ones follow the weights closer: 64 costs 4.5 bits a weight, 32 costs 5.
+GROUP_SIZES = (64, 32)
+MAX_INT8 = 127
+FP8 = torch.float8_e4m3fn
+MAX_FP8 = 448.0
+MAX_INT4 = 15
+MIDDLE_INT4 = 8  # the integer that stands for the zero
+LEAST_GROUP = 32  # inputs that share a scale: the least that a matrix instruction takes of each half of a byte
+BLOCK_ROWS = 64  # outputs that torch's int4 operator keeps together
+OPERATOR_GROUPS = (256, 128, 64, 32)  # inputs that may share a scale there
+SLAB_ELEMENTS = 2**20  # quantised at once: what is float32 beside the weight
+INT4_ROWS = 32  # beyond so many, slabs are faster
+INT8_ROWS = 5
+SLAB_BYTES = 2**21  # of a dequantised part of the weight: what the second-level cache holds
+DEVICE_SLAB_BYTES = 2**26  # likewise on a device, where each part costs launches
+HALF_BLOCK = BLOCK_ROWS // 2
+LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
+CACHE_FOLDER = Path("steploop", "quantized")
+CACHE_SUFFIX = ".safetensors"
+CACHE_VERSION = "1"  # of what quantize() makes: another one, other names
+CONTENT_HASH = "sha256"  # in the file's metadata
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A matrix, or a stack of them: weight = (value - middle) * scale + zero.
+
+    Args:
+        dtype: of the weight that it was, and of the rows that it multiplies.
+        values: int8 and fp8: [..., out, in], int8 or float8_e4m3fn; int4: [..., out, in / 2], uint8, the even column in
+            the low half.
+        scales: int8: [..., out, 1]; fp8: likewise, or [..., out, in / group]; int4: [..., out, in / group]; bfloat16,
+            a checkpoint's of fp8 float32.
+        zeros: int4: as scales; others: None.
+    """
+
+    dtype: torch.dtype
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix: [..., out, in]."""
+        *rows, width = self.values.shape
+        return (*rows, width if self.zeros is None else 2 * width)
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[-1] // self.scales.shape[-1]
+
+    def __getitem__(self, index: int | slice) -> "QuantizedWeight":
+        """Rows, or one matrix of a stack."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return QuantizedWeight(self.dtype, self.values[index], self.scales[index], zeros)
+
+
+Weight = Tensor | QuantizedWeight
+
+
+def floats(weight: Weight) -> Tensor:
+    """A weight that is not quantised: not yet, or never."""
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def group_size_of(num_in: int) -> int | None:
+    """Of int4 rows so long; None: no size divides them."""
+    return next((size for size in GROUP_SIZES if num_in % size == 0), None)
+
+
+def kept_group(stored: int | None, num_in: int) -> int | None:
+    """Inputs of a checkpoint's row, or of the part of it that a rank has, that share a scale once it is loaded.
+
+    Stored groups that do not divide the row, or within which a part begins, are cut into smaller ones.
+
+    Args:
+        stored: inputs that share one in the checkpoint; None: all of a row.
+    Returns:
+        None: they would be too small for kernels.
+    """
+    size = num_in if stored is None else math.gcd(stored, num_in)
+    return size if stored is None or size % LEAST_GROUP == 0 else None
+
+
+def split_groups(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same int4 weight in groups that torch's operator reads, where its own are a multiple of those."""
+    assert weight.zeros is not None
+    repeats = weight.group_size // operator_group_size(weight.group_size)
+    scales, zeros = (part.repeat_interleave(repeats, -1) for part in (weight.scales, weight.zeros))
+    return QuantizedWeight(weight.dtype, weight.values, scales, zeros)
+
+
+def operator_group_size(group_size: int) -> int:
+    """The largest that torch's int4 operator reads and that divides this one; itself where none does."""
+    return next((size for size in OPERATOR_GROUPS if group_size % size == 0), group_size)
+
+
+def can_quantize(scheme: str, num_in: int) -> bool:
+    """Whether rows so long can be stored so; those that cannot stay in the serving format."""
+    return scheme != "int4" or group_size_of(num_in) is not None
+
+
+def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype, group_size: int | None = None) -> int:
+    """Of a quantised matrix, or a stack, ready to multiply: an upper bound.
+
+    int4's operator wants outputs in blocks of 64, and scales and zeros in dtype; int8's wants a copy of its scales.
+
+    Args:
+        group_size: of a checkpoint's int4 or fp8, whose scales are float32; None: of what quantize() makes.
+    """
+    *stack, num_out, num_in = shape
+    if scheme == "fp8" and group_size is not None:
+        return math.prod(stack) * num_out * (num_in + num_in // group_size * torch.float32.itemsize)
+    if scheme != "int4":
+        return math.prod(stack) * num_out * (num_in + 2 + dtype.itemsize)
+    group_size = group_size or group_size_of(num_in)
+    assert group_size is not None
+    padded = -(-num_out // BLOCK_ROWS) * BLOCK_ROWS
+    return math.prod(stack) * padded * (num_in // 2 + num_in // group_size * 2 * dtype.itemsize)
+
+
+def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
+    """Round to the nearest integers. weight: [..., out, in], any float format, of a width that can_quantize.
+
+    A weight moves by at most half its scale, and as much as the zero's rounding (2 ** -8 of it).
+
+    Raises:
+        BadCheckpoint: a number is not finite.
+    """
+    num_in = weight.shape[-1]
+    rows = weight.reshape(-1, num_in)
+    group_size = group_size_of(num_in) if scheme == "int4" else num_in
+    assert group_size is not None
+    parts = []
+    for start, end in _slabs(rows.shape):
+        groups = rows[start:end].float().view(end - start, -1, group_size)  # [rows, groups, group]
+        if not groups.isfinite().all():
+            raise BadCheckpoint("A weight to be quantised is not a finite number.", "serve it without --quantize.")
+        parts.append(_FROM_GROUPS[scheme](groups))
+    values, scales, *zeros = (torch.cat(part).view(*weight.shape[:-1], -1) for part in zip(*parts, strict=True))
+    return QuantizedWeight(weight.dtype, values, scales, *zeros)
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """The matrix again, [..., out, in]: computed in dtype, which rounds as products in that format do."""
+    if weight.zeros is None:
+        groups = weight.values.to(dtype).view(*weight.scales.shape, -1)  # [..., out, groups, group]
+        return groups.mul_(weight.scales.unsqueeze(-1)).flatten(-2)  # float32 scales are not rounded first
+    values = unpack_nibbles(weight.values).view(torch.int8).sub_(MIDDLE_INT4).to(dtype)
+    groups = values.view(*weight.scales.shape, weight.group_size)
+    scales, zeros = weight.scales.to(dtype).unsqueeze(-1), weight.zeros.to(dtype).unsqueeze(-1)
+    return torch.addcmul(zeros, groups, scales).flatten(-2)
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """[..., 2 * n] of 0 to 15 → [..., n] bytes, the even one low."""
+    low, high = values.view(*values.shape[:-1], -1, 2).unbind(-1)
+    return low | (high << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """[..., n] bytes → [..., 2 * n] of 0 to 15, uint8."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def round_up_to_bfloat16(values: Tensor) -> Tensor:
+    """The nearest bfloat16 that is not smaller. values: float32, not negative."""
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)  # a float's first half is a bfloat16
+
+
+def _to_int8(groups: Tensor) -> tuple[Tensor, Tensor]:
+    scales = _usable(round_up_to_bfloat16(groups.abs().amax(-1) / MAX_INT8))  # [rows, 1]
+    values = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-MAX_INT8, MAX_INT8)
+    return values.to(torch.int8).flatten(1), scales
+
+
+def _to_fp8(groups: Tensor) -> tuple[Tensor, Tensor]:
+    scales = _usable(round_up_to_bfloat16(groups.abs().amax(-1) / MAX_FP8))  # [rows, 1]
+    return (groups / scales.float().unsqueeze(-1)).clamp_(-MAX_FP8, MAX_FP8).to(FP8).flatten(1), scales
+
+
+def _to_int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = groups.aminmax(dim=-1)
+    scales = _usable(round_up_to_bfloat16((high - low) / MAX_INT4))  # [rows, groups]
+    zeros = (low + MIDDLE_INT4 * scales.float()).bfloat16()
+    values = (groups - zeros.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
+    values = values.add_(MIDDLE_INT4).round_().clamp_(0, MAX_INT4).to(torch.uint8)
+    return pack_nibbles(values.flatten(1)), scales, zeros
+
+
+_FROM_GROUPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "int8": _to_int8,
+    "fp8": _to_fp8,
+    "int4": _to_int4,
+}
+"""float32 [rows, groups, group] to values, scales and perhaps zeros"""
+
+
+def _usable(scales: Tensor) -> Tensor:
+    """All weights of a group alike: any scale does, but what is divided by."""
+    return scales.masked_fill_(scales == 0, 1.0)
+
+
+def _slabs(shape: torch.Size) -> Iterator[tuple[int, int]]:
+    num_rows, num_in = shape
+    step = max(1, SLAB_ELEMENTS // num_in)
+    return ((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+class SlabLinear:
+    """Any quantised weight on any device: dequantised a slab at a time, in the rows' format."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        slab_bytes = SLAB_BYTES if weight.values.device.type == "cpu" else DEVICE_SLAB_BYTES
+        self._weight = weight
+        self._bias = bias
+        num_out, num_in = weight.shape
+        self._step = max(1, slab_bytes // (num_in * weight.dtype.itemsize))
+        self._num_out = num_out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]; returns [tokens, out]."""
+        result = x.new_empty((x.shape[0], self._num_out))
+        for start in range(0, self._num_out, self._step):
+            rows = slice(start, min(start + self._step, self._num_out))
+            result[:, rows] = self._multiply(x, self._weight[rows])
+        return result if self._bias is None else result.add_(self._bias)
+
+    def _multiply(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        """Scales of outputs, and numbers that are exact in any format: scaling the result saves a pass."""
+        has_output_scales = weight.zeros is None and weight.scales.shape[-1] == 1
+        if has_output_scales and x.dtype != torch.float16:  # where unscaled sums would be too large
+            return F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.T)
+        return F.linear(x, dequantize(weight, x.dtype))
+
+
+class Int8Linear(SlabLinear):
+    """Few rows: torch's operator, which reads the integers as they are stored."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._scales = weight.scales.flatten().to(weight.dtype)  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > INT8_ROWS:
+            return super().__call__(x)
+        result: Tensor = torch.ops.aten._weight_int8pack_mm(x, self._weight.values, self._scales)
+        return result if self._bias is None else result.add_(self._bias)
+
+
+class Int4Linear:
+    """Keeps the weight as torch's operator reads it, and dequantises from that layout where rows are many.
+
+    Blocks of 64 outputs; for each input 32 bytes: outputs 0 to 31 in the low halves, 32 to 63 in the high ones.
+    Source: torch's int4mm_kernel.cpp, weight_to_int4pack_kernel, for AVX-512.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        assert weight.zeros is not None
+        self._num_out, self._num_in = weight.shape
+        self._group_size = weight.group_size
+        self._bias = bias
+        missing = -self._num_out % BLOCK_ROWS
+        self._packed = _pack_int4(F.pad(weight.values, (0, 0, 0, missing)))  # [blocks * 64, in / 2]
+        pairs = F.pad(torch.stack([weight.scales, weight.zeros], -1), (0, 0, 0, 0, 0, missing))
+        self._scales_zeros = pairs.to(weight.dtype).transpose(0, 1).contiguous()  # [groups, blocks * 64, 2]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]; returns [tokens, out]."""
+        if x.shape[0] <= INT4_ROWS:
+            result: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x.contiguous(), self._packed, self._group_size, self._scales_zeros
+            )
+        else:
+            result = self._by_slabs(x)
+        result = result[:, : self._num_out]
+        return result if self._bias is None else result.add_(self._bias)
+
+    def _by_slabs(self, x: Tensor) -> Tensor:
+        num_blocks = self._packed.shape[0] // BLOCK_ROWS
+        step = max(1, SLAB_BYTES // (BLOCK_ROWS * self._num_in * x.element_size()))
+        result = x.new_empty((x.shape[0], num_blocks * BLOCK_ROWS))
+        for first in range(0, num_blocks, step):
+            last = min(first + step, num_blocks)
+            result[:, first * BLOCK_ROWS : last * BLOCK_ROWS] = x @ self._dequantized(first, last)
+        return result
+
+    def _dequantized(self, first: int, last: int) -> Tensor:
+        """Blocks first to last, transposed: [in, outputs]."""
+        num_blocks, num_groups = last - first, self._num_in // self._group_size
+        pairs = self._scales_zeros[:, first * BLOCK_ROWS : last * BLOCK_ROWS]
+        by_half = pairs.view(num_groups, num_blocks, 2, HALF_BLOCK, 2)  # [groups, blocks, 2, 32, 2]
+        scales, zeros = by_half[..., 0].contiguous(), by_half[..., 1].contiguous()
+        packed = self._packed[first * BLOCK_ROWS : last * BLOCK_ROWS].view(-1).view(torch.int64)  # eight at a time
+        result = scales.new_empty((num_groups, self._group_size, num_blocks, 2, HALF_BLOCK))
+        for half, bits in enumerate((packed & LOW_HALVES, (packed >> 4).bitwise_and_(LOW_HALVES))):
+            values = bits.view(torch.int8).sub_(MIDDLE_INT4).to(scales.dtype)
+            values = values.view(num_blocks, num_groups, self._group_size, HALF_BLOCK).permute(1, 2, 0, 3)
+            half_scales, half_zeros = scales[:, None, :, half], zeros[:, None, :, half]  # [groups, 1, blocks, 32]
+            torch.addcmul(half_zeros, values, half_scales, out=result[..., half, :])
+        return result.view(self._num_in, num_blocks * BLOCK_ROWS)
+
+
+def _pack_int4(values: Tensor) -> Tensor:
+    """As the operator reads them, a slab at a time: it wants int32. values: [blocks * 64, in / 2], see quantize."""
+    packed = torch.empty_like(values)
+    step = max(1, SLAB_BYTES // values[:BLOCK_ROWS].numel()) * BLOCK_ROWS
+    for start in range(0, len(values), step):
+        slab = unpack_nibbles(values[start : start + step]).to(torch.int32)
+        packed[start : start + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(slab, 1)
+    return packed
+
+
+def make_quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> SlabLinear | Int8Linear | Int4Linear:
+    """A matmul with weight [out, in], plus bias [out] or None."""
+    if weight.values.device.type == "cpu":
+        if weight.values.dtype == torch.int8 and has_int8_operator(weight.dtype):
+            return Int8Linear(weight, bias)
+        if weight.zeros is not None and weight.group_size in OPERATOR_GROUPS and has_int4_operator(weight.dtype):
+            return Int4Linear(weight, bias)
+    return SlabLinear(weight, bias)
+
+
+@cache
+def has_int8_operator(dtype: torch.dtype) -> bool:
+    """Whether this torch has it for such rows, and it gives the right result."""
+    return _works(Int8Linear, "int8", dtype, INT8_ROWS)
+
+
+@cache
+def has_int4_operator(dtype: torch.dtype) -> bool:
+    """Whether this torch has it for such rows, with the layout that is known here."""
+    return _works(Int4Linear, "int4", dtype, INT4_ROWS)
+
+
+def _works(kind: type[Int8Linear] | type[Int4Linear], scheme: str, dtype: torch.dtype, most_rows: int) -> bool:
+    """Small integers: exact in any order."""
+    weight = (torch.arange(128 * 64).mul(7).remainder(16) - 8).view(128, 64).float()
+    weight[:, 0], weight[:, 32] = -8, 7  # all of a group's integers: its scale is 1
+    x = (torch.arange(3 * 64).remainder(5) - 2).view(3, 64).to(dtype)
+    try:
+        quantized = quantize(weight.to(dtype), scheme)
+        linear = kind(quantized, None)
+        want = F.linear(x.float(), dequantize(quantized, torch.float32))
+        many = x.repeat(most_rows, 1)
+        few_match = torch.allclose(linear(x).float(), want, rtol=0.01, atol=0.05)
+        return few_match and torch.allclose(linear(many)[:3].float(), want, rtol=0.01, atol=0.05)
+    except (AttributeError, RuntimeError):  # not in this build, or with another signature
+        return False
+
+
+class QuantizeCache:
+    """A directory of at most limit_bytes once trimmed; files used last stay longest."""
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self._directory = directory
+        self._limit_bytes = limit_bytes
+        self._is_writable = True
+
+    def quantize(self, weight: Tensor, scheme: str) -> QuantizedWeight:
+        """The weight quantised, from the cache where it is there; on the weight's device.
+
+        On a GPU it is made: that reads it once at the memory's speed, and its hash would bring it back to the host.
+        """
+        if weight.device.type != "cpu":
+            return quantize(weight, scheme)
+        file = self._directory / f"{digest(weight, scheme)}{CACHE_SUFFIX}"
+        found = _read_kept(file)
+        if found is not None:
+            return QuantizedWeight(weight.dtype, *found)
+        quantized = quantize(weight, scheme)
+        if self._is_writable:
+            self._write(file, quantized)
+        return quantized
+
+    def trim(self) -> None:
+        """Remove files, those used longest ago first, until the others fit; what others have removed is no surprise."""
+        try:
+            found = sorted((entry.stat().st_mtime, entry.stat().st_size, entry) for entry in self._directory.iterdir())
+            excess = sum(size for _, size, _ in found) - self._limit_bytes
+            for _, size, file in found:
+                if excess <= 0:
+                    return
+                file.unlink(missing_ok=True)
+                excess -= size
+        except (FileNotFoundError, NotADirectoryError):
+            return  # nothing was kept
+        except OSError as error:
+            logger.warning("the cache of quantised weights in %s is not trimmed: %s", self._directory, error)
+
+    def _write(self, file: Path, quantized: QuantizedWeight) -> None:
+        parts = _parts(quantized)
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, aside = tempfile.mkstemp(dir=self._directory)
+            os.close(handle)
+            try:
+                save_file(parts, aside, metadata={CONTENT_HASH: _content_hash(parts)})
+                os.replace(aside, file)
+            except BaseException:
+                Path(aside).unlink(missing_ok=True)
+                raise
+        except (OSError, SafetensorError) as error:
+            self._is_writable = False
+            logger.warning("quantised weights are not kept in %s: %s", self._directory, error)
+
+
+@contextmanager
+def quantizing(engine: EngineConfig) -> Iterator[Callable[[Tensor], Weight] | None]:
+    """What to do with each matrix while it loads, as the operator asks; None: nothing. Afterwards the cache is trimmed.
+
+    A matrix whose rows cannot be stored so stays as it is.
+    """
+    scheme = engine.quantize
+    if scheme is None:
+        yield None
+        return
+    cache = QuantizeCache(cache_directory(), engine.quantize_cache_bytes) if engine.quantize_cache_bytes else None
+    make = quantize if cache is None else cache.quantize
+    yield lambda weight: make(weight, scheme) if can_quantize(scheme, weight.shape[-1]) else weight
+    if cache is not None:
+        cache.trim()
+
+
+def cache_directory() -> Path:
+    return cache_home() / CACHE_FOLDER
+
+
+def digest(weight: Tensor, scheme: str) -> str:
+    """Of the numbers as loaded, in the rows' order that is served: 64 hexadecimal digits."""
+    head = f"{CACHE_VERSION} {scheme} {weight.dtype} {tuple(weight.shape)}\0"
+    found = hashlib.sha256(head.encode())
+    _add_numbers(found, weight)
+    return found.hexdigest()
+
+
+def _read_kept(file: Path) -> tuple[Tensor, ...] | None:
+    """Values, scales, and zeros where there are; None: not there, or not whole."""
+    try:
+        with safe_open(file, framework="pt") as reader:
+            claimed = (reader.metadata() or {}).get(CONTENT_HASH)
+            # copies: a mapped file that another process shortens would end this one
+            parts = {name: reader.get_tensor(name).clone() for name in sorted(reader.keys())}
+        if "values" not in parts or "scales" not in parts or claimed != _content_hash(parts):
+            raise SafetensorError("its content has another hash than it claims")
+        os.utime(file)
+        return tuple(parts[name] for name in ("values", "scales", "zeros") if name in parts)
+    except FileNotFoundError:
+        return None
+    except (SafetensorError, OSError) as error:
+        logger.warning("%s is made again: %s", file, error)
+        return None
+
+
+def _parts(quantized: QuantizedWeight) -> dict[str, Tensor]:
+    parts = {"values": quantized.values, "scales": quantized.scales, "zeros": quantized.zeros}
+    return {name: part.contiguous() for name, part in parts.items() if part is not None}
+
+
+def _content_hash(parts: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(parts):
+        found.update(f"{name} {parts[name].dtype} {tuple(parts[name].shape)}\0".encode())
+        _add_numbers(found, parts[name])
+    return found.hexdigest()
+
+
+def _add_numbers(found: "hashlib._Hash", tensor: Tensor) -> None:
+    if tensor.numel():
+        content: Any = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()
+        found.update(content)
