@@ -8,66 +8,53 @@ What can be read changes by the minute where neighbours share the memory: it is 
 
 import argparse
 import itertools
-import json
-import random
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
-from bench.engine_runs import DecodeRun, EngineRuns, MemoryRun, PrefillRun, result_tables
-from bench.limits import Limits, limit_tables, measure_limits
-from bench.results import RESULTS_DIR, command_line, print_tables, write_result
-from bench.work import ModelWork, Speed, work_of
-from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
-from core.engine import Engine
-from core.errors import StartupError
-from core.scheduler import Scheduler
-from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
-from gpu.device import DTYPES, MIN_PROBE_BYTES, choose_device, num_physical_cores
-from gpu.kv_cache import bytes_per_token
-from gpu.loading import load_runner
-from gpu.memory_plan import MemoryPlan, weights_size_bytes
+from bench.kit import Flag, Found, run_bench
+from bench.limits import (
+    ModelWork,
+    Speed,
+    decode_limit_s,
+    limit_tables,
+    measure_limits,
+    prefill_limit_s,
+    work_of,
+)
+from bench.results import Cell, Plot, Table
+from bench.stepped import MODEL_FLAGS, WARM_STEPS, Streams, model_config, open_model, shown_model
+from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, ModelConfig
+from gpu.device import MIN_PROBE_BYTES, num_physical_cores
+from gpu.memory_plan import weights_size_bytes
 from gpu.runner import ModelRunner
 
-CPU = torch.device("cpu")
-PROMPTS = (128, 512, 4096)  # tokens
-BATCHES = (1, 4, 8, 16, 32)
-CONTEXTS = (128, 1024, 4096, 8192)  # tokens, of each sequence
-MAX_CASE_TOKENS = 32_768  # over all sequences of one case: their prompts are computed first
-PREFILL_REPEATS = 3
-DECODE_STEPS = 24
-WARM_STEPS = 2
-SPARE_TOKENS = 4  # of each sequence: drawn before it was paused, and in flight at the end
-QUICK_PROMPTS, QUICK_BATCHES, QUICK_CONTEXTS, QUICK_STEPS = (32,), (1, 4), (32,), 2
+MIB = 1024**2
+PROBE_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Cases:
     """What to measure. Decode: every batch with every context, as far as max_tokens over the batch allows."""
 
-    prompts: Sequence[int]
-    batches: Sequence[int]
-    contexts: Sequence[int]
-    num_steps: int
-    num_repeats: int
-    max_tokens: int = MAX_CASE_TOKENS
+    prompts: Sequence[int] = (128, 512, 4096)  # tokens
+    batches: Sequence[int] = (1, 4, 8, 16, 32)
+    contexts: Sequence[int] = (128, 1024, 4096, 8192)  # tokens, of each sequence
+    num_steps: int = 24
+    num_repeats: int = 3
+    max_tokens: int = 32_768  # over all sequences of one case: their prompts are computed first
 
     @property
     def decodes(self) -> list[tuple[int, int]]:
         """(batch, context) pairs."""
-        return [
-            (batch, context)
-            for batch, context in itertools.product(self.batches, self.contexts)
-            if batch * context <= self.max_tokens
-        ]
+        pairs = itertools.product(self.batches, self.contexts)
+        return [(batch, context) for batch, context in pairs if batch * context <= self.max_tokens]
 
     @property
     def num_kv_tokens(self) -> int:
@@ -82,10 +69,60 @@ class Cases:
         return longest + self.num_steps + WARM_STEPS + 2
 
 
+class PrefillRun(msgspec.Struct, frozen=True):
+    """One prompt alone, from its submission to its first token; the median of the repeats."""
+
+    num_tokens: int
+    seconds: float
+
+
+class DecodeRun(msgspec.Struct, frozen=True):
+    """Steps in which each row got one token, and nothing else happened.
+
+    Args:
+        context: tokens that each row attended to, the mean of the steps.
+        step_s: the median.
+        read_bytes_per_s: what the machine could read right before or after; None: it was not measured.
+    """
+
+    num_rows: int
+    context: float
+    step_s: float
+    read_bytes_per_s: float | None = None
+
+
+class MemoryRun(msgspec.Struct, frozen=True):
+    """Bytes: what the plan said, and what the process had.
+
+    Args:
+        before: the process with torch imported, nothing loaded.
+        peak: resident at most; Linux counts the files that were mapped while loading, too.
+        anonymous: after all steps, without any file's pages.
+    """
+
+    weights: int
+    kv: int
+    activations: int
+    before: int
+    peak: int
+    anonymous: int
+
+
+class EngineRuns(msgspec.Struct, frozen=True):
+    """All that was measured of one engine.
+
+    Args:
+        cost_errors: p50 and p90, over the last steps, of what the step-cost model was off by: shares.
+    """
+
+    prefills: tuple[PrefillRun, ...]
+    decodes: tuple[DecodeRun, ...]
+    memory: MemoryRun
+    cost_errors: tuple[float, float] = (0.0, 0.0)
+
+
 class ReadProbe:
     """How fast memory can be read just now: by all cores, in the form that bench/limits.py mostly finds the fastest."""
-
-    ROUNDS = 4
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes  # resident from here on
@@ -96,114 +133,11 @@ class ReadProbe:
         """The best round. Torch's threads are changed: each step sets its own."""
         torch.set_num_threads(self._num_threads)
         best_s = float("inf")
-        for _ in range(self.ROUNDS):
+        for _ in range(PROBE_ROUNDS):
             started_s = time.perf_counter()
             torch.dot(self._numbers, self._numbers)
             best_s = min(best_s, time.perf_counter() - started_s)
         return self.size_bytes / best_s
-
-
-class EngineBench:
-    """An engine over a model, stepped by hand."""
-
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
-        self._inbox: deque[Message] = deque()
-        self._started: set[str] = set()  # requests that have a token
-        self._num_new_tokens = 0  # of the last step
-        self._random = random.Random(seed)
-        self._vocab_size = runner.limits.vocab_size
-        self._num_requests = 0
-        self._scheduler = Scheduler(runner.limits, (), lambda: 0)
-        self._engine = Engine(self._scheduler, runner, time.monotonic, self._inbox, self._take)
-
-    @property
-    def cost_errors(self) -> tuple[float, float]:
-        stats = self._scheduler.stats()
-        return stats.step_cost_error_p50, stats.step_cost_error_p90
-
-    def prefill(self, num_tokens: int) -> float:
-        """Seconds from a prompt's submission to its first token."""
-        started_s = time.perf_counter()
-        name = self._submit(num_tokens, 1)
-        while name not in self._started:
-            self._engine.step()
-        seconds = time.perf_counter() - started_s
-        self._settle()
-        return seconds
-
-    def decode(self, num_rows: int, context: int, num_steps: int) -> DecodeRun:
-        """Compute the prompts, then time so many steps of all rows."""
-        names = [self._submit(context, WARM_STEPS + num_steps + SPARE_TOKENS) for _ in range(num_rows)]
-        self._start_all(names)
-        times_s = []
-        for number in range(WARM_STEPS + num_steps):
-            started_s = time.perf_counter()
-            self._engine.step()
-            if number >= WARM_STEPS:
-                times_s.append(time.perf_counter() - started_s)
-            if self._num_new_tokens != num_rows:
-                raise RuntimeError(f"a step gave {self._num_new_tokens} tokens instead of {num_rows}")
-        self._inbox.extend(Cancel(name, FinishReason.CANCELLED) for name in names)
-        self._settle()
-        mean_context = context + 1 + WARM_STEPS + (num_steps - 1) / 2
-        return DecodeRun(num_rows, mean_context, statistics.median(times_s))
-
-    def _start_all(self, names: Sequence[str]) -> None:
-        """Step until each has one token: who has it is paused until the last one has, and nothing is in flight."""
-        paused: set[str] = set()
-        while len(paused) < len(names):
-            self._engine.step()
-            self._inbox.extend(Pause(name) for name in self._started - paused)
-            paused |= self._started
-        while self._engine.step():
-            pass
-        self._inbox.extend(Resume(name) for name in names)
-
-    def _submit(self, num_prompt: int, max_tokens: int) -> str:
-        """A greedy request over random tokens: no two prompts have a prefix in common."""
-        name = str(self._num_requests)
-        self._num_requests += 1
-        prompt_ids = tuple(self._random.choices(range(self._vocab_size), k=num_prompt))
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        request = Request(request_id=name, prompt_ids=prompt_ids, sampling=sampling, arrival_s=time.monotonic())
-        self._inbox.append(Submit(request))
-        return name
-
-    def _take(self, delivery: StepDelivery) -> None:
-        self._num_new_tokens = len(delivery.token_ids)
-        self._started.update(delivery.request_ids)
-        if delivery.stats.num_preemptions:
-            raise RuntimeError("a sequence lost its blocks: there is less room than this bench has planned")
-        for chunk in delivery.chunks:
-            if chunk.error is not None:
-                raise RuntimeError(f"request {chunk.request_id} failed: {chunk.error}")
-
-    def _settle(self) -> None:
-        while self._engine.step():
-            pass
-        self._started.clear()
-
-
-def open_engine(
-    directory: Path, config: ModelConfig, cases: Cases, dtype: str, threads: int | None, quantize: str | None = None
-) -> ModelRunner:
-    """Load the model with room for the largest case, and no more.
-
-    Raises:
-        StartupError: as load_runner.
-    """
-    engine = EngineConfig(device="cpu", dtype=dtype, threads=threads)
-    kv_bytes = (cases.num_kv_tokens + BLOCK_SIZE) * bytes_per_token(config, choose_device(engine).dtype)
-    engine = EngineConfig(
-        device="cpu",
-        dtype=dtype,
-        threads=threads,
-        max_model_len=cases.max_model_len,
-        max_sequences=max(cases.batches),
-        kv_memory_bytes=kv_bytes,
-        quantize=quantize,
-    )
-    return load_runner(directory, config, engine, lambda done, total: None)
 
 
 def memory_bytes(line: str) -> int:
@@ -214,116 +148,113 @@ def memory_bytes(line: str) -> int:
     raise OSError(f"/proc/self/status has no {line}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="e.g. of bench.make_model")
-    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as the server chooses)")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
-    parser.add_argument("--quantize", choices=QUANTIZE_SCHEMES, help="the layers' matrices, as the server does")
-    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS, metavar="TOKENS")
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, metavar="ROWS")
-    parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="TOKENS")
-    parser.add_argument(
-        "--max-tokens", type=int, default=MAX_CASE_TOKENS, help="batch times context at most (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/engine-MODEL.json")
-    return parser
-
-
-def _cases_of(arguments: argparse.Namespace) -> Cases:
-    if arguments.quick:
-        return Cases(QUICK_PROMPTS, QUICK_BATCHES, QUICK_CONTEXTS, QUICK_STEPS, 1)
-    return Cases(
-        arguments.prompts, arguments.batches, arguments.contexts, DECODE_STEPS, PREFILL_REPEATS, arguments.max_tokens
-    )
-
-
-def _measure(runner: ModelRunner, cases: Cases, probe: ReadProbe, before: int) -> EngineRuns:
+def measure(runner: ModelRunner, cases: Cases, probe: ReadProbe, before: int) -> EngineRuns:
     """
     Args:
         before: bytes that the process had before anything but the probe was loaded.
     """
-    bench = EngineBench(runner)
-    prefills = []
+    streams = Streams(runner)
+    prefills, decodes = [], []
     for num_tokens in cases.prompts:
-        seconds = statistics.median(bench.prefill(num_tokens) for _ in range(cases.num_repeats))
+        seconds = statistics.median(streams.prefill_s(num_tokens) for _ in range(cases.num_repeats))
         prefills.append(PrefillRun(num_tokens, seconds))
         print(f"prefill {num_tokens}: {num_tokens / seconds:,.0f} tokens/s", file=sys.stderr)
-    decodes = []
     for num_rows, context in cases.decodes:
         read_before = probe.bytes_per_s()
-        run = bench.decode(num_rows, context, cases.num_steps)
-        run = msgspec.structs.replace(run, read_bytes_per_s=max(read_before, probe.bytes_per_s()))
-        decodes.append(run)
-        print(f"decode {num_rows} x {context}: {num_rows / run.step_s:,.1f} tokens/s", file=sys.stderr)
-    memory = _memory_of(runner.memory, before, probe.size_bytes)
-    return EngineRuns(tuple(prefills), tuple(decodes), memory, bench.cost_errors)
+        step_s, mean_context = streams.decode_s(num_rows, context, cases.num_steps)
+        decodes.append(DecodeRun(num_rows, mean_context, step_s, max(read_before, probe.bytes_per_s())))
+        print(f"decode {num_rows} x {context}: {num_rows / step_s:,.1f} tokens/s", file=sys.stderr)
+    plan, stats = runner.memory, streams.scheduler.stats()
+    peak, anonymous = (memory_bytes(line) - probe.size_bytes for line in ("VmHWM", "RssAnon"))
+    memory = MemoryRun(plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, before, peak, anonymous)
+    return EngineRuns(tuple(prefills), tuple(decodes), memory, (stats.step_cost_error_p50, stats.step_cost_error_p90))
 
 
-def _memory_of(plan: MemoryPlan, before: int, probe_bytes: int) -> MemoryRun:
-    """The process's memory, without the probe's."""
-    peak, anonymous = memory_bytes("VmHWM") - probe_bytes, memory_bytes("RssAnon") - probe_bytes
-    return MemoryRun(plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, before, peak, anonymous)
+def result_tables(
+    runs: EngineRuns, work: ModelWork, speed: Speed, number_bytes: int, layer_bytes: float | None = None
+) -> list[Table]:
+    """Speeds beside their limits, and memory beside its plan.
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write. Returns the exit code: 2 when the model cannot be loaded."""
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(argv)
-    directory: Path = arguments.model
-    cases = _cases_of(arguments)
-    before = memory_bytes("VmRSS")
-    probe = ReadProbe(MIN_PROBE_BYTES)
-    try:
-        config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-        work = work_of(directory)
-        runner = open_engine(directory, config, cases, arguments.dtype, arguments.threads, arguments.quantize)
-    except StartupError as error:
-        print(f"bench.engine: {error.cause}\nFix: {error.fix}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:
-        print(
-            f"bench.engine: {error}\nFix: name a model directory; python -m bench.make_model makes one", file=sys.stderr
-        )
-        return 2
-    device = runner.memory.device
-    runs = _measure(runner, cases, probe, before)
-    limits = measure_limits(dtype=device.dtype, is_quick=arguments.quick)
-    speed = Speed(limits.read_bytes_per_s, limits.flops)
-    layer_bytes = _layer_bytes(config, work, device.dtype, arguments.quantize)
-    tables = result_tables(runs, work, speed, device.dtype.itemsize, layer_bytes)
-    tables += limit_tables(limits, has_probes=False)
-    print_tables(tables)
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"engine-{_name(arguments)}.json")
-    if path is not None:
-        shown = {
-            "model": directory.resolve().name,
-            "dtype": device.dtype_name,
-            "quantize": arguments.quantize or "none",
-            "threads": device.threads,
-        }
-        details = _details(runs, limits)
-        write_result(path, "engine", command_line("python -m bench.engine", argv), tables, shown, details)
-        print(f"written to {path}")
-    return 0
-
-
-def _details(runs: EngineRuns, limits: Limits) -> dict[str, Any]:
-    parts = {"prefill": runs.prefills, "decode": runs.decodes, "memory": runs.memory, "limits": limits}
-    return {name: msgspec.to_builtins(value) for name, value in parts.items()}
-
-
-def _name(arguments: argparse.Namespace) -> str:
-    name: str = arguments.model.resolve().name
-    return name if arguments.quantize is None else f"{name}-{arguments.quantize}"
+    Args:
+        number_bytes: of a weight, as it is computed with.
+        layer_bytes: see ModelWork.bytes_read.
+    """
+    prefills: list[tuple[Cell, ...]] = []
+    for prefill in runs.prefills:
+        tokens, limit_s = prefill.num_tokens, prefill_limit_s(work, speed, prefill.num_tokens, number_bytes)
+        prefills.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
+    decodes: list[tuple[Cell, ...]] = []
+    for run in runs.decodes:
+        then = Speed(run.read_bytes_per_s or speed.read_bytes_per_s, speed.flops)
+        limit_s = decode_limit_s(work, then, run.num_rows, run.context, number_bytes, layer_bytes)
+        speeds = (run.num_rows / run.step_s, run.num_rows / limit_s, limit_s / run.step_s)
+        decodes.append((run.num_rows, round(run.context), run.step_s * 1e3, then.read_bytes_per_s / 1e9, *speeds))
+    memory = runs.memory
+    planned = memory.weights + memory.kv
+    sizes = {
+        "weights": memory.weights,
+        "KV": memory.kv,
+        "activations at most": memory.activations,
+        "before loading": memory.before,
+        "peak": memory.peak,
+        "peak - weights - KV": memory.peak - planned,
+        "end, no files, - both": memory.anonymous - planned,
+    }
+    errors = tuple(100 * share for share in runs.cost_errors)
+    columns = ("batch", "context", "step ms", "read GB/s then", "tokens/s", "limit tokens/s", "share of limit")
+    return [
+        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefills)),
+        Table("Decode", columns, tuple(decodes), Plot("context", "share of limit", "batch")),
+        Table("Step cost, predicted against measured", ("p50 off %", "p90 off %"), (errors,)),
+        Table("Memory, MiB", tuple(sizes), (tuple(size / MIB for size in sizes.values()),)),
+    ]
 
 
 def _layer_bytes(config: ModelConfig, work: ModelWork, dtype: torch.dtype, quantize: str | None) -> float:
     """Of a number in the layers' matrices."""
-    plain, stored = (weights_size_bytes(config, dtype, scheme, CPU) for scheme in (None, quantize))
-    saved = plain - stored
-    return dtype.itemsize - saved / (work.body + work.experts)
+    plain, stored = (weights_size_bytes(config, dtype, scheme, torch.device("cpu")) for scheme in (None, quantize))
+    return dtype.itemsize - (plain - stored) / (work.body + work.experts)
+
+
+def _measure(arguments: argparse.Namespace) -> Found:
+    cases = Cases(
+        arguments.prompts,
+        arguments.batches,
+        arguments.contexts,
+        num_steps=2 if arguments.quick else Cases().num_steps,
+        num_repeats=1 if arguments.quick else Cases().num_repeats,
+        max_tokens=arguments.max_tokens,
+    )
+    before, probe = memory_bytes("VmRSS"), ReadProbe(MIN_PROBE_BYTES)
+    config, work = model_config(arguments.model), work_of(arguments.model)
+    sizes = {"max_model_len": cases.max_model_len, "max_sequences": max(cases.batches)}
+    runner = open_model(arguments, cases.num_kv_tokens, quantize=arguments.quantize, **sizes)
+    runs, dtype = measure(runner, cases, probe, before), runner.memory.device.dtype
+    limits = measure_limits(dtype=dtype, is_quick=arguments.quick)
+    layer_bytes = _layer_bytes(config, work, dtype, arguments.quantize)
+    tables = result_tables(runs, work, limits.speed, dtype.itemsize, layer_bytes)
+    parts = {"prefill": runs.prefills, "decode": runs.decodes, "memory": runs.memory, "limits": limits}
+    return Found(
+        tables + limit_tables(limits, has_probes=False),
+        shown_model(arguments, runner) | {"quantize": arguments.quantize or "none"},
+        {name: msgspec.to_builtins(value) for name, value in parts.items()},
+        "-".join(["engine", arguments.model.resolve().name, *([arguments.quantize] if arguments.quantize else [])]),
+    )
+
+
+_SIZES = {"nargs": "+", "type": int}
+FLAGS = (
+    *MODEL_FLAGS,
+    Flag("--quantize", None, "the layers' matrices, as the server does", more={"choices": QUANTIZE_SCHEMES}),
+    Flag("--prompts", Cases().prompts, "tokens", (32,), _SIZES),
+    Flag("--batches", Cases().batches, "rows", (1, 4), _SIZES),
+    Flag("--contexts", Cases().contexts, "tokens", (32,), _SIZES),
+    Flag("--max-tokens", Cases().max_tokens, "batch times context at most"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_bench("engine", __doc__, _measure, FLAGS, argv)
 
 
 if __name__ == "__main__":

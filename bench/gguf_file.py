@@ -1,13 +1,11 @@
-"""A model directory's weights as one GGUF file, the same numbers, for llama.cpp: `python -m bench.gguf_file DIR FILE`.
+"""A model directory's weights as one GGUF file, the same numbers: what llama.cpp is given by bench/peers.py.
 
-For the dense families of bench/model_presets.py with a byte-level BPE tokenizer, as bench.make_model writes them.
-Matrices stay bfloat16; vectors become float32, as llama.cpp wants them. Tensor by tensor, so memory stays bounded.
-Source: llama.cpp's conversion scripts: Llama's q and k are reordered for its RoPE, Qwen's are not.
+For the dense families of bench/make_model.py with a byte-level BPE tokenizer. Matrices stay bfloat16; vectors become
+float32, as llama.cpp wants them. Tensor by tensor, so memory stays bounded. Source: llama.cpp's conversion scripts:
+Llama's q and k are reordered for its RoPE, Qwen's are not.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,22 +120,3 @@ def _tensor_bytes(checkpoint: Checkpoint, name: str, config: Mapping[str, Any], 
         tensor = interleave_halves(tensor, config.get("head_dim") or config["hidden_size"] // num_heads)
     tensor = tensor.to(torch.bfloat16 if tensor.dim() > 1 else torch.float32).contiguous()
     return tensor.view(torch.uint8).numpy()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 2 when it cannot be written."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gguf_file", description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("file", type=Path)
-    arguments = parser.parse_args(argv)
-    try:
-        write_gguf(arguments.directory, arguments.file)
-    except (CannotConvert, OSError) as error:
-        print(f"bench.gguf_file: {error}\nFix: name a model of bench.make_model and a new file", file=sys.stderr)
-        return 2
-    print(f"written to {arguments.file}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

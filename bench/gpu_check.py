@@ -5,7 +5,7 @@
 - environment: versions, device, ceilings. Each other part begins with the ceilings of its own run.
 - kernels: every kernel and its variants beside its reference in float32; then times and shares of the limit.
 - model: each family beside transformers on the CPU, and a real shape's tokens however steps are sent; then the speed of
-  random models in the engine, beside the targets (bench/gpu_targets.py).
+  random models in the engine, beside the targets (bench/gpu_run.py).
 - http: the same through the server's port, and beside the engine alone.
 - peers: transformers on the same weights.
 

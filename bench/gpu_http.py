@@ -1,28 +1,36 @@
 """bench.gpu_check --part http: random models behind the server's port, by the load generator of bench/load.py.
 
-The server is a process of its own (bench/null_server.py) on 127.0.0.1. What HTTP costs is seen beside the engine
-alone, which answers the same requests, of as many tokens, when the server has ended. What one measure finds wrong is a
-row, and the others are measured all the same.
+The server is a process of its own (bench/null_server.py) on 127.0.0.1. What HTTP costs is seen beside the engine alone,
+which answers the same requests, of as many tokens, when the server has ended. What one measure finds wrong is a row,
+and the others are measured all the same.
 """
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from bench.gpu_environment import ceilings_case
-from bench.gpu_http_loads import call_off, send_again, send_beside
-from bench.gpu_model import MODELS, QUICK_MODELS, config_of, engine_config, runner_of, work_of_model
-from bench.gpu_parts import FAILED, Case, Context, Row, last_line
-from bench.gpu_streams import Streams
-from bench.gpu_targets import BESIDE_ENGINE, FULL_SERVER, TAIL_BESIDE_PROMPTS, first_token_of, judged
-from bench.kit import free_port, running
+from bench.beside import call_off, send_again, send_beside
+from bench.gpu_model import config_of, engine_config, models_of, runner_of, work_of_model
+from bench.gpu_run import (
+    BESIDE_ENGINE,
+    FAILED,
+    FULL_SERVER,
+    TAIL_BESIDE_PROMPTS,
+    Case,
+    Context,
+    Row,
+    ceilings_case,
+    first_token_of,
+    judged,
+    last_line,
+)
+from bench.kit import free_port, null_server_command, running
+from bench.limits import prefill_limit_s, serving_limit_tokens_per_s
 from bench.load import LoadConfig, LoadResult, run_load, run_on_fast_loop
-from bench.work import prefill_limit_s, serving_limit_tokens_per_s
+from bench.stepped import Streams
 from core.config import parse_model_config
 from core.errors import StartupError
 from gpu.device import choose_device, free_memory_bytes
@@ -88,11 +96,9 @@ TINY = Sizes(Load(1, 48, 4, 2), (Load(1, 96, 1, 2),), (), Load(4, 48, 6, 4), (2,
 
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
     """This part's."""
-    models = ("tiny",) if not is_device else QUICK_MODELS if is_quick else MODELS
-    return [
-        ceilings_case(),
-        *(Case(f"{model}: http", partial(_check, model), MODEL_LIMIT_S, table_of(model)) for model in models),
-    ]
+    models = models_of(is_quick, is_device)
+    checks = [Case(f"{model}: http", partial(_check, model), MODEL_LIMIT_S, table_of(model)) for model in models]
+    return [ceilings_case(), *checks]
 
 
 def table_of(model: str) -> str:
@@ -104,13 +110,15 @@ class Served:
     """A model's server, and what is measured of it.
 
     Args:
-        full: its run of as many clients as have room.
+        clients: that have room at once.
+        full: its run of as many.
     """
 
     model: str
     context: Context
     sizes: Sizes
     port: int
+    clients: int
     full: LoadResult | None = None
 
     def load(self, prompt_tokens: int) -> LoadConfig:
@@ -133,28 +141,36 @@ class Served:
             CannotRun: there is no server.
             RuntimeError: a request failed.
         """
-        config = asdict(self.load(load.prompt))
-        config |= {"concurrency": load.clients, "num_requests": load.num_requests, "max_tokens": load.output}
-        result = run_load(LoadConfig(**config))
+        of_load = {"concurrency": load.clients, "num_requests": load.num_requests, "max_tokens": load.output}
+        result = run_load(replace(self.load(load.prompt), **of_load))  # type: ignore[arg-type]
         if result.num_failed:
             told = ", ".join(f"{kind}: {message}" for kind, message in result.failure_examples.items())
             raise RuntimeError(f"{result.num_failed} requests failed: {told}")
         return result
 
+    def rate_limit(self, load: Load, clients: int) -> float:
+        work, speed = work_of_model(self.model), self.context.known_speed
+        return serving_limit_tokens_per_s(work, speed, clients, load.prompt, load.output, self.number_bytes)
+
+    @property
+    def number_bytes(self) -> int:
+        return choose_device(engine_config(self.context)).dtype.itemsize
+
 
 def _check(model: str, context: Context) -> Iterator[Row]:
-    sizes = TINY if not context.is_device else QUICK if context.is_quick else FULL
+    sizes, port = context.of_size(TINY, QUICK, FULL), free_port()
     context.drop()
-    clients = _clients(model, context, sizes.full)
-    with _server(model, context) as port:
-        served = Served(model, context, sizes, port)
+    config, engine = json.dumps(config_of(model)), json.dumps(asdict(engine_config(context)))
+    served = Served(model, context, sizes, port, _clients(model, context, sizes.full))
+    command = null_server_command(port, "--random", config, "--engine", engine)
+    with running(command, port, start_timeout_s=START_LIMIT_S):
         for name, measure in MEASURES.items():
             try:
-                yield from measure(served, clients)
+                yield from measure(served)
             except (OSError, RuntimeError, StartupError) as error:
                 yield Row(table_of(model), {"measure": name}, FAILED, last_line(error))
     if served.full is not None:
-        yield from _beside_engine(served, served.full, clients)
+        yield _beside_engine(served, served.full)
 
 
 def _clients(model: str, context: Context, full: Load) -> int:
@@ -167,50 +183,49 @@ def _clients(model: str, context: Context, full: Load) -> int:
     return min(full.clients, fitting if fitting < 8 else fitting // 8 * 8)
 
 
-def _single(served: Served, clients: int) -> Iterator[Row]:
+def _single(served: Served) -> Iterator[Row]:
     load, result = served.sizes.single, served.run(served.sizes.single)
     decoding_s = (_ms(result.end_to_end_s.p50) - _ms(result.ttft_s.p50)) / 1e3
-    yield served.row(SINGLE, (load.output - 1) / decoding_s, _rate_limit(served, load, 1))
+    yield served.row(SINGLE, (load.output - 1) / decoding_s, served.rate_limit(load, 1))
     yield served.row("http single stream, its prompt too, tokens/s", result.tokens_per_s)
 
 
-def _first_tokens(served: Served, clients: int) -> Iterator[Row]:
+def _first_tokens(served: Served) -> Iterator[Row]:
     for load in served.sizes.prompts:
         result = served.run(load)
         num_prompt = round(result.num_prompt_tokens / result.num_done)
-        limit_s = prefill_limit_s(work_of_model(served.model), served.context.speed, num_prompt, _number_bytes(served))
-        note = f"{num_prompt} tokens"
-        yield served.row(f"http {first_token_of(load.prompt)}", _ms(result.ttft_s.p50), limit_s * 1e3, note)
+        work, speed = work_of_model(served.model), served.context.known_speed
+        limit_ms = prefill_limit_s(work, speed, num_prompt, served.number_bytes) * 1e3
+        measure = f"http {first_token_of(load.prompt)}"
+        yield served.row(measure, _ms(result.ttft_s.p50), limit_ms, f"{num_prompt} tokens")
 
 
-def _closed(served: Served, clients: int) -> Iterator[Row]:
+def _closed(served: Served) -> Iterator[Row]:
     for load in served.sizes.closed:
         yield from _run_rows(served, load, served.run(load))
 
 
-def _full(served: Served, clients: int) -> Iterator[Row]:
-    full = served.sizes.full
-    load = Load(clients, full.prompt, full.output, clients)
+def _full(served: Served) -> Iterator[Row]:
+    load = replace(served.sizes.full, clients=served.clients, num_requests=served.clients)
     served.full = result = served.run(load)
-    if full == FULL.full:
-        limit, note = _rate_limit(served, load, clients), f"{clients} clients of {full.clients}"
-        yield served.row(FULL_SERVER, result.tokens_per_s, limit, note)
+    if served.sizes.full == FULL.full:
+        note = f"{served.clients} clients of {FULL.full.clients}"
+        yield served.row(FULL_SERVER, result.tokens_per_s, served.rate_limit(load, served.clients), note)
     yield from _run_rows(served, load, result)
 
 
 def _run_rows(served: Served, load: Load, result: LoadResult) -> Iterator[Row]:
-    name, client = f"http {load.clients} x {load.prompt}/{load.output}", f"the generator used {result.client_cpu:.0%}"
-    limit = _rate_limit(served, load, load.clients)
-    yield served.row(f"{name}, tokens/s", result.tokens_per_s, limit, f"{client} of a core")
+    name, note = f"http {load.clients} x {load.prompt}/{load.output}", f"the generator used {result.client_cpu:.0%}"
+    limit = served.rate_limit(load, load.clients)
+    yield served.row(f"{name}, tokens/s", result.tokens_per_s, limit, f"{note} of a core")
     yield served.row(f"{name}, first token, median ms", _ms(result.ttft_s.p50))
     yield served.row(f"{name}, inter-token, median ms", _ms(result.inter_token_s.p50))
     yield served.row(f"{name}, inter-token, p99 ms", _ms(result.inter_token_s.p99))
 
 
-def _arrivals(served: Served, clients: int) -> Iterator[Row]:
-    num_streams, num_long, num_arrivals, every_s, max_tokens = served.sizes.beside
-    config = served.load(served.sizes.single.prompt)
-    found = run_on_fast_loop(send_beside(config, num_streams, num_long, num_arrivals, every_s, max_tokens))
+def _arrivals(served: Served) -> Iterator[Row]:
+    num_streams, _, _, every_s, _ = served.sizes.beside
+    found = run_on_fast_loop(send_beside(served.load(served.sizes.single.prompt), *served.sizes.beside))
     load = f"{num_streams} streams, a prompt of {found.num_long_tokens} every {every_s:g} s"
     beside = found.inter_token_s
     yield served.row("http inter-token median without them, ms", _ms(found.alone_s.p50))
@@ -220,60 +235,32 @@ def _arrivals(served: Served, clients: int) -> Iterator[Row]:
     yield served.row("http time to first token of an arriving prompt, ms", _ms(found.long_ttft_s.p50))
 
 
-def _prefix(served: Served, clients: int) -> Iterator[Row]:
-    first_s, *again_s = run_on_fast_loop(send_again(served.load(served.sizes.prefix), 4))
-    yield served.row(f"http prefix of {served.sizes.prefix}: first time, ms", first_s * 1e3)
-    yield served.row(f"http prefix of {served.sizes.prefix}: again, ms", statistics.median(again_s) * 1e3)
+def _prefix(served: Served) -> Iterator[Row]:
+    size = served.sizes.prefix
+    first_s, *again_s = run_on_fast_loop(send_again(served.load(size), 4))
+    yield served.row(f"http prefix of {size}: first time, ms", first_s * 1e3)
+    yield served.row(f"http prefix of {size}: again, ms", statistics.median(again_s) * 1e3)
 
 
-def _call_offs(served: Served, clients: int) -> Iterator[Row]:
-    num_streams, num_called_off = served.sizes.call_offs
-    config = served.load(served.sizes.single.prompt)
-    seconds = run_on_fast_loop(call_off(config, num_streams, num_called_off))
-    note = f"from DELETE to the end of the answer, beside {num_streams} streams"
+def _call_offs(served: Served) -> Iterator[Row]:
+    seconds = run_on_fast_loop(call_off(served.load(served.sizes.single.prompt), *served.sizes.call_offs))
+    note = f"from DELETE to the end of the answer, beside {served.sizes.call_offs[0]} streams"
     yield served.row("http cancel of a stream, ms", statistics.median(seconds) * 1e3, note=note)
 
 
-def _beside_engine(served: Served, result: LoadResult, clients: int) -> Iterator[Row]:
-    """What the engine gives when nobody is between it and its requests."""
-    output = served.sizes.full.output
-    rate = engine_rate(served.model, served.context, clients, round(result.num_prompt_tokens / result.num_done), output)
-    note = f"{clients} streams: {result.tokens_per_s:.6g} tokens/s through HTTP, {rate:.6g} without"
-    yield served.row(BESIDE_ENGINE, result.tokens_per_s / rate, note=note)
-
-
-def engine_rate(model: str, context: Context, num_streams: int, num_prompt: int, num_output: int) -> float:
-    """Tokens per second of so many requests at once, from their submission to the last one's end."""
-    runner = runner_of(model, context)
+def _beside_engine(served: Served, result: LoadResult) -> Row:
+    """What the engine gives when nobody is between it and its requests: from their submission to the last one's end."""
+    num_prompt, num_output = round(result.num_prompt_tokens / result.num_done), served.sizes.full.output
+    runner, took_s = runner_of(served.model, served.context), 0.0
     for num_tokens in (2, num_output):  # the first round compiles, and meets what the server has met before
         streams = Streams(runner, seed=num_tokens)
-        prompts = [streams.prompt(num_prompt) for _ in range(num_streams)]
+        prompts = [streams.prompt(num_prompt) for _ in range(served.clients)]
         started_s = time.perf_counter()
-        for prompt in prompts:
-            streams.submit(prompt, num_tokens)
-        streams.run_until(lambda streams=streams: not streams.num_open)  # type: ignore[misc]
+        streams.answers(prompts, num_tokens)
         took_s = time.perf_counter() - started_s
-    return num_streams * num_output / took_s
-
-
-MEASURES: dict[str, Callable[[Served, int], Iterator[Row]]] = {
-    "single stream": _single,
-    "first tokens": _first_tokens,
-    "all clients": _full,
-    "arriving prompts": _arrivals,
-    "prefix cache": _prefix,
-    "cancel": _call_offs,
-    "some clients": _closed,
-}
-
-
-def _rate_limit(served: Served, load: Load, clients: int) -> float:
-    work, speed = work_of_model(served.model), served.context.speed
-    return serving_limit_tokens_per_s(work, speed, clients, load.prompt, load.output, _number_bytes(served))
-
-
-def _number_bytes(served: Served) -> int:
-    return choose_device(engine_config(served.context)).dtype.itemsize
+    rate = served.clients * num_output / took_s
+    note = f"{served.clients} streams: {result.tokens_per_s:.6g} tokens/s through HTTP, {rate:.6g} without"
+    return served.row(BESIDE_ENGINE, result.tokens_per_s / rate, note=note)
 
 
 def _ms(seconds: float | None) -> float:
@@ -286,10 +273,12 @@ def _ms(seconds: float | None) -> float:
     return seconds * 1e3
 
 
-@contextmanager
-def _server(model: str, context: Context) -> Iterator[int]:
-    port = free_port()
-    command = [sys.executable, "-m", "bench.null_server", "--random", json.dumps(config_of(model))]
-    command += ["--engine", json.dumps(asdict(engine_config(context))), "--port", str(port)]
-    with running(command, port, start_timeout_s=START_LIMIT_S):
-        yield port
+MEASURES: dict[str, Callable[[Served], Iterator[Row]]] = {
+    "single stream": _single,
+    "first tokens": _first_tokens,
+    "all clients": _full,
+    "arriving prompts": _arrivals,
+    "prefix cache": _prefix,
+    "cancel": _call_offs,
+    "some clients": _closed,
+}

@@ -8,7 +8,6 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from random import Random
@@ -16,130 +15,91 @@ from typing import Any
 
 import torch
 
-from bench.gpu_environment import ceilings_case
-from bench.gpu_model import MODELS, QUICK_MODELS, config_of, engine_config, runner_of, work_of_model
-from bench.gpu_parts import Case, Context, Row
-from bench.gpu_streams import Streams
-from bench.random_weights import draw_tensor
+from bench.gpu_model import config_of, engine_config, models_of, num_same, runner_of, work_of_model
+from bench.gpu_run import Case, Context, Row, ceilings_case
+from bench.limits import serving_limit_tokens_per_s
 from bench.results import Cell
-from bench.work import serving_limit_tokens_per_s
+from bench.stepped import Streams, draw_tensor
 from gpu.device import choose_device
 
 LIMIT_S = 200.0  # torch.compile and graphs of a static cache are most of it
-STEPLOOP, STATIC, PLAIN, CONTINUOUS = (
-    "steploop",
-    "transformers generate, static cache, compiled",
-    "transformers generate, static cache",
-    "transformers, continuous batching",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """So many prompts at once, of so many tokens, and as many tokens out."""
-
-    streams: int
-    prompt: int
-    output: int
-
-
-FULL = (Load(1, 128, 128), Load(64, 128, 256))
-QUICK = (Load(1, 128, 64),)
-TINY = (Load(1, 24, 4), Load(3, 24, 4))
+STEPLOOP = "steploop"
+PLAIN, STATIC = "transformers generate, static cache", "transformers generate, static cache, compiled"
+CONTINUOUS = "transformers, continuous batching"
 # On a CPU one would measure a C++ compiler, and the other fills the memory with keys and values.
 DEVICE_ALONE = (STATIC, CONTINUOUS)
+
+Load = tuple[int, int, int]  # so many prompts at once, of so many tokens, and as many tokens out
+FULL: tuple[Load, ...] = ((1, 128, 128), (64, 128, 256))
+QUICK: tuple[Load, ...] = ((1, 128, 64),)
+TINY: tuple[Load, ...] = ((1, 24, 4), (3, 24, 4))
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""(prompts, tokens out of each) -> the tokens"""
 
 
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
     """This part's."""
-    models = ("tiny",) if not is_device else QUICK_MODELS if is_quick else MODELS
-    found = [ceilings_case()]
-    for model in models:
-        for name in SERVERS:
-            if is_device or name not in DEVICE_ALONE:
-                run = partial(_check, model, name)
-                found.append(Case(f"{model}: {name}", run, LIMIT_S, table_of(model), is_alone=is_device))
-    return found
+    checks = [
+        Case(f"{model}: {name}", partial(_check, model, name), LIMIT_S, table_of(model), is_alone=is_device)
+        for model in models_of(is_quick, is_device)
+        for name in SERVERS
+        if is_device or name not in DEVICE_ALONE
+    ]
+    return [ceilings_case(), *checks]
 
 
 def table_of(model: str) -> str:
     return f"{model}: peers, random weights"
 
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]
-"""(prompts, tokens out of each) -> the tokens"""
-
-
 def _check(model: str, name: str, context: Context) -> Iterator[Row]:
-    loads = TINY if not context.is_device else QUICK if context.is_quick else FULL
-    number_bytes = choose_device(engine_config(context)).dtype.itemsize
+    number_bytes, vocab_size = choose_device(engine_config(context)).dtype.itemsize, config_of(model)["vocab_size"]
     generate = SERVERS[name](model, context)
-    for load in loads:
-        prompts = _prompts(model, load)
-        generate(prompts, load.output)  # compiles, and captures what it captures
+    for num_streams, num_prompt, num_output in context.of_size(TINY, QUICK, FULL):
+        source = Random(num_streams)
+        prompts = [source.choices(range(300, vocab_size), k=num_prompt) for _ in range(num_streams)]
+        generate(prompts, num_output)  # compiles, and captures what it captures
         times_s, found = [], []
         for _ in range(2):
             started_s = time.perf_counter()
-            found = generate(prompts, load.output)
+            found = generate(prompts, num_output)
             times_s.append(time.perf_counter() - started_s)
+        work, speed = work_of_model(model), context.known_speed
+        limit = serving_limit_tokens_per_s(work, speed, num_streams, num_prompt, num_output, number_bytes)
         num_tokens = sum(map(len, found))
-        limit = serving_limit_tokens_per_s(
-            work_of_model(model), context.speed, load.streams, load.prompt, load.output, number_bytes
-        )
-        rate = num_tokens / statistics.median(times_s)
-        of = f"{load.streams} x {load.prompt}/{load.output}"
+        rate, of = num_tokens / statistics.median(times_s), f"{num_streams} x {num_prompt}/{num_output}"
         cells: dict[str, Cell] = {"server": name, "load": of, "tokens/s": rate, "limit": limit}
         cells |= {"share of limit": rate / limit, "tokens": num_tokens}
         if name == STEPLOOP:
             context.state[of] = {"tokens/s": rate, "said": found}
         elif of in context.state:
-            ours = context.state[of]
-            cells |= {"steploop is faster by": ours["tokens/s"] / rate, "agree": _agreement(ours["said"], found)}
+            ours = context.state[of]  # answers part sooner or later: by rounding
+            same = sum(num_same(our, their) for our, their in zip(ours["said"], found, strict=True))
+            agree = same / sum(map(len, ours["said"]))
+            cells |= {"steploop is faster by": ours["tokens/s"] / rate, "agree": agree}
         yield Row(table_of(model), cells)
-
-
-def _prompts(model: str, load: Load) -> list[list[int]]:
-    source, vocab_size = Random(load.streams), config_of(model)["vocab_size"]
-    return [source.choices(range(300, vocab_size), k=load.prompt) for _ in range(load.streams)]
-
-
-def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Of the answers' tokens, those before the first that differs: rounding parts them sooner or later."""
-    num_same = 0
-    for our, their in zip(ours, theirs, strict=True):
-        num_same += next(
-            (place for place, pair in enumerate(zip(our, their, strict=False)) if pair[0] != pair[1]), len(our)
-        )
-    return num_same / sum(map(len, ours))
 
 
 def _steploop(model: str, context: Context) -> Generate:
     runner = runner_of(model, context)
-
-    def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        streams = Streams(runner)  # with an empty prefix cache
-        names = [streams.submit(tuple(prompt), num_tokens) for prompt in prompts]
-        streams.run_until(lambda: streams.num_open == 0)
-        return [streams.tokens[name] for name in names]
-
-    return generate
+    return lambda prompts, num_tokens: Streams(runner).answers(prompts, num_tokens)  # with an empty prefix cache
 
 
 def _transformers(model: str, context: Context) -> Any:
-    """Its model, with the numbers that bench/random_weights.py draws."""
-    return context.once(f"{model}, transformers", lambda: _load(model, context))
+    """Its model, with the numbers that bench/stepped.py draws."""
 
+    def load() -> Any:
+        library, mapping = import_module("transformers"), import_module("transformers.models.auto.configuration_auto")
+        config, dtype = dict(config_of(model)), choose_device(engine_config(context)).dtype
+        with context.device:
+            theirs = mapping.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+            made = library.AutoModelForCausalLM.from_config(theirs, dtype=dtype).eval()
+        with torch.inference_mode():
+            for name, parameter in made.named_parameters():
+                parameter.copy_(draw_tensor(name, tuple(parameter.shape), dtype, context.device))
+        return made
 
-def _load(model: str, context: Context) -> Any:
-    library, mapping = import_module("transformers"), import_module("transformers.models.auto.configuration_auto")
-    config, dtype = dict(config_of(model)), choose_device(engine_config(context)).dtype
-    with context.device:
-        theirs = mapping.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-        made = library.AutoModelForCausalLM.from_config(theirs, dtype=dtype).eval()
-    with torch.inference_mode():
-        for name, parameter in made.named_parameters():
-            parameter.copy_(draw_tensor(name, tuple(parameter.shape), dtype, context.device))
-    return made
+    return context.once(f"{model}, transformers", load)
 
 
 def _generate(is_compiled: bool, model: str, context: Context) -> Generate:
@@ -165,8 +125,7 @@ def _generate(is_compiled: bool, model: str, context: Context) -> Generate:
 
 
 def _continuous(model: str, context: Context) -> Generate:
-    made = _transformers(model, context)
-    asks = import_module("transformers").GenerationConfig
+    made, asks = _transformers(model, context), import_module("transformers").GenerationConfig
     is_kept = "persistent_manager" in inspect.signature(made.generate_batch).parameters
     options = {"persistent_manager": True} if is_kept else {}  # its graphs are captured in the first run
 

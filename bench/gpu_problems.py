@@ -1,21 +1,32 @@
 """Random inputs for each kernel, how it is launched, and what it should give: torch's, in float32.
 
-What a problem is, and those of what lies between a layer's products. Products, looked-up rows, attention and sampling
-have files of their own; gpu_kernels.py has the table of all.
+A new kernel adds a builder here and a row to bench/gpu_kernels.py. Triton's modules are imported where they are used:
+whoever lists the problems needs none of them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from core.config import ModelConfig, RopeConfig
+from core.config import ExpertsConfig, ModelConfig, RopeConfig
+from core.plan import SequenceStart
+from core.types import SamplingParams
+from gpu.attention import RaggedRows
 from gpu.kv_cache import LayerKV
-from gpu.layers import GATED, Rope
+from gpu.layers import GATED, Experts, Rope
+from gpu.linear import Linear, make_linear
 from gpu.operators import Operators
+from gpu.parameters import ExpertWeights
+from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
+from gpu.sampler import Sampler, SamplingSlots
+from gpu.scores import Scores
 
 EPS = 1e-6
 THETA = 500_000.0
@@ -23,6 +34,7 @@ SPARE_BLOCKS = 16
 BLOCK = 16  # tokens
 
 Launch = Callable[[], Any]
+Reference = Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class Problem:
 
     dtype: torch.dtype
     launch: Launch
-    reference: Callable[[], tuple[Tensor, ...]]
+    reference: Reference
     num_bytes: float
     flops: float = 0.0
     outputs: Callable[[Any], tuple[Tensor, ...]] = lambda out: (out,) if isinstance(out, Tensor) else tuple(out)
@@ -48,11 +60,46 @@ class Problem:
     tolerance: float | None = None
 
 
-def noise(generator: Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a problem's inputs are drawn with: in dtype, unless they are indexes."""
+
+    generator: Generator
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.generator.device
+
+    def noise(self, *shape: int) -> Tensor:
+        return self.exact(*shape).to(self.dtype)
+
+    def exact(self, *shape: int) -> Tensor:
+        """In float32."""
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def below(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=self.generator, device=self.device)
+
+    def order(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self.generator, device=self.device)
+
+    def problem(
+        self, launch: Launch, reference: Reference, num_bytes: float, flops: float = 0.0, **more: Any
+    ) -> Problem:
+        return Problem(self.dtype, launch, reference, num_bytes, flops, **more)
 
 
-def _kernels(dtype: torch.dtype, device: torch.device) -> Operators:
+BUILDERS: dict[str, Callable[..., Problem]] = {}
+"""By the kernel's name: (draw, the sizes of gpu_kernels.KernelCase.shape) -> the problem."""
+
+
+def builder(build: Callable[..., Problem]) -> Callable[..., Problem]:
+    BUILDERS[build.__name__] = build
+    return build
+
+
+def _kernels(draw: "Draw") -> Operators:
     """TritonOperators; what it computes takes its sizes from what it is given."""
     from gpu.kernels.operators import TritonOperators
 
@@ -69,25 +116,23 @@ def _kernels(dtype: torch.dtype, device: torch.device) -> Operators:
         rms_norm_eps=EPS,
         rope=RopeConfig(THETA),
     )
-    return TritonOperators(config, dtype, device)
+    return TritonOperators(config, draw.dtype, draw.device)
 
 
-def add_norm(
-    generator: Generator, dtype: torch.dtype, rows: int, width: int, scale: float = 1.0, weight: bool = True
-) -> Problem:
-    x, added = (noise(generator, dtype, rows, width) for _ in range(2))
-    by = noise(generator, dtype, width) if weight else None
-    kernels, torchs = _kernels(dtype, x.device), Operators(dtype, x.device, EPS)
+@builder
+def add_norm(draw: Draw, rows: int, width: int, scale: float = 1.0, weight: bool = True) -> Problem:
+    x, added = (draw.noise(rows, width) for _ in range(2))
+    by = draw.noise(width) if weight else None
+    kernels, torchs = _kernels(draw), Operators(draw.dtype, x.device, EPS)
 
     def reference() -> tuple[Tensor, Tensor]:
         total = x.float() + scale * added.float()
         if by is None:
             return total, total
-        rounded = total.to(dtype).float()  # what is normed was rounded
+        rounded = total.to(draw.dtype).float()  # what is normed was rounded
         return total, F.rms_norm(rounded, (width,), by.float(), EPS)
 
-    return Problem(
-        dtype,
+    return draw.problem(
         lambda: kernels.add_norm(x, added, scale, by),
         reference,
         (4 if weight else 3) * x.nbytes,
@@ -95,41 +140,33 @@ def add_norm(
     )
 
 
-def norm(generator: Generator, dtype: torch.dtype, rows: int, width: int) -> Problem:
-    x, weight = noise(generator, dtype, rows, width), noise(generator, dtype, width)
-    kernels = _kernels(dtype, x.device)
-    return Problem(
-        dtype,
-        lambda: kernels.norm(x, weight),
-        lambda: (F.rms_norm(x.float(), (width,), weight.float(), EPS),),
-        2 * x.nbytes,
+@builder
+def norm(draw: Draw, rows: int, width: int) -> Problem:
+    x, weight = draw.noise(rows, width), draw.noise(width)
+    kernels = _kernels(draw)
+    return draw.problem(
+        lambda: kernels.norm(x, weight), lambda: (F.rms_norm(x.float(), (width,), weight.float(), EPS),), 2 * x.nbytes
     )
 
 
+@builder
 def rotate_and_store(
-    generator: Generator,
-    dtype: torch.dtype,
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    norm: str,
-    turns: bool = True,
+    draw: Draw, rows: int, heads: int, kv_heads: int, head_dim: int, norm: str, turns: bool = True
 ) -> Problem:
     """Into slots in random order; what lies beside them must stay as it is.
 
     Args:
         norm: "none", of each "head" by itself, or of "all" heads together.
     """
-    device = generator.device
-    qkv = noise(generator, dtype, rows, heads + 2 * kv_heads, head_dim)
+    device = draw.device
+    qkv = draw.noise(rows, heads + 2 * kv_heads, head_dim)
     norms: tuple[Tensor, Tensor] | None = None
     if norm != "none":
         of_query, of_key = ((heads,), (kv_heads,)) if norm == "all" else ((), ())
-        norms = noise(generator, dtype, *of_query, head_dim), noise(generator, dtype, *of_key, head_dim)
+        norms = draw.noise(*of_query, head_dim), draw.noise(*of_key, head_dim)
     num_blocks = rows // BLOCK + SPARE_BLOCKS
-    slots = torch.randperm(num_blocks * BLOCK, generator=generator, device=device)[:rows]
-    positions = torch.randint(0, 8192, (rows,), generator=generator, device=device)
+    slots = draw.order(num_blocks * BLOCK)[:rows]
+    positions = draw.below(8192, rows)
     rotation = Rope(RopeConfig(THETA), head_dim, device).rotation(positions.float()) if turns else None
 
     def empty_kv(of: torch.dtype) -> LayerKV:
@@ -144,9 +181,8 @@ def rotate_and_store(
         in_float = None if norms is None else (norms[0].float(), norms[1].float())
         return found(operators.rotate_and_store(qkv.float(), in_float, rotation, exact, slots), exact)
 
-    kernels, torchs, kv, peer_kv = _kernels(dtype, device), Operators(dtype, device, EPS), *map(empty_kv, [dtype] * 2)
-    return Problem(
-        dtype,
+    kernels, torchs, kv, peer_kv = _kernels(draw), Operators(draw.dtype, device, EPS), *map(empty_kv, [draw.dtype] * 2)
+    return draw.problem(
         lambda: kernels.rotate_and_store(qkv, norms, rotation, kv, slots),
         reference,
         2 * qkv.nbytes + (0 if rotation is None else rotation.nbytes),
@@ -155,13 +191,404 @@ def rotate_and_store(
     )
 
 
-def gate(generator: Generator, dtype: torch.dtype, rows: int, width: int, activation: str) -> Problem:
-    gate_up = 4 * noise(generator, dtype, rows, 2 * width)
-    kernel, torchs = _kernels(dtype, gate_up.device).gated(activation), GATED[activation]
-    return Problem(
-        dtype,
-        lambda: kernel(gate_up),
-        lambda: (torchs(gate_up.float()),),
-        gate_up.nbytes * 1.5,
-        peer=lambda: torchs(gate_up),
+@builder
+def gate(draw: Draw, rows: int, width: int, activation: str) -> Problem:
+    gate_up = 4 * draw.noise(rows, 2 * width)
+    kernel, torchs = _kernels(draw).gated(activation), GATED[activation]
+    return draw.problem(
+        lambda: kernel(gate_up), lambda: (torchs(gate_up.float()),), gate_up.nbytes * 1.5, peer=lambda: torchs(gate_up)
     )
+
+
+@builder
+def embed(draw: Draw, rows: int, vocab: int, width: int) -> Problem:
+    from gpu.kernels.device_rows import embed_rows
+
+    table = draw.noise(vocab, width)
+    token_ids = draw.below(vocab, rows)
+    return draw.problem(
+        lambda: embed_rows(table, token_ids),
+        lambda: (table[token_ids].float(),),
+        2 * rows * width * draw.dtype.itemsize,
+        peer=lambda: F.embedding(token_ids, table),
+        tolerance=0.0,
+    )
+
+
+@builder
+def decoding_rows(draw: Draw, rows: int, slots: int, width: int) -> Problem:
+    """What a step of decodes reads; the last row is padding, every other token is what its slot drew last."""
+    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_rows
+
+    tables, last = draw.below(1000, slots, width).int(), draw.below(1000, slots)
+    step = torch.stack([draw.order(slots)[:rows]] * 3).int()
+    step[1], step[2] = draw.below(width * BLOCK, rows), draw.below(1000, rows)
+    step[2, ::2] = -1
+    step[:, -1] = -1
+    filled = empty_rows(rows, rows, width, step.new_zeros((2, rows)).long())
+    real, positions, spare = step[0, :-1].long(), step[1, :-1].long(), SpareBlocks(1000, 1001)
+
+    def reference() -> tuple[Tensor, ...]:
+        is_used = torch.arange(width, device=step.device) <= (positions // BLOCK)[:, None]
+        blocks = torch.where(is_used, tables[real], spare.scratch)
+        first = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        tokens = torch.where(step[2, :-1] < 0, last[real], step[2, :-1])
+        wanted = (tokens, first, positions + 1, F.pad(blocks, (0, 0, 0, 1), value=spare.scratch))
+        return tuple(part.float() for part in wanted)
+
+    return draw.problem(
+        lambda: fill_rows(filled, step, tables, last, spare),
+        reference,
+        2 * filled.tables.nbytes,
+        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.ends[:-1], filled.tables),
+        tolerance=0.0,
+    )
+
+
+@builder
+def prompt_tokens(draw: Draw, tokens: int, slots: int, width: int) -> Problem:
+    """What tokens of prompts read; the last is padding."""
+    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_tokens
+
+    tables, last = draw.below(1000, slots, width).int(), draw.below(1000, slots)
+    step = torch.stack([draw.below(slots, tokens), draw.below(width * BLOCK, tokens), draw.below(1000, tokens)]).int()
+    step[:, -1] = -1
+    filled = empty_rows(1, tokens, width, step.new_zeros((2, 1)).long())
+    real, positions = step[0, :-1].long(), step[1, :-1].long()
+
+    def reference() -> tuple[Tensor, ...]:
+        places = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        return tuple(part.float() for part in (step[2, :-1], places, positions))
+
+    return draw.problem(
+        lambda: fill_tokens(filled, 0, step, tables, last, SpareBlocks(1000, 1001)),
+        reference,
+        step.nbytes + 20 * tokens,
+        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.positions[:-1]),
+        tolerance=0.0,
+    )
+
+
+@builder
+def clear(draw: Draw, layers: int, blocks: int, cleared: int, width: int) -> Problem:
+    """Others' content stays."""
+    from gpu.kernels.device_rows import clear_blocks
+
+    cache = draw.noise(layers, 2, blocks, BLOCK, 1, width)
+    which = draw.order(blocks)[:cleared].int()
+    wanted = cache.clone()
+    wanted[:, :, which.long()] = 0
+    return draw.problem(
+        lambda: clear_blocks(cache, which),
+        lambda: (wanted,),
+        cache.nbytes * cleared / blocks,
+        outputs=lambda _: (cache,),
+        peer=lambda: cache.index_fill_(2, which.long(), 0),
+        tolerance=0.0,
+    )
+
+
+@builder
+def scatter(draw: Draw, rows: int, slots: int, width: int) -> Problem:
+    """One row is padding."""
+    from gpu.kernels.device_rows import scatter_rows
+
+    table, new = draw.noise(slots, width), draw.noise(rows, width)
+    places = draw.order(slots)[:rows]
+    places[rows // 2] = -1
+    wanted = table.float()
+    wanted[places[places >= 0]] = new[places >= 0].float()
+    return draw.problem(
+        lambda: scatter_rows(table, places, new),
+        lambda: (wanted,),
+        2 * new.nbytes,
+        outputs=lambda _: (table,),
+        tolerance=0.0,
+    )
+
+
+@builder
+def product(draw: Draw, matrix: str, form: str, rows: int, bias: bool = True, **size: int) -> Problem:
+    """size: out and in; matrix: a word of which one it is."""
+    from gpu.kernels.matmul import Matmul, stored_as
+    from gpu.quant import SlabLinear
+
+    num_out, num_in = size["out"], size["in"]
+    weight = stored(draw, form, num_out, num_in)
+    x, added = draw.noise(rows, num_in), draw.noise(num_out) if bias else None
+    kernel = Matmul(weight, added)
+    torchs: Linear = (
+        SlabLinear(weight, added) if isinstance(weight, QuantizedWeight) else make_linear(weight, added, None)
+    )
+    return draw.problem(
+        lambda: kernel(x),
+        lambda: (F.linear(x.float(), _exact(weight), None if added is None else added.float()),),
+        stored_as(weight)[1] + x.nbytes + rows * num_out * draw.dtype.itemsize,
+        2.0 * rows * num_out * num_in,
+        peer=lambda: torchs(x),
+    )
+
+
+def stored(draw: Draw, form: str, *shape: int) -> Weight:
+    """A matrix, or a stack of them, of numbers of about 1 / sqrt(inputs).
+
+    Args:
+        form: "plain", what quantize() makes, or "fp8 by N" and "int4 by N": as checkpoints have it, N inputs that
+            share a scale.
+    """
+    scheme, _, size = form.partition(" by ")
+    if scheme == "int4" and size:
+        return _int4(draw, int(size), *shape)
+    plain = draw.noise(*shape).mul_(shape[-1] ** -0.5)
+    if form == "plain":
+        return plain
+    if not size:
+        return quantize(plain, scheme)
+    groups = plain.float().view(*shape[:-1], -1, int(size))
+    scales = groups.abs().amax(-1) / MAX_FP8
+    return QuantizedWeight(plain.dtype, groups.div_(scales.unsqueeze(-1)).to(FP8).flatten(-2), scales)
+
+
+def _int4(draw: Draw, group: int, *shape: int) -> QuantizedWeight:
+    """Any numbers are some matrix's."""
+    *rows, num_in = shape
+    values = draw.below(256, *rows, num_in // 2)
+    scales = draw.exact(*rows, num_in // group).abs_() + 0.5
+    zeros = draw.exact(*rows, num_in // group)
+    size = 0.2 * num_in**-0.5
+    return QuantizedWeight(draw.dtype, values.to(torch.uint8), (size * scales).bfloat16(), (size * zeros).bfloat16())
+
+
+def _exact(weight: Weight) -> Tensor:
+    return dequantize(weight, torch.float32) if isinstance(weight, QuantizedWeight) else weight.float()
+
+
+@builder
+def experts(
+    draw: Draw,
+    rows: int,
+    hidden: int,
+    experts: int,
+    active: int,
+    width: int,
+    form: str,
+    activation: str = "silu",
+    bias: bool = False,
+) -> Problem:
+    """All choose by the same scores: what the router's rounding decides is not the kernels'."""
+    from gpu.kernels.matmul import GroupedExperts, stored_as
+
+    config = ExpertsConfig(experts, active, width, "qwen3_moe")
+    gate_up = stored(draw, form, experts, 2 * width, hidden)
+    down = stored(draw, form, experts, hidden, width)
+    biases = [draw.noise(experts, size) if bias else None for size in (2 * width, hidden)]
+    x, scores = draw.noise(rows, hidden), draw.exact(rows, experts)
+    weights = ExpertWeights(scores[:1], None, gate_up, biases[0], down, biases[1])
+    kernel = GroupedExperts(config, weights, GATED[activation], lambda _: scores)
+
+    def reference() -> tuple[Tensor]:
+        def make(weight: Weight, bias: Tensor | None) -> Linear:
+            if weight is weights.router:
+                return lambda _: scores
+            return partial(F.linear, weight=_exact(weight), bias=None if bias is None else bias.float())
+
+        return (Experts(config, weights, GATED[activation], make)(x.float()),)
+
+    num_touched = min(experts, rows * active)
+    num_bytes = (stored_as(gate_up)[1] + stored_as(down)[1]) * num_touched / experts
+    return draw.problem(lambda: kernel(x), reference, num_bytes + 2 * x.nbytes, 6.0 * rows * active * width * hidden)
+
+
+NOWHERE = 1 << 20  # a block that nobody has
+SCORES_AT_ONCE = 1 << 26
+
+
+@builder
+def decode_attention(draw: Draw, sequences: int, context: int, **shape: Any) -> Problem:
+    """One new token of each sequence; contexts of several lengths, the longest as given. shape: of _attention."""
+    lengths = [max(1, context - 7 * (place % 5)) for place in range(sequences)]
+    return _attention(draw, [(length, 1) for length in lengths], **shape)
+
+
+@builder
+def extend_attention(draw: Draw, prompts: int, tokens: int, decodes: int = 0, **shape: Any) -> Problem:
+    """Prompts, the last one's second half, in one launch with decodes. shape: of _attention."""
+    rows = [(tokens, 1)] * decodes + [(tokens, tokens)] * (prompts - 1) + [(tokens, max(2, tokens // 2))]
+    return _attention(draw, rows, **shape)
+
+
+def _attention(
+    draw: Draw,
+    rows: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: bool = False,
+) -> Problem:
+    """What nobody may see is not a number.
+
+    Args:
+        rows: (context, new tokens), first those that decode.
+        window, cap, sinks: see RaggedRows and Scores.
+    """
+    from gpu.kernels.attention import PagedAttention
+
+    kernels = PagedAttention(None if draw.device.type == "cuda" else 3)
+    scores = Scores(cap=cap, sinks=draw.noise(heads) if sinks else None)
+    device = draw.device
+    counts = [-(-end // BLOCK) for end, _ in rows]
+    order = draw.order(sum(counts) + 2).tolist()
+    both = torch.full((2, len(order), BLOCK, kv_heads, head_dim), float("nan"), dtype=draw.dtype, device=device)
+    tables = torch.full((len(rows), max(counts) + 1), NOWHERE, dtype=torch.int32, device=device)
+    contexts = []
+    for row, ((end, _), count) in enumerate(zip(rows, counts, strict=True)):
+        blocks = torch.tensor([order.pop() for _ in range(count)], device=device)
+        tables[row, :count] = blocks
+        slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=device)).flatten()[:end]
+        both.flatten(1, 2)[:, slots] = draw.noise(2, end, kv_heads, head_dim)
+        contexts.append(slots)
+    kv = LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
+    offsets = [0]
+    for _, num_new in rows:
+        offsets.append(offsets[-1] + num_new)
+    query = draw.noise(offsets[-1], heads, head_dim)
+    ragged = RaggedRows(
+        tables=tables,
+        ends=torch.tensor([end for end, _ in rows], dtype=torch.int32, device=device),
+        offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        num_decodes=sum(num_new == 1 for _, num_new in rows),
+        window=window,
+    )
+
+    def reference() -> tuple[Tensor]:
+        outs = [
+            _textbook(query[first:last].float(), both.flatten(1, 2)[:, slots].float(), window, scores)
+            for (first, last), slots in zip(pairwise(offsets), contexts, strict=True)
+        ]
+        return (torch.cat(outs),)
+
+    num_pairs = sum(min(place, window or place) for end, num_new in rows for place in range(end - num_new + 1, end + 1))
+    num_read = sum(min(end, num_new - 1 + (window or end)) for end, num_new in rows)
+    kv_bytes = 2 * num_read * kv_heads * head_dim * draw.dtype.itemsize
+    return draw.problem(
+        lambda: kernels.attend(query, kv, ragged, scores),
+        reference,
+        kv_bytes + 2 * query.nbytes,
+        4.0 * num_pairs * heads * head_dim,
+    )
+
+
+def _textbook(query: Tensor, context: Tensor, window: int | None, scores: Scores) -> Tensor:
+    """The last tokens of a context attend to it: [tokens, heads * head_dim].
+
+    Args:
+        query: [tokens, heads, head_dim].
+        context: [2, context, kv_heads, head_dim]: keys and values.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_context, num_kv_heads = context.shape[1:3]
+    per_kv = num_heads // num_kv_heads
+    keys, values = context.repeat_interleave(per_kv, 2)
+    positions = torch.arange(num_context, device=query.device)
+    step, outs = max(1, SCORES_AT_ONCE // (num_heads * num_context)), []
+    sinks = None if scores.sinks is None else scores.sinks.float().view(-1, 1, 1)
+    for first in range(0, num_tokens, step):
+        part = query[first : first + step]
+        found = torch.einsum("thd,chd->htc", part, keys) * head_dim**-0.5
+        if scores.cap is not None:
+            found = scores.cap * torch.tanh(found / scores.cap)
+        own = num_context - num_tokens + first + torch.arange(len(part), device=query.device)
+        is_hidden = positions > own[:, None]
+        if window is not None:
+            is_hidden |= positions <= own[:, None] - window
+        found.masked_fill_(is_hidden, float("-inf"))
+        if sinks is not None:
+            found = torch.cat([found, sinks.expand(-1, len(part), 1)], -1)
+        shares = found.softmax(-1)[..., :num_context]
+        outs.append(torch.einsum("htc,chd->thd", shares, values).flatten(1))
+    return torch.cat(outs)
+
+
+PROMPT = (1, 2, 3, 3, 7)
+OUTPUT = (4, 5, 5)  # so far
+STOP_IDS = (2, 9)
+# By turns: what requests of a server ask for.
+UNPENALISED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.3, "top_p": 0.5},
+    {"temperature": 0.9, "top_k": 1},
+    {"temperature": 1.0, "logit_bias": ((5, 3.5), (9, -100.0)), "min_tokens": 8},
+)
+PENALISED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3, "min_p": 0.02},
+    {"temperature": 0.8, "repetition_penalty": 0.8, "logit_bias": ((4, 2.0),), "top_k": 50, "top_p": 0.95},
+)
+ASKS = {"greedy": UNPENALISED[:1], "unpenalised": UNPENALISED, "all": UNPENALISED + PENALISED}
+LOGPROB_TOLERANCE = 1e-5
+
+
+@builder
+def sample(draw: Draw, rows: int, vocab: int, asks: str) -> Problem:
+    """
+    Args:
+        asks: of ASKS.
+    """
+    from gpu.kernels.sampler import DeviceSampler
+
+    logits, asked = _logits(draw, rows, vocab), SamplingSlots(rows, vocab, draw.device)
+    by_torch = Sampler(rows, vocab, draw.device)
+    for start in _starts(rows, ASKS[asks], {}):
+        asked.start(start)
+        by_torch.start(start)
+    kernel, slots, positions = DeviceSampler(asked), np.arange(rows), np.full(rows, len(PROMPT + OUTPUT))
+    kernel.place(slots, positions)
+    return draw.problem(
+        lambda: kernel.launch(logits),
+        lambda: (by_torch.sample(logits.float(), slots, positions).token_ids,),
+        logits.nbytes,
+        outputs=lambda _: (kernel.token_ids[:rows],),
+        tolerance=0.0,
+    )
+
+
+@builder
+def logprobs(draw: Draw, rows: int, vocab: int) -> Problem:
+    """Of the drawn tokens and of all others, whatever else is asked for."""
+    from gpu.kernels.sampler import DeviceSampler
+
+    logits, asked = _logits(draw, rows, vocab), SamplingSlots(rows, vocab, draw.device)
+    for start in _starts(rows, ASKS["all"], {"num_logprobs": 0}):
+        asked.start(start)
+    kernel = DeviceSampler(asked)
+    kernel.place(np.arange(rows), np.full(rows, len(PROMPT + OUTPUT)))
+
+    def reference() -> tuple[Tensor, Tensor]:
+        exact = logits.double().log_softmax(-1)
+        return exact.gather(1, kernel.token_ids[:rows].unsqueeze(1)).squeeze(1), exact
+
+    def found(_: Any) -> tuple[Tensor, Tensor]:
+        drawn, top, log_total = kernel.logprobs[:rows].unbind(-1)
+        return drawn, logits - top.unsqueeze(1) - log_total.unsqueeze(1)
+
+    return draw.problem(
+        lambda: kernel.launch(logits), reference, logits.nbytes, outputs=found, tolerance=LOGPROB_TOLERANCE
+    )
+
+
+def _logits(draw: Draw, rows: int, vocab: int) -> Tensor:
+    return 4 * draw.noise(rows, vocab)
+
+
+def _starts(rows: int, asks: tuple[dict[str, Any], ...], more: dict[str, Any]) -> list[SequenceStart]:
+    known = PROMPT + OUTPUT
+    found = []
+    for slot in range(rows):
+        params = SamplingParams(max_tokens=64, **asks[slot % len(asks)], **more)
+        found.append(SequenceStart(slot, known, len(PROMPT), params, seed=slot + 1, stop_ids=STOP_IDS))
+    return found

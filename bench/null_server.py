@@ -29,10 +29,10 @@ from core.plan import Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
 from core.types import FinishReason, Request, StepDelivery, TokenChunk
-from server.commands.model_files import GenerationDefaults, ModelFiles, read_model_files
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine
+from server.model_files import ModelFiles, read_model_files
 from server.observing.logs import configure_logging
 from server.process import serve
 
@@ -214,7 +214,7 @@ def load(
     if wait_step is None:
         wait_step = Pace(1 / step_rate).wait if step_rate else lambda: None
     template = ChatTemplate({"default": TEMPLATE}, {}, MAX_MODEL_LEN)
-    files = ModelFiles(Path(), {}, null_tokenizer(), template, GenerationDefaults(), ())
+    files = ModelFiles(Path(), {}, null_tokenizer(), template, {}, ())
     return _engine(NullRunner(LIMITS, range(256, LIMITS.vocab_size), wait_step), files, inbox, deliver, record)
 
 
@@ -260,7 +260,7 @@ def _load_random(
     config: dict[str, Any], engine: EngineConfig, inbox: Inbox, deliver: Deliver, _: Report
 ) -> LoadedEngine:
     from bench.make_model import make_model_files
-    from bench.random_weights import random_runner
+    from bench.stepped import random_runner
 
     with tempfile.TemporaryDirectory() as scratch:
         make_model_files(config, Path(scratch))

@@ -1,42 +1,115 @@
 """The same weights and load through HTTP, one server after the other: `python -m bench.peers --model DIR`.
 
 steploop, `transformers serve` with continuous batching, and llama.cpp's llama-server (`make peers` builds it). A server
-that is not installed is said and left out. Compare only figures of one run on a quiet machine: the machine's ceilings
-are measured first, and the share is of what they allow for this load (bench/work.py).
+that is not installed is said and left out, never guessed at. Compare only figures of one run on a quiet machine: the
+machine's ceilings are measured first, and the share is of what they allow for this load (bench/limits.py).
 
 A fresh process for each part: closed loops of 1, 8 and 32 clients; a burst of 8 and Poisson arrivals at 0.7 of the
 rate that 8 clients reached; 8 streams while a long prompt prefills; a client that leaves a long prefill.
 """
 
 import argparse
-import contextlib
+import importlib.util
+import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
-from bench.kit import DidNotStart, free_port, running
-from bench.limits import Limits, limit_tables, measure_limits
+from bench.beside import Abandoned, Beside, abandon_prefill, send_beside
+from bench.gguf_file import CannotConvert, write_gguf
+from bench.kit import DidNotStart, Flag, Found, free_port, run_bench, running
+from bench.limits import ModelWork, Speed, limit_tables, measure_limits, serving_limit_tokens_per_s, work_of
 from bench.load import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
-from bench.mixed_load import Abandoned, Stalled, abandon_prefill, stall_streams
-from bench.peer_servers import SERVERS, Missing, PeerServer, find_server
-from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
-from bench.work import ModelWork, Speed, serving_limit_tokens_per_s, work_of
-from core.errors import StartupError
+from bench.results import Cell, Plot, Table
+from bench.stepped import model_config
+from gpu.device import num_physical_cores
 
 T = TypeVar("T")
 
+SERVERS = STEPLOOP, TRANSFORMERS, LLAMA = "steploop", "transformers serve", "llama-server"
+PARTS = CLOSED, BURSTS, LONG, LEAVE = ("closed", "bursts", "long", "leave")
 BF16_BYTES = 2
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 900.0
 ARRIVAL_SHARE = 0.7  # of the rate that a closed loop reached
+STREAM_TOKENS = 2048  # of a stream that shall outlast the long prompt
 SHOWN_LOG_CHARS = 2_000
-CLOSED, BURSTS, LONG, LEAVE = PARTS = ("closed", "bursts", "long", "leave")
+LLAMA_SLOTS = 32  # as many streams as the widest load has
+LLAMA_CONTEXT = 32_768  # over all slots
+
+
+@dataclass(frozen=True, slots=True)
+class PeerServer:
+    """One server, ready to start.
+
+    Args:
+        command: without host and port.
+        model: the name that its requests bear.
+        ignores_eos: it takes ignore_eos; one that does not gets models that never end by themselves (make_model).
+    """
+
+    name: str
+    command: Sequence[str]
+    model: str
+    ready_path: str
+    ignores_eos: bool
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command_at(self, port: int) -> list[str]:
+        return [*self.command, "--host", "127.0.0.1", "--port", str(port)]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A server that cannot be measured here."""
+
+    name: str
+    reason: str
+
+
+def find_server(
+    name: str, directory: Path, threads: int | None, max_model_len: int, scratch: Path
+) -> PeerServer | Missing:
+    """How to start the server called `name` (of SERVERS) over this model.
+
+    Args:
+        threads: compute threads; None: each server's own choice, and all physical cores for llama.cpp.
+        scratch: where the model is written anew for a server that needs another format.
+
+    Raises:
+        BadCheckpoint, OSError: the model's files.
+    """
+    if name == STEPLOOP:
+        command = [sys.executable, "-m", "server", "serve", "--model", str(directory), "--log-level", "warning"]
+        command += ["--max-model-len", str(max_model_len), *(["--threads", str(threads)] if threads else [])]
+        return PeerServer(name, command, directory.resolve().name, "/v1/models", True)
+    bin_directory = Path(sys.executable).parent
+    if name == TRANSFORMERS:
+        needed = ("transformers", "accelerate", "fastapi", "uvicorn", "openai")
+        absent = [package for package in needed if importlib.util.find_spec(package) is None]
+        if absent:
+            return Missing(name, f"not installed: {', '.join(absent)}; make peers installs them")
+        command = [str(bin_directory / "transformers"), "serve", str(directory), "--continuous-batching"]
+        environment = {"HF_HUB_OFFLINE": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+        command += ["--device", "cpu", "--dtype", "bfloat16"]
+        return PeerServer(name, command, str(directory), "/health", False, environment)
+    found = shutil.which("llama-server") or shutil.which("llama-server", path=str(bin_directory))
+    if found is None:
+        return Missing(name, "llama-server is not on PATH; make peers builds it")
+    file, cores = scratch / "model.gguf", str(threads or num_physical_cores())
+    try:
+        write_gguf(directory, file)
+    except CannotConvert as error:
+        return Missing(name, str(error))
+    command = [found, "--model", str(file), "--alias", directory.name, "--threads", cores, "--threads-batch", cores]
+    command += ["--parallel", str(LLAMA_SLOTS), "--ctx-size", str(LLAMA_CONTEXT), "--kv-unified"]
+    return PeerServer(name, command, directory.name, "/health", True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +131,7 @@ class Load:
         return 2 * max(self.num_long, 2048)
 
 
-QUICK = Load(
-    streams=(1, 2), num_prompt=80, num_output=4, rounds=1, num_burst=2, num_bursts=1, num_arrivals=2, num_long=300
-)
+QUICK = Load((1, 2), num_prompt=80, num_output=4, rounds=1, num_burst=2, num_bursts=1, num_arrivals=2, num_long=300)
 
 
 class Bursts(msgspec.Struct, frozen=True):
@@ -83,7 +154,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
     closed: dict[int, LoadResult]  # by streams
     bursts: Bursts | None
-    stalled: Stalled | None
+    stalled: Beside | None
     abandoned: Abandoned | None
     failures: tuple[str, ...]
 
@@ -113,26 +184,23 @@ class PeerBench:
         )
 
     def _part(self, part: str, name: str, measure: Callable[[int], T]) -> T | None:
+        """In a fresh process, warm: it has answered two clients at once."""
         if not self._starts or part not in self._parts:
             return None
         print(f"{self._server.name}: {name}", file=sys.stderr)
+        port, server = free_port(), self._server
+        command = server.command_at(port)
         try:
-            with self._running() as port:
+            with running(command, port, server.ready_path, START_TIMEOUT_S, server.environment, self._log):
+                self._run(port, concurrency=2, num_requests=2, max_tokens=4)
                 return measure(port)
         except CannotRun as error:
             self._starts = not isinstance(error, DidNotStart)
             self._failures.append(f"{self._server.name}, {name}: {error.cause}")
-            print(f"{self._failures[-1]}\n{self._log_end()}", file=sys.stderr)
+            self._log.flush()
+            log = Path(self._log.name).read_bytes()[-SHOWN_LOG_CHARS:].decode(errors="replace")
+            print(f"{self._failures[-1]}\n{log}", file=sys.stderr)
             return None
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[int]:
-        """A fresh process, warm: it has answered two clients at once."""
-        port, server = free_port(), self._server
-        command = server.command_at(port)
-        with running(command, port, server.ready_path, START_TIMEOUT_S, server.environment, self._log):
-            self._run(port, concurrency=2, num_requests=2, max_tokens=4)
-            yield port
 
     def _closed_loops(self, port: int) -> dict[int, LoadResult]:
         found = {}
@@ -153,107 +221,67 @@ class PeerBench:
         steady = self._run(port, rate=rate, num_requests=self._load.num_arrivals)
         return Bursts(statistics.median(prefills), statistics.median(ttfts), steady.ttft_s.p50, rate)
 
-    def _stall(self, port: int) -> Stalled:
-        config = self._config(port, concurrency=1)
-        return run_on_fast_loop(stall_streams(config, self._load.num_burst, self._load.num_long))
+    def _stall(self, port: int) -> Beside:
+        config, load = self._config(port, concurrency=1), self._load
+        return run_on_fast_loop(send_beside(config, load.num_burst, load.num_long, 1, 0.0, STREAM_TOKENS))
 
     def _abandon(self, port: int) -> Abandoned:
         return run_on_fast_loop(abandon_prefill(self._config(port, concurrency=1), self._load.num_long))
 
-    def _run(
-        self,
-        port: int,
-        num_requests: int,
-        concurrency: int | None = None,
-        rate: float | None = None,
-        max_tokens: int | None = None,
-    ) -> LoadResult:
-        config = self._config(port, concurrency, rate, num_requests, max_tokens)
-        result = run_load(config)
+    def _run(self, port: int, **settings: Any) -> LoadResult:
+        result = run_load(self._config(port, **settings))
         if result.num_failed:
             raise CannotRun(f"{result.num_failed} requests failed: {result.failure_examples}.", "look at it alone")
         return result
 
-    def _config(
-        self,
-        port: int,
-        concurrency: int | None = None,
-        rate: float | None = None,
-        num_requests: int = 1,
-        max_tokens: int | None = None,
-    ) -> LoadConfig:
+    def _config(self, port: int, **settings: Any) -> LoadConfig:
         """Greedy, and no two runs on a server with the same prompts: none is found in a cache."""
-        self._seed += 2  # a long prompt takes the next one: bench/mixed_load.py
-        return LoadConfig(
+        self._seed += 2  # a long prompt takes the next one: bench/beside.py
+        config = LoadConfig(
             host="127.0.0.1",
             port=port,
             model=self._server.model,
-            concurrency=concurrency,
-            rate=rate,
-            num_requests=num_requests,
             prompt_tokens=self._load.num_prompt,
-            max_tokens=max_tokens or self._load.num_output,
+            max_tokens=self._load.num_output,
             ignore_eos=self._server.ignores_eos,
             temperature=0.0,
             seed=self._seed,
             timeout_s=REQUEST_TIMEOUT_S,
         )
-
-    def _log_end(self) -> str:
-        self._log.flush()
-        text = Path(self._log.name).read_bytes()[-SHOWN_LOG_CHARS:]
-        return text.decode(errors="replace")
+        return replace(config, **settings)
 
 
 def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> list[Table]:
     """Throughput, bursts, and who is in whose way."""
-    return [_closed_table(answers, load, work, speed), _burst_table(answers, load), _mixed_table(answers, load)]
-
-
-def _closed_table(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> Table:
-    rows = []
+    closed: list[tuple[Cell, ...]] = []
+    bursts: list[tuple[Cell, ...]] = []
+    mixed: list[tuple[Cell, ...]] = []
     for name, answer in answers.items():
         for num_streams, result in answer.closed.items():
             limit = serving_limit_tokens_per_s(work, speed, num_streams, load.num_prompt, load.num_output, BF16_BYTES)
             times_ms = (_ms(result.ttft_s.p50), _ms(result.ttft_s.p99), _ms(result.inter_token_s.p50))
             share = result.tokens_per_s / limit
-            rows.append((name, num_streams, result.tokens_per_s, share, *times_ms, result.num_tokens))
-    columns = ("server", "streams", "tokens/s", "share of limit", "TTFT p50 ms", "p99", "inter-token p50 ms", "tokens")
-    title = f"Closed loop, {load.num_prompt} tokens in, {load.num_output} out"
-    return Table(title, columns, tuple(rows), Plot("streams", "tokens/s", "server"))
-
-
-def _burst_table(answers: dict[str, Answers], load: Load) -> Table:
-    rows = []
-    for name, answer in answers.items():
-        if (bursts := answer.bursts) is not None:
-            shares = (_share(bursts.burst_ttft, bursts.prefill_all), _share(bursts.steady_ttft, bursts.prefill_all))
-            figures = (_ms(bursts.prefill_all), _ms(bursts.burst_ttft), shares[0])
-            rows.append((name, *figures, bursts.steady_rate, _ms(bursts.steady_ttft), shares[1]))
+            closed.append((name, num_streams, result.tokens_per_s, share, *times_ms, result.num_tokens))
+        if (burst := answer.bursts) is not None:
+            shares = (_share(burst.burst_ttft, burst.prefill_all), _share(burst.steady_ttft, burst.prefill_all))
+            figures = (_ms(burst.prefill_all), _ms(burst.burst_ttft), shares[0])
+            bursts.append((name, *figures, burst.steady_rate, _ms(burst.steady_ttft), shares[1]))
+        long, left = answer.stalled, answer.abandoned
+        beside = (None,) * 3 if long is None else (long.inter_token_s.p50, long.inter_token_s.p99, long.long_ttft_s.p50)
+        short = (None,) * 2 if left is None else (left.alone_s, left.next_s)
+        mixed.append((name, *map(_ms, (*beside, *short))))
     size = load.num_burst
-    columns = (
-        "server",
-        f"prefill of all {size} ms",
-        "burst TTFT p50 ms",
-        "share of it",
-        "arrivals/s",
-        "their TTFT p50 ms",
-        "share",
-    )
-    return Table(f"A burst of {size}, and Poisson arrivals", columns, tuple(rows))
-
-
-def _mixed_table(answers: dict[str, Answers], load: Load) -> Table:
-    rows = []
-    for name, answer in answers.items():
-        stalled, left = answer.stalled, answer.abandoned
-        gaps = (None, None) if stalled is None else (stalled.inter_token_s.p50, stalled.inter_token_s.p99)
-        long_ttft = None if stalled is None else stalled.long_ttft_s
-        short = (None, None) if left is None else (left.alone_s, left.next_s)
-        rows.append((name, *(_ms(seconds) for seconds in (gaps[0], gaps[1], long_ttft, *short))))
-    columns = ("server", "inter-token p50", "p99", "TTFT of the long prompt", "short TTFT alone", "after one left")
-    title = f"{load.num_burst} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
-    return Table(title, columns, tuple(rows))
+    closed_columns = ("server", "streams", "tokens/s", "share of limit", "TTFT p50 ms", "p99", "inter-token p50 ms")
+    burst_columns = (f"prefill of all {size} ms", "burst TTFT p50 ms", "share of it", "arrivals/s", "their TTFT p50 ms")
+    mixed_columns = ("inter-token p50", "p99", "TTFT of the long prompt", "short TTFT alone", "after one left")
+    plot = Plot("streams", "tokens/s", "server")
+    title = f"Closed loop, {load.num_prompt} tokens in, {load.num_output} out"
+    beside_title = f"{size} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
+    return [
+        Table(title, (*closed_columns, "tokens"), tuple(closed), plot),
+        Table(f"A burst of {size}, and Poisson arrivals", ("server", *burst_columns, "share"), tuple(bursts)),
+        Table(beside_title, ("server", *mixed_columns), tuple(mixed)),
+    ]
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -264,25 +292,10 @@ def _share(seconds: float | None, whole_s: float) -> float | None:
     return None if seconds is None or not whole_s else seconds / whole_s
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="of bench.make_model")
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
-    parser.add_argument("--threads", type=int, metavar="N", help="of each server (default: its own choice)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the load (default: all)")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=Load().rounds,
-        metavar="N",
-        help="requests of each client in a closed loop (default: %(default)s)",
-    )
-    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/peers-MODEL.json")
-    return parser
-
-
-def _measure_all(arguments: argparse.Namespace, load: Load) -> tuple[dict[str, Answers], list[Missing]]:
+def _measure(arguments: argparse.Namespace) -> Found:
+    load = QUICK if arguments.quick else replace(Load(), rounds=arguments.rounds)
+    model_config(arguments.model)
+    work, limits = work_of(arguments.model), measure_limits(is_quick=arguments.quick)
     answers: dict[str, Answers] = {}
     missing: list[Missing] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -294,48 +307,26 @@ def _measure_all(arguments: argparse.Namespace, load: Load) -> tuple[dict[str, A
                 continue
             with (Path(scratch) / "log").open("wb") as log:
                 answers[name] = PeerBench(server, load, log, arguments.parts).measure()
-    return answers, missing
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write. Returns the exit code: 1 when a part failed, 2 when the model cannot be read."""
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(argv)
-    load = QUICK if arguments.quick else replace(Load(), rounds=arguments.rounds)
-    try:
-        work = work_of(arguments.model)
-        limits = measure_limits(is_quick=arguments.quick)
-        answers, missing = _measure_all(arguments, load)
-    except StartupError as error:
-        print(f"bench.peers: {error.cause}\nFix: {error.fix}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:
-        print(f"bench.peers: {error}\nFix: python -m bench.make_model makes a model directory", file=sys.stderr)
-        return 2
-    tables = result_tables(answers, load, work, Speed(limits.read_bytes_per_s, limits.flops))
-    tables += limit_tables(limits, has_probes=False)
+    tables = result_tables(answers, load, work, limits.speed) + limit_tables(limits, has_probes=False)
     if missing:
         tables.append(Table("Left out", ("server", "why"), tuple((peer.name, peer.reason) for peer in missing)))
-    print_tables(tables)
-    _write(arguments, argv, tables, answers, limits)
-    return 1 if any(answer.failures for answer in answers.values()) else 0
-
-
-def _write(
-    arguments: argparse.Namespace,
-    argv: Sequence[str],
-    tables: Sequence[Table],
-    answers: dict[str, Answers],
-    limits: Limits,
-) -> None:
     name = arguments.model.resolve().name
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"peers-{name}.json")
-    if path is not None:
-        details = {"answers": msgspec.to_builtins(answers, str_keys=True), "limits": msgspec.to_builtins(limits)}
-        shown = {"model": name, "threads": arguments.threads}
-        write_result(path, "peers", command_line("python -m bench.peers", argv), tables, shown, details)
-        print(f"written to {path}")
+    return Found(
+        tables,
+        {"model": name, "threads": arguments.threads},
+        {"answers": msgspec.to_builtins(answers, str_keys=True), "limits": msgspec.to_builtins(limits)},
+        f"peers-{name}",
+        1 if any(answer.failures for answer in answers.values()) else 0,
+    )
 
+
+FLAGS = (
+    Flag("--model", None, "of bench.make_model", more={"type": Path, "required": True}),
+    Flag("--servers", SERVERS, "to compare", more={"nargs": "+", "choices": SERVERS}),
+    Flag("--threads", None, "of each server (default: its own choice)", more={"type": int}),
+    Flag("--parts", PARTS, "of the load", more={"nargs": "+", "choices": PARTS}),
+    Flag("--rounds", Load().rounds, "requests of each client in a closed loop"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_bench("peers", __doc__, _measure, FLAGS))

@@ -1,9 +1,14 @@
-"""PROXY protocol's header: the same however it is split, never a byte beyond it, never more held than is taken."""
+"""PROXY protocol's header: refused or understood by its first bytes, never longer than is taken; any names a client."""
 
-from server.listening.clients import MAX_BYTES, ProxyHeader, ProxyHeaderParser, ProxyProtocolError
+from server.listening.clients import (
+    MAX_PROXY_BYTES,
+    PROXY_HEAD_BYTES,
+    ProxyProtocolError,
+    num_behind_proxy_head,
+    proxied_client,
+)
 
 _SIGNATURE = b"\r\n\r\n\x00\r\nQUIT\n"
-_HEAD_BYTES = 16
 
 
 def check(data: bytes) -> None:
@@ -13,27 +18,13 @@ def check(data: bytes) -> None:
 
 
 def _check(said: bytes) -> None:
-    header, num_taken = _parse(said, len(said) or 1)
-    for step in (1, 5):
-        assert _parse(said, step)[0] == header
-    assert num_taken <= _HEAD_BYTES + MAX_BYTES
-    if isinstance(header, ProxyHeader):
-        assert said.startswith(_SIGNATURE)
-        assert num_taken == _HEAD_BYTES + int.from_bytes(said[14:16], "big")
-
-
-def _parse(said: bytes, step: int) -> tuple[ProxyHeader | str | None, int]:
-    """The header, "refused", or None while it is incomplete; and how many bytes it has taken."""
-    parser = ProxyHeaderParser()
-    position = 0
-    while position < len(said):
-        piece = said[position : position + min(step, parser.num_wanted)]
-        position += len(piece)
-        try:
-            header = parser.receive(piece)
-        except ProxyProtocolError:
-            return "refused", position
-        if header is not None:
-            assert parser.num_wanted == 0
-            return header, position
-    return None, position
+    head = said[:PROXY_HEAD_BYTES]
+    if len(head) < PROXY_HEAD_BYTES:
+        return
+    try:
+        num_bytes = num_behind_proxy_head(head)
+    except ProxyProtocolError:
+        return
+    assert head.startswith(_SIGNATURE)
+    assert num_bytes == int.from_bytes(head[14:], "big") <= MAX_PROXY_BYTES
+    proxied_client(head, said[PROXY_HEAD_BYTES:].ljust(num_bytes, b"\0")[:num_bytes])

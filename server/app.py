@@ -22,7 +22,7 @@ from server.gate.gate import Gate
 from server.gate.identity import mask_keys
 from server.gate.quota import limit_headers
 from server.listening.clients import DENIED
-from server.observing.accounting import NO_REQUEST, Account, Flight, TraceContext, continue_trace, status_told
+from server.observing.accounting import NO_REQUEST, Account, RequestRecord, TraceContext, continue_trace, status_told
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, answer_headers
@@ -175,7 +175,7 @@ class App:
         traceparent = exchange.request.header(b"traceparent")
         return None if traceparent is None else continue_trace(traceparent, self.state.new_span_id())
 
-    def export_to(self, export: Callable[[Flight], None]) -> None:
+    def export_to(self, export: Callable[[RequestRecord], None]) -> None:
         """Hand it each generation that is over, from now on."""
         self.state.accounting.export = export
 

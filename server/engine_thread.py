@@ -9,7 +9,7 @@ from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from core.engine import Engine
 from core.types import Message, StepDelivery
@@ -28,14 +28,12 @@ class Loaded(Protocol):
     def engine(self) -> Engine: ...
 
 
-L = TypeVar("L", bound=Loaded)
-L_contra = TypeVar("L_contra", bound=Loaded, contravariant=True)
-
-
-class EngineEvents(Protocol[L_contra]):
+class EngineEvents(Protocol):
     """What the loop is told. Each runs on the loop."""
 
-    def on_ready(self, loaded: L_contra) -> None: ...
+    def on_ready(self, loaded: Any) -> None:
+        """The engine is built; this is what build() has made."""
+        ...
 
     def on_delivery(self, delivery: StepDelivery) -> None: ...
 
@@ -52,7 +50,7 @@ class EngineEvents(Protocol[L_contra]):
         ...
 
 
-class EngineThread(Generic[L]):
+class EngineThread:
     """Steps an engine for as long as it has work, sleeps while it has none: until a message, or until work is due.
 
     Args:
@@ -64,8 +62,8 @@ class EngineThread(Generic[L]):
 
     def __init__(
         self,
-        build: Callable[[Inbox, Callable[[StepDelivery], None]], L],
-        events: EngineEvents[L],
+        build: Callable[[Inbox, Callable[[StepDelivery], None]], Loaded],
+        events: EngineEvents,
         loop: AbstractEventLoop,
     ) -> None:
         self._build = build

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
+from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
 from server.api.replies import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Surface
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
@@ -32,7 +32,7 @@ from server.gate.deadlines import Deadlines, OwnDeadlineExceeded
 from server.gate.quota import Ticket
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
-from server.ledger.ledger import End, Entry, Ledger, Subject, unavailable
+from server.ledger.ledger import End, Entry, EntryState, Ledger, Subject, unavailable
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
@@ -247,7 +247,6 @@ class Generation:
     _place: Place
     _deadlines: Deadlines
     _prepared: Prepared
-    _requests: list[Request]
 
     def __init__(
         self,
@@ -375,7 +374,7 @@ class Generation:
         place.end = self.fail
 
     def _outcome(self, usage: Usage) -> Outcome:
-        is_refused = self._entry is not None and self._entry.is_unreserved
+        is_refused = self._entry is not None and self._entry.state is EntryState.UNRESERVED
         is_billed = not (is_refused or self._is_unsettled)
         if is_billed:
             self._shared.metrics.finished.update(self._reasons)
@@ -487,8 +486,10 @@ class Generation:
 
     def _close_books(self) -> None:
         """Whatever became of it, it is counted and written down. Idempotent."""
-        self._count()
-        self._write_end()
+        try:
+            self._count()
+        finally:
+            self._write_end()
 
     def _end_task(self, fault: Exception | None = None) -> None:
         """Let run() go on, unless it has been cancelled."""
@@ -598,7 +599,7 @@ class Generation:
     @property
     def _is_withheld(self) -> bool:
         """The ledger has yet to tell whether it has the reservation."""
-        return self._entry is not None and self._entry.is_waiting
+        return self._entry is not None and self._entry.state is EntryState.RESERVING
 
     def _sequence(self, choice: int) -> RequestSequence:
         handle, i = divmod(choice, self._prepared.call.num_sequences)
@@ -793,7 +794,7 @@ class Generation:
     def _count(self) -> None:
         """Take what it has used from the quota, once engine and ledger have told what is to be paid. Idempotent."""
         if self._has_ended and not self._is_withheld:
-            is_refused = self._entry is not None and self._entry.is_unreserved
+            is_refused = self._entry is not None and self._entry.state is EntryState.UNRESERVED
             self._ticket.settle(Usage(0, 0) if is_refused else total_usage(self._usages))
 
     def _write_end(self) -> None:

@@ -11,8 +11,8 @@ from server import __version__
 from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults, RequestLimits
 from server.clock import Clock
-from server.commands.model_files import ModelFiles
 from server.engine_thread import Inbox
+from server.model_files import ModelFiles
 from server.prompts import PromptReader
 
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
@@ -66,7 +66,7 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         chat_template=files.chat_template,
         max_model_len=limits.max_model_len,
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
-        defaults=_generation_defaults(loaded, request_limits),
+        defaults=GenerationDefaults(vocab_size=limits.vocab_size, limits=request_limits, **files.recommended),
         unix_clock=clock.unix,
         fingerprint=_fingerprint(loaded),
     )
@@ -91,15 +91,4 @@ def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
         binds=binds,
-    )
-
-
-def _generation_defaults(loaded: LoadedEngine, limits: RequestLimits) -> GenerationDefaults:
-    """The model's own recommendations, where its generation_config.json has any."""
-    recommended = loaded.files.defaults
-    known = {name: getattr(recommended, name) for name in recommended.__slots__}
-    return GenerationDefaults(
-        vocab_size=loaded.facts.limits.vocab_size,
-        limits=limits,
-        **{name: value for name, value in known.items() if value is not None},
     )

@@ -1,21 +1,27 @@
-"""A part of bench.gpu_check whose cases take their process down: what test_bench_gpu_check.py runs."""
+"""Parts of bench.gpu_check for its tests: cases that take their process down (quick), and cases that need company."""
 
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
-from bench.gpu_parts import OK, Case, Context, Row
+from bench.gpu_run import OK, Case, Context, Row
 
 TABLE = "Deadly"
 
 
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
-    return [
-        Case("counts", lambda context: _count("counts", context), 60.0, TABLE),
-        Case("dies", _die, 60.0, TABLE),
-        Case("never ends", _wait, 0.1, TABLE),
-        Case("counts again", lambda context: _count("counts again", context), 60.0, TABLE),
-    ]
+    if is_quick:
+        return [
+            Case("counts", partial(_count, "counts"), 60.0, TABLE),
+            Case("dies", _die, 60.0, TABLE),
+            Case("never ends", _wait, 0.1, TABLE),
+            Case("counts again", partial(_count, "counts again"), 60.0, TABLE),
+        ]
+    meet = {"reads": partial(_open, "reads", "r"), "writes": partial(_open, "writes", "w"), "dies": _die}
+    shared = [Case(name, run, 60.0, TABLE, is_shared=True) for name, run in meet.items()]
+    return [*shared, Case("alone", partial(_count, "alone"), 60.0, TABLE)]
 
 
 def _count(name: str, context: Context) -> Iterator[Row]:
@@ -31,3 +37,9 @@ def _die(context: Context) -> Iterator[Row]:
 def _wait(context: Context) -> Iterator[Row]:
     signal.pause()
     yield from ()
+
+
+def _open(name: str, mode: str, context: Context) -> Iterator[Row]:
+    """An end of a pipe with a name, which opens when someone opens the other."""
+    Path(context.state["pipe"]).open(mode).close()
+    yield Row(TABLE, {"case": name}, OK)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,30 +10,36 @@ from typing import Any
 import pytest
 import torch
 
-from bench import (
-    gpu_check,
-    gpu_families,
-    gpu_http,
-    gpu_kernels,
-    gpu_model,
-    gpu_peers,
-    gpu_sampling_problems,
-    gpu_targets,
+from bench import gpu_check, gpu_http, gpu_kernels, gpu_model, gpu_peers, gpu_problems, gpu_run
+from bench.gpu_kernels import KernelCase, other_formats, relative_error, share_of_others, timed_cases, variant_cases
+from bench.gpu_problems import Draw, Problem, add_norm
+from bench.gpu_run import (
+    BELOW,
+    FAILED,
+    IDLE,
+    LEFT_OUT,
+    OK,
+    SINGLE_STREAM,
+    SKIPPED,
+    WRONG,
+    Case,
+    Context,
+    Job,
+    Results,
+    Row,
+    Run,
+    judged,
+    last_line,
+    run_all,
+    run_part,
+    target_of,
 )
-from bench.device_clock import median_s, num_copies
-from bench.gpu_cases import KernelCase, timed_cases
-from bench.gpu_kernels import relative_error
-from bench.gpu_parts import BELOW, FAILED, LEFT_OUT, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line
-from bench.gpu_problems import Problem, add_norm
-from bench.gpu_results import Results
-from bench.gpu_run import Run, run_all, run_part
-from bench.gpu_targets import SINGLE_STREAM, judged, target_of
-from bench.gpu_variants import other_formats, variant_cases
+from bench.limits import median_s, num_copies
 from bench.results import read_result
 from core.types import SamplingParams
-from tests import deadly_cases, meeting_cases
+from tests import deadly_cases
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SPEED = {"read_bytes_per_s": 1e10, "flops": 1e12}
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
@@ -52,12 +56,15 @@ def run_here(part: str, only: str, out: Path) -> tuple[int, list[dict[str, Any]]
     code = run_part(Run(part, True, "cpu", only, 300.0, out, is_here=True), ["--part", part])
     result = read_result(out / f"gpu-{part}.json")
     tables = [table for table in result.tables if not table.title.startswith("What fails")]
-    rows = [dict(zip(table.columns, row, strict=True)) for table in tables for row in table.rows]
-    return code, rows
+    return code, [dict(zip(table.columns, row, strict=True)) for table in tables for row in table.rows]
 
 
 def verdicts(rows: Iterable[dict[str, Any]]) -> list[str]:
     return [row["verdict"] for row in rows if row.get("verdict")]
+
+
+def figures(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
+    return {row["measure"]: row["figure"] for row in rows if row.get("measure")}
 
 
 @pytest.fixture
@@ -83,30 +90,20 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         "logprobs",
         "decode_attention: sequences 5, context 40, heads 6, kv_heads 2, head_dim 16, window 21",
         "decode_attention: sequences 5, context 40, heads 6, kv_heads 2, head_dim 16, sinks True",
+        pytest.param("", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_are_held_against_their_references(builder: str, known_speed: None, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install triton")
     code, rows = run_here("kernels", builder, tmp_path)
     assert code == 0
-    assert verdicts(rows)
-    assert set(verdicts(rows)) == {OK}
-    for row in rows:
-        if row.get("verdict") == OK:
-            assert row["error"] <= row["tolerance"]
-        if row.get("µs") is not None:
-            assert row["share of limit"] > 0
-    page = (tmp_path / "gpu-kernels.md").read_text()
-    assert builder in page
-
-
-@pytest.mark.slow
-def test_every_kernel_has_a_problem_and_solves_it(known_speed: None, tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="needs triton: pip install triton")
-    code, rows = run_here("kernels", "", tmp_path)
-    assert code == 0
-    assert verdicts(rows) == [OK] * len({case.name for case in all_cases(True, False)})
-    assert sum(row.get("µs") is not None for row in rows) == len(timed_cases(True, False))
+    names = {case.name for case in all_cases(True, False) if builder in f"error of {case.name}"}
+    assert verdicts(rows) == [OK] * len(names) != []
+    assert all(row["error"] <= row["tolerance"] for row in rows if row.get("verdict") == OK)
+    timed = [row["share of limit"] for row in rows if row.get("µs") is not None]
+    assert len(timed) == sum(builder in f"time of {case.name}" for case in timed_cases(True, False))
+    assert all(share > 0 for share in timed)
+    assert builder in (tmp_path / "gpu-kernels.md").read_text()
 
 
 def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
@@ -114,19 +111,19 @@ def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
     return timed_cases(is_quick, is_device) + variants
 
 
-@pytest.mark.parametrize(("is_quick", "is_device"), [(False, True), (False, False)])
-def test_each_builder_has_cases_and_their_names_are_their_own(is_quick: bool, is_device: bool) -> None:
-    found = all_cases(is_quick, is_device)
+@pytest.mark.parametrize("is_device", [True, False])
+def test_each_builder_has_cases_and_their_names_are_their_own(is_device: bool) -> None:
+    found = all_cases(False, is_device)
     by_name = {case.name: case for case in found}
     assert all(by_name[case.name] == case for case in found)
-    assert {case.builder for case in found} == set(gpu_kernels.BUILDERS)
-    cases = gpu_kernels.cases(is_quick, is_device)
+    assert {case.builder for case in found} == set(gpu_problems.BUILDERS)
+    cases = gpu_kernels.cases(False, is_device)
     assert len({case.name for case in cases}) == len(cases)
 
 
 def test_every_feature_of_sampling_is_among_what_is_asked() -> None:
     """A field that kernels learn to read is to be tried on the device, too."""
-    asked = {name for asks in gpu_sampling_problems.ASKS["all"] for name in asks}
+    asked = {name for asks in gpu_problems.ASKS["all"] for name in asks}
     not_sampled = {"max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "num_logprobs", "num_prompt_logprobs"}
     not_sampled |= {"skip_special_tokens"}
     assert asked == set(SamplingParams.__struct_fields__) - not_sampled
@@ -135,15 +132,15 @@ def test_every_feature_of_sampling_is_among_what_is_asked() -> None:
 def planted(fault: Callable[[torch.Tensor], object]) -> Callable[..., Problem]:
     """The norm's problem, of whose result one number is spoilt, or never written."""
 
-    def build(*args: Any, **shape: Any) -> Problem:
-        found = add_norm(*args, **shape)
+    def build(draw: Draw, **shape: Any) -> Problem:
+        found = add_norm(draw, **shape)
 
         def launch() -> tuple[torch.Tensor, ...]:
             total, normed = found.launch()
             fault(normed)
             return total, normed
 
-        return Problem(found.dtype, launch, found.reference, found.num_bytes)
+        return draw.problem(launch, found.reference, found.num_bytes)
 
     return build
 
@@ -156,36 +153,28 @@ def unwritten(out: torch.Tensor) -> None:
     out[0] = torch.empty_like(out[0])
 
 
-@pytest.mark.parametrize("fault", [scaled, unwritten])
-def test_a_kernel_that_is_wrong_is_told_and_fails_the_check(
-    fault: Callable[[torch.Tensor], object], known_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def raised(out: torch.Tensor) -> None:
+    raise RuntimeError("first\nCUDA error: what the last line says\n")
+
+
+@pytest.mark.parametrize(("fault", "verdict"), [(scaled, WRONG), (unwritten, WRONG), (raised, FAILED)])
+def test_a_kernel_that_is_wrong_or_raises_is_told_costs_its_own_row_and_fails_the_check(
+    fault: Callable[[torch.Tensor], object],
+    verdict: str,
+    known_speed: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install triton")
-    monkeypatch.setattr(gpu_kernels, "BUILDERS", {**gpu_kernels.BUILDERS, "planted": planted(fault)})
-    case = KernelCase("planted", {"rows": 2, "width": 24}, "float32")
-    right = KernelCase("add_norm", {"rows": 2, "width": 24}, "float32")
-    monkeypatch.setattr(gpu_kernels, "variant_cases", lambda is_quick, is_device: [case, right])
-    monkeypatch.setattr(gpu_kernels, "timed_cases", lambda is_quick, is_device: [])
-    code, rows = run_here("kernels", "", tmp_path)
-    assert code == 1
-    assert verdicts(rows) == [WRONG, OK]
-
-
-def test_a_kernel_that_raises_costs_its_own_row(
-    known_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(*args: Any, **shape: Any) -> Problem:
-        raise RuntimeError("first\nCUDA error: what the last line says\n")
-
-    pytest.importorskip("triton", reason="needs triton: pip install triton")
-    monkeypatch.setattr(gpu_kernels, "BUILDERS", {**gpu_kernels.BUILDERS, "planted": build})
-    cases = [KernelCase("planted"), KernelCase("decoding_rows", {"rows": 2, "slots": 5, "width": 8}, "float32")]
+    monkeypatch.setitem(gpu_problems.BUILDERS, "planted", planted(fault))
+    cases = [KernelCase(name, {"rows": 2, "width": 24}, "float32") for name in ("planted", "add_norm")]
     monkeypatch.setattr(gpu_kernels, "variant_cases", lambda is_quick, is_device: cases)
     monkeypatch.setattr(gpu_kernels, "timed_cases", lambda is_quick, is_device: [])
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 1
-    assert verdicts(rows) == [FAILED, OK]
-    assert "RuntimeError: CUDA error: what the last line says" in {row.get("note") for row in rows}
+    assert verdicts(rows) == [verdict, OK]
+    notes = {row.get("note") for row in rows}
+    assert ("RuntimeError: CUDA error: what the last line says" in notes) == (verdict == FAILED)
 
 
 @pytest.mark.slow
@@ -221,8 +210,8 @@ def test_errors_are_relative_to_the_reference(found: list[float], wanted: list[f
 
 
 def test_of_what_must_be_the_same_each_that_is_not_counts() -> None:
-    assert gpu_kernels.share_of_others(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])) == 0.25
-    assert gpu_kernels.share_of_others(torch.tensor([1]), torch.tensor([1, 2])) == float("inf")
+    assert share_of_others(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])) == 0.25
+    assert share_of_others(torch.tensor([1]), torch.tensor([1, 2])) == float("inf")
 
 
 def test_errors_are_told_by_their_last_line() -> None:
@@ -230,30 +219,41 @@ def test_errors_are_told_by_their_last_line() -> None:
     assert last_line(ValueError()) == "ValueError"
 
 
-def test_a_target_is_judged_on_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    context, on_cpu = Context(torch.device("cuda"), False), Context(CPU, False)
+def on_device(name: str, monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    return Context(CUDA, False)
 
+
+def test_a_target_is_judged_on_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdict(context: Context, rate: float, limit: float) -> str:
         return judged(context, "a table", "llama-8b", SINGLE_STREAM, rate, limit).verdict
 
-    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA H200")
-    assert [verdict(context, rate, 280) for rate in (239, 240)] == [BELOW, OK]
-    assert verdict(context, 260, 310) == BELOW
-    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA L4")
-    assert [verdict(context, 17, limit) for limit in (21, 20)] == [BELOW, OK]
-    assert judged(context, "a table", "llama-8b", gpu_targets.first_token_of(1024), 100.0).verdict == ""
-    assert verdict(on_cpu, 1, 100) == ""
+    h200 = on_device("NVIDIA H200", monkeypatch)
+    assert [verdict(h200, *asked) for asked in ((239, 280), (240, 280), (260, 310))] == [BELOW, OK, BELOW]
+    other = on_device("NVIDIA L4", monkeypatch)
+    assert [verdict(other, 17, limit) for limit in (21, 20)] == [BELOW, OK]
+    assert judged(other, "a table", "llama-8b", gpu_run.first_token_of(1024), 100.0).verdict == ""
+    assert verdict(Context(CPU, False), 1, 100) == ""
+
+
+def test_targets_are_ends_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = on_device("any", monkeypatch)
+    found, most = target_of("llama-8b", gpu_run.FULL_SERVER), target_of("tiny", IDLE)
+    assert found is not None
+    assert [found.verdict(1.0, share, context) for share in (None, 0.79, 0.8)] == [BELOW, BELOW, OK]
+    assert target_of("tiny", SINGLE_STREAM) is None
+    assert most is not None
+    assert most.shown == "<= 0.05"
+    assert [most.verdict(figure, None, context) for figure in (0.05, 0.06)] == [OK, BELOW]
 
 
 def test_a_target_that_is_missed_is_named_and_fails_the_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA L4")
     results = Results("model", "", None)
-    results.add(judged(Context(torch.device("cuda"), False), "a table", "tiny", gpu_targets.IDLE, 0.06))
+    results.add(judged(on_device("NVIDIA L4", monkeypatch), "a table", "tiny", IDLE, 0.06))
     results.show()
-    told = f"below target: a table: measure {gpu_targets.IDLE}  figure 0.06  target <= 0.05"
-    assert told in capsys.readouterr().out
+    assert f"below target: a table: measure {IDLE}  figure 0.06  target <= 0.05" in capsys.readouterr().out
     assert [row.verdict for row in results.faults] == [BELOW]
 
 
@@ -262,46 +262,35 @@ def test_shares_of_rates_and_times_grow_with_what_is_reached() -> None:
     assert [row.cells["share"] for row in rows] == [0.8, 1.25]
 
 
-def test_each_target_is_a_figure_that_is_measured(known_speed: None, tmp_path: Path) -> None:
+def test_each_target_is_a_figure_that_is_measured() -> None:
     """Of those whose names hold sizes; the others' are shared with who measures them."""
     assert 1024 in gpu_model.FULL.prompts
-    assert gpu_targets.DECODE_ATTENTION in {case.name for case in timed_cases(False, True)}
+    assert gpu_run.DECODE_ATTENTION in {case.name for case in timed_cases(False, True)}
     assert (gpu_http.FULL.full.clients, gpu_http.FULL.full.prompt, gpu_http.FULL.full.output) == (512, 128, 1024)
-    assert {model for model, _ in gpu_targets.TARGETS} == {"", *gpu_model.MODELS}
+    assert {model for model, _ in gpu_run.TARGETS} == {"", *gpu_model.MODELS}
 
 
 def test_inputs_rotate_beyond_a_cache_on_a_device_alone() -> None:
-    device = torch.device("cuda")
-    assert [num_copies(size, device) for size in (1, 2**25, 2**30)] == [32, 8, 1]
+    assert [num_copies(size, CUDA) for size in (1, 2**25, 2**30)] == [32, 8, 1]
     assert num_copies(1, CPU) == 1
     calls: list[int] = []
     seconds, how = median_s([lambda: calls.append(1), lambda: calls.append(2)], CPU)
-    assert how == "called"
+    assert (how, calls) == ("called", [1, 2])
     assert seconds >= 0
-    assert calls == [1, 2]
 
 
 def test_what_is_kept_is_given_back_for_what_comes_next() -> None:
-    context = Context(CPU, True)
-    made: list[str] = []
-
-    def make(name: str) -> Callable[[], str]:
-        def found() -> str:
-            made.append(name)
-            return name
-
-        return found
-
-    assert [context.once(key, make(key)) for key in ("a", "a", "b", "a")] == ["a", "a", "b", "a"]
+    context, made = Context(CPU, True), list[str]()
+    for key in ("a", "a", "b", "a"):
+        assert context.once(key, lambda key=key: made.append(key) or key) == key  # type: ignore[misc]
     assert made == ["a", "b", "a"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny"])
-def test_a_small_model_gives_every_figure_in_the_engine(model: str, known_speed: None, tmp_path: Path) -> None:
-    code, rows = run_here("model", model, tmp_path)
+def test_a_small_model_gives_every_figure_in_the_engine(known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("model", "tiny", tmp_path)
     assert code == 0
-    measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
+    measured = figures(rows)
     for wanted in ("decode 4 x 32, tokens/s", SINGLE_STREAM, "prefix of 96: again, ms"):
         assert measured[wanted] > 0
     assert measured["steps from cancel to the last news"] == 1
@@ -323,16 +312,16 @@ def test_a_family_says_what_transformers_says(known_speed: None, tmp_path: Path)
 
 def test_where_answers_part_is_told() -> None:
     answer = [[5, 6, 7], [8, 9, 9]]
-    assert gpu_families.difference(answer, answer) == ""
-    assert gpu_families.difference([[5, 6, 7], [8, 9, 1]], answer) == "tokens are the same for [3, 2] of 3"
-    assert gpu_families.difference([[5, 6]], [[5, 6, 7]]) == "tokens are the same for [2] of 3"
+    assert gpu_model.difference(answer, answer) == ""
+    assert gpu_model.difference([[5, 6, 7], [8, 9, 1]], answer) == "tokens are the same for [3, 2] of 3"
+    assert gpu_model.difference([[5, 6]], [[5, 6, 7]]) == "tokens are the same for [2] of 3"
 
 
 @pytest.mark.slow
 def test_the_port_answers_all_that_is_asked(known_speed: None, tmp_path: Path) -> None:
     code, rows = run_here("http", "tiny", tmp_path)
     assert code == 0
-    measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
+    measured = figures(rows)
     for wanted in (
         "http 4 x 48/6, tokens/s",
         "http single stream, tokens/s",
@@ -340,7 +329,7 @@ def test_the_port_answers_all_that_is_asked(known_speed: None, tmp_path: Path) -
         "http inter-token p99 beside arriving prompts, ms",
         "http prefix of 96: again, ms",
         "http cancel of a stream, ms",
-        gpu_targets.BESIDE_ENGINE,
+        gpu_run.BESIDE_ENGINE,
     ):
         assert measured[wanted] > 0
 
@@ -352,23 +341,11 @@ def test_transformers_has_the_same_weights(known_speed: None, tmp_path: Path) ->
     assert [row["agree"] for row in rows if row.get("agree") is not None] == [1.0, 1.0]
 
 
-def test_targets_are_ends_of_a_range() -> None:
-    found = target_of("llama-8b", gpu_targets.FULL_SERVER)
-    assert found is not None
-    assert [found.is_met(1.0, share, "any") for share in (None, 0.79, 0.8)] == [False, False, True]
-    assert target_of("tiny", SINGLE_STREAM) is None
-    most = target_of("tiny", gpu_targets.IDLE)
-    assert most is not None
-    assert most.shown == "<= 0.05"
-    assert [most.is_met(figure, None, "any") for figure in (0.05, 0.06)] == [True, False]
-
-
 @pytest.mark.slow
 def test_a_case_that_takes_its_process_down_costs_itself_alone(tmp_path: Path) -> None:
     """One dies, one never ends; those behind them run in other processes, with what those before have left."""
-    job = Job("tests.deadly_cases", "cpu", True)
     results = Results("deadly", "", tmp_path / "deadly")
-    run_all(job, deadly_cases.cases(True, False), results, time.monotonic() + 300)
+    run_all(Job("tests.deadly_cases", "cpu", True), deadly_cases.cases(True, False), results, time.monotonic() + 300)
     told = [(row.cells["case"], row.verdict, row.note) for row in results.rows]
     assert told == [
         ("counts", OK, ""),
@@ -386,16 +363,16 @@ def test_a_case_that_takes_its_process_down_costs_itself_alone(tmp_path: Path) -
 def test_cases_that_time_nothing_run_at_once(tmp_path: Path) -> None:
     """Each waits for the other, so that neither would end alone; who dies beside them costs itself alone."""
     os.mkfifo(tmp_path / "pipe")
-    job, results = Job("tests.meeting_cases", "cpu", True), Results("meeting", "", None)
+    job, results = Job("tests.deadly_cases", "cpu", False), Results("meeting", "", None)
     results.learn({"pipe": str(tmp_path / "pipe")})
-    run_all(job, meeting_cases.cases(True, False), results, time.monotonic() + 300, 3)
+    run_all(job, deadly_cases.cases(False, False), results, time.monotonic() + 300, 3)
     told = [(row.cells["case"], row.verdict) for row in results.rows]
     assert sorted(told[:-1]) == [("dies", FAILED), ("reads", OK), ("writes", OK)]
     assert told[-1] == ("alone", OK)
 
 
 def test_what_there_is_no_time_for_is_told_and_fails_the_check(
-    tmp_path: Path, known_speed: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run_part(Run("environment", True, "cpu", None, 0.0, tmp_path, is_here=True), [])
     assert code == 1
@@ -407,21 +384,3 @@ def test_what_there_is_no_time_for_is_told_and_fails_the_check(
 def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_part(Run("environment", True, "cpu", "no such", 300.0, None, is_here=True), []) == 2
     assert "no case of --part environment has 'no such'" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_PDEATHSIG")
-def test_what_is_bound_ends_with_who_started_it() -> None:
-    """The pipe has no writer left when both are gone: killed outright, the one that starts has no time to end it."""
-    reader, writer = os.pipe()
-    lasts = f"import os, signal; os.write({writer}, b'up'); signal.pause()"
-    starts = (
-        "import subprocess, sys, signal; from bench.bound_process import bound\n"
-        f"subprocess.Popen(bound([sys.executable, '-c', {lasts!r}]), pass_fds=({writer},), start_new_session=True)\n"
-        "signal.pause()"
-    )
-    with subprocess.Popen([sys.executable, "-c", starts], pass_fds=(writer,)) as parent:
-        os.close(writer)
-        assert os.read(reader, 10) == b"up"
-        parent.kill()
-    assert os.read(reader, 10) == b""
-    os.close(reader)

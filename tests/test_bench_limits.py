@@ -7,27 +7,22 @@ import msgspec
 import pytest
 import torch
 
-from bench.engine import (
-    Cases,
-    EngineBench,
-    ReadProbe,
-    main,
-    open_engine,
-)
-from bench.engine_runs import DecodeRun, EngineRuns, MemoryRun, PrefillRun, result_tables
-from bench.limits import Limits, Probe, best_of, limit_tables
-from bench.make_model import make_model
-from bench.model_presets import MOE_1B, QWEN2_05B, num_parameters, tensor_shapes
-from bench.results import read_result
-from bench.work import (
+from bench.engine import Cases, DecodeRun, EngineRuns, MemoryRun, PrefillRun, ReadProbe, main, result_tables
+from bench.limits import (
+    Limits,
     ModelWork,
+    Probe,
     Speed,
     count_work,
     decode_limit_s,
+    limit_tables,
     prefill_limit_s,
     serving_limit_tokens_per_s,
     work_of,
 )
+from bench.make_model import MOE_1B, QWEN2_05B, make_model, num_parameters, tensor_shapes
+from bench.results import read_result
+from bench.stepped import Streams
 from core.config import EngineConfig, parse_model_config
 from gpu.device import num_physical_cores
 from gpu.loading import load_runner
@@ -42,7 +37,7 @@ PROBES = (
     Probe(2, "read", "dot", 15e9),
     Probe(2, "product", "plain", 200e9),
 )
-LIMITS = Limits("bfloat16", (best_of(PROBES, 1), best_of(PROBES, 2)), PROBES, 960 * 1024**2, 480 * 1024**2)
+LIMITS = Limits("bfloat16", PROBES, 960 * 1024**2, 480 * 1024**2)
 DENSE = ModelWork(body=900, head=100, experts=0, num_experts=0, num_used_experts=0, query_width=10, kv_width=4)
 CASES = Cases(prompts=(20,), batches=(1, 3), contexts=(17, 40), num_steps=3, num_repeats=1, max_tokens=60)
 
@@ -65,8 +60,9 @@ def work_of_preset(config: dict[str, Any]) -> ModelWork:
 
 
 def test_a_ceiling_is_the_best_form_of_its_threads_and_the_limit_the_best_ceiling() -> None:
-    assert [(c.read_form, c.read_bytes_per_s) for c in LIMITS.ceilings] == [("dot", 12e9), ("sum", 20e9)]
-    assert (LIMITS.read_bytes_per_s, LIMITS.flops) == (20e9, 300e9)
+    best = [LIMITS.best("read", num_threads) for num_threads in LIMITS.threads]
+    assert [(probe.form, probe.per_s) for probe in best] == [("dot", 12e9), ("sum", 20e9)]
+    assert LIMITS.speed == Speed(20e9, 300e9)
 
 
 def test_limit_tables_have_a_column_for_each_number_of_threads() -> None:
@@ -123,27 +119,19 @@ def test_cases_leave_out_what_would_not_fit_and_have_room_for_the_rest() -> None
     assert CASES.num_kv_tokens >= 3 * (17 + CASES.num_steps)
 
 
-def test_the_engine_bench_decodes_all_rows_in_each_step_it_times(tiny_directory: Path) -> None:
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_stepped_engine_decodes_all_rows_in_each_step_it_times(tiny_directory: Path, overlap: str) -> None:
+    """Also where their prompts take several steps, and two steps are in flight."""
     config = parse_model_config(msgspec.json.decode((tiny_directory / "config.json").read_bytes()))
-    runner = open_engine(tiny_directory, config, CASES, "float32", 1)
-    bench = EngineBench(runner)
-    assert bench.prefill(20) > 0
-    runs = [bench.decode(num_rows, context, CASES.num_steps) for num_rows, context in CASES.decodes]
-    assert [(run.num_rows, run.context) for run in runs] == [(1, 21), (1, 44), (3, 21)]
-    assert all(run.step_s > 0 for run in runs)
-
-
-def test_the_engine_bench_decodes_all_rows_where_their_prompts_take_several_steps_and_two_are_in_flight(
-    tiny_directory: Path,
-) -> None:
-    config = parse_model_config(msgspec.json.decode((tiny_directory / "config.json").read_bytes()))
-    engine = EngineConfig(
-        device="cpu", dtype="float32", threads=1, overlap="on", max_model_len=64, max_sequences=4, max_batch_tokens=20
-    )
+    sizes = {"max_model_len": 64, "max_sequences": 4, "max_batch_tokens": 20, "overlap": overlap}
+    engine = EngineConfig(device="cpu", dtype="float32", threads=1, **sizes)  # type: ignore[arg-type]
     runner = load_runner(tiny_directory, config, engine, lambda done, total: None)
-    assert runner.limits.max_in_flight == 2
-    run = EngineBench(runner).decode(4, 12, 3)
-    assert (run.num_rows, run.step_s > 0) == (4, True)
+    assert runner.limits.max_in_flight == (2 if overlap == "on" else 1)
+    streams = Streams(runner)
+    assert streams.prefill_s(20) > 0
+    runs = [streams.decode_s(num_rows, context, 3) for num_rows, context in ((1, 17), (1, 40), (4, 12))]
+    assert [context for _, context in runs] == [21, 44, 16]
+    assert all(step_s > 0 for step_s, _ in runs)
 
 
 def test_shares_are_of_the_limits_given() -> None:

@@ -10,12 +10,20 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from bench.make_model import main, make_model
-from bench.model_presets import MOE_1B, PRESETS, QWEN2_05B, num_parameters, tensor_shapes
-from bench.model_tokenizer import SPECIAL_TOKENS, make_tokenizer
+from bench.make_model import (
+    MOE_1B,
+    PRESETS,
+    QWEN2_05B,
+    SPECIAL_TOKENS,
+    main,
+    make_model,
+    make_tokenizer,
+    num_parameters,
+    tensor_shapes,
+)
 from core.config import EngineConfig, parse_model_config
 from gpu.loading import load_runner
-from server.commands.model_files import read_model_files
+from server.model_files import read_model_files
 from tests.gpu.driver import Driver
 
 TINY: dict[str, Any] = {

@@ -113,15 +113,16 @@ class LegacyLogprobs:
         prompt: number of the prompt that is echoed before them; None: none is.
     """
 
-    __slots__ = ("_context", "_lists", "_offsets", "_prompt", "_prompt_offsets", "_texts")
+    __slots__ = ("_context", "_lists", "_offsets", "_position", "_prompt", "_prompt_offsets", "_prompt_text", "_texts")
 
     def __init__(self, context: ReplyContext, prompt: int | None) -> None:
         self._context = context
         self._texts = _Texts(context)
         self._prompt = prompt
         text = "" if prompt is None else context.prompt_texts[prompt]
-        self._prompt_offsets = _PromptOffsets(text)
-        self._offsets = _TextOffsets(len(text))
+        self._prompt_text = text.encode()
+        self._position = 0  # of the prompt's next token in it
+        self._prompt_offsets, self._offsets = _TextOffsets(0), _TextOffsets(len(text))
         self._lists = _empty_lists()
 
     def begin_prompt(self) -> None:
@@ -150,8 +151,18 @@ class LegacyLogprobs:
         return lists
 
     def _prompt_offset(self, token_id: int) -> int:
-        context = self._context
-        return self._prompt_offsets.next(context.token_bytes(token_id), token_id in context.special_ids)
+        """Where it begins in the prompt's text, which may show less of it than its bytes.
+
+        The text has no BOS that the tokenizer has put before it, and no special id of a prompt that came as ids.
+        """
+        context, text, begin = self._context, self._prompt_text, self._position
+        shown = context.token_bytes(token_id)
+        # sentencepiece puts a space before the first word
+        bare = b"" if token_id in context.special_ids else shown.removeprefix(b" ")
+        if not text.startswith(shown, begin) and text.startswith(bare, begin):
+            shown = bare
+        self._position = min(begin + len(shown), len(text))
+        return self._prompt_offsets.next(text[begin : self._position])
 
     def _add_token(self, token: TokenLogprobs, offset: int) -> None:
         self._add(token.token_id, finite(token.logprob), _top_by_text(token, self._texts), offset)
@@ -205,35 +216,6 @@ class _TextOffsets:
         offset = self._num_characters
         self._num_characters += len(self._decoder.decode(shown))
         return offset
-
-
-class _PromptOffsets:
-    """Where a prompt's tokens begin in its text, which may show less of them than their bytes.
-
-    There is no BOS in it that the tokenizer has put before it, and no special id of a prompt that came as ids.
-    """
-
-    __slots__ = ("_offsets", "_position", "_text")
-
-    def __init__(self, text: str) -> None:
-        self._text = text.encode()
-        self._position = 0  # bytes
-        self._offsets = _TextOffsets(0)
-
-    def next(self, token_bytes: bytes, is_special: bool) -> int:
-        """Of the next token."""
-        end = self._position + self._num_shown(token_bytes, is_special)
-        shown = self._text[self._position : end]
-        self._position += len(shown)
-        return self._offsets.next(shown)
-
-    def _num_shown(self, token_bytes: bytes, is_special: bool) -> int:
-        if self._text.startswith(token_bytes, self._position):
-            return len(token_bytes)
-        if is_special:
-            return 0
-        bare = token_bytes.removeprefix(b" ")  # sentencepiece puts a space before the first word
-        return len(bare) if self._text.startswith(bare, self._position) else len(token_bytes)
 
 
 def _empty_lists() -> TokenLists:

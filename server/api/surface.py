@@ -173,7 +173,7 @@ class StreamReply(Protocol):
         ...
 
     def text(self, choice: int, text: str) -> bytes:
-        """Of newly drawn tokens, with nothing else to tell of them; not empty."""
+        """Of newly sampled tokens, with nothing else to tell of them; not empty."""
         ...
 
     def text_frame(self, choice: int) -> TextFrame | None:

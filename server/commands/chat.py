@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import httpx2
@@ -25,8 +25,7 @@ from core.errors import ExitCode, StartupError
 from server.banner import base_url, configured_url
 from server.commands.console import take_interrupts
 from server.commands.tls_trust import check_trust_flags, client_context, refused_certificate
-from server.config import ServerConfig
-from server.gate.identity import WAYS
+from server.config import OPTIONS, ServerConfig
 from server.values import did_you_mean, with_scheme
 
 if TYPE_CHECKING:
@@ -41,26 +40,8 @@ FROM_STDIN = "-"  # -q -: the question comes from stdin
 ANSWER_TIMEOUT_S = 600.0  # of silence; a server's own deadlines come first, and keep-alives every 15 s
 PROBE_TIMEOUT_S = 2.0
 READY_POLL_S = 0.25
-# Of a server within this process: nobody else reaches it, and no ledger, which another server may have open
-_PRIVATE: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "port": 0,
-    "binds": (),
-    "tls_cert": None,
-    "tls_key": None,
-    "tls_client_ca": None,
-    "tls_client_auth": None,
-    "trusted_proxies": (),
-    "allow": (),
-    "deny": (),
-    "tenants": (),
-    "keys_file": None,
-    "jwks": None,
-    "auth": WAYS,
-    "ledger": None,
-    "log_level": "error",
-}
-
+# Of the settings, those of no concern to a server within this process, which nobody else reaches
+_OF_OTHERS = ("server", "listening", "access", "ledger")
 SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "system": (str, "what the model is told before the conversation"),
     "temperature": (float, "0 always takes the likeliest token; 1 samples as the model says"),
@@ -256,21 +237,11 @@ class Conversation:
                 self._tell(f"{key} must be a number: {SETTINGS[key][1]}")
 
     def _tell_stats(self) -> None:
-        self._tell(stats_line(self._backend.stats))
+        self._tell(str(self._backend.stats or "no answer yet"))
 
     def _tell(self, text: str) -> None:
         self._err.write(f"{DIM}{text}{PLAIN}\n" if self._has_colour else f"{text}\n")
         self._err.flush()
-
-
-def stats_line(stats: "ChatStats | None") -> str:
-    """`34 tokens after a prompt of 12: the first in 45 ms, then 67.8 tokens/s`"""
-    if stats is None or stats.ttft_s is None:
-        return "no answer yet"
-    about = "" if stats.is_exact else "about "
-    prompt = "" if stats.num_prompt_tokens is None else f" after a prompt of {stats.num_prompt_tokens}"
-    rate = "" if stats.tokens_per_s is None else f", then {stats.tokens_per_s:.1f} tokens/s"
-    return f"{about}{stats.num_completion_tokens} tokens{prompt}: the first in {stats.ttft_s * 1000:.0f} ms{rate}"
 
 
 def sendable(text: str) -> str:
@@ -301,28 +272,42 @@ def terminal_reader() -> ReadLine:
     return read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatStats:
     """One answer in figures, as seen from here.
 
     Args:
-        ttft_s: from sending the question to the first text; None: there was none.
-        generation_s: from the first text to the last.
-        num_completion_tokens: as the server counted, or the number of pieces when the answer was stopped.
-        is_exact: the server has counted.
+        start_s: when the question was sent; first_s and last_s: when the first and the last text came.
+        num_pieces: of text.
+        usage: as the server counted; empty where it has not, as when the answer was stopped.
     """
 
-    ttft_s: float | None
-    generation_s: float
-    num_prompt_tokens: int | None
-    num_completion_tokens: int
-    is_exact: bool
+    start_s: float
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_pieces: int = 0
+    usage: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of decoding alone: the first token is not counted, nor the time until it came."""
-        has_rate = self.num_completion_tokens > 1 and self.generation_s > 0
-        return (self.num_completion_tokens - 1) / self.generation_s if has_rate else None
+    def text_of(self, event: dict[str, Any], clock: Callable[[], float]) -> str:
+        """A chunk's text, which is counted."""
+        self.usage = event.get("usage") or self.usage
+        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ())
+        if text:
+            self.last_s = clock()
+            self.first_s = self.last_s if self.first_s is None else self.first_s
+            self.num_pieces += 1
+        return text
+
+    def __str__(self) -> str:
+        """`34 tokens after a prompt of 12: the first in 45 ms, then 67.8 tokens/s`"""
+        if self.first_s is None:
+            return "no answer yet"
+        num = self.usage.get("completion_tokens", self.num_pieces)
+        about = "" if "completion_tokens" in self.usage else "about "
+        prompt = f" after a prompt of {self.usage['prompt_tokens']}" if "prompt_tokens" in self.usage else ""
+        generation_s = self.last_s - self.first_s
+        rate = f", then {(num - 1) / generation_s:.1f} tokens/s" if num > 1 and generation_s > 0 else ""  # of decoding
+        return f"{about}{num} tokens{prompt}: the first in {(self.first_s - self.start_s) * 1000:.0f} ms{rate}"
 
 
 class HttpChatBackend:
@@ -382,6 +367,11 @@ class HttpChatBackend:
             self._sleep(READY_POLL_S)
 
     def stream(self, messages: Sequence[Message], params: Mapping[str, Any]) -> Generator[str, None, None]:
+        """Give the answer's text in pieces. Closing the generator stops the answer at the server.
+
+        Raises:
+            StartupError: the server refused, or broke off.
+        """
         question = {
             "model": self.model,
             "messages": list(messages),
@@ -389,18 +379,13 @@ class HttpChatBackend:
             "stream_options": {"include_usage": True},
             **params,
         }
-        self.stats = None
-        meter = _Meter(self._clock)
-        try:
-            with self._exchange("POST", "/v1/chat/completions", question, ANSWER_TIMEOUT_S) as response:
-                if response.status_code != 200:
-                    raise self._refusal(response.status_code, response.read())
-                for event in self._events(response):
-                    text = meter.text_of(event)
-                    if text:
-                        yield text
-        finally:
-            self.stats = meter.stats()
+        self.stats = stats = ChatStats(self._clock())
+        with self._exchange("POST", "/v1/chat/completions", question, ANSWER_TIMEOUT_S) as response:
+            if response.status_code != 200:
+                raise self._refusal(response.status_code, response.read())
+            for event in self._events(response):
+                if text := stats.text_of(event, self._clock):
+                    yield text
 
     def _events(self, response: httpx2.Response) -> Iterator[dict[str, Any]]:
         """Chunks of the answer, up to [DONE].
@@ -464,44 +449,16 @@ class HttpChatBackend:
         return StartupError(f"{self.url}: {_error_message(body)}", fix, ExitCode.UNREACHABLE)
 
 
-class _Meter:
-    """Counts one answer while it passes."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._start_s = clock()
-        self._first_s: float | None = None
-        self._last_s = self._start_s
-        self._num_pieces = 0
-        self._usage: dict[str, int] | None = None
-
-    def text_of(self, event: dict[str, Any]) -> str:
-        self._usage = event.get("usage") or self._usage
-        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ())
-        if text:
-            self._last_s = self._clock()
-            self._first_s = self._last_s if self._first_s is None else self._first_s
-            self._num_pieces += 1
-        return text
-
-    def stats(self) -> ChatStats:
-        usage = self._usage or {}
-        return ChatStats(
-            ttft_s=None if self._first_s is None else self._first_s - self._start_s,
-            generation_s=0.0 if self._first_s is None else self._last_s - self._first_s,
-            num_prompt_tokens=usage.get("prompt_tokens"),
-            num_completion_tokens=usage.get("completion_tokens", self._num_pieces),
-            is_exact="completion_tokens" in usage,
-        )
-
-
 @contextlib.contextmanager
 def serve_and_chat(
     config: ServerConfig, start_in_thread: StartInThread, report: Callable[[str], None]
 ) -> Iterator[HttpChatBackend]:
     """Serve within this process, for this chat alone: on a free loopback port, with a key that nobody else has."""
     key = secrets.token_urlsafe(24)
-    private = replace(config, **_PRIVATE, api_keys=(key,))
+    shared = [option.field_name for option in OPTIONS if option.section not in _OF_OTHERS]
+    private = ServerConfig(
+        **{name: getattr(config, name) for name in shared}, port=0, api_keys=(key,), log_level="error"
+    )
     url, stop = start_in_thread(private)
     try:
         backend = HttpChatBackend(url, key)

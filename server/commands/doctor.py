@@ -16,11 +16,11 @@ from core.config import QUANTIZE_SCHEMES, EngineConfig, ModelConfig
 from core.errors import DeviceUnavailable, ExitCode, StartupError
 from server.commands.console import new_console
 from server.commands.hub import NotFetched
-from server.commands.model_files import ModelFiles, parse_config, read_model_config, read_model_files
 from server.commands.versions import LISTED, NOT_EVERYWHERE, VersionOf, check_floors, installed_version, versions
 from server.config import ServerConfig
 from server.engine_loader import model_path, served_name
 from server.listening.sockets import Bind, PassedAddress, TcpAddress, open_binds
+from server.model_files import ModelFiles, parse_config, read_model_config, read_model_files
 from server.values import format_count, format_size
 
 if TYPE_CHECKING:

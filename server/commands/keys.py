@@ -10,7 +10,7 @@ import msgspec
 
 from core.errors import ExitCode, StartupError
 from server.config import ServerConfig
-from server.gate.identity import KeyRecord, KeyTerms, Scope, create_key, expiry_value, read_keys, revoke_key
+from server.gate.identity import COMMON_SCOPES, KeyRecord, Scope, create_key, expiry_value, read_keys, revoke_key
 from server.gate.tenants import LOCAL_NAME
 from server.values import BadValueError, did_you_mean
 
@@ -29,14 +29,11 @@ def create(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -
     Raises:
         StartupError: an argument is not fit, or the file is not ours.
     """
-    terms = KeyTerms(
-        tenant=_tenant(arguments.tenant, config),
-        label=_label(arguments.label),
-        scopes=_scopes(arguments.scope or [Scope.INFERENCE, Scope.USAGE]),
-        expires=None if arguments.expires is None else _expiry(arguments.expires, now),
-    )
+    tenant, label = _tenant(arguments.tenant, config), _label(arguments.label)
+    scopes = _scopes(arguments.scope or list(COMMON_SCOPES))
+    expires = None if arguments.expires is None else _expiry(arguments.expires, now)
     path = _keys_file(config)
-    key, record = create_key(path, terms, now)
+    key, record = create_key(path, now, tenant, label=label, scopes=scopes, expires=expires)
     expiry = "never expires" if record.expires is None else f"expires {_shown(record.expires)}"
     _say(f"A key of {record.tenant} for {', '.join(record.scopes)}, which {expiry}. Nobody can show it again:")
     print(key, flush=True)

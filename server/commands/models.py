@@ -14,8 +14,8 @@ from core.errors import ExitCode, StartupError
 from server import engine_loader
 from server.commands.console import new_console
 from server.commands.hub import Hub, cached_models, environment_hub
-from server.commands.model_files import check_tokenizer, is_gguf, parse_config, read_model_config
 from server.config import ServerConfig
+from server.model_files import check_tokenizer, is_gguf, parse_config, read_model_config
 from server.values import BadValueError, existing_directory, format_count, format_size
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from enum import StrEnum
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -43,8 +43,8 @@ _CHARACTERS = string.ascii_letters + string.digits
 _KEY_LIKE = re.compile(
     rf"({KEY_MARK}[A-Za-z0-9]{{{NUM_ID_CHARS}}})[A-Za-z0-9]{{{NUM_SECRET_CHARS}}}[\w-]*|\b{KEY_MARK}[\w-]+", re.ASCII
 )
-AGE = re.compile(r"(\d{1,5})\s*(d|h|min)")
-AGE_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
+_AGE = re.compile(r"(\d{1,5})\s*(d|h|min)")
+_AGE_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
 
 
 class Scope(StrEnum):
@@ -54,6 +54,9 @@ class Scope(StrEnum):
     USAGE = "usage"  # read its tenant's usage
     METRICS = "metrics"  # read what the server counts, of all tenants together and apart
     ADMIN = "admin"  # see and steer the server, for all tenants; metrics included
+
+
+COMMON_SCOPES = (Scope.INFERENCE, Scope.USAGE)  # of who shows no key that says more
 
 
 class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,7 +74,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tenant: str
     created: datetime
     label: str = ""
-    scopes: tuple[Scope, ...] = (Scope.INFERENCE, Scope.USAGE)
+    scopes: tuple[Scope, ...] = COMMON_SCOPES
     expires: datetime | None = None
     revoked: datetime | None = None
 
@@ -85,16 +88,6 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class _KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Annotated[int, msgspec.Meta(ge=1, le=1)]
     keys: tuple[KeyRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KeyTerms:
-    """What a new key is to be."""
-
-    tenant: str
-    label: str = ""
-    scopes: tuple[Scope, ...] = (Scope.INFERENCE, Scope.USAGE)
-    expires: datetime | None = None
 
 
 def mask_keys(text: str) -> str:
@@ -113,17 +106,27 @@ def expiry_value(text: str, now: datetime) -> datetime:
         BadValueError: it is none, or has passed.
     """
     expected = "such as 90d, 12h, 30min, 2030-01-31 or 2030-01-31T12:00:00Z, and in the future"
-    try:
-        if (match := AGE.fullmatch(text.strip())) is not None:
-            when = now + int(match[1]) * AGE_UNITS[match[2]]
-        else:
-            when = datetime.fromisoformat(text.strip())
-            when = when if when.tzinfo else when.replace(tzinfo=UTC)
-    except (ValueError, OverflowError) as error:
-        raise BadValueError(expected) from error
+    when = read_moment(text, now, 1, expected)
     if when <= now:
         raise BadValueError(expected)
     return when.astimezone(UTC).replace(microsecond=0)
+
+
+def read_moment(text: str, now: datetime, sign: int, expected: str) -> datetime:
+    """
+    Args:
+        sign: an age is added to now, or taken from it.
+
+    Raises:
+        BadValueError: with `expected`.
+    """
+    try:
+        if (match := _AGE.fullmatch(text.strip())) is not None:
+            return now + sign * int(match[1]) * _AGE_UNITS[match[2]]
+        when = datetime.fromisoformat(text.strip())
+    except (ValueError, OverflowError) as error:
+        raise BadValueError(expected) from error
+    return when if when.tzinfo else when.replace(tzinfo=UTC)
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
@@ -144,8 +147,11 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
         raise StartupError(f"{path} is no keys file: {error}", fix, ExitCode.CONFIGURATION) from error
 
 
-def create_key(path: Path, terms: KeyTerms, now: datetime) -> tuple[str, KeyRecord]:
+def create_key(path: Path, now: datetime, tenant: str, **terms: Any) -> tuple[str, KeyRecord]:
     """Make a key and keep its record; a file that is not there is made.
+
+    Args:
+        terms: label, scopes and expires of its record.
 
     Returns: the key, which nobody can show again, and its record.
 
@@ -156,11 +162,9 @@ def create_key(path: Path, terms: KeyTerms, now: datetime) -> tuple[str, KeyReco
     record = KeyRecord(
         prefix=key[: len(KEY_MARK) + NUM_ID_CHARS],
         sha256=sha256(key.encode()).hexdigest(),
-        tenant=terms.tenant,
+        tenant=tenant,
         created=now.replace(microsecond=0),
-        label=terms.label,
-        scopes=terms.scopes,
-        expires=terms.expires,
+        **terms,
     )
     with _locked(path):
         _write(path, (*(read_keys(path) if path.exists() else ()), record))
@@ -234,7 +238,7 @@ _WANTED = {
 NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
 _PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9_.@|:+/-]{1,64}")
 ALL_SCOPES = frozenset(Scope)
-_COMMON_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})  # of who shows no key that says more
+_COMMON_SCOPES = frozenset(COMMON_SCOPES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ class KeySource:
         key = self._keys.get(key_id)
         if not isinstance(self._source, JwksUrl):
             return key
-        age_s = self._age_s()
+        age_s = MAX_AGE_S if self.age_s is None else self.age_s
         if key is None or age_s >= REFRESH_S:
             self.refresh()
         if age_s >= MAX_AGE_S or (key is None and (self.is_fetching or self._has_failed)):
@@ -161,10 +161,6 @@ class KeySource:
         """Until the URL may be asked again."""
         return RETRY_S if self._tried_s is None else max(FETCHING_S, self._tried_s + RETRY_S - self._clock())
 
-    def _age_s(self) -> float:
-        """Of the URL's keys; those that were never had are too old."""
-        return MAX_AGE_S if self._fetched_s is None else self._clock() - self._fetched_s
-
     def refresh(self) -> None:
         """Fetch the URL's keys, unless that was tried just now. Returns at once."""
         now_s = self._clock()
@@ -184,7 +180,11 @@ class KeySource:
         try:
             self._keys = parse_jwks(fetched.result())
         except (OSError, ValueError) as error:
-            what = "those of before go on to count" if self._age_s() < MAX_AGE_S else "no JWT is taken"
+            what = (
+                "those of before go on to count"
+                if self.age_s is not None and self.age_s < MAX_AGE_S
+                else "no JWT is taken"
+            )
             logger.error("the keys of %s cannot be had, %s: %s", self._source, what, error)
             return
         self._has_failed = False

@@ -259,7 +259,7 @@ class TextScreen:
 class ScreenedDetokenizer:
     """A detokenizer whose text passes a screen. A stop string or a rule stops it, whichever is complete first.
 
-    Attributes: as Detokenizer's. What is held back counts among the tokens kept: they were drawn.
+    Attributes: as Detokenizer's. What is held back counts among the tokens kept: they were sampled.
     """
 
     __slots__ = ("_inner", "_screen", "is_stopped", "stop_reason")

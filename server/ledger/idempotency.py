@@ -24,9 +24,9 @@ MICRO = 10**6
 KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own
 _SANE = re.compile(rb"[!-~]{1,255}")
 
-Place = tuple[str, str]  # tenant, key
+KeyOfTenant = tuple[str, str]  # tenant, key
 Keep = Callable[[StoredAnswer], None]
-Forget = Callable[[tuple[Place, ...]], None]
+Forget = Callable[[tuple[KeyOfTenant, ...]], None]
 
 
 class Recording:
@@ -86,7 +86,9 @@ class Claim:
         stored: what the same request was answered before.
     """
 
-    def __init__(self, owner: "Idempotency", place: Place, digest: bytes, stored: StoredAnswer | None = None) -> None:
+    def __init__(
+        self, owner: "Idempotency", place: KeyOfTenant, digest: bytes, stored: StoredAnswer | None = None
+    ) -> None:
         self.stored = stored
         self._owner = owner
         self._place = place
@@ -120,7 +122,7 @@ class Idempotency:
         self._unix = unix
         self._on_keep = on_keep
         self._on_forget = on_forget
-        self._in_progress: dict[Place, bytes] = {}  # digests
+        self._in_progress: dict[KeyOfTenant, bytes] = {}  # digests
         self._answers = OrderedDict(((one.tenant, one.key), one) for one in answers)
         self._num_bytes = sum(one.size_bytes for one in self._answers.values())
 
@@ -152,7 +154,7 @@ class Idempotency:
             self._in_progress[place] = digest
         return Claim(self, place, digest, stored)
 
-    def keep(self, place: Place, digest: bytes, recording: Recording, request_id: str) -> None:
+    def keep(self, place: KeyOfTenant, digest: bytes, recording: Recording, request_id: str) -> None:
         answer = StoredAnswer(
             tenant=place[0],
             key=place[1],
@@ -168,7 +170,7 @@ class Idempotency:
         self._on_keep(answer)
         self._drop_old()
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: KeyOfTenant) -> None:
         self._in_progress.pop(place, None)
 
     def _drop_old(self) -> None:

@@ -35,12 +35,18 @@ from server.ledger.store import (
     Probe,
     Prune,
     Settle,
-    StoredAnswer,
     Write,
     connect,
     is_damaged,
 )
 
+logger = logging.getLogger(__name__)
+
+DURABLE_S = 0.005  # after it came a write is durable, where the disk can: a lone one sooner, others are gathered
+SLOW_KEPT = 0.998  # of how long the slowest commit took, at each that follows: those that count are one in a hundred
+CLOSE_S = 5.0
+DIRECTORY_MODE = 0o750  # as the service's own
+BAD_WRITE = (sqlite3.IntegrityError, sqlite3.ProgrammingError, OverflowError)  # the write's fault, not the disk's
 RECORD_BYTES = 2048  # at most: ids, names and stages are bounded
 _HEAD = struct.Struct("<II")  # length, CRC-32 of the payload
 _decoder = msgspec.msgpack.Decoder(LedgerRow)
@@ -86,7 +92,7 @@ class Spill:
         """
         data = b"".join(map(_encode, rows))
         if self._end + len(data) > self._size_bytes:
-            raise SpillFull(f"the spill journal's {self._size_bytes} bytes are full")
+            raise SpillFull(f"the spill file's {self._size_bytes} bytes are full")
         _write_all(self._file, data, self._end)
         os.fdatasync(self._file)
         self._end += len(data)
@@ -136,12 +142,6 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
         data, offset = data[num_written:], offset + num_written
 
 
-logger = logging.getLogger(__name__)
-
-DIRECTORY_MODE = 0o750  # as the service's own
-BAD_WRITE = (sqlite3.IntegrityError, sqlite3.ProgrammingError, OverflowError)  # the write's fault, not the disk's
-
-
 class Disk(NamedTuple):
     """What a file system has for whoever is not root."""
 
@@ -169,7 +169,7 @@ class Journal:
     """The ledger as it is written. Owned by one thread at a time."""
 
     def __init__(self, store: LedgerStore, spill: Spill, directory: Path) -> None:
-        self._store = store
+        self.store = store
         self._directory = directory
         self._spill = spill
         self._fault: str | None = None
@@ -181,13 +181,7 @@ class Journal:
             sqlite3.Error, OSError: it cannot be written to.
         """
         self._replay()
-        return self._store.close_orphans()
-
-    def used_since(self, since_us: int) -> dict[tuple[str, str | None], int]:
-        return self._store.used_since(since_us)
-
-    def answers(self) -> list[StoredAnswer]:
-        return self._store.answers()
+        return self.store.close_orphans()
 
     def write(self, writes: Sequence[Write]) -> Written:
         """Make them durable, all in one transaction, as far as possible. Never raises for the disk's sake."""
@@ -208,7 +202,7 @@ class Journal:
                 are_durable = self._commit(writes)
                 self._fault = None
                 limits = [write.before_us for write in writes if isinstance(write, Prune)]
-                return Written(are_durable, None, any(map(self._store.has_older, limits)))
+                return Written(are_durable, None, any(map(self.store.has_older, limits)))
             except (sqlite3.Error, OSError) as error:
                 self._fault = str(error)
         has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle | Amend)])
@@ -217,16 +211,16 @@ class Journal:
     def tidy(self) -> None:
         """What may wait until those are told whose writes are durable. Never raises."""
         if self._fault is None:
-            self._store.checkpoint()
+            self.store.checkpoint()
 
     def close(self) -> None:
-        self._store.close()
+        self.store.close()
         self._spill.close()
 
     def _commit(self, writes: Sequence[Write]) -> list[bool]:
         """In one transaction; where one of them cannot be taken by any database, the others without it."""
         try:
-            self._store.commit(writes)
+            self.store.commit(writes)
         except Exception as error:
             if isinstance(error, (sqlite3.Error, OSError)) and not isinstance(error, BAD_WRITE):
                 raise  # the disk's, and so of all of them
@@ -241,7 +235,7 @@ class Journal:
         rows = self._spill.rows
         if rows:
             # Of a request that was spilled twice, the later row says how it ended
-            self._store.commit([write for row in rows for write in (Settle(row), Amend(row))])
+            self.store.commit([write for row in rows for write in (Settle(row), Amend(row))])
             self._spill.clear()
 
     def _try_spill(self, settlements: Sequence[Settle | Amend]) -> bool:
@@ -326,12 +320,6 @@ def _sync_directory(path: Path) -> None:
     finally:
         os.close(directory)
 
-
-logger = logging.getLogger(__name__)
-
-DURABLE_S = 0.005  # after it came a write is durable, where the disk can: a lone one sooner, others are gathered
-SLOW_KEPT = 0.998  # of how long the slowest commit took, at each that follows: those that count are one in a hundred
-CLOSE_S = 5.0
 
 Tell = Callable[[bool, Written], None]
 Item = tuple[Write, Tell]

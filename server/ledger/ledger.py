@@ -4,13 +4,14 @@
 
 What runs is checkpointed every five seconds, so that a crash bills what was said until then. Nothing here waits: who is
 told when a write is durable goes on then. While the database takes no writes, no request is let in, and those that run
-settle into the spill journal.
+settle into the spill file.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ HEARTBEAT_S = 15.0  # at most, without a commit: a fault is known before a reque
 STUCK_S = 5.0  # without word of any write: a disk that hangs takes none
 PRUNE_S = 3600.0  # and again at once while there is more
 MICRO = 10**6
+MAX_SPILLED = 32_768  # requests that the spill file has room for: 64 MiB
 SHUTDOWN = "shutdown"
 
 
@@ -86,6 +88,16 @@ class End(NamedTuple):
     stages_ms: Mapping[str, float]
 
 
+class EntryState(StrEnum):
+    """What is known of an entry's writes."""
+
+    OPEN = "open"  # nothing has been written
+    RESERVING = "reserving"
+    RESERVED = "reserved"  # durably; its settlement may be on its way
+    UNRESERVED = "unreserved"  # that could not be written: nothing else is, either
+    SETTLED = "settled"  # what became of its settlement is known
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One request in the ledger: reserved once, settled once.
@@ -97,9 +109,6 @@ class Entry:
         row: as it was reserved.
         progress: what it has come to: prompts of which it says something, tokens that it has said.
         end: how it ended, once it has.
-        is_waiting: for word of its reservation.
-        is_unreserved: that could not be written.
-        is_settled: what became of its settlement is known.
     """
 
     ledger: "Ledger"
@@ -107,9 +116,7 @@ class Entry:
     row: LedgerRow
     progress: Callable[[], Usage] | None = None
     end: End | None = None
-    is_waiting: bool = False
-    is_unreserved: bool = False
-    is_settled: bool = False
+    state: EntryState = EntryState.OPEN
     _on_settled: Callable[[bool], None] = _ignore
 
     def reserve(self, num_tokens: int, progress: Callable[[], Usage], on_reserved: Callable[[bool], None]) -> None:
@@ -125,26 +132,26 @@ class Entry:
         self.ledger.check()
         self.row = msgspec.structs.replace(self.row, reserved_tokens=num_tokens)
         self.progress = progress
-        self.is_waiting = True
+        self.state = EntryState.RESERVING
         self.ledger.begin(self, lambda is_durable: self._note_reserved(is_durable, on_reserved))
 
     def settle(self, end: End, on_settled: Callable[[bool], None]) -> None:
         """Write down its true usage. Of what could not be reserved nothing is written, and nobody told."""
         self.end, self._on_settled = end, on_settled
-        if not self.is_waiting and not self.is_unreserved:
+        if self.state in (EntryState.OPEN, EntryState.RESERVED):
             self._write_end(end)
 
     def retell(self, end: End) -> None:
         """The client was told this end instead, before word of the settlement came: the row shall say so too."""
         self.end = end
-        if not self.is_waiting and not self.is_settled and not self.is_unreserved:
-            self.ledger.amend(self.settled_row(end))
+        if self.state in (EntryState.OPEN, EntryState.RESERVED):
+            self.ledger.write(Amend(self.settled_row(end)))  # billed as before
 
     def _note_reserved(self, is_durable: bool, on_reserved: Callable[[bool], None]) -> None:
-        self.is_waiting, self.is_unreserved = False, not is_durable
+        self.state = EntryState.RESERVED if is_durable else EntryState.UNRESERVED
         end_before = self.end
         if not is_durable:
-            self.ledger.drop(self)
+            del self.ledger.entries[self]
         try:
             on_reserved(is_durable)
         finally:
@@ -152,10 +159,11 @@ class Entry:
                 self._write_end(self.end)
 
     def _write_end(self, end: End) -> None:
-        self.ledger.settle(self, self.settled_row(end), self._note_settled)
+        self.ledger.entries.pop(self, None)
+        self.ledger.write(Settle(self.settled_row(end)), self._note_settled)
 
     def _note_settled(self, is_durable: bool) -> None:
-        self.is_settled = True
+        self.state = EntryState.SETTLED
         self._on_settled(is_durable)
 
     def last_row(self) -> LedgerRow:
@@ -225,7 +233,7 @@ class Ledger:
         self._unix = unix
         self._loop = loop
         self._keep_s = keep_s
-        self._entries: dict[Entry, None] = {}
+        self.entries: dict[Entry, None] = {}
         self._unkept: dict[tuple[str, str], StoredAnswer] = {}  # by tenant and key: not known to be in the file yet
         self._num_untold = 0  # writes
         self._waits_since_s: float | None = None  # for word of any of them
@@ -279,22 +287,10 @@ class Ledger:
         return round(self._unix() * MICRO)
 
     def begin(self, entry: Entry, on_reserved: Callable[[bool], None]) -> None:
-        self._write(Reserve(entry.row), on_reserved)
-        self._entries[entry] = None
+        self.write(Reserve(entry.row), on_reserved)
+        self.entries[entry] = None
         if self._checkpoint is None:
             self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
-
-    def settle(self, entry: Entry, row: LedgerRow, on_settled: Callable[[bool], None]) -> None:
-        self._entries.pop(entry, None)
-        self._write(Settle(row), on_settled)
-
-    def amend(self, row: LedgerRow) -> None:
-        """What is settled, or being settled, ended otherwise; it is billed as before."""
-        self._write(Amend(row), _ignore)
-
-    def drop(self, entry: Entry) -> None:
-        """Nothing was written of it, and nothing will be."""
-        del self._entries[entry]
 
     def keep(self, answer: StoredAnswer) -> None:
         """Store it with its key: now, or when the database takes writes again."""
@@ -305,7 +301,7 @@ class Ledger:
         """Delete stored answers, by tenant and key."""
         for key in keys:
             self._unkept.pop(key, None)
-        self._write(Forget(keys), _ignore)
+        self.write(Forget(keys))
 
     def close(self) -> None:
         """Write all that is still in progress down as ended here, and close the file. Nobody is told any more."""
@@ -313,19 +309,19 @@ class Ledger:
             if timer is not None:
                 timer.cancel()
         if self.fault is not None:
-            self._write(Probe(), _ignore)  # perhaps it takes writes by now
-        for entry in list(self._entries):
+            self.write(Probe())  # perhaps it takes writes by now
+        for entry in list(self.entries):
             self._settle_last(entry)
         self._write_unkept()
         self._writer.close()
 
     def _settle_last(self, entry: Entry) -> None:
         try:
-            self.settle(entry, entry.last_row(), _ignore)
+            self.write(Settle(entry.last_row()))
         except Exception:  # the next process closes it, as it was last checkpointed
             logger.exception("a request that is in progress cannot be settled", extra=_extra(entry))
 
-    def _write(self, write: Write, tell: Callable[[bool], None]) -> None:
+    def write(self, write: Write, tell: Callable[[bool], None] = _ignore) -> None:
         def on_written(is_durable: bool, written: Written) -> None:
             self._num_untold -= 1
             self._waits_since_s = self._loop.time() if self._num_untold else None
@@ -364,7 +360,7 @@ class Ledger:
             if (is_durable or self.fault is None) and self._unkept.get(place) is answer:
                 del self._unkept[place]
 
-        self._write(Keep(answer), on_written)
+        self.write(Keep(answer), on_written)
 
     def _write_unkept(self) -> None:
         for answer in list(self._unkept.values()):
@@ -373,7 +369,7 @@ class Ledger:
     def _write_probe(self) -> None:
         self._probe = None
         if self.fault is not None:
-            self._write(Probe(), self._on_probed)
+            self.write(Probe(), self._on_probed)
 
     def _on_probed(self, is_durable: bool) -> None:
         if not is_durable and self._probe is None:
@@ -381,15 +377,15 @@ class Ledger:
 
     def _write_checkpoint(self) -> None:
         self._checkpoint = None
-        if not self._entries:
+        if not self.entries:
             return
         self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
         if self.fault is None:
-            self._write(Checkpoint(tuple(self._progress())), _ignore)
+            self.write(Checkpoint(tuple(self._progress())))
 
     def _progress(self) -> Iterator[Progress]:
         """Of all that are in progress, but for those whose own cannot be told."""
-        for entry in self._entries:
+        for entry in self.entries:
             try:
                 yield entry.current_progress()
             except Exception:
@@ -399,7 +395,7 @@ class Ledger:
         self._heartbeat = self._loop.call_later(HEARTBEAT_S / 2, self._beat)
         is_due = self.disk is None or self.commit_age_s > HEARTBEAT_S / 3
         if self.fault is None and not self._num_untold and is_due:
-            self._write(Probe(), _ignore)
+            self.write(Probe())
 
     def _prune_old(self) -> None:
         assert self._keep_s is not None
@@ -419,11 +415,6 @@ def _extra(entry: Entry) -> Mapping[str, str]:
 def unavailable() -> ServiceError:
     message = "The billing ledger is unavailable. Retry."
     return ServiceError(ErrorKind.UNAVAILABLE, message, "ledger_unavailable", retry_after_s=PROBE_S)
-
-
-MAX_SPILLED = 32_768  # requests that the spill journal has room for: 64 MiB
-
-logger = logging.getLogger(__name__)
 
 
 class OpenLedger(NamedTuple):
@@ -458,7 +449,7 @@ def opened(
 ) -> OpenLedger:
     """What is read of the journal is read now: it is the writer's from then on."""
     midnight_s = int(clock.unix()) // DAY_S * DAY_S
-    used_today, answers = journal.used_since(midnight_s * MICRO), journal.answers()
+    used_today, answers = journal.store.used_since(midnight_s * MICRO), journal.store.answers()
     assert config.ledger is not None
     ledger = Ledger(config.ledger, writer, config.prices, clock.unix, loop, config.ledger_keep_s)
     return OpenLedger(ledger, used_today, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from core.errors import ErrorKind, ExitCode, InvalidRequest, ServiceError, StartupError
 from core.types import Usage
-from server.gate.identity import AGE, AGE_UNITS
+from server.gate.identity import read_moment
 from server.ledger.store import APPLICATION_ID, BUSY_MS, SCHEMA_VERSION, Grouping, is_damaged
 from server.values import BadValueError, did_you_mean
 from server.wire import sse
@@ -168,15 +168,8 @@ def since_value(text: str, now: datetime) -> int:
     Raises:
         BadValueError: it is none.
     """
-    try:
-        if (match := AGE.fullmatch(text.strip())) is not None:
-            when = now - int(match[1]) * AGE_UNITS[match[2]]
-        else:
-            when = datetime.fromisoformat(text.strip())
-            when = when if when.tzinfo else when.replace(tzinfo=UTC)
-        return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
-    except (ValueError, OverflowError) as error:
-        raise BadValueError("such as 7d, 12h, 30min, 2030-01-31 or 2030-01-31T12:00:00Z") from error
+    when = read_moment(text, now, -1, "such as 7d, 12h, 30min, 2030-01-31 or 2030-01-31T12:00:00Z")
+    return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
 
 
 def _select(path: Path, sql: str, parameters: tuple[Any, ...]) -> list[Any]:

@@ -18,6 +18,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from server.values import BadValueError
 from server.wire.messages import IPV6_SITE_BITS, Headers, IpAddress, Peer, plain_address
 
+logger = logging.getLogger(__name__)
+
 IpNetwork = IPv4Network | IPv6Network
 
 _MAPPED_BITS = 96  # of an IPv6 address, before the IPv4 address in it
@@ -67,7 +69,7 @@ def network_value(text: str) -> IpNetwork:
 
 
 def _plain_network(network: IpNetwork) -> IpNetwork:
-    """As wire.peer.plain_address has addresses (RFC 4291 §2.5.5.2)."""
+    """As plain_address has addresses (RFC 4291 §2.5.5.2)."""
     mapped = network.network_address.ipv4_mapped if isinstance(network, IPv6Network) else None
     if mapped is None or network.prefixlen < _MAPPED_BITS:
         return network
@@ -128,10 +130,10 @@ def node_peer(text: str) -> Peer | None:
         return None
 
 
-MAX_BYTES = 4096  # of addresses and TLVs; the format allows 65,535, proxies send a few hundred
+PROXY_HEAD_BYTES = 16  # of a PROXY header, ahead of its addresses and TLVs
+MAX_PROXY_BYTES = 4096  # of those; the format allows 65,535, proxies send a few hundred
 
 _SIGNATURE = b"\r\n\r\n\x00\r\nQUIT\n"
-_HEAD_BYTES = 16
 _VERSION = 2
 _LOCAL, _PROXY = 0, 1
 _UNSPECIFIED, _INET, _INET6, _UNIX = range(4)
@@ -143,80 +145,41 @@ class ProxyProtocolError(Exception):
     """What came is no header, or one that is malformed."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProxyHeader:
+def num_behind_proxy_head(head: bytes) -> int:
+    """How many bytes of addresses and TLVs follow the first PROXY_HEAD_BYTES of a PROXY header.
+
+    Raises:
+        ProxyProtocolError: it is none that is taken.
     """
-    Args:
-        source: the proxy's client; None: the connection's own peer is meant (a health check of the proxy's, mostly).
-    """
-
-    source: Peer | None
-
-
-class ProxyHeaderParser:
-    """Feed it what comes, never more than num_wanted: what follows the header is not its own."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-
-    @property
-    def num_wanted(self) -> int:
-        """Bytes that surely belong to the header, and have not come."""
-        received = self._received
-        if len(received) < _HEAD_BYTES:
-            return _HEAD_BYTES - len(received)
-        return _HEAD_BYTES + int.from_bytes(received[14:16], "big") - len(received)
-
-    def receive(self, data: bytes) -> ProxyHeader | None:
-        """The header once it is complete.
-
-        Raises:
-            ProxyProtocolError: at the first byte that tells.
-        """
-        assert len(data) <= self.num_wanted
-        received = self._received
-        received += data
-        if received[:12] != _SIGNATURE[: len(received)]:
-            raise ProxyProtocolError("it does not begin with the signature of version 2")
-        if len(received) > 12:
-            _check_command(received[12])
-        if len(received) > 13:
-            _check_family(received[12], received[13])
-        if len(received) < _HEAD_BYTES:
-            return None
-        command, family = received[12] & 0xF, received[13] >> 4
-        length = int.from_bytes(received[14:16], "big")
-        if length > MAX_BYTES:
-            raise ProxyProtocolError(f"it announces {length} bytes, and {MAX_BYTES} are taken")
-        if command == _PROXY and length < _ADDRESS_BYTES[family]:
+    if not head.startswith(_SIGNATURE):
+        raise ProxyProtocolError("it does not begin with the signature of version 2")
+    (version, command), (family, transport) = divmod(head[12], 16), divmod(head[13], 16)
+    length = int.from_bytes(head[14:16], "big")
+    if version != _VERSION or command not in (_LOCAL, _PROXY):
+        raise ProxyProtocolError(f"its version and command are 0x{head[12]:02x}")
+    if length > MAX_PROXY_BYTES:
+        raise ProxyProtocolError(f"it announces {length} bytes, and {MAX_PROXY_BYTES} are taken")
+    if command == _PROXY:  # of a local connection, the family is not to be looked at
+        if family != _UNSPECIFIED and (family not in _ADDRESS_BYTES or transport != _STREAM):
+            raise ProxyProtocolError(f"its family and transport are 0x{head[13]:02x}")
+        if length < _ADDRESS_BYTES[family]:
             raise ProxyProtocolError(f"{length} bytes hold no addresses of its family")
-        if self.num_wanted:
-            return None
-        return ProxyHeader(_source(family, bytes(received[_HEAD_BYTES:])) if command == _PROXY else None)
+    return length
 
 
-def _check_command(byte: int) -> None:
-    if byte >> 4 != _VERSION or byte & 0xF not in (_LOCAL, _PROXY):
-        raise ProxyProtocolError(f"its version and command are 0x{byte:02x}")
+def proxied_client(head: bytes, block: bytes) -> Peer | None:
+    """Whom the proxy speaks for; None: the connection's own peer is meant (a health check of the proxy's, mostly).
 
-
-def _check_family(command: int, byte: int) -> None:
-    """Of a local connection, the family is not to be looked at."""
-    family, transport = byte >> 4, byte & 0xF
-    is_fit = family == _UNSPECIFIED or (family in _ADDRESS_BYTES and transport == _STREAM)
-    if command & 0xF == _PROXY and not is_fit:
-        raise ProxyProtocolError(f"its family and transport are 0x{byte:02x}")
-
-
-def _source(family: int, block: bytes) -> Peer | None:
+    Args:
+        head: as num_behind_proxy_head has taken it; block: what follows it.
+    """
+    family = head[13] >> 4 if head[12] & 0xF == _PROXY else _UNSPECIFIED
     if family == _INET:
         return Peer(IPv4Address(block[:4]), int.from_bytes(block[8:10], "big"))
     if family == _INET6:
         return Peer(plain_address(IPv6Address(block[:16])), int.from_bytes(block[32:34], "big"))
     return Peer() if family == _UNIX else None
 
-
-logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 10.0
 

@@ -17,15 +17,16 @@ from typing import Any
 from server.listening.clients import (
     HANDSHAKE,
     MAX_CONNECTIONS,
+    PROXY_HEAD_BYTES,
     PROXY_HEADER,
     SHUTDOWN,
     UNTRUSTED_PROXY,
     ClientGate,
     ClientRules,
-    ProxyHeader,
-    ProxyHeaderParser,
     ProxyProtocolError,
     Refusals,
+    num_behind_proxy_head,
+    proxied_client,
 )
 from server.listening.sockets import DEFAULT_UNIX_MODE, Bind, ListeningSocket, PassedSocket, TcpAddress, open_binds
 from server.wire.connection import Connection, ConnectionContext, Handler, HttpDate, Refuse, WriteBatch
@@ -322,14 +323,14 @@ class Listener:
         """Whether the client may come that the proxy names; it is the connection's peer from now on."""
         try:
             async with asyncio.timeout(self._config.handshake_s):
-                header = await _read_proxy_header(self._loop, accepted)
+                head = await _receive(self._loop, accepted, PROXY_HEAD_BYTES)
+                client = proxied_client(head, await _receive(self._loop, accepted, num_behind_proxy_head(head)))
         except (OSError, ProxyProtocolError) as error:
             logger.debug("no PROXY header from %s: %s", connection.peer, error)
             self.refusals.add(PROXY_HEADER, connection.peer)
             return False
-        if header.source is None:
+        if client is None:
             return True
-        client = header.source
         if client.address is not None:  # its clients over a Unix socket are not ours, whom `unix` trusts
             client = self.gate.identify(client)
         reason = None if client.is_proxy else self.gate.why_refused(client)
@@ -454,18 +455,16 @@ async def _peek(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> byt
     return accepted.recv(1, socket.MSG_PEEK)
 
 
-async def _read_proxy_header(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> ProxyHeader:
+async def _receive(loop: asyncio.AbstractEventLoop, accepted: socket.socket, num_bytes: int) -> bytes:
     """Not a byte more is taken off the socket: the rest is the connection's.
 
     Raises:
-        ProxyProtocolError: it is malformed.
-        OSError: the connection ended before it.
+        OSError: the connection ended before that.
     """
-    parser = ProxyHeaderParser()
-    while True:
-        data = await loop.sock_recv(accepted, parser.num_wanted)
+    received = b""
+    while len(received) < num_bytes:
+        data = await loop.sock_recv(accepted, num_bytes - len(received))
         if not data:
             raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended")
-        header = parser.receive(data)
-        if header is not None:
-            return header
+        received += data
+    return received

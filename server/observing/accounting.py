@@ -90,7 +90,7 @@ class Interval(msgspec.Struct, frozen=True):
     duration_ms: float
 
 
-class Flight(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request as it went.
 
     Args:
@@ -137,11 +137,11 @@ class FlightRecorder:
         self._clock = clock
         self._serials = itertools.count()
         # (number of the window, a heap of its slowest: (duration, serial, flight)), oldest first
-        self._windows: deque[tuple[int, list[tuple[float, int, Flight]]]] = deque()
-        self._failed: deque[Flight] = deque(maxlen=MAX_FAILED)
-        self._recent: deque[Flight] = deque(maxlen=MAX_RECENT)
+        self._windows: deque[tuple[int, list[tuple[float, int, RequestRecord]]]] = deque()
+        self._failed: deque[RequestRecord] = deque(maxlen=MAX_FAILED)
+        self._recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
 
-    def keep(self, flight: Flight) -> None:
+    def keep(self, flight: RequestRecord) -> None:
         self._recent.append(flight)
         if flight.has_failed:
             self._failed.append(flight)
@@ -154,16 +154,16 @@ class FlightRecorder:
         if len(slowest) > SLOWEST_PER_WINDOW:
             heapq.heappop(slowest)
 
-    def slowest(self, number: int) -> list[Flight]:
+    def slowest(self, number: int) -> list[RequestRecord]:
         """Of the last hour, the slowest first; of two that took as long, the later first."""
         kept = [entry for _, window in self._windows for entry in window]
         return list(self._of_last_hour(flight for _, _, flight in sorted(kept, reverse=True)))[:number]
 
-    def failed(self, number: int) -> list[Flight]:
+    def failed(self, number: int) -> list[RequestRecord]:
         """Of the last hour, the latest first."""
         return list(self._of_last_hour(reversed(self._failed)))[:number]
 
-    def find(self, request_id: str, tenant: str | None) -> Flight | None:
+    def find(self, request_id: str, tenant: str | None) -> RequestRecord | None:
         """The request of that id, ours or its client's, if it is kept and the tenant's (None: any's); the latest."""
         kept = (flight for _, window in self._windows for _, _, flight in window)
         for flight in self._of_last_hour(itertools.chain(reversed(self._recent), reversed(self._failed), kept)):
@@ -171,7 +171,7 @@ class FlightRecorder:
                 return flight
         return None
 
-    def _of_last_hour(self, flights: Iterable[Flight]) -> Iterable[Flight]:
+    def _of_last_hour(self, flights: Iterable[RequestRecord]) -> Iterable[RequestRecord]:
         oldest_s = self._clock() - HOUR_S
         return (flight for flight in flights if flight.ended_s >= oldest_s)
 
@@ -194,7 +194,7 @@ class Outcome(msgspec.Struct, frozen=True):
     Args:
         finish_reasons: that its choices gave, each once.
         error: what broke it off; told in the stream already where the head was out.
-        is_refused: the ledger could not reserve it: whatever was computed meanwhile is not billed.
+        is_refused: its reservation failed in the ledger: what was computed meanwhile is not billed.
         is_billed: False: there is a ledger, and it could not be written there.
     """
 
@@ -248,7 +248,7 @@ class Accounting:
     metrics: Metrics
     clock: Clock
     recorder: FlightRecorder = field(init=False)
-    export: Callable[[Flight], None] | None = None
+    export: Callable[[RequestRecord], None] | None = None
 
     def __post_init__(self) -> None:
         self.recorder = FlightRecorder(self.clock.monotonic)
@@ -265,7 +265,7 @@ class Accounting:
         log_access(record)
         if not is_kept:
             return
-        flight = Flight(
+        flight = RequestRecord(
             record=record,
             ended_s=now_s,
             started_unix_s=self.clock.unix() - account.timings.total_ns / S_NS,
@@ -387,7 +387,7 @@ def _asked_number(query: str) -> int:
     return int(text)
 
 
-def _flight_json(flight: Flight) -> dict[str, object]:
+def _flight_json(flight: RequestRecord) -> dict[str, object]:
     record = msgspec.structs.asdict(flight.record)
     told = {name: value for name, value in record.items() if value is not None and name != "stages_ms"}
     head = {"id": told.pop("request_id"), "object": "request", "state": "failed" if flight.has_failed else "done"}

@@ -258,7 +258,7 @@ def _record(message: str, level: int) -> logging.LogRecord:
 def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> LogHandler:
     """Send our loggers' records of this level and above to the stream (default: stderr), replacing what was set.
 
-    Of other packages' records only warnings and worse: what torch has to say at "info" is nobody's here.
+    Of other packages' records only warnings and worse: what torch logs at "info" is left out.
     """
     handler = LogHandler(stream or sys.stderr, JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()

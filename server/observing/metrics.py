@@ -401,7 +401,7 @@ steploop_slo_ok gauge promised.is_ok[slo] | 1: the promise is kept, or nothing w
 _ROW = re.compile(r"^(\S+) (gauge|counter|histogram) ([a-z0-9_.]+)(?:\[(\w+)\])? \| ((?:.|\n    )+)$", re.MULTILINE)
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     """A row of TABLE."""
 
     name: str
@@ -412,7 +412,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = tuple(
-    Family(name, kind, tuple(path.split(".")), label, text.replace("\n    ", " "))
+    MetricFamily(name, kind, tuple(path.split(".")), label, text.replace("\n    ", " "))
     for name, kind, path, label, text in _ROW.findall(TABLE)
 )
 
@@ -432,7 +432,7 @@ def _value_of(now: Any, path: Sequence[str]) -> Any:
     return now
 
 
-def _lines_of(family: Family, now: _Now, labels: str) -> Iterator[str]:
+def _lines_of(family: MetricFamily, now: _Now, labels: str) -> Iterator[str]:
     """
     Args:
         labels: of every sample.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.observing.accounting import Flight
+from server.observing.accounting import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -53,11 +53,11 @@ class TraceExporter:
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
         self._executor = ThreadPoolExecutor(1, "otlp")
-        self._waiting: deque[Flight] = deque()
+        self._waiting: deque[RequestRecord] = deque()
         self._sending: asyncio.Future[None] | None = None
         self._num_dropped = 0
 
-    def put(self, flight: Flight) -> None:
+    def put(self, flight: RequestRecord) -> None:
         """Send it when it is its turn; dropped where its caller does not sample, or too many wait."""
         if flight.trace is None or not flight.trace.is_sampled:
             return
@@ -86,7 +86,7 @@ class TraceExporter:
             self._sending = self._loop.run_in_executor(self._executor, self._send, batch)
             self._sending.add_done_callback(self._send_next)
 
-    def _send(self, flights: Sequence[Flight]) -> None:
+    def _send(self, flights: Sequence[RequestRecord]) -> None:
         """Thread: the exporter's own."""
         try:
             self._exporter.export([span for flight in flights for span in spans_of(flight)])
@@ -94,7 +94,7 @@ class TraceExporter:
             logger.exception("%d traces cannot be sent to %s", len(flights), self._endpoint)
 
 
-def spans_of(flight: Flight) -> list["ReadableSpan"]:
+def spans_of(flight: RequestRecord) -> list["ReadableSpan"]:
     """The request's span, and one for each stage that it was in.
 
     Built as data: they are over when they become spans, and have ids already, which a Tracer would not take.
@@ -140,7 +140,7 @@ def spans_of(flight: Flight) -> list["ReadableSpan"]:
     return [request, *stages]
 
 
-def _attributes(flight: Flight, operation: str) -> dict[str, str | int | float | Sequence[str]]:
+def _attributes(flight: RequestRecord, operation: str) -> dict[str, str | int | float | Sequence[str]]:
     record = flight.record
     attributes: dict[str, str | int | float | Sequence[str] | None] = {
         "gen_ai.operation.name": operation,

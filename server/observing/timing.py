@@ -29,7 +29,7 @@ class Stage(StrEnum):
     TOKENIZE = "tokenize"
     QUEUE = "queue"  # from the engine's inbox to the step that admits it
     PREFILL = "prefill"
-    FIRST_TOKEN = "first_token"  # drawn, on its way to the loop
+    FIRST_TOKEN = "first_token"  # sampled, on its way to the loop
     FIRST_FLUSH = "first_flush"  # at the loop, as text; of a stream only
     DECODE = "decode"  # until the last token is at the loop, less what is next
     DETOKENIZE = "detokenize"  # the loop's work on its tokens: text, stop strings, events

@@ -217,12 +217,8 @@ class Exchanges(ABC):
     def on_due(self) -> None: ...
 
     @abstractmethod
-    def fail(self, stream: HttpStream) -> None:
-        """The stream's handler is done, and has left the response open."""
-
-    @abstractmethod
-    def break_off(self, stream: HttpStream) -> None:
-        """The stream's handler has been cancelled, by nobody here."""
+    def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
+        """The stream's handler is done, or was cancelled by nobody here, and has left the response open."""
 
     def break_down(self) -> None:
         """A fault of ours is being handled: it costs this connection alone."""
@@ -443,7 +439,7 @@ class Connection(asyncio.Protocol):
             logger.debug("the client left before its request was read")
         except asyncio.CancelledError:
             if stream.is_open:  # it was not we who cancelled: something that the handler awaited was cancelled
-                self._break_off(stream)
+                self._abandon(stream, is_cancelled=True)
             raise
         except Exception:
             logger.exception("a request's handler failed")  # which: the record has its id, and a path may hold a key
@@ -451,15 +447,11 @@ class Connection(asyncio.Protocol):
             if stream.is_open:
                 logger.error("a request's handler left its response open")
         if stream.is_open:
-            self._fail(stream)
+            self._abandon(stream, is_cancelled=False)
 
     @_costs_itself
-    def _break_off(self, stream: HttpStream) -> None:
-        self._exchanges.break_off(stream)
-
-    @_costs_itself
-    def _fail(self, stream: HttpStream) -> None:
-        self._exchanges.fail(stream)
+    def _abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
+        self._exchanges.abandon(stream, is_cancelled)
 
     def go_on_with(self, exchanges: Exchanges) -> None:
         """What is received from now on is theirs."""

@@ -1,10 +1,10 @@
 """Guards on raw HTTP/2 frames, ahead of h2. Thread: loop. Sans-io; time is an argument.
 
 h2 4.4 holds 15 MiB sent as one frame before it complains, and counts nothing. Here each frame is judged by its nine
-bytes of header, and by the first few of its payload, before the rest is let through. Verdicts and bytes are the same
-however the input is split. h2 sees of them what it takes as RFC 9113 does: no GOAWAY (it would end everything: THREATS,
-h2 cannot drain), no PRIORITY and no padding of header blocks, no unknown frames. Of settings it sees each known one
-once, at its last value: it would not judge the others, and keeps unknown ones, some hundred bytes each, for good.
+bytes of header before its payload is buffered, and by its payload before it is let through. Verdicts and bytes are
+the same however the input is split. h2 sees of them what it takes as RFC 9113 does: no GOAWAY (it would end everything:
+THREATS, h2 cannot drain), no PRIORITY and no padding of header blocks, no unknown frames. Of settings it sees each
+known one once, at its last value: it would not judge the others, and keeps unknown ones for good.
 """
 
 import struct
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from h2.errors import ErrorCodes
 
-from server.wire.limits import Budget, FrameLimits
+from server.wire.limits import FrameLimits, TokenBucket
 
 _SETTING = struct.Struct(">HL")  # RFC 9113 §6.5.1
 _TABLE_SIZE = 1
@@ -30,40 +30,6 @@ _KNOWN = {
     6: (_ANY, ErrorCodes.NO_ERROR),  # MAX_HEADER_LIST_SIZE
     8: (_IS, ErrorCodes.PROTOCOL_ERROR),  # ENABLE_CONNECT_PROTOCOL
 }
-
-
-class InvalidSetting(Exception):
-    """A connection error of this code."""
-
-    def __init__(self, code: ErrorCodes, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-
-
-def read_settings(payload: bytes) -> tuple[bytes, list[int]]:
-    """The payload with each known setting once, at its last value, and the table sizes that were replaced in it.
-
-    RFC 9113 §6.5.3: values are processed in their order; unknown settings are ignored.
-
-    Args:
-        payload: of whole settings.
-
-    Raises:
-        InvalidSetting: a value is none that its setting may have.
-    """
-    settings: dict[int, int] = {}
-    replaced: list[int] = []
-    for code, value in _SETTING.iter_unpack(payload):
-        if code not in _KNOWN:
-            continue
-        allowed, error = _KNOWN[code]
-        if value not in allowed:
-            raise InvalidSetting(error, f"Setting {code} cannot be {value}.")
-        if code == _TABLE_SIZE and code in settings:
-            replaced.append(settings[code])
-        settings[code] = value
-    return b"".join(_SETTING.pack(code, value) for code, value in settings.items()), replaced
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113 §3.4
@@ -105,13 +71,37 @@ _OF_HEADS = frozenset((HEADERS, CONTINUATION))
 _31_BITS = 0x7FFFFFFF  # RFC 9113 §4.1, §6.3, §6.9: the bit before them is reserved
 
 
-class Refusal(Exception):
+class FrameRefused(Exception):
     """The connection is to end with a GOAWAY of this code."""
 
     def __init__(self, code: ErrorCodes, message: str) -> None:
         super().__init__(message)
         self.code = code
-        self.message = message
+
+
+def read_settings(payload: bytes) -> tuple[bytes, list[int]]:
+    """The payload with each known setting once, at its last value, and the table sizes that were replaced in it.
+
+    RFC 9113 §6.5.3: values are processed in their order; unknown settings are ignored.
+
+    Args:
+        payload: of whole settings.
+
+    Raises:
+        FrameRefused: a value is none that its setting may have.
+    """
+    settings: dict[int, int] = {}
+    replaced: list[int] = []
+    for code, value in _SETTING.iter_unpack(payload):
+        if code not in _KNOWN:
+            continue
+        allowed, error = _KNOWN[code]
+        if value not in allowed:
+            raise FrameRefused(error, f"Setting {code} cannot be {value}.")
+        if code == _TABLE_SIZE and code in settings:
+            replaced.append(settings[code])
+        settings[code] = value
+    return b"".join(_SETTING.pack(code, value) for code, value in settings.items()), replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +130,7 @@ class FrameGate:
         block_bytes: of each header block that is complete, by stream; to be emptied by whoever has read them.
         goaway_code: of the client's GOAWAY, once it has come.
         least_table_size: a SETTINGS_HEADER_TABLE_SIZE that its own frame replaced by another.
+        has_more: the last call let through as much as it may: receive(b"", now) goes on.
     """
 
     def __init__(self, limits: FrameLimits, highest_stream_id: int = 0, frames_at_once: int = sys.maxsize) -> None:
@@ -148,20 +139,17 @@ class FrameGate:
             highest_stream_id: that is open already.
             frames_at_once: let through by one call; the head of a request is worth _FRAMES_PER_HEAD, or more.
         """
-        self.refusal: Refusal | None = None
+        self.refusal: FrameRefused | None = None
         self.faults: list[StreamFault] = []
         self.block_bytes: dict[int, int] = {}
         self.goaway_code: int | None = None
         self.least_table_size: int | None = None
         self._limits = limits
         self._frames_at_once = self._num_left = frames_at_once
-        self._rest = b""  # of what was received, for the next call
-        self._preface = PREFACE  # what is still to come of it
-        self._held = bytearray()  # a frame's header, and what is judged of its payload
-        self._num_held = HEADER_BYTES  # when that is complete
-        self._header: _Header | None = None
-        self._num_passing = 0  # bytes of the payload that go through
-        self._num_dropped = 0  # and behind them, that do not
+        self._buffer = bytearray()  # received, and not let through
+        self.has_more = False
+        self._has_preface = False
+        self._header: _Header | None = None  # of the frame that the buffer begins with, once judged
         self._has_settings = False
         self._is_head = False  # the frame that comes is HEADERS or CONTINUATION
         self._highest_stream_id = highest_stream_id
@@ -170,55 +158,65 @@ class FrameGate:
         self._num_blocks = 0
         self._num_continuations = 0
         self._overhead = limits.num_overhead_frames * limits.bytes_per_overhead_frame  # in bytes of content
-        self._resets = Budget(limits.resets)
-        self._pings = Budget(limits.pings)
-        self._settings = Budget(limits.settings)
-
-    @property
-    def has_more(self) -> bool:
-        """The last call let through as much as it may: receive(b"", now) goes on."""
-        return bool(self._rest)
+        self._resets = TokenBucket(limits.resets)
+        self._pings = TokenBucket(limits.pings)
+        self._settings = TokenBucket(limits.settings)
 
     @property
     def pending_head(self) -> int | None:
         """Which header block has begun and is not complete, counted from 1; 0: the connection's beginning."""
         if not self._has_settings:
             return 0
-        is_incomplete = self._header is not None or self._num_passing > 0 or self._num_dropped > 0
-        return self._num_blocks if self._block_stream or (self._is_head and is_incomplete) else None
+        is_pending = self._block_stream or (self._is_head and self._header is not None)
+        return self._num_blocks if is_pending else None
 
     def receive(self, data: bytes, now: float) -> bytes:
         """The bytes that h2 may have: of a refused frame none, of those before it all."""
+        if self.refusal is not None:
+            return b""
         passed: list[bytes] = []
-        position = 0
-        data = self._rest + data
-        self._rest = b""
+        self._buffer += data
         self._num_left = self._frames_at_once
-        while position < len(data) and self.refusal is None:
-            if self._num_passing:
-                piece = data[position : position + self._num_passing]
-                self._num_passing -= len(piece)
-                passed.append(piece)
-            elif self._num_dropped:
-                piece = data[position : position + self._num_dropped]
-                self._num_dropped -= len(piece)
-            elif self._preface:
-                piece = data[position : position + len(self._preface)]
-                if not self._preface.startswith(piece):
-                    self.refusal = Refusal(ErrorCodes.PROTOCOL_ERROR, "This is not HTTP/2's connection preface.")
+        self.has_more = False
+        try:
+            if not self._has_preface:
+                self._take_preface(passed)
+            while len(self._buffer) >= HEADER_BYTES and self._has_preface:
+                if self._num_left <= 0 and self._header is None:
+                    self.has_more = True
                     break
-                self._preface = self._preface[len(piece) :]
-                passed.append(piece)
-            elif self._num_left <= 0 and not self._held:
-                self._rest = data[position:]
-                break
-            else:
-                piece = data[position : position + self._num_held - len(self._held)]
-                self._held += piece
-                if len(self._held) == self._num_held:
-                    self._judge(passed, now)
-            position += len(piece)
+                if not self._take_frame(passed, now):
+                    break
+        except FrameRefused as refusal:
+            self.refusal = refusal
+            self._buffer.clear()
         return passed[0] if len(passed) == 1 else b"".join(passed)
+
+    def _take_preface(self, passed: list[bytes]) -> None:
+        begun = bytes(self._buffer[: len(PREFACE)])
+        if not PREFACE.startswith(begun):
+            raise FrameRefused(ErrorCodes.PROTOCOL_ERROR, "This is not HTTP/2's connection preface.")
+        if begun == PREFACE:
+            self._has_preface = True
+            del self._buffer[: len(PREFACE)]
+            passed.append(PREFACE)
+
+    def _take_frame(self, passed: list[bytes], now: float) -> bool:
+        """The first of the buffer, whose header is there; False: its payload is not."""
+        header = self._header
+        if header is None:
+            high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(self._buffer)
+            header = _Header(high << 16 | low, kind, flags, stream_id & _31_BITS)
+            self._check(header, now)
+        end = HEADER_BYTES + header.length
+        if len(self._buffer) < end:
+            self._header = header
+            return False
+        self._header = None
+        frame = bytes(self._buffer[:end])
+        del self._buffer[:end]
+        self._pass_on(header, frame, passed)
+        return True
 
     def count_reset(self, now: float) -> None:
         """We are made to reset a stream (CVE-2025-8671)."""
@@ -227,7 +225,7 @@ class FrameGate:
 
     def refuse_flood(self, name: str) -> None:
         """Nothing is let through any more."""
-        self.refusal = self.refusal or Refusal(ErrorCodes.ENHANCE_YOUR_CALM, f"Too many {name} frames.")
+        self.refusal = self.refusal or FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, f"Too many {name} frames.")
 
     def count_content(self, num_bytes: int) -> None:
         """So much of a response has been sent: WINDOW_UPDATEs may answer it."""
@@ -235,37 +233,16 @@ class FrameGate:
         most = limits.num_overhead_frames * limits.bytes_per_overhead_frame
         self._overhead = min(most, self._overhead + num_bytes)
 
-    def _judge(self, passed: list[bytes], now: float) -> None:
-        """What is held is complete: a header, or a header and what is to be seen of the payload."""
-        try:
-            if self._header is None:
-                high, low, kind, flags, stream_id = FRAME_HEADER.unpack(self._held)
-                header = _Header(high << 16 | low, kind, flags, stream_id & _31_BITS)
-                self._check(header, now)
-                num_judged = 0 if kind in _PASSED_AS_THEY_ARE else _num_judged(header)
-                if num_judged:
-                    self._header = header
-                    self._num_held += num_judged
-                    return
-            else:
-                header = self._header
-            self._pass_on(header, bytes(self._held), passed)
-        except Refusal as refusal:
-            self.refusal = refusal
-        self._header = None
-        self._held.clear()
-        self._num_held = HEADER_BYTES
-
     def _check(self, header: _Header, now: float) -> None:
         """What a frame's header tells."""
         kind, flags = header.kind, header.flags
         self._num_left -= _num_worth(header) if kind in _OF_HEADS else 1
         if header.length > self._limits.frame_bytes:
-            raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, f"The frame is {header.length} bytes long.")
+            raise FrameRefused(ErrorCodes.FRAME_SIZE_ERROR, f"The frame is {header.length} bytes long.")
         if not self._has_settings:
             # RFC 9113 §3.4: the preface MUST be followed by a SETTINGS frame
             if kind != SETTINGS or flags & _ACK:
-                raise Refusal(ErrorCodes.PROTOCOL_ERROR, "The first frame is not SETTINGS.")
+                raise FrameRefused(ErrorCodes.PROTOCOL_ERROR, "The first frame is not SETTINGS.")
             self._has_settings = True
         self._is_head = kind in _OF_HEADS
         if self._block_stream or kind == CONTINUATION:
@@ -273,61 +250,58 @@ class FrameGate:
             return
         _check_shape(header)
         if kind == HEADERS:
+            least = (flags & _PADDED and 1) + (flags & _HAS_PRIORITY and _PRIORITY_BYTES)
+            if header.length < least:
+                raise FrameRefused(ErrorCodes.FRAME_SIZE_ERROR, "The frame has no room for what its flags say.")
             self._begin_block(header)
         elif kind == DATA:
             self._check_data(header.length, flags)
         elif kind == RST_STREAM:
             self._spend(self._resets, "RST_STREAM", now)
             if self._is_idle(header.stream_id):  # RFC 9113 §6.4; h2 lets it pass
-                raise Refusal(ErrorCodes.PROTOCOL_ERROR, "A stream that is not open cannot be reset.")
+                raise FrameRefused(ErrorCodes.PROTOCOL_ERROR, "A stream that is not open cannot be reset.")
         elif kind == PING:
             self._spend(self._pings, "PING", now)
         elif kind == SETTINGS:
             self._spend(self._settings, "SETTINGS", now)
             if header.length > self._limits.num_settings * _SETTING_BYTES:
-                raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "There are too many settings in one frame.")
+                raise FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, "There are too many settings in one frame.")
         elif kind == PUSH_PROMISE:
-            raise Refusal(ErrorCodes.PROTOCOL_ERROR, "A client cannot push.")  # RFC 9113 §8.4
+            raise FrameRefused(ErrorCodes.PROTOCOL_ERROR, "A client cannot push.")  # RFC 9113 §8.4
         else:  # PRIORITY, WINDOW_UPDATE, GOAWAY, unknown types
             self._charge_overhead()
 
-    def _pass_on(self, header: _Header, held: bytes, passed: list[bytes]) -> None:
+    def _pass_on(self, header: _Header, frame: bytes, passed: list[bytes]) -> None:
         """Let a frame through, or part of it, or nothing, after a look at its payload."""
-        kind = header.kind
+        kind, payload = header.kind, frame[HEADER_BYTES:]
         if kind in _PASSED_AS_THEY_ARE:
-            passed.append(held)
-            self._num_passing = header.length
-            return
-        payload = held[HEADER_BYTES:]
-        rest = header.length - len(payload)
-        if kind == HEADERS:
+            passed.append(frame)
+        elif kind == HEADERS:
             self._pass_head(header, payload, passed)
         elif kind == SETTINGS:
             passed.append(self._settings_frame(header, payload))
         elif kind == PRIORITY:
             self._check_priority(header, payload)
-            self._num_dropped = rest
         elif kind == GOAWAY:
             self.goaway_code = int.from_bytes(payload[4:8], "big")
-            self._num_dropped = rest
         elif kind == WINDOW_UPDATE:
             self._pass_window_update(header, int.from_bytes(payload, "big") & _31_BITS, passed)
-        else:
-            self._num_dropped = rest  # RFC 9113 §5.5: unknown types are ignored
+        # RFC 9113 §5.5: unknown types are ignored
 
     def _pass_head(self, header: _Header, payload: bytes, passed: list[bytes]) -> None:
         """Of a HEADERS frame the header block alone. h2 is wrong on padding that leaves nothing of it."""
-        padding = payload[0] if header.flags & _PADDED else 0
-        rest = header.length - len(payload)
-        if padding > rest:  # RFC 9113 §6.2
-            raise Refusal(ErrorCodes.PROTOCOL_ERROR, "There is more padding than frame.")
-        if header.flags & _HAS_PRIORITY and _depends_on(payload[-_PRIORITY_BYTES:]) == header.stream_id:
+        is_padded, has_priority = bool(header.flags & _PADDED), bool(header.flags & _HAS_PRIORITY)
+        start, padding = is_padded + _PRIORITY_BYTES * has_priority, payload[0] if is_padded else 0
+        if padding > len(payload) - start:  # RFC 9113 §6.2
+            raise FrameRefused(ErrorCodes.PROTOCOL_ERROR, "There is more padding than frame.")
+        if has_priority and _depends_on(payload[start - _PRIORITY_BYTES :]) == header.stream_id:
             # RFC 7540 §5.3.1; RFC 9113 §5.4.1: a stream error may be treated as the connection's
-            raise Refusal(ErrorCodes.PROTOCOL_ERROR, "A stream cannot depend on itself.")
-        length = rest - padding
+            raise FrameRefused(ErrorCodes.PROTOCOL_ERROR, "A stream cannot depend on itself.")
+        block = payload[start : len(payload) - padding]
         flags = header.flags & ~(_PADDED | _HAS_PRIORITY)
-        passed.append(FRAME_HEADER.pack(length >> 16, length & 0xFFFF, HEADERS, flags, header.stream_id))
-        self._num_passing, self._num_dropped = length, padding
+        passed.append(
+            FRAME_HEADER.pack(len(block) >> 16, len(block) & 0xFFFF, HEADERS, flags, header.stream_id) + block
+        )
 
     def _pass_window_update(self, header: _Header, increment: int, passed: list[bytes]) -> None:
         """Without the reserved bit, which h2 takes for an error."""
@@ -337,10 +311,7 @@ class FrameGate:
             self._find_fault(header.stream_id, ErrorCodes.PROTOCOL_ERROR)
 
     def _settings_frame(self, header: _Header, payload: bytes) -> bytes:
-        try:
-            known, passed_over = read_settings(payload)
-        except InvalidSetting as invalid:
-            raise Refusal(invalid.code, invalid.message) from None
+        known, passed_over = read_settings(payload)
         if self.least_table_size is not None:
             passed_over.append(self.least_table_size)
         self.least_table_size = min(passed_over, default=None)
@@ -355,7 +326,7 @@ class FrameGate:
     def _find_fault(self, stream_id: int, code: ErrorCodes) -> None:
         """RFC 9113 §6.4: a stream that is idle cannot be reset; then the fault is the connection's."""
         if self._is_idle(stream_id):
-            raise Refusal(code, "A frame of a stream that is not open is broken.")
+            raise FrameRefused(code, "A frame of a stream that is not open is broken.")
         self.faults.append(StreamFault(stream_id, code))
 
     def _is_idle(self, stream_id: int) -> bool:
@@ -363,7 +334,7 @@ class FrameGate:
 
     def _begin_block(self, header: _Header) -> None:
         if header.length > self._limits.header_block_bytes:  # where larger frames are taken
-            raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")
+            raise FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")
         self.count_content(header.length)
         self._num_blocks += 1
         self._highest_stream_id = max(self._highest_stream_id, header.stream_id)
@@ -377,32 +348,32 @@ class FrameGate:
     def _check_continuation(self, header: _Header) -> None:
         # RFC 9113 §6.10: any other frame within a header block is a connection error of type PROTOCOL_ERROR
         if header.kind != CONTINUATION or not self._block_stream or header.stream_id != self._block_stream:
-            raise Refusal(ErrorCodes.PROTOCOL_ERROR, "A header block is interrupted, or continued where there is none.")
+            raise FrameRefused(ErrorCodes.PROTOCOL_ERROR, "A header block is interrupted, or continues none.")
         self._block_bytes += header.length
         self._num_continuations += 1
         if (
             self._num_continuations > self._limits.num_continuations
             or self._block_bytes > self._limits.header_block_bytes
         ):
-            raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")  # CVE-2024-27316
+            raise FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")  # CVE-2024-27316
         if header.flags & END_HEADERS:
             self.block_bytes[self._block_stream] = self._block_bytes
             self._block_stream = 0
 
     def _check_data(self, length: int, flags: int) -> None:
         if flags & _PADDED and not length:
-            raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, "The frame has no room for its padding's length.")
+            raise FrameRefused(ErrorCodes.FRAME_SIZE_ERROR, "The frame has no room for its padding's length.")
         self.count_content(max(0, length - _MAX_PADDING_BYTES) if flags & _PADDED else length)
         self._charge_overhead()
 
     def _charge_overhead(self) -> None:
         self._overhead -= self._limits.bytes_per_overhead_frame
         if self._overhead < 0:
-            raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "Too many frames carry nothing.")
+            raise FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, "Too many frames carry nothing.")
 
-    def _spend(self, budget: Budget, name: str, now: float) -> None:
+    def _spend(self, budget: TokenBucket, name: str, now: float) -> None:
         if not budget.take(now):
-            raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, f"Too many {name} frames.")
+            raise FrameRefused(ErrorCodes.ENHANCE_YOUR_CALM, f"Too many {name} frames.")
 
 
 def _num_worth(header: _Header) -> int:
@@ -416,27 +387,12 @@ def _check_shape(header: _Header) -> None:
     length, kind, flags, stream_id = header
     is_of_stream, least, most = _SHAPES.get(kind, _ANY_SHAPE)
     if is_of_stream is not None and is_of_stream != (stream_id > 0):
-        raise Refusal(ErrorCodes.PROTOCOL_ERROR, f"A frame of type {kind} cannot be of stream {stream_id}.")
+        raise FrameRefused(ErrorCodes.PROTOCOL_ERROR, f"A frame of type {kind} cannot be of stream {stream_id}.")
     is_fit = least <= length <= most
     if kind == SETTINGS:  # RFC 9113 §6.5
         is_fit = not length if flags & _ACK else length % _SETTING_BYTES == 0
     if not is_fit:
-        raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, f"A frame of type {kind} cannot be {length} bytes long.")
-
-
-def _num_judged(header: _Header) -> int:
-    """How much of the payload is judged before anything of the frame goes through."""
-    length, kind, flags, _ = header
-    if kind == HEADERS:
-        num_judged = (flags & _PADDED and 1) + (flags & _HAS_PRIORITY and _PRIORITY_BYTES)
-        if num_judged > length:
-            raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, "The frame has no room for what its flags say.")
-        return num_judged
-    if kind == GOAWAY:
-        return _GOAWAY_BYTES
-    if kind == PRIORITY:
-        return min(length, _PRIORITY_BYTES)
-    return length if kind in (SETTINGS, WINDOW_UPDATE) else 0
+        raise FrameRefused(ErrorCodes.FRAME_SIZE_ERROR, f"A frame of type {kind} cannot be {length} bytes long.")
 
 
 def _depends_on(priority: bytes) -> int:

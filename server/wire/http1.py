@@ -640,7 +640,7 @@ class Http1Protocol:
 def _route(method: bytes, target: bytes, headers: Headers) -> tuple[str, Headers]:
     """Path and query of a request target, and the headers with the Host that counts (RFC 9112 §3.2)."""
     if method == b"CONNECT":
-        raise HeadRefused(501, "CONNECT is for proxies, and this is none.")
+        raise HeadRefused(501, "CONNECT is not supported.")
     if b"#" in target:
         raise HeadRefused(400, "A request target has no fragment.")
     if target.startswith(b"/") or (target == b"*" and method == b"OPTIONS"):

@@ -177,12 +177,12 @@ class Http1Exchanges(Exchanges):
         if may_upgrade and request.stream_id == 1:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
 
-    def fail(self, stream: HttpStream) -> None:
-        self._task = None  # it ends by itself
-        self._refuse(500, SERVER_FAULT)
-
-    def break_off(self, stream: HttpStream) -> None:
-        self._connection.abort()
+    def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
+        if is_cancelled:
+            self._connection.abort()
+        else:
+            self._task = None  # it ends by itself
+            self._refuse(500, SERVER_FAULT)
 
     def _refuse(self, status: int, message: str) -> None:
         """End the connection with an error; without one where another head has gone out already."""

@@ -30,7 +30,7 @@ from server.wire.frame_gate import (
 )
 from server.wire.h2_connection import (
     OutgoingBody,
-    Pieces,
+    PieceFrames,
     clamp_encoder,
     code_of,
     frame_head,
@@ -128,7 +128,7 @@ def _target(pseudo: dict[bytes, bytes]) -> tuple[bytes, bytes]:
     if method == b"CONNECT":
         if pseudo.keys() != {b":method", b":authority"}:
             raise Malformed  # RFC 9113 §8.5
-        raise HeadRefused(501, "CONNECT is for proxies, and this is none.")
+        raise HeadRefused(501, "CONNECT is not supported.")
     if path is None or not pseudo.get(b":scheme"):
         raise Malformed
     if _PATH.fullmatch(path) is None and not (path == b"*" and method == b"OPTIONS"):
@@ -305,7 +305,7 @@ class Responses:
         self.early: list[int] = []
         self._ready: dict[int, Http2Stream] = {}  # may have something to send, in their turn
         self._has_left = False  # take_data has, some of these: their turn is before any piece's
-        self._pieces = Pieces(connection, PIECES_BYTES)
+        self._pieces = PieceFrames(connection, PIECES_BYTES)
 
     @property
     def has_some(self) -> bool:
@@ -315,12 +315,12 @@ class Responses:
     def num_unsent(self, stream_id: int) -> int:
         """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
         stream = self.streams.get(stream_id)
-        return 0 if stream is None else stream.num_unsent
+        return 0 if stream is None else len(stream.data)
 
     def is_written(self, stream_id: int) -> bool:
         """All that was sent so far has been taken, with the end of a response that has ended."""
         stream = self.streams.get(stream_id)
-        return stream is None or not (stream.num_unsent or stream.is_ending)
+        return stream is None or not (stream.data or stream.is_ending)
 
     def num_partly_sent(self, stream_id: int) -> int:
         """Bytes of the stream's body that went while more was there: how far a peer is that never takes all."""
@@ -329,12 +329,12 @@ class Responses:
 
     def num_unsent_ending(self) -> int:
         """Bytes unsent of all bodies to which nothing will be added."""
-        return sum(stream.num_unsent for stream in self.streams.values() if stream.is_ending)
+        return sum(len(stream.data) for stream in self.streams.values() if stream.is_ending)
 
     def wake(self, stream_id: int) -> None:
         """Its window may have opened."""
         stream = self.streams.get(stream_id)
-        if stream is not None and (stream.num_unsent or stream.is_ending):
+        if stream is not None and (stream.data or stream.is_ending):
             self._ready[stream_id] = stream
 
     def wake_all(self) -> None:
@@ -396,13 +396,9 @@ class Responses:
                 stream.remaining -= len(data)
                 if stream.remaining < 0:
                     raise ResponseError("The body is longer than its content-length.")
-            if stream.num_unsent:
-                stream.append(data)
-            else:  # mostly: without a call for each token
-                stream.data = data
-                stream.num_unsent = len(data)
+            stream.data += data
             self._ready[stream_id] = stream
-        return stream.num_unsent
+        return len(stream.data)
 
     def text_writer(
         self, stream_id: int, frame: TextFrame, send: Callable[[bytes], None], call_flush: Callable[[], bool]
@@ -457,7 +453,7 @@ class Responses:
                     size = self._frame_ending(stream_id, stream, frames)
                 else:
                     size = frame_next(connection, stream, frames, by_hand)
-                    if size and stream.num_unsent:
+                    if size and stream.data:
                         self._ready[stream_id] = stream
                 if size:
                     sent.append(stream_id)
@@ -465,7 +461,7 @@ class Responses:
                     if num_bytes >= limit_bytes:
                         self._ready = dict(turn) | self._ready
                         break
-                elif stream.num_unsent:
+                elif stream.data:
                     output.held.append(stream_id)
                     if stream.h2.outbound_flow_control_window > 0:
                         shut_out[stream_id] = stream
@@ -480,7 +476,7 @@ class Responses:
         if not stream.trailers:
             last = last_frame(self._h2, stream, self._by_hand)
         else:
-            last = b"" if stream.num_unsent else self._trailers(stream_id, stream)
+            last = b"" if stream.data else self._trailers(stream_id, stream)
         if last:
             del self.streams[stream_id]
             if not stream.has_read_request:

@@ -313,21 +313,14 @@ class Http2Exchanges(Exchanges):
             status = 503 if self._is_draining else 429
         self._context.refuse(status, code.name, self._connection.peer, self._clock(), stream, code)
 
-    def fail(self, stream: HttpStream) -> None:
+    def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
         stream_id = stream.request.stream_id
         self._exchanges[stream_id].task = None  # it ends by itself
-        if stream.head_sent:
+        if stream.head_sent or is_cancelled:
             self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
             self._mark_dirty()
         else:
             self._answer_error(stream_id, 500, SERVER_FAULT, stream)
-        self._drop(stream_id)
-
-    def break_off(self, stream: HttpStream) -> None:
-        stream_id = stream.request.stream_id
-        self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
-        self._mark_dirty()
-        self._exchanges[stream_id].task = None
         self._drop(stream_id)
 
     # What the stream asks (StreamCarrier).

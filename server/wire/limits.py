@@ -1,6 +1,6 @@
 """What one connection may take of the server: the defaults of every limit on sockets, heads, bodies and frames.
 
-Frozen; any thread. The times of a Budget are arguments.
+Frozen; any thread. The times of a TokenBucket are arguments.
 """
 
 import re
@@ -78,7 +78,7 @@ class FrameLimits:
     bytes_per_overhead_frame: int = 64
 
 
-class Budget:
+class TokenBucket:
     """A token bucket."""
 
     __slots__ = ("_at", "_level", "_rate")

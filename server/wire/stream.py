@@ -339,17 +339,17 @@ class _Part:
     """What one client has in a room: its bodies in order, and the bytes of all."""
 
     bodies: dict[IncomingBody, None] = field(default_factory=dict)
-    num_held: int = 0
+    num_buffered: int = 0
 
 
 class BodyRoom:
     """The bodies of a listener, or of one connection, in the order in which their reading began.
 
     Attributes:
-        num_held: bytes, of all of them.
+        num_buffered: bytes, of all of them.
     """
 
-    __slots__ = ("_bodies", "_limit_bytes", "_parts", "_whole", "num_held")
+    __slots__ = ("_bodies", "_limit_bytes", "_parts", "_whole", "num_buffered")
 
     def __init__(self, limit_bytes: int, whole: "BodyRoom | None" = None) -> None:
         """
@@ -357,7 +357,7 @@ class BodyRoom:
             limit_bytes: beyond it only the oldest may grow, and the oldest of each client that holds little of it.
             whole: that this is a part of: what is held here is held there.
         """
-        self.num_held = 0
+        self.num_buffered = 0
         self._limit_bytes = limit_bytes
         self._whole = whole
         self._bodies: dict[IncomingBody, None] = {}
@@ -365,7 +365,7 @@ class BodyRoom:
 
     @property
     def is_full(self) -> bool:
-        return self.num_held > self._limit_bytes
+        return self.num_buffered > self._limit_bytes
 
     @property
     def is_shut(self) -> bool:
@@ -383,7 +383,7 @@ class BodyRoom:
         if _oldest(self._bodies) is body:
             return True
         part = self._parts[body.client]
-        return _oldest(part.bodies) is body and part.num_held * len(self._parts) < self._limit_bytes
+        return _oldest(part.bodies) is body and part.num_buffered * len(self._parts) < self._limit_bytes
 
     def open(self, body: IncomingBody) -> None:
         self._bodies[body] = None
@@ -409,8 +409,8 @@ class BodyRoom:
                 break_down()
 
     def _hold(self, body: IncomingBody, num_bytes: int) -> None:
-        self.num_held += num_bytes
-        self._parts[body.client].num_held += num_bytes
+        self.num_buffered += num_bytes
+        self._parts[body.client].num_buffered += num_bytes
 
     def _take_out(self, body: IncomingBody) -> dict[Callable[[], None], Callable[[], None]]:
         """Returns whom to tell, each once, and what to call where that fails."""

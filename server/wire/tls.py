@@ -359,7 +359,7 @@ async def start_tls(
     Raises:
         OSError: the handshake has failed, or was not complete in time. Nothing is left of the connection.
     """
-    lower, opening = await loop.connect_accepted_socket(_Opening, accepted)
+    lower, opening = await loop.connect_accepted_socket(_EarlyBytes, accepted)
     try:
         if lower.is_closing():
             raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended")
@@ -381,7 +381,7 @@ async def start_tls(
     return upper, lower
 
 
-class _Opening(asyncio.Protocol):
+class _EarlyBytes(asyncio.Protocol):
     """Keeps what comes before TLS has taken its place."""
 
     def __init__(self) -> None:

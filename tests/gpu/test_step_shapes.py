@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from bench.model_presets import PRESETS
+from bench.make_model import PRESETS
 from core.config import EngineConfig, ModelConfig, parse_model_config
 from gpu.step_shapes import (
     StepShape,

@@ -4,6 +4,7 @@ import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
@@ -11,6 +12,7 @@ from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.memory_connection import Serve
+from tests.server.simulated_server import SimulatedServer
 
 
 @pytest.fixture
@@ -43,3 +45,9 @@ def _keep_signal_handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def server() -> Iterator[SimulatedServer]:
+    with closing(SimulatedServer()) as server:
+        yield server

@@ -88,7 +88,7 @@ class Pair:
             assert stream.h2.outbound_flow_control_window == window
             sent, received = self.sent[stream_id], self.received[stream_id]
             assert received == sent[: len(received)]
-            assert stream.num_unsent == len(sent) - len(received)
+            assert len(stream.data) == len(sent) - len(received)
             if len(received) < len(sent):
                 assert min(window, theirs.inbound_flow_control_window) <= 0
 

@@ -15,10 +15,10 @@ from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import StepDelivery
-from server.commands.model_files import GenerationDefaults, ModelFiles
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine
+from server.model_files import ModelFiles
 from server.process import Server
 from tests.core.chat_templates import CHATML
 from tests.server.simulated_server import EOS_ID, MODEL, TOKENIZER, Answer, answers
@@ -41,7 +41,7 @@ def load_with(
         clock = SimulatedClock()
         runner = runner_type(limits, CostModel(), clock)
         template = ChatTemplate({"default": CHATML}, {}, limits.max_model_len)
-        files = ModelFiles(Path("/"), CONFIG, TOKENIZER, template, GenerationDefaults(temperature=0.5), (EOS_ID,))
+        files = ModelFiles(Path("/"), CONFIG, TOKENIZER, template, {"temperature": 0.5}, (EOS_ID,))
         facts = EngineFacts(MODEL, True, 1000, "float32", "cpu", "simulated", 4096, "the model's own", limits)
         scheduler = Scheduler(limits, (EOS_ID,), lambda: 1, stored=stored)
         engine = engine_type(scheduler, runner, clock, inbox, deliver)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from core.engine import Engine, EngineBroken
-from core.plan import BlockStore, StepOutput, StepPlan
+from core.plan import BlockStore, DeviceError, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import SimulatedClock, SimulatedRunner
 from core.types import FinishReason, Message, StepDelivery, TokenLogprobs
@@ -131,3 +131,24 @@ class SteppedEngine:
 
     def _hand_over(self) -> None:
         self._take(self._on_its_way.popleft())
+
+
+class MortalRunner(SimulatedRunner):
+    """Its device is lost at the fifth step."""
+
+    num_steps = 0
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        self.num_steps += 1
+        if self.num_steps == 5:
+            raise DeviceError("fell off the bus")
+        return super().collect(ticket)
+
+
+class SickRunner(SimulatedRunner):
+    """Every row that it samples is found broken."""
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        output = super().collect(ticket)
+        output.failed_rows.update((int(row), "The logits are not finite.") for row in output.rows)
+        return output

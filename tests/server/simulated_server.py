@@ -8,7 +8,8 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,28 @@ class SimulatedServer:
             self.metrics.observe_step(delivery.stats)
         finally:
             self.client.deliver(delivery)
+
+
+@contextmanager
+def serving(**arguments: Any) -> Iterator[SimulatedServer]:
+    """A server whose end is checked: nothing is held for anybody."""
+    with closing(SimulatedServer(**arguments)) as server:
+        yield server
+
+
+def ask(data: bytes, method: str = "POST", **server: Any) -> Answer:
+    """The answer to one request, of a server of its own."""
+    with serving(**server) as simulated:
+        return simulated.ask(data, method)
+
+
+def the_answer(transport: MemoryTransport) -> Answer:
+    (answer,) = answers(bytes(transport.received))
+    return answer
+
+
+def refusal_of(answer: Answer) -> tuple[int, str]:
+    return answer.status, answer.json["error"]["code"]
 
 
 async def _inline(work: Callable[[], Any]) -> Any:

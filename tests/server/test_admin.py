@@ -23,8 +23,7 @@ def engine_of(server: SimulatedServer) -> Any:
     return answer.json
 
 
-def test_idle_engine_shows_empty_queues_and_all_blocks_empty() -> None:
-    server = SimulatedServer()
+def test_idle_engine_shows_empty_queues_and_all_blocks_empty(server: SimulatedServer) -> None:
     shown = engine_of(server)
     assert shown["queues"] == shown["running"] == shown["tenants"] == []
     assert shown["blocks"] == {
@@ -38,11 +37,9 @@ def test_idle_engine_shows_empty_queues_and_all_blocks_empty() -> None:
     assert shown["step_cost"]["is_ready"] is False
     assert shown["last_step"]["predicted_s"] is None
     assert shown["counters"]["num_steps"] == 0
-    server.close()
 
 
-def test_busy_engine_shows_who_runs_who_waits_and_what_the_step_was_made_of() -> None:
-    server = SimulatedServer()
+def test_busy_engine_shows_who_runs_who_waits_and_what_the_step_was_made_of(server: SimulatedServer) -> None:
     for _ in range(9):  # for eight slots
         server.send(completion(prompt=[5] * 9, max_tokens=40, **STREAM))
     server.run_until(lambda: server.stats.num_running == 8 and server.stats.num_steps > 30)
@@ -65,38 +62,31 @@ def test_busy_engine_shows_who_runs_who_waits_and_what_the_step_was_made_of() ->
     assert (tenant["num_requests"], tenant["num_running"]) == (9, 8)
     assert tenant["served_s"] > 0
     assert shown["counters"]["num_waiting"] == 1
-    server.close()
 
 
-def test_prompts_are_not_shown() -> None:
-    server = SimulatedServer()
+def test_prompts_are_not_shown(server: SimulatedServer) -> None:
     server.send(completion(prompt="The engine", max_tokens=40, **STREAM))
     asked = server.send(request("GET", "/admin/engine"))
     server.run()
     assert b"r1" in asked.received
     assert b"The engine" not in asked.received
-    server.close()
 
 
-def test_cleared_cache_finds_nothing_of_before() -> None:
-    server = SimulatedServer()
+def test_cleared_cache_finds_nothing_of_before(server: SimulatedServer) -> None:
     prompt = completion(prompt=[5] * 30, max_tokens=1)
     server.ask(prompt)
     assert server.ask(prompt).usage["prompt_tokens_details"]["cached_tokens"] > 0
     assert server.ask(request("POST", "/admin/cache/clear")).json == {"status": "cleared"}
     assert engine_of(server)["blocks"]["num_cached"] == 0
     assert server.ask(prompt).usage["prompt_tokens_details"]["cached_tokens"] == 0
-    server.close()
 
 
-def test_cache_is_told_to_be_cleared_once_the_engine_has_done_it() -> None:
-    server = SimulatedServer()
+def test_cache_is_told_to_be_cleared_once_the_engine_has_done_it(server: SimulatedServer) -> None:
     asked = server.send(request("POST", "/admin/cache/clear"))
     assert [type(message) for message in server.posted] == [ClearCache, Inspect]
     assert not asked.received
     server.run()
     assert answers(bytes(asked.received))[0].status == 200
-    server.close()
 
 
 class SlowStore:
@@ -157,14 +147,12 @@ def test_deletion_that_hangs_is_told() -> None:
     server.close()
 
 
-def test_several_who_ask_at_once_are_all_answered() -> None:
-    server = SimulatedServer()
+def test_several_who_ask_at_once_are_all_answered(server: SimulatedServer) -> None:
     asking = [server.send(request("GET", "/admin/engine")) for _ in range(3)]
     leaving = server.send(request("GET", "/admin/engine"))
     leaving.reset()
     server.run()
     assert [answers(bytes(one.received), "GET")[0].status for one in asking] == [200] * 3
-    server.close()
 
 
 class LostDevice(SimulatedRunner):
@@ -206,11 +194,9 @@ def test_before_the_model_is_loaded_there_is_no_engine_to_ask(method: str, path:
     server.close()
 
 
-def test_a_draining_server_still_shows_its_engine() -> None:
-    server = SimulatedServer()
+def test_a_draining_server_still_shows_its_engine(server: SimulatedServer) -> None:
     server.readiness.is_draining = True
     assert engine_of(server)["counters"]["num_running"] == 0
-    server.close()
 
 
 def _sha256(key: str) -> str:

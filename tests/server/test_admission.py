@@ -2,8 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from hashlib import sha256
 from ipaddress import ip_network
 from typing import Any
@@ -32,22 +31,19 @@ from server.gate.tenants import Limits, Tenant
 from server.generation import OFFLOAD_BYTES
 from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
-from tests.server.simulated_server import STREAM, TOKENIZER, Answer, SimulatedServer, answers, completion, request
+from tests.server.simulated_server import (
+    STREAM,
+    TOKENIZER,
+    Answer,
+    SimulatedServer,
+    completion,
+    request,
+    serving,
+    the_answer,
+)
 
 ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n%sContent-Length: %d\r\n\r\n"
-
-
-@contextmanager
-def serving(**arguments: Any) -> Iterator[SimulatedServer]:
-    """A server whose end is checked: nothing is held for anybody."""
-    with closing(SimulatedServer(**arguments)) as server:
-        yield server
-
-
-def the_answer(transport: MemoryTransport) -> Answer:
-    (answer,) = answers(bytes(transport.received))
-    return answer
 
 
 def code(answer: Answer) -> tuple[int, str]:

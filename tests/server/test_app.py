@@ -10,7 +10,6 @@ from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
 from server.gate.tenants import Limits, Tenant
 from server.generation import OFFLOAD_BYTES
-from tests.server.simulated_app import ask, refusal_of
 from tests.server.simulated_server import (
     LIMITS,
     MODEL,
@@ -18,8 +17,10 @@ from tests.server.simulated_server import (
     TOKENIZER,
     SimulatedServer,
     answers,
+    ask,
     chat,
     completion,
+    refusal_of,
     request,
 )
 

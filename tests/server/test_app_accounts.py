@@ -3,7 +3,6 @@
 import json
 import re
 from ipaddress import ip_network
-from typing import Any
 
 import pytest
 
@@ -12,12 +11,13 @@ from server.listening.clients import ClientRules
 from server.observing.metrics import MAX_UNKNOWN_FIELDS, OTHER_FIELDS
 from tests.server import raw_http2
 from tests.server.fakes import MemoryTransport
-from tests.server.simulated_app import MortalRunner, ask
+from tests.server.simulated_engine import MortalRunner
 from tests.server.simulated_server import (
     MODEL,
     STREAM,
     SimulatedServer,
     answers,
+    ask,
     chat,
     completion,
     request,
@@ -54,6 +54,7 @@ BROKEN_CHUNK = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: their
     ],
 )
 def test_refusals_of_the_protocol_are_accounted_for_like_others(
+    server: SimulatedServer,
     pieces: list[bytes],
     delay_s: float,
     expected: tuple[int, str, str, str],
@@ -61,7 +62,6 @@ def test_refusals_of_the_protocol_are_accounted_for_like_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "server.access")
-    server = SimulatedServer()
     transport = server.send(pieces[0])
     for piece in pieces[1:]:
         transport.feed(piece)
@@ -75,14 +75,12 @@ def test_refusals_of_the_protocol_are_accounted_for_like_others(
     (told,) = [record.getMessage().partition(" stages=")[0] for record in caplog.records]
     assert told == f"{line} error={code} client=192.0.2.7:4242"
     assert server.metrics.responses == {status: 1}
-    server.close()
 
 
 def test_a_head_that_never_ends_is_timed_from_its_first_byte_not_from_the_connections(
-    caplog: pytest.LogCaptureFixture,
+    server: SimulatedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "server.access")
-    server = SimulatedServer()
     transport = server.send(request("GET", "/health"))
     server.run_for(3)
     transport.feed(b"GET / HT")
@@ -92,12 +90,12 @@ def test_a_head_that_never_ends_is_timed_from_its_first_byte_not_from_the_connec
         "- - 408 10000.0ms",
     ]
     assert caplog.records[1].getMessage().endswith("stages=head:10000.00")
-    server.close()
 
 
-def test_a_head_refused_over_http2_is_timed_from_its_own_first_frame(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_refused_over_http2_is_timed_from_its_own_first_frame(
+    server: SimulatedServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "server.access")
-    server = SimulatedServer()
     transport = server.send(raw_http2.START)
     server.run_for(3)
     head = raw_http2.literal(b":method", b"CONNECT") + raw_http2.literal(b":authority", b"a:1")
@@ -109,12 +107,12 @@ def test_a_head_refused_over_http2_is_timed_from_its_own_first_frame(caplog: pyt
     server.run_for(0)
     lines = [record.getMessage().partition(" error=")[0] for record in caplog.records]
     assert lines == ["- - 501 2000.0ms", "- - 501 0.0ms"]
-    server.close()
 
 
-def test_a_head_that_never_ends_over_http2_is_accounted_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_never_ends_over_http2_is_accounted_for(
+    server: SimulatedServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "server.access")
-    server = SimulatedServer()
     transport = server.send(raw_http2.START)
     server.run_for(3)
     head = raw_http2.block()
@@ -128,15 +126,13 @@ def test_a_head_that_never_ends_over_http2_is_accounted_for(caplog: pytest.LogCa
     server.run_for(3)
     assert transport.is_lost
     assert silent.is_lost
-    server.close()
 
 
 def metrics_of(server: SimulatedServer) -> dict[str, float]:
     return samples_of(server.ask(request("GET", "/metrics"), "GET").body)
 
 
-def test_metrics_add_up() -> None:
-    server = SimulatedServer()
+def test_metrics_add_up(server: SimulatedServer) -> None:
     usages = [server.ask(data).usage for data in (chat(), chat(n=2, **STREAM), completion(prompt=[[5], [6]]))]
     server.ask(chat(n=9))
     server.ask(chat(fast_mode=1, mood='"\\\n'))
@@ -169,25 +165,21 @@ def test_metrics_add_up() -> None:
     for prefix in ("vllm:", "steploop_"):
         assert found[f"{prefix}prefix_cache_hits_total{{{label}}}"] == hits
         assert found[f"{prefix}prefix_cache_queries_total{{{label}}}"] == server.stats.num_cache_queries
-    server.close()
 
 
 def test_unknown_field_has_one_debug_line_and_no_name_that_may_be_text_or_a_key(
-    caplog: pytest.LogCaptureFixture,
+    server: SimulatedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "server.observing.metrics")
-    server = SimulatedServer()
     for _ in range(2):
         server.ask(request("POST", "/tokenize", {"prompt": "a", "mood\nforged": 1, "tone": 2, "sl-key": 3}))
     lines = [record.getMessage() for record in caplog.records if record.name == "server.observing.metrics"]
     others = "unknown fields are ignored, whose names are not shown: 2"
     assert lines == ["the unknown field tone is ignored, here and from now on", others, others]
     assert server.metrics.unknown_fields == {"tone": 2, OTHER_FIELDS: 4}
-    server.close()
 
 
-def test_unknown_fields_of_any_number_take_bounded_room() -> None:
-    server = SimulatedServer()
+def test_unknown_fields_of_any_number_take_bounded_room(server: SimulatedServer) -> None:
     for i in range(10):
         fields = {f"field-{i}-{j}": 1 for j in range(15)} | {"x" * 1000: 1}
         server.ask(request("POST", "/tokenize", {"prompt": "a"} | fields))
@@ -195,7 +187,6 @@ def test_unknown_fields_of_any_number_take_bounded_room() -> None:
     assert len(lines) == MAX_UNKNOWN_FIELDS + 1
     assert all(len(line) < 200 for line in lines)
     assert sum(server.metrics.unknown_fields.values()) == 160
-    server.close()
 
 
 def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,27 +207,9 @@ def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None
     server.close()
 
 
-@pytest.mark.parametrize("fields", [{}, STREAM])
-@pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_client_that_leaves_is_logged_and_counted_as_499(
-    fields: dict[str, Any], num_steps: int, caplog: pytest.LogCaptureFixture
+def test_client_that_leaves_while_its_body_comes_is_a_499_but_no_generation_that_was_left(
+    server: SimulatedServer,
 ) -> None:
-    caplog.set_level("INFO", "server.access")
-    server = SimulatedServer()
-    transport = server.send(chat(**fields))
-    for _ in range(num_steps):
-        server.step()
-    transport.feed_eof()
-    server.run()
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("POST /v1/chat/completions 499 ")
-    assert server.metrics.responses == {499: 1}
-    assert server.metrics.num_disconnects == 1
-    server.close()
-
-
-def test_client_that_leaves_while_its_body_comes_is_a_499_but_no_generation_that_was_left() -> None:
-    server = SimulatedServer()
     server.send(chat()[:-1]).feed_eof()
     server.run()
     assert server.metrics.responses == {499: 1}
@@ -245,14 +218,11 @@ def test_client_that_leaves_while_its_body_comes_is_a_499_but_no_generation_that
     (told,) = re.findall("# HELP steploop_disconnects_total (.*)", page)
     assert "Generations whose clients left" in told
     assert "499" in told
-    server.close()
 
 
-def test_client_that_leaves_after_the_last_byte_has_had_its_answer() -> None:
-    server = SimulatedServer()
+def test_client_that_leaves_after_the_last_byte_has_had_its_answer(server: SimulatedServer) -> None:
     server.ask(chat(**STREAM))
     assert server.metrics.responses == {200: 1}
-    server.close()
 
 
 def test_error_events_are_one_json_line() -> None:

@@ -7,13 +7,15 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from server.app import App
 from server.exchange import Exchange
-from tests.server.simulated_app import MortalRunner, SickRunner, ask, refusal_of
+from tests.server.simulated_engine import MortalRunner, SickRunner
 from tests.server.simulated_server import (
     STREAM,
     SimulatedServer,
     answers,
+    ask,
     chat,
     completion,
+    refusal_of,
 )
 
 

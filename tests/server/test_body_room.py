@@ -102,7 +102,7 @@ def test_body_that_is_given_up_makes_room(is_part: bool) -> None:
     part.close(oldest)
     assert told == ["waiting"]
     assert room.may_grow(waiting)
-    assert room.num_held == 1
+    assert room.num_buffered == 1
 
 
 def test_whose_bodies_fill_the_room_and_stop_keeps_no_other_client_out() -> None:

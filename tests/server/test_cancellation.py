@@ -1,7 +1,6 @@
 """Every way in which a generation is called off, over both protocols: one path, and what it held is free at once."""
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,17 +12,20 @@ from server.wire.frame_gate import GOAWAY
 from tests.server.fakes import MemoryTransport
 from tests.server.http2_client import Http2Client, fields
 from tests.server.raw_http2 import frame
-from tests.server.simulated_server import LIMITS, STREAM, TOKENIZER, SimulatedServer, answers, chat, completion, request
+from tests.server.simulated_server import (
+    LIMITS,
+    STREAM,
+    TOKENIZER,
+    SimulatedServer,
+    answers,
+    chat,
+    completion,
+    request,
+    serving,
+)
 
 POST = fields(method="POST", path="/v1/completions")
 LONG: dict[str, Any] = {"max_tokens": 100, **STREAM}
-
-
-@contextmanager
-def serving(**arguments: Any) -> Iterator[SimulatedServer]:
-    """A server whose end is checked: nothing is held for anybody."""
-    with closing(SimulatedServer(**arguments)) as server:
-        yield server
 
 
 class Asked:

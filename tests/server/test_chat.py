@@ -16,7 +16,6 @@ from server.commands.chat import (
     ReadLine,
     harmless,
     serve_and_chat,
-    stats_line,
 )
 from server.config import ServerConfig
 from server.gate.identity import WAYS
@@ -264,5 +263,5 @@ def test_bytes_that_are_no_utf8_are_replaced_before_they_are_sent(peer: Peer) ->
 
 
 def test_figures_of_one_token_have_no_rate() -> None:
-    stats = ChatStats(0.0451, 0.0, None, 1, is_exact=True)
-    assert stats_line(stats) == "1 tokens: the first in 45 ms"
+    stats = ChatStats(start_s=1.0, first_s=1.0451, last_s=1.0451, usage={"completion_tokens": 1})
+    assert str(stats) == "1 tokens: the first in 45 ms"

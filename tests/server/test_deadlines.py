@@ -1,7 +1,6 @@
 """Deadlines on the whole simulated server: what is told, what is kept, and that one cancel path frees the blocks."""
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -11,35 +10,22 @@ from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Submit
 from server.gate.deadlines import Deadlines, DeadlineTable
 from server.gate.tenants import Tenant
-from tests.server.fakes import MemoryTransport
 from tests.server.http2_client import Http2Client, fields
 from tests.server.simulated_server import (
     COST,
     STREAM,
     TOKENIZER,
-    Answer,
     SimulatedServer,
-    answers,
     chat,
     completion,
     request,
+    serving,
+    the_answer,
 )
 
 POST = fields(method="POST", path="/v1/completions")
 ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
 STEP_S = COST.fixed_s + COST.token_s  # of one sequence that decodes
-
-
-@contextmanager
-def serving(**arguments: Any) -> Iterator[SimulatedServer]:
-    """A server whose end is checked: nothing is held for anybody."""
-    with closing(SimulatedServer(**arguments)) as server:
-        yield server
-
-
-def the_answer(transport: MemoryTransport) -> Answer:
-    (answer,) = answers(bytes(transport.received))
-    return answer
 
 
 def send_http1(server: SimulatedServer, data: bytes) -> object:

@@ -85,7 +85,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-def start(build: Callable[..., Built]) -> tuple[EngineThread[Built], Events]:
+def start(build: Callable[..., Built]) -> tuple[EngineThread, Events]:
     events = Events()
     thread = EngineThread(build, events, asyncio.get_running_loop())
     events.on_delivered = thread.on_delivered
@@ -326,7 +326,7 @@ def test_broken_engine_ends_its_requests_before_its_failure_is_told() -> None:
 
 def test_thread_ends_by_itself_when_the_loop_has_closed() -> None:
     may_build = threading.Event()
-    threads: list[EngineThread[Built]] = []
+    threads: list[EngineThread] = []
 
     async def scenario() -> None:
         def build(*args: Any) -> Built:

@@ -6,8 +6,8 @@ from server.observing.accounting import (
     MAX_RECENT,
     SLOWEST_PER_WINDOW,
     WINDOW_S,
-    Flight,
     FlightRecorder,
+    RequestRecord,
 )
 from server.observing.logs import AccessRecord
 
@@ -19,10 +19,10 @@ class Clock:
         return self.now_s
 
 
-def flight(number: int, ended_s: float = 0.0, tenant: str = "a", has_failed: bool = False) -> Flight:
+def flight(number: int, ended_s: float = 0.0, tenant: str = "a", has_failed: bool = False) -> RequestRecord:
     """Number n took n milliseconds."""
     record = AccessRecord(request_id=f"r{number}", method="POST", path="/", status=200, duration_ms=float(number))
-    return Flight(
+    return RequestRecord(
         record=record,
         ended_s=ended_s,
         started_unix_s=0.0,
@@ -35,7 +35,7 @@ def flight(number: int, ended_s: float = 0.0, tenant: str = "a", has_failed: boo
     )
 
 
-def ids(flights: list[Flight]) -> list[str]:
+def ids(flights: list[RequestRecord]) -> list[str]:
     return [one.request_id for one in flights]
 
 

@@ -66,7 +66,7 @@ def test_frame_by_hand_is_h2s_frame(size: int) -> None:
         pair.exchange()
         stream = pair.server._h2.streams[stream_id]
         body = OutgoingBody(stream)
-        body.append(b"x" * size)
+        body.data += b"x" * size
         pieces: list[bytes] = []
         assert frame_next(pair.server._h2, body, pieces, by_hand) == 9 + size
         assert stream.outbound_flow_control_window == 65_535 - size
@@ -89,7 +89,7 @@ def test_last_frame_by_hand_is_h2s_frame_and_leaves_h2_as_it_would_be(size: int,
         connection = pair.server._h2
         stream = connection.streams[stream_id]
         body = OutgoingBody(stream)
-        body.append(b"x" * size)
+        body.data += b"x" * size
         frames.append(last_frame(connection, body, by_hand))
         states.append((connection.outbound_flow_control_window, vars(stream.state_machine), stream.closed))
         states[-1] += (stream.outbound_flow_control_window, connection.state_machine.state)
@@ -102,7 +102,7 @@ def test_last_frame_waits_for_a_window() -> None:
     pair = Pair()
     stream_id = pair.open()
     body = OutgoingBody(pair.server._h2.streams[stream_id])
-    body.append(b"x" * 16_384)
+    body.data += b"x" * 16_384
     body.h2.outbound_flow_control_window = 16_383
     assert last_frame(pair.server._h2, body, by_hand=True) == b""
     body.h2.outbound_flow_control_window = 16_384
@@ -113,10 +113,10 @@ def test_last_frame_waits_for_a_window() -> None:
 def test_body_is_taken_in_any_pieces(chunks: list[bytes], sizes: list[int]) -> None:
     body = OutgoingBody(STREAM)
     for chunk in chunks:
-        body.append(chunk)
+        body.data += chunk
     whole = b"".join(chunks)
     for size in sizes:
         taken = body.take(size)
         assert taken == whole[:size]
         whole = whole[size:]
-        assert body.num_unsent == len(whole)
+        assert len(body.data) == len(whole)

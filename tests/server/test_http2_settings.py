@@ -3,7 +3,7 @@
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.frame_gate import InvalidSetting, read_settings
+from server.wire.frame_gate import FrameRefused, read_settings
 from tests.server.raw_http2 import ENABLE_PUSH, INITIAL_WINDOW, MAX_FRAME, MAX_LIST, MAX_STREAMS, TABLE_SIZE, settings
 
 PROTOCOL = ErrorCodes.PROTOCOL_ERROR
@@ -32,7 +32,7 @@ def test_value_is_taken_at_the_ends_of_its_range_and_not_past_them(
         payload = settings((code, value)).content
         assert read_settings(payload) == (payload, [])
     for value in {least - 1, most + 1} - {-1}:
-        with pytest.raises(InvalidSetting) as caught:
+        with pytest.raises(FrameRefused) as caught:
             read_settings(settings((code, value)).content)
         assert caught.value.code is error
 

@@ -26,8 +26,9 @@ def content(answer: Answer) -> Any:
 
 @pytest.mark.parametrize("fields", [{}, STREAM])
 @pytest.mark.parametrize("make", [chat, completion])
-def test_same_request_gets_the_same_bytes_and_computes_nothing(make: Any, fields: dict[str, Any]) -> None:
-    server = SimulatedServer()
+def test_same_request_gets_the_same_bytes_and_computes_nothing(
+    server: SimulatedServer, make: Any, fields: dict[str, Any]
+) -> None:
     first = server.ask(keyed(make(**fields)))
     num_generated = server.stats.num_generated_tokens
     again = server.ask(keyed(make(**fields)))
@@ -40,21 +41,17 @@ def test_same_request_gets_the_same_bytes_and_computes_nothing(make: Any, fields
     assert "validate;dur=" in again.headers["server-timing"]
     assert again.headers["cache-control"] == "no-store"
     assert server.stats.num_generated_tokens == num_generated
-    server.close()
 
 
-def test_another_body_or_path_is_refused() -> None:
-    server = SimulatedServer()
+def test_another_body_or_path_is_refused(server: SimulatedServer) -> None:
     server.ask(keyed(chat()))
     for data in (chat(max_tokens=13), completion()):
         answer = server.ask(keyed(data))
         assert (answer.status, answer.json["error"]["code"]) == (422, "idempotency_key_reused")
-    server.close()
 
 
 @pytest.mark.parametrize("fields", [{}, STREAM])
-def test_while_it_is_in_progress_another_is_refused(fields: dict[str, Any]) -> None:
-    server = SimulatedServer()
+def test_while_it_is_in_progress_another_is_refused(server: SimulatedServer, fields: dict[str, Any]) -> None:
     transport = server.send(keyed(chat(**fields)))
     server.step()
     second = server.send(keyed(chat(**fields)))
@@ -66,28 +63,22 @@ def test_while_it_is_in_progress_another_is_refused(fields: dict[str, Any]) -> N
     server.run()
     assert answers(bytes(transport.received))[0].finish_reason() == "length"
     assert server.ask(keyed(chat(**fields))).headers["idempotent-replayed"] == "true"
-    server.close()
 
 
-def test_what_failed_may_be_sent_again() -> None:
-    server = SimulatedServer()
+def test_what_failed_may_be_sent_again(server: SimulatedServer) -> None:
     assert server.ask(keyed(chat(temperature=-1))).status == 400
     assert server.ask(keyed(chat())).status == 200
-    server.close()
 
 
-def test_what_its_client_left_may_be_sent_again() -> None:
-    server = SimulatedServer()
+def test_what_its_client_left_may_be_sent_again(server: SimulatedServer) -> None:
     transport = server.send(keyed(chat(**STREAM)))
     server.step()
     transport.feed_eof()
     server.run()
     assert "idempotent-replayed" not in server.ask(keyed(chat(**STREAM))).headers
-    server.close()
 
 
-def test_stream_that_was_broken_off_is_not_kept() -> None:
-    server = SimulatedServer()
+def test_stream_that_was_broken_off_is_not_kept(server: SimulatedServer) -> None:
     transport = server.send(keyed(chat(**STREAM)))
     while not transport.received:
         server.step()
@@ -97,7 +88,6 @@ def test_stream_that_was_broken_off_is_not_kept() -> None:
     again = server.ask(keyed(chat(**STREAM)))
     assert again.finish_reason() == "length"
     assert "idempotent-replayed" not in again.headers
-    server.close()
 
 
 def test_keys_are_their_tenants() -> None:
@@ -129,43 +119,35 @@ def test_replay_keeps_to_what_a_reload_brought(changed: dict[str, Any], status: 
     server.close()
 
 
-def test_after_a_day_the_key_is_free() -> None:
-    server = SimulatedServer()
+def test_after_a_day_the_key_is_free(server: SimulatedServer) -> None:
     server.ask(keyed(chat()))
     server.run_for(KEPT_S - 10)
     assert "idempotent-replayed" in server.ask(keyed(chat())).headers
     server.run_for(20)
     assert "idempotent-replayed" not in server.ask(keyed(chat(max_tokens=13))).headers
-    server.close()
 
 
-def test_oldest_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = SimulatedServer()
+def test_oldest_answers_make_room(server: SimulatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(server.ask(keyed(chat(), "k1")).body)
     monkeypatch.setattr(idempotency, "MAX_KEPT_BYTES", size * 5 // 2)
     server.ask(keyed(chat(), "k2"))
     server.ask(keyed(chat(), "k3"))
     replayed = ["idempotent-replayed" in server.ask(keyed(chat(), key)).headers for key in ("k3", "k2", "k1")]
     assert replayed == [True, True, False]
-    server.close()
 
 
-def test_long_answer_is_given_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_answer_is_given_and_not_kept(server: SimulatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.generation.MAX_ANSWER_BYTES", 100)
-    server = SimulatedServer()
     for _ in range(2):
         answer = server.ask(keyed(chat(**STREAM)))
         assert answer.finish_reason() == "length"
         assert "idempotent-replayed" not in answer.headers
-    server.close()
 
 
 @pytest.mark.parametrize("key", ["", "two words", "x" * 256])
-def test_key_that_is_none_is_refused(key: str) -> None:
-    server = SimulatedServer()
+def test_key_that_is_none_is_refused(server: SimulatedServer, key: str) -> None:
     answer = server.ask(keyed(chat(), key))
     assert (answer.status, answer.json["error"]["param"]) == (400, "idempotency-key")
-    server.close()
 
 
 def test_answers_outlive_the_process_with_a_ledger(tmp_path: Path) -> None:

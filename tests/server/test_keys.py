@@ -8,24 +8,30 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.errors import StartupError
-from server.gate.identity import KeyTerms, Scope, create_key, expiry_value, mask_keys, read_keys, revoke_key
+from server.gate.identity import Scope, create_key, expiry_value, mask_keys, read_keys, revoke_key
 from server.values import BadValueError
 
 NOW = datetime(2030, 1, 1, 12, 30, 15, 999, tzinfo=UTC)
-TERMS = KeyTerms("acme", "ci", (Scope.ADMIN,), NOW + timedelta(days=1))
+TERMS: dict[str, Any] = {"label": "ci", "scopes": (Scope.ADMIN,), "expires": NOW + timedelta(days=1)}
 
 
 def test_a_key_is_kept_as_its_digest_and_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    key, record = create_key(path, TERMS, NOW)
+    key, record = create_key(path, NOW, "acme", **TERMS)
     assert re.fullmatch(r"sl-[A-Za-z0-9]{40}", key)
     assert record.prefix == key[:11]
     assert record.sha256 == sha256(key.encode()).hexdigest()
-    assert (record.tenant, record.label, record.scopes, record.expires) == ("acme", "ci", (Scope.ADMIN,), TERMS.expires)
+    assert (record.tenant, record.label, record.scopes, record.expires) == (
+        "acme",
+        "ci",
+        (Scope.ADMIN,),
+        TERMS["expires"],
+    )
     assert read_keys(path) == (record,)
     assert key[11:] not in path.read_text()
 
@@ -33,9 +39,9 @@ def test_a_key_is_kept_as_its_digest_and_its_beginning(tmp_path: Path) -> None:
 def test_the_file_is_its_owners_alone_and_nothing_else_is_left_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     for _ in range(2):
-        create_key(path, TERMS, NOW)
+        create_key(path, NOW, "acme", **TERMS)
         path.chmod(0o644)
-    create_key(path, TERMS, NOW)
+    create_key(path, NOW, "acme", **TERMS)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["keys.json"]
     assert len(read_keys(path)) == 3
@@ -43,8 +49,8 @@ def test_the_file_is_its_owners_alone_and_nothing_else_is_left_beside_it(tmp_pat
 
 def test_a_revoked_keys_record_stays_with_the_first_time(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    key, record = create_key(path, TERMS, NOW)
-    _, other = create_key(path, TERMS, NOW)
+    key, record = create_key(path, NOW, "acme", **TERMS)
+    _, other = create_key(path, NOW, "acme", **TERMS)
     assert record.state(NOW) == "valid"
     revoked = revoke_key(path, record.prefix, NOW)
     assert revoke_key(path, key, NOW + timedelta(hours=1)) == revoked  # the whole key will do
@@ -54,7 +60,7 @@ def test_a_revoked_keys_record_stays_with_the_first_time(tmp_path: Path) -> None
 
 
 def test_a_key_expires_at_its_moment(tmp_path: Path) -> None:
-    _, record = create_key(tmp_path / "keys.json", TERMS, NOW)
+    _, record = create_key(tmp_path / "keys.json", NOW, "acme", **TERMS)
     assert record.expires is not None
     assert record.state(record.expires - timedelta(microseconds=1)) == "valid"
     assert record.state(record.expires) == "expired"
@@ -62,7 +68,7 @@ def test_a_key_expires_at_its_moment(tmp_path: Path) -> None:
 
 def test_a_prefix_that_is_no_keys_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    _, record = create_key(path, TERMS, NOW)
+    _, record = create_key(path, NOW, "acme", **TERMS)
     for prefix in ("", "sl-", record.prefix[:-1], "sl-00000000"):
         with pytest.raises(StartupError, match="no key has the prefix"):
             revoke_key(path, prefix, NOW)
@@ -75,7 +81,7 @@ def test_those_who_create_keys_at_once_lose_none(tmp_path: Path) -> None:
     def create_some() -> None:
         start.wait()
         for _ in range(10):
-            create_key(path, TERMS, NOW)
+            create_key(path, NOW, "acme", **TERMS)
 
     with ThreadPoolExecutor(4) as pool:  # each holds the lock by a descriptor of its own, as processes do
         for done in [pool.submit(create_some) for _ in range(4)]:
@@ -103,7 +109,7 @@ def test_a_file_that_is_none_of_ours_is_refused_and_left_alone(tmp_path: Path, c
     with pytest.raises(StartupError, match=cause):
         read_keys(path)
     with pytest.raises(StartupError, match=cause):
-        create_key(path, TERMS, NOW)
+        create_key(path, NOW, "acme", **TERMS)
     assert path.read_text() == content
 
 
@@ -112,7 +118,7 @@ def test_a_file_that_cannot_be_had_says_what_to_do(tmp_path: Path) -> None:
         read_keys(tmp_path / "keys.json")
     assert "steploop keys create" in missing.value.fix
     with pytest.raises(StartupError, match="cannot be written: No such file"):
-        create_key(tmp_path / "nowhere" / "keys.json", TERMS, NOW)
+        create_key(tmp_path / "nowhere" / "keys.json", NOW, "acme", **TERMS)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +142,7 @@ def test_other_expiries_are_refused(text: str) -> None:
 
 
 def test_a_key_is_masked_but_for_the_prefix_that_the_list_shows(tmp_path: Path) -> None:
-    key, record = create_key(tmp_path / "keys.json", KeyTerms("acme"), NOW)
+    key, record = create_key(tmp_path / "keys.json", NOW, "acme")
     masked = f"{record.prefix}***"
     assert mask_keys(f"/v1/requests/{key}") == f"/v1/requests/{masked}"
     assert mask_keys(f"/x{key}-more/{key}") == f"/x{masked}/{masked}"

@@ -1,4 +1,4 @@
-"""Database and spill journal: a full disk, a lock that someone holds, and what the next server finds."""
+"""Database and spill file: a full disk, a lock that someone holds, and what the next server finds."""
 
 import os
 import sqlite3
@@ -72,7 +72,7 @@ def rows(path: Path) -> dict[str, LedgerRow]:
 
 
 def spilled(path: Path) -> bytes:
-    """What the spill journal has, without the room that is free."""
+    """What the spill file has, without the room that is free."""
     return (path.parent / f"{path.name}-spill").read_bytes().rstrip(b"\0")
 
 
@@ -168,7 +168,7 @@ def test_while_someone_holds_the_lock_settlements_are_spilled(
 
 def test_full_disk_is_no_end_of_what_runs(path: Path, journal: Journal) -> None:
     journal.write([Reserve(row(f"r{i}")) for i in range(4)])
-    store = journal._store._database
+    store = journal.store._database
     num_pages = next(iter(store.execute("PRAGMA page_count")))[0]
     store.execute(f"PRAGMA max_page_count = {num_pages}")
     written = journal.write([Reserve(row(f"more{i}", path="x" * 500)) for i in range(100)])

@@ -10,7 +10,7 @@ from core.detokenizer import Detokenizer
 from core.simulation import SimulatedRunner
 from server.api.chat import ChatSurface
 from server.observing.logs import OUR_LOGGERS, configure_logging
-from tests.server.simulated_app import MortalRunner, SickRunner
+from tests.server.simulated_engine import MortalRunner, SickRunner
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
 from tests.server.test_faults import Once, fail_at
 

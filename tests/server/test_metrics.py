@@ -66,13 +66,6 @@ def test_names_of_any_characters_are_escaped() -> None:
     assert samples[f'steploop_requests_refused_total{{{label},reason="é}}"}}'] == 1
 
 
-def test_histogram_counts_a_bound_into_its_bucket() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
-        histogram.observe(value)
-    assert (histogram.counts, histogram.total) == ([2, 2, 1], 14.0)
-
-
 def ended_after(seconds: float) -> StageClock:
     clock = StageClock(1.0)
     clock.end_s = 1.0 + seconds

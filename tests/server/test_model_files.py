@@ -10,7 +10,7 @@ import pytest
 from core.errors import InvalidRequest, StartupError
 from server.api import surface
 from server.api.surface import ChatPrompt, TextPrompt
-from server.commands.model_files import GenerationDefaults, ModelFiles, parse_config, read_model_files
+from server.model_files import ModelFiles, parse_config, read_model_files
 from server.prompts import PromptReader
 from tests.core.small_tokenizers import byte_level
 
@@ -50,7 +50,7 @@ def test_least_directory_has_configuration_tokenizer_and_ends(directory: Path) -
     assert files.config == CONFIG
     assert files.tokenizer.decode(files.tokenizer.encode("a step")) == "a step"
     assert files.eos_ids == (2,)
-    assert files.defaults == GenerationDefaults()
+    assert files.recommended == {}
     with pytest.raises(InvalidRequest, match="no chat template"):
         rendered(files)
 
@@ -82,8 +82,8 @@ def test_ends_are_those_of_generation_config_and_tokenizer(
 def test_generation_config_gives_defaults(directory: Path) -> None:
     values = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1, "max_length": 5}
     write(directory, "generation_config.json", values)
-    expected = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.0)
-    assert read_model_files(directory).defaults == expected
+    expected = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.0}
+    assert read_model_files(directory).recommended == expected
 
 
 def test_generation_config_gives_bounds_of_answers_and_tokens_never_sampled(directory: Path) -> None:
@@ -92,8 +92,8 @@ def test_generation_config_gives_bounds_of_answers_and_tokens_never_sampled(dire
     neutral |= {"num_beams": 1, "encoder_repetition_penalty": 1.0, "guidance_scale": None, "min_length": 0}
     neutral |= {"forced_eos_token_id": None, "length_penalty": 1.0, "diversity_penalty": 0.0}
     write(directory, "generation_config.json", values | neutral)
-    expected = GenerationDefaults(min_tokens=3, max_tokens=50, suppressed_ids=(7, 9, 11))
-    assert read_model_files(directory).defaults == expected
+    expected = {"min_tokens": 3, "max_tokens": 50, "suppressed_ids": (7, 9, 11)}
+    assert read_model_files(directory).recommended == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_generation_config_that_is_not_served_is_refused_by_name(directory: Path
 
 def test_model_that_says_not_to_sample_is_greedy(directory: Path) -> None:
     write(directory, "generation_config.json", {"do_sample": False, "temperature": 0.6})
-    assert read_model_files(directory).defaults.temperature == 0.0
+    assert read_model_files(directory).recommended["temperature"] == 0.0
 
 
 def test_template_in_tokenizer_config_is_a_text_or_named_ones(directory: Path) -> None:

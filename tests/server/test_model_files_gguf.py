@@ -21,7 +21,7 @@ from core import gguf_model
 from core.config import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.gguf import parse_gguf
-from server.commands.model_files import parse_config, read_model_files
+from server.model_files import parse_config, read_model_files
 from tests.core.small_tokenizers import TEXT, byte_level, sentencepiece
 from tests.gguf_files import byte_level_metadata, parsed, sentencepiece_metadata, write_gguf
 from tests.server.tiny_model import CHATML, write_tiny_model
@@ -67,7 +67,7 @@ def test_file_says_what_its_directory_says(tmp_path: Path, directory: Path, meta
         theirs.config | {"bos_token_id": ours.tokenizer.bos_id, "eos_token_id": ours.tokenizer.eos_id}
     )
     assert ours.eos_ids == theirs.eos_ids
-    assert ours.defaults.temperature == 0.5
+    assert ours.recommended["temperature"] == 0.5
     chat = [{"role": "user", "content": "hi"}]
     now = datetime(2026, 7, 4)
     assert ours.chat_template.render(chat, now=now) == theirs.chat_template.render(chat, now=now)

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from core.errors import StartupError
-from server.observing.accounting import Flight, TraceContext
+from server.observing.accounting import RequestRecord, TraceContext
 from server.observing.logs import AccessRecord
 from server.observing.otel import MAX_WAITING, TraceExporter
 from server.observing.timing import Stage
@@ -113,9 +113,9 @@ def test_generation_is_a_trace_with_a_span_for_each_stage(is_ours: bool, receive
     assert request.status.code == Status.STATUS_CODE_UNSET
 
 
-def flight(is_sampled: bool = True, has_failed: bool = False) -> Flight:
+def flight(is_sampled: bool = True, has_failed: bool = False) -> RequestRecord:
     record = AccessRecord(request_id="r", method="POST", path="/v1/completions", status=200, duration_ms=3.0)
-    return Flight(
+    return RequestRecord(
         record=record,
         ended_s=0.0,
         started_unix_s=1e9,

@@ -13,10 +13,10 @@ from tests.server.simulated_server import (
     TOKENIZER,
     Answer,
     SimulatedServer,
-    answers,
     chat,
     completion,
     request,
+    the_answer,
 )
 
 ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
@@ -34,11 +34,6 @@ def without_comments(answer: Answer) -> bytes:
     return b"\n\n".join(block for block in blocks if not block.startswith(b":"))
 
 
-def answer_of(transport: Any) -> Answer:
-    (answer,) = answers(bytes(transport.received))
-    return answer
-
-
 def test_stream_tells_its_position_and_its_wait_and_then_its_prefill() -> None:
     server = SimulatedServer(limits=ONE_AT_A_TIME)
     server.ask(completion(max_tokens=30))  # the cost model learns
@@ -47,7 +42,7 @@ def test_stream_tells_its_position_and_its_wait_and_then_its_prefill() -> None:
         server.step()
     asked = server.send(completion(prompt=[5] * 190, max_tokens=2, **NEWS))
     server.run()
-    answer = answer_of(asked)
+    answer = the_answer(asked)
     positions = [news["position"] for news in told(answer, "queue")]
     assert positions[0] == 2
     assert positions == sorted(positions, reverse=True)
@@ -72,7 +67,7 @@ def test_news_come_at_most_ten_times_a_second_and_end_with_the_first_token() -> 
     server.run_until(lambda: b'"text"' in asked.received)
     num_tenths = round((server.loop.time() - began_s) * 10)
     server.run()
-    answer = answer_of(asked)
+    answer = the_answer(asked)
     num_told = len(told(answer, "queue"))
     assert 3 <= num_told <= num_tenths
     assert not any(event.startswith(": queue") for event in answer.events[num_told:] if isinstance(event, str))
@@ -88,7 +83,7 @@ def test_events_are_the_same_with_news_and_without(make: Any) -> None:
         server.step()
         asked = server.send(make(**fields))
         server.run()
-        bodies.append(answer_of(asked))
+        bodies.append(the_answer(asked))
         server.close()
     assert not told(bodies[0], "queue")
     assert told(bodies[1], "queue")
@@ -106,7 +101,7 @@ def test_what_has_been_told_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -
     server.step()
     asked = server.send(completion(prompt=[5] * 40, **NEWS))
     server.run()
-    assert told(answer_of(asked), "queue") == [
+    assert told(the_answer(asked), "queue") == [
         {"position": 2, "expected_ms": 1500},
         {"position": 1, "expected_ms": 1500},
         {"position": 1, "expected_ms": 500},

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from core.types import Admitted
-from tests.server.simulated_app import MortalRunner
+from tests.server.simulated_engine import MortalRunner
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, chat, request
 from tests.server.test_gate import ACME, THIRD, as_caller
 
@@ -19,8 +19,7 @@ def get(server: SimulatedServer, path: str) -> dict[str, object]:
     return dict(answer.json)
 
 
-def test_timeline_of_a_request_that_is_over_tells_every_stage_in_order() -> None:
-    server = SimulatedServer()
+def test_timeline_of_a_request_that_is_over_tells_every_stage_in_order(server: SimulatedServer) -> None:
     shown_id = server.ask(chat(max_tokens=3)).json["id"]
     shown = get(server, f"/v1/requests/{shown_id}")
     assert (shown["id"], shown["state"], shown["status"], shown["num_completion_tokens"]) == ("r1", "done", 200, 3)
@@ -31,11 +30,9 @@ def test_timeline_of_a_request_that_is_over_tells_every_stage_in_order() -> None
     ends = [round(stage["start_ms"] + stage["duration_ms"], 3) for stage in stages]
     assert [stage["start_ms"] for stage in stages[1:]] == pytest.approx(ends[:-1], abs=0.002)
     assert sum(stage["duration_ms"] for stage in stages) == pytest.approx(shown["duration_ms"], abs=0.001 * len(stages))
-    server.close()
 
 
-def test_timeline_of_a_request_that_runs_tells_how_far_it_is() -> None:
-    server = SimulatedServer()
+def test_timeline_of_a_request_that_runs_tells_how_far_it_is(server: SimulatedServer) -> None:
     server.send(chat(**STREAM, max_tokens=100))
     server.run_until(lambda: any(isinstance(mark, Admitted) for one in server.delivered for mark in one.marks))
     transport = server.send(request("GET", "/v1/requests/r1"))
@@ -43,7 +40,6 @@ def test_timeline_of_a_request_that_runs_tells_how_far_it_is() -> None:
     assert answer.json["state"] in ("prefill", "decode")
     assert "queue" in [stage["stage"] for stage in answer.json["stages"]]
     server.run()
-    server.close()
 
 
 def look_up(server: SimulatedServer, key: str) -> tuple[int, str]:
@@ -77,31 +73,27 @@ def test_admin_sees_the_slowest_the_failed_and_those_that_run() -> None:
 
 
 @pytest.mark.parametrize("query", ["slowest=0", "slowest=33", "slowest=x", "slowest=", "fastest=3"])
-def test_admin_query_that_is_none_is_refused_with_what_may_be_asked(query: str) -> None:
-    server = SimulatedServer()
+def test_admin_query_that_is_none_is_refused_with_what_may_be_asked(server: SimulatedServer, query: str) -> None:
     answer = server.ask(request("GET", f"/admin/requests?{query}"), "GET")
     assert (answer.status, answer.json["error"]["param"]) == (400, "slowest")
     assert "from 1 to 32" in answer.json["error"]["message"]
-    server.close()
 
 
-def test_trace_goes_on_in_the_answer_and_in_every_log_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_goes_on_in_the_answer_and_in_every_log_record(
+    server: SimulatedServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "server.access")
-    server = SimulatedServer()
     answer = server.ask(chat(max_tokens=1).replace(b"\r\n", f"\r\ntraceparent: 00-{TRACE}-{PARENT}-01\r\n".encode(), 1))
     assert answer.headers["traceresponse"].startswith(f"00-{TRACE}-")
     assert PARENT not in answer.headers["traceresponse"]
     assert f"trace={TRACE}" in caplog.records[-1].getMessage()
     assert get(server, "/v1/requests/r1")["trace_id"] == TRACE
-    server.close()
 
 
-def test_without_a_trace_none_is_told() -> None:
-    server = SimulatedServer()
+def test_without_a_trace_none_is_told(server: SimulatedServer) -> None:
     answer = server.ask(chat(max_tokens=1).replace(b"\r\n", b"\r\ntraceparent: nonsense\r\n", 1))
     assert "traceresponse" not in answer.headers
     assert "trace_id" not in json.dumps(get(server, "/v1/requests/r1"))
-    server.close()
 
 
 def test_client_finds_its_request_by_the_id_that_it_gave_it() -> None:

@@ -106,8 +106,6 @@ def test_tenant_sees_its_own_and_no_other(path: Path) -> None:
     server.close()
 
 
-def test_without_a_ledger_there_is_none_to_show() -> None:
-    server = SimulatedServer()
+def test_without_a_ledger_there_is_none_to_show(server: SimulatedServer) -> None:
     answer = server.ask(request("GET", "/v1/usage"), "GET")
     assert (answer.status, answer.json["error"]["code"]) == (404, "no_ledger")
-    server.close()

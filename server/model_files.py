@@ -54,18 +54,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """generation_config.json's sampling, for requests that leave it open. None: the model has no say."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    suppressed_ids: tuple[int, ...] | None = None
+class BadModelFile(StartupError):
+    exit_code = ExitCode.MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +66,7 @@ class ModelFiles:
         path: the directory or the file.
         config: config.json, as it is, or as it would be.
         chat_template: renders, or refuses with what to do where the model has none.
+        recommended: generation_config.json's sampling: values of fields of server.api.surface.GenerationDefaults.
         eos_ids: any of them ends an answer.
     """
 
@@ -83,7 +74,7 @@ class ModelFiles:
     config: dict[str, Any]
     tokenizer: Tokenizer
     chat_template: ChatTemplate
-    defaults: GenerationDefaults
+    recommended: dict[str, Any]
     eos_ids: tuple[int, ...]
 
 
@@ -134,7 +125,7 @@ def read_model_files(
         contents.config,
         tokenizer := _tokenizer(path, contents, template),
         template,
-        _defaults(path, contents),
+        _recommended(path, contents),
         _eos_ids(path, contents, tokenizer),
     )
 
@@ -169,7 +160,7 @@ def check_tokenizer(path: Path) -> None:
     """
     file = path / TOKENIZER_FILE
     if not is_gguf(path) and not file.is_file():
-        raise StartupError(f"{file} is missing", _fix_missing(file), ExitCode.MODEL)
+        raise BadModelFile(f"{file} is missing", _fix_missing(file))
 
 
 def _directory_contents(directory: Path, has_template: bool) -> _Contents:
@@ -230,10 +221,10 @@ def _mapped(file: Path) -> memoryview:
         with file.open("rb") as stream:
             return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
     except ValueError as error:
-        raise StartupError(f"{file} is empty", "download it again", ExitCode.MODEL) from error
+        raise BadModelFile(f"{file} is empty", "download it again") from error
     except OSError as error:
         cause = f"{file} cannot be read: {error.strerror}"
-        raise StartupError(cause, "check its permissions", ExitCode.MODEL) from error
+        raise BadModelFile(cause, "check its permissions") from error
 
 
 def _rope_factors(header: GgufFile, content: memoryview) -> tuple[float, ...] | None:
@@ -242,7 +233,7 @@ def _rope_factors(header: GgufFile, content: memoryview) -> tuple[float, ...] | 
         return None
     if found.format != "F32":
         cause = f"{ROPE_FACTORS} is stored as {found.format}, not as F32"
-        raise StartupError(cause, "use another file of the model", ExitCode.MODEL)
+        raise BadModelFile(cause, "use another file of the model")
     return tuple(np.frombuffer(content[found.offset :][: found.size_bytes], "<f4").tolist())
 
 
@@ -250,28 +241,25 @@ def _existing_directory(path: Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise StartupError(f"{path} is a file, not a model directory", f"--model {path.parent}", ExitCode.MODEL)
-    raise StartupError(f"Model directory {path} does not exist", show_models(path.parent), ExitCode.MODEL)
+        raise BadModelFile(f"{path} is a file, not a model directory", f"--model {path.parent}")
+    raise BadModelFile(f"Model directory {path} does not exist", show_models(path.parent))
 
 
 def _read_text(file: Path) -> str:
     try:
         size_bytes = file.stat().st_size
         if size_bytes > MAX_FILE_BYTES:
-            raise StartupError(
+            raise BadModelFile(
                 f"{file} has {size_bytes} bytes, over the {MAX_FILE_BYTES} of any model known",
                 "check that it is what its name says",
-                ExitCode.MODEL,
             )
         return file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise StartupError(f"{file} is missing", _fix_missing(file), ExitCode.MODEL) from error
+        raise BadModelFile(f"{file} is missing", _fix_missing(file)) from error
     except OSError as error:
-        raise StartupError(
-            f"{file} cannot be read: {error.strerror}", "check its permissions", ExitCode.MODEL
-        ) from error
+        raise BadModelFile(f"{file} cannot be read: {error.strerror}", "check its permissions") from error
     except UnicodeDecodeError as error:
-        raise StartupError(f"{file} is not UTF-8 text: {error}", "download it again", ExitCode.MODEL) from error
+        raise BadModelFile(f"{file} is not UTF-8 text: {error}", "download it again") from error
 
 
 def _fix_missing(file: Path) -> str:
@@ -293,9 +281,9 @@ def _read_json(file: Path, is_optional: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(file))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise StartupError(f"{file} is not JSON: {error}", "download it again", ExitCode.MODEL) from error
+        raise BadModelFile(f"{file} is not JSON: {error}", "download it again") from error
     if not isinstance(value, dict):
-        raise StartupError(f"{file} holds a {type(value).__name__}, not an object", "download it again", ExitCode.MODEL)
+        raise BadModelFile(f"{file} holds a {type(value).__name__}, not an object", "download it again")
     return value
 
 
@@ -326,7 +314,7 @@ def _template(
     try:
         return ChatTemplate(sources, special_tokens, limit, marks_content)
     except ChatTemplateSyntaxError as error:
-        raise StartupError(f"{where}: {error}", "mend it, or give --chat-template FILE", ExitCode.MODEL) from error
+        raise BadModelFile(f"{where}: {error}", "mend it, or give --chat-template FILE") from error
 
 
 def _tokenizer(path: Path, contents: _Contents, template: ChatTemplate) -> Tokenizer:
@@ -340,8 +328,8 @@ def _tokenizer(path: Path, contents: _Contents, template: ChatTemplate) -> Token
         )
     except UnsupportedTokenizer as error:
         where = path if is_gguf(path) else path / "tokenizer.json"
-        raise StartupError(
-            f"{where}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
+        raise BadModelFile(
+            f"{where}: {error}", "download it again, or serve a model with a supported tokenizer"
         ) from error
 
 
@@ -363,14 +351,14 @@ def _named_templates(where: Path, tokenizer_config: dict[str, Any]) -> dict[str,
         case list(named) if all(_is_named_template(entry) for entry in named):
             return {entry["name"]: entry["template"] for entry in named}
     cause = f"{where}: chat_template is neither a text nor a list of named ones"
-    raise StartupError(cause, "--chat-template FILE", ExitCode.MODEL)
+    raise BadModelFile(cause, "--chat-template FILE")
 
 
 def _is_named_template(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
-def _defaults(path: Path, contents: _Contents) -> GenerationDefaults:
+def _recommended(path: Path, contents: _Contents) -> dict[str, Any]:
     """What the model's makers recommend; greedy where they say do_sample: false.
 
     Raises:
@@ -397,12 +385,11 @@ def _defaults(path: Path, contents: _Contents) -> GenerationDefaults:
         found["suppressed_ids"] = suppressed_ids
     for name, neutral in _NEUTRAL.items():
         if generation.get(name) is not None and generation[name] not in neutral:
-            raise StartupError(
+            raise BadModelFile(
                 f"{path}: {GENERATION_FILE} asks for {name} = {str(generation[name])[:64]}, which is not supported",
                 "remove it there: answers are then sampled without it",
-                ExitCode.MODEL,
             )
-    return GenerationDefaults(**found)
+    return found
 
 
 def _suppressed_ids(path: Path, contents: _Contents) -> tuple[int, ...]:
@@ -415,10 +402,9 @@ def _suppressed_ids(path: Path, contents: _Contents) -> tuple[int, ...]:
     if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
         raise _bad_default(path, contents, "bad_words_ids")
     if any(len(word) > 1 for word in words):
-        raise StartupError(
+        raise BadModelFile(
             f"{path}: {GENERATION_FILE}: bad_words_ids has words of several tokens, which are not supported",
             "leave words of one token there, or none",
-            ExitCode.MODEL,
         )
     if not all(_is_id(word[0], limit) for word in words):
         raise _bad_default(path, contents, "bad_words_ids")
@@ -428,9 +414,7 @@ def _suppressed_ids(path: Path, contents: _Contents) -> tuple[int, ...]:
 def _bad_default(path: Path, contents: _Contents, name: str) -> StartupError:
     where = contents.keys.get(name, f"{GENERATION_FILE}: {name}")
     value = repr(contents.generation_config[name])[:64]
-    return StartupError(
-        f"{path}: {where} is {value}, which is out of its range", "correct or remove it there", ExitCode.MODEL
-    )
+    return BadModelFile(f"{path}: {where} is {value}, which is out of its range", "correct or remove it there")
 
 
 def _is_id(value: Any, limit: int) -> bool:
@@ -453,7 +437,7 @@ def _eos_ids(path: Path, contents: _Contents, tokenizer: Tokenizer) -> tuple[int
     ids = [] if named is None else named if isinstance(named, list) else [named]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         cause = f"{path / file}: eos_token_id is {named!r}, neither an id nor a list of ids"
-        raise StartupError(cause, "mend it there", ExitCode.MODEL)
+        raise BadModelFile(cause, "mend it there")
     own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     num_ids = _num_embeddings(contents.config)
     return tuple(i for i in dict.fromkeys([*ids, *own]) if i >= 0 and (num_ids is None or i < num_ids))

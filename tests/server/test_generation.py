@@ -1,0 +1,691 @@
+"""Generations of the whole server: what they say, how they end, and what becomes of those that do not go their way."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import ErrorKind, ServiceError
+from core.plan import RunnerLimits
+from core.simulation import CostModel
+from core.types import Cancel, FinishReason, Pause, Submit
+from server.api.chat import ChatStream, ChatSurface
+from server.gate.tenants import LOCAL_NAME
+from server.generation import KEEP_ALIVE_S, OFFLOAD_BYTES, TABLE, Event, Generation, State
+from server.observing.timing import Stage
+from tests.server.fakes import MemoryTransport
+from tests.server.simulated_engine import Schedule, at_once, late_by, token_by_token
+from tests.server.simulated_server import (
+    COST,
+    LIMITS,
+    STREAM,
+    TOKENIZER,
+    Answer,
+    SimulatedServer,
+    answers,
+    chat,
+    completion,
+    request,
+    serving,
+    the_answer,
+)
+
+# The table
+
+
+def test_every_state_has_its_row_and_every_action_is_a_method() -> None:
+    cells = [cell for row in TABLE.values() for cell in row.values()]
+    assert set(TABLE) == set(State)
+    assert all(action is None or callable(getattr(Generation, action)) for _, action in cells)
+    assert {next_state for next_state, _ in TABLE[State.DONE].values()} == {State.DONE}
+    assert all(Event.CLOSED in row for row in TABLE.values())
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (State.PREPARING, Event.PREPARED),
+        (State.RESERVING, Event.RESERVED),
+        (State.QUEUED, Event.FIRST_TOKEN),
+        (State.STREAMING, Event.ENGINE_DONE),
+        (State.SETTLING, Event.SETTLED),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_event_that_its_state_does_not_know_is_logged_and_ends_that_generation(
+    state: State,
+    event: Event,
+    fields: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving() as server:
+        with monkeypatch.context() as patch:
+            patch.delitem(TABLE[state], event)
+            transport = server.send(chat(**fields))
+            server.run()
+            (answer,) = answers(bytes(transport.received))
+        assert answer.status == 500 or not answer.is_complete
+        assert f"{event} in {state}" in caplog.text
+        server.check_idle()
+        assert server.ask(chat()).status == 200
+
+
+# What is said
+
+
+def ask(data: bytes, schedule: Schedule = at_once) -> Any:
+    with serving(schedule=schedule) as server:
+        return server.ask(data)
+
+
+def essence(answer: Any, num_choices: int = 1) -> list[Any]:
+    """What does not depend on how the answer is sent."""
+    return [(answer.text(i), answer.finish_reason(i)) for i in range(num_choices)] + [answer.usage]
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_streamed_and_whole_say_the_same(make: Any) -> None:
+    whole = ask(make(n=3))
+    streamed = ask(make(n=3, **STREAM))
+    assert (whole.status, streamed.status) == (200, 200)
+    assert whole.headers["cache-control"] == streamed.headers["cache-control"] == "no-store"
+    assert streamed.headers["x-accel-buffering"] == "no"
+    assert streamed.events[-1] == "[DONE]"
+    assert essence(whole, 3) == essence(streamed, 3)
+    assert len({whole.text(i) for i in range(3)}) == 3
+    assert whole.usage["completion_tokens"] == 36
+
+
+def test_responses_stream_ends_with_the_whole_answer() -> None:
+    body = {"model": "small", "input": "step", "seed": 7, "max_output_tokens": 12, "ignore_eos": True}
+    whole = ask(request("POST", "/v1/responses", body)).json
+    last = ask(request("POST", "/v1/responses", body | {"stream": True})).events[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["output"][0]["content"] == whole["output"][0]["content"]
+    assert last["response"]["usage"] == whole["usage"]
+    assert whole["usage"]["output_tokens"] == 12
+
+
+def test_several_prompts_are_answered_in_their_order() -> None:
+    prompts = [[5, 6, 7], [8, 9], [10] * 20]
+    together = ask(completion(prompt=prompts, n=2))
+    for i, prompt in enumerate(prompts):
+        alone = ask(completion(prompt=prompt, n=2))
+        assert essence(together, 6)[2 * i : 2 * i + 2] == essence(alone, 2)[:2]
+    assert together.usage["prompt_tokens"] == 25
+    assert essence(together, 6) == essence(ask(completion(prompt=prompts, n=2, **STREAM)), 6)
+
+
+def stop_within(text: str) -> str:
+    """Three characters from the middle, of which the first stands there only."""
+    return next(text[i : i + 3] for i in range(len(text) // 2, len(text)) if text.count(text[i : i + 3]) == 1)
+
+
+SCHEDULES = [at_once, token_by_token, late_by(0.005), late_by(0.035), late_by(1.0)]
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stop_string_cuts_text_and_usage_whatever_the_timing(schedule: Schedule, fields: dict[str, Any]) -> None:
+    text = ask(chat(max_tokens=40)).text()
+    stop = stop_within(text)
+    answer = ask(chat(max_tokens=40, stop=[stop, "never said"], **fields), schedule)
+    assert answer.text() == text[: text.index(stop)]
+    assert answer.finish_reason() == "stop"
+    assert answer.usage == ask(chat(max_tokens=40, stop=stop)).usage
+    assert answer.usage["completion_tokens"] < 40
+
+
+def test_held_back_text_comes_when_no_stop_string_follows() -> None:
+    text = ask(chat()).text()
+    answer = ask(chat(stop=text[-3:] + "!", **STREAM))
+    assert answer.text() == text
+    assert answer.finish_reason() == "length"
+
+
+def test_stop_id_counts_in_the_usage_and_says_nothing() -> None:
+    ids = ask(completion(return_token_ids=True)).json["choices"][0]["token_ids"]
+    stop_id = next(one for one in ids[5:] if one not in ids[:5])
+    num_before = ids.index(stop_id)
+    answer = ask(completion(stop_token_ids=[stop_id], **STREAM))
+    assert answer.finish_reason() == "stop"
+    assert answer.text() == TOKENIZER.decode(ids[:num_before])
+    assert answer.usage["completion_tokens"] == num_before + 1
+
+
+@pytest.mark.parametrize("schedule", [at_once, token_by_token])
+def test_logprobs_stand_beside_every_token_of_the_text(schedule: Schedule) -> None:
+    text = ask(chat(max_tokens=40)).text()
+    fields = {"max_tokens": 40, "stop": stop_within(text), "logprobs": True, "top_logprobs": 2}
+    whole = ask(chat(**fields), schedule)
+    entries = whole.json["choices"][0]["logprobs"]["content"]
+    assert len(entries) == whole.usage["completion_tokens"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [2] * len(entries)
+    streamed = ask(chat(**fields, **STREAM), schedule)
+    chunks = [c for e in streamed.events[:-1] for c in e["choices"] if c["logprobs"]]
+    assert [entry for chunk in chunks for entry in chunk["logprobs"]["content"]] == entries
+    assert streamed.text() == whole.text()
+
+
+def test_timings_are_told_when_asked_for() -> None:
+    answer = ask(chat(timings=True))
+    told = answer.json["timings"]
+    assert told["total"] > told["ttft"] >= told["prefill"] > 0
+    stages = dict(stage.split(";")[:2] for stage in answer.headers["server-timing"].split(", "))
+    assert {name: float(ms.removeprefix("dur=")) for name, ms in stages.items()}.items() <= told.items()
+    assert told.keys() - stages.keys() == {"ttft", "prefill_chunks", "cached_tokens"}
+
+
+def test_silent_stream_gets_its_head_and_a_comment_every_15_seconds() -> None:
+    server = SimulatedServer()
+    other = server.send(b"")
+    transport = server.send(chat(**STREAM))
+    server.loop.advance(KEEP_ALIVE_S - 0.1)  # the engine is not stepped
+    assert not transport.received
+    server.loop.advance(0.2)
+    (begun,) = answers(bytes(transport.received))
+    assert begun.status == 200
+    assert begun.events[-1] == ": keep-alive"
+    server.step()  # two chunks of the prompt, then the first token
+    server.step()
+    server.loop.advance(KEEP_ALIVE_S - 0.1)
+    assert bytes(transport.received).count(b": keep-alive") == 1
+    server.loop.advance(0.2)
+    assert bytes(transport.received).count(b": keep-alive") == 2
+    server.run()
+    (answer,) = answers(bytes(transport.received))
+    assert answer.text() == ask(chat()).text()
+    num_bytes = len(transport.received)
+    server.loop.advance(60)
+    assert len(transport.received) == num_bytes
+    assert not other.received
+    server.close()
+
+
+def test_whole_answer_is_not_touched_by_silence() -> None:
+    server = SimulatedServer()
+    transport = server.send(chat())
+    server.loop.advance(100)
+    assert not transport.received
+    server.run()
+    assert answers(bytes(transport.received))[0].status == 200
+    server.close()
+
+
+def slow_reader(server: SimulatedServer) -> Any:
+    """A stream whose reader has stopped reading until the engine was told to pause it."""
+    transport = server.send(chat(max_tokens=150, n=4, **STREAM), peer_reads=False)
+    server.run()
+    assert [type(message) for message in server.posted[1:]] == [Pause]
+    return transport
+
+
+def test_paused_stream_gets_no_keep_alives() -> None:
+    server = SimulatedServer()
+    transport = slow_reader(server)
+    server.loop.advance(29)
+    assert b"keep-alive" not in b"".join(transport.writes)
+    server.close()
+
+
+def test_delete_of_a_paused_stream_ends_it() -> None:
+    server = SimulatedServer()
+    transport = slow_reader(server)
+    assert server.ask(request("DELETE", "/v1/requests/chatcmpl-r1")).status == 200
+    transport.peer_read()
+    (answer,) = answers(bytes(transport.received))
+    assert answer.events[-1]["error"]["code"] == "request_cancelled"
+    server.check_idle()
+    server.close()
+
+
+def test_inter_token_time_is_counted_per_choice() -> None:
+    server = SimulatedServer()
+    answer = server.ask(chat(n=2, **STREAM))
+    pieces = [c for e in answer.events[:-1] for c in e["choices"] if c["delta"].get("content")]
+    inter_token, ttft = server.metrics.inter_token, server.metrics.ttft
+    assert sum(ttft.counts) == 1
+    assert sum(inter_token.counts) == len(pieces) - 2 > 10
+    assert inter_token.total / sum(inter_token.counts) >= COST.fixed_s
+    server.close()
+
+
+class FaultyStream(ChatStream):
+    """A bug of ours."""
+
+    __slots__ = ()
+
+    def text(self, choice: int, text: str) -> bytes:
+        raise ZeroDivisionError
+
+
+def test_fault_in_writing_one_answer_ends_that_one_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = ask(completion()).text()
+    monkeypatch.setattr(ChatSurface, "stream_reply", lambda self, call, context: FaultyStream(call, context))
+    server = SimulatedServer()
+    faulty, sound = server.send(chat(**STREAM)), server.send(completion())
+    server.run()
+    (broken,) = answers(bytes(faulty.received))
+    assert broken.events[-1]["error"]["code"] == "engine_error"
+    assert answers(bytes(sound.received))[0].text() == expected
+    assert "ZeroDivisionError" in caplog.text
+    assert [m.reason for m in server.posted if isinstance(m, Cancel)] == [FinishReason.ERROR]
+    server.close()
+
+
+def test_fault_in_writing_a_whole_answer_is_a_500(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ChatSurface, "whole_reply", lambda *args: 1 / 0)
+    server = SimulatedServer()
+    transport = server.send(chat())
+    server.run()
+    (answer,) = answers(bytes(transport.received))
+    assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["x-request-id"] == "r1"
+    assert "total;dur=" in answer.headers["server-timing"]
+    assert server.metrics.responses == {500: 1}
+    assert "ZeroDivisionError" in caplog.text
+    server.close()
+
+
+def test_fault_in_writing_the_engines_error_breaks_the_stream_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ChatStream, "error", lambda *args: 1 / 0)
+    server = SimulatedServer()
+    faulty, sound = server.send(chat(**STREAM)), server.send(completion())
+    for _ in range(4):
+        server.step()
+    server.shut_engine_down(FinishReason.ERROR, "gone")
+    assert not answers(bytes(faulty.received))[0].is_complete
+    assert faulty.is_lost
+    assert answers(bytes(sound.received))[0].json["error"]["message"] == "gone"
+    assert "ZeroDivisionError" in caplog.text
+    server.close()
+
+
+def test_end_that_the_wire_has_no_word_for_is_told_as_an_error() -> None:
+    server = SimulatedServer()
+    streamed, whole = server.send(chat(**STREAM)), server.send(chat())
+    for _ in range(6):
+        server.step()
+    server.shut_engine_down(FinishReason.DEADLINE, None)
+    (broken,) = answers(bytes(streamed.received))
+    assert broken.text()
+    assert broken.events[-1]["error"]["code"] == "deadline_exceeded"
+    (refused,) = answers(bytes(whole.received))
+    assert (refused.status, refused.json["error"]["code"]) == (504, "deadline_exceeded")
+    server.close()
+
+
+def test_engine_refusal_before_the_first_token_keeps_its_status() -> None:
+    server = SimulatedServer()
+    transport = server.send(chat(**STREAM))
+    server.shut_engine_down(FinishReason.ERROR, "No more.")
+    (answer,) = answers(bytes(transport.received))
+    assert (answer.status, json.loads(answer.body)["error"]["message"]) == (500, "No more.")
+    server.close()
+
+
+STAGES = "head auth quota body offload validate template tokenize queue prefill first_token"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rest"), [({}, "decode detokenize settle"), (STREAM, "first_flush decode detokenize settle")]
+)
+def test_every_stage_of_a_generation_is_told_and_together_they_are_its_time(fields: dict[str, Any], rest: str) -> None:
+    answer = ask(chat(timings=True, **fields), late_by(0.005))
+    told = (answer.events[-2] if fields else answer.json)["timings"]
+    stages = list(told)[: list(told).index("total")]
+    assert stages == [*STAGES.split(), *rest.split()]
+    assert sum(told[stage] for stage in stages) == pytest.approx(told["total"], abs=0.001 * len(stages))
+    assert told["first_token"] == 5.0  # its news were on their way for so long
+    assert (told["prefill_chunks"], told["cached_tokens"]) == (2, 0)
+
+
+def test_access_line_of_a_stream_is_written_when_its_last_byte_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(chat(**STREAM))
+    server.run_until(lambda: bool(caplog.records))
+    assert b"[DONE]" in transport.received
+    server.close()
+    assert len(caplog.records) == 1
+
+
+def test_stream_is_decoding_as_soon_as_its_first_byte_is_out() -> None:
+    server = SimulatedServer()
+    transport = server.send(chat(**STREAM))
+    server.run_until(lambda: b"data:" in transport.received)
+    (exchange,) = server.app.state.exchanges.values()
+    assert exchange.timings.stage is Stage.DECODE
+    server.close()
+
+
+def test_head_that_a_keep_alive_has_opened_leaves_nothing_to_flush_first() -> None:
+    server = SimulatedServer(cost=CostModel(fixed_s=KEEP_ALIVE_S + 1.0))
+    answer = server.ask(chat(timings=True, max_tokens=2, **STREAM))
+    told = answer.events[-2]["timings"]
+    assert "first_flush" not in told
+    assert told["decode"] > 1000 * KEEP_ALIVE_S
+    server.close()
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("leave", [MemoryTransport.feed_eof, MemoryTransport.reset])
+@pytest.mark.parametrize("fields", [{}, STREAM, {"n": 2}, {"prompt": [[5] * 40, [6]]}])
+@pytest.mark.parametrize("num_steps", range(8))
+def test_client_that_leaves_frees_its_blocks_within_a_step_and_is_told_as_499(
+    num_steps: int,
+    fields: dict[str, Any],
+    leave: Callable[[MemoryTransport], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "server.access")
+    with serving() as server:
+        transport = server.send(completion(prompt=[5] * 40) if not fields else completion(**fields))
+        for _ in range(num_steps):
+            assert server.step()
+        leave(transport)
+        server.loop.settle()
+        server.step()
+        server.check_idle()
+        assert server.metrics.num_disconnects == 1
+        assert server.metrics.responses == {499: 1}
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("POST /v1/completions 499 ")
+
+
+@pytest.mark.parametrize("data", [chat(max_tokens=3), chat(max_tokens=3, **STREAM)])
+def test_client_may_leave_before_any_byte_of_its_request(data: bytes) -> None:
+    for num_bytes in range(len(data)):
+        with serving() as server:
+            transport = server.send(data[:num_bytes])
+            transport.feed_eof()
+            server.run()
+            server.check_idle()
+            assert not [message for message in server.posted if isinstance(message, Submit)]
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_client_may_leave_after_any_byte_of_its_answer(fields: dict[str, Any]) -> None:
+    data = chat(max_tokens=4, **fields)
+    with serving() as server:
+        transport = server.send(data)
+        server.run()
+        num_bytes = len(transport.received)
+    for num_read in (*range(250), *range(250, num_bytes + 1, 13)):
+        with serving() as server:
+            transport = server.send(data, peer_reads=False)
+            while server.step():
+                transport.peer_read(max(0, num_read - len(transport.received)))
+                if len(transport.received) == num_read:
+                    transport.reset()
+            server.run()
+            server.check_idle()
+
+
+def test_client_that_leaves_while_its_prompt_is_tokenized_elsewhere_is_not_submitted() -> None:
+    with serving() as server:
+        gate: asyncio.Future[None] = server.loop.create_future()
+
+        async def offload(work: Callable[[], Any]) -> Any:
+            await gate
+            return work()
+
+        server.generations.offload = offload
+        transport = server.send(completion(prompt="x", stop="y" * 1024, user="z" * OFFLOAD_BYTES))
+        assert not server.posted
+        transport.feed_eof()
+        server.loop.settle()
+        assert server.network.listener.num_handlers == 0
+        assert not server.posted
+
+
+def test_large_body_is_prepared_elsewhere_and_answered_the_same() -> None:
+    with serving() as server:
+        answer = server.ask(completion(user="z" * OFFLOAD_BYTES))
+    assert answer.text() == ask(completion()).text()
+
+
+def test_task_that_is_cancelled_lets_go_of_its_request() -> None:
+    with serving() as server:
+        server.send(chat(**STREAM))
+        for _ in range(4):
+            server.step()
+        server.loop.run(_drain_at_once(server))
+        server.run()
+        server.check_idle()
+
+
+async def _drain_at_once(server: SimulatedServer) -> None:
+    """As Listener.drain does with handlers that outlive everything."""
+    tasks = [task for task in asyncio.all_tasks(server.loop) if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+# DELETE
+
+
+@pytest.mark.parametrize(("num_steps", "fields"), [*((num, {}) for num in range(6)), (0, STREAM)])
+@pytest.mark.parametrize("prefix", ["", "chatcmpl-"])
+def test_deleted_answer_of_which_nothing_is_out_is_a_499(num_steps: int, fields: dict[str, Any], prefix: str) -> None:
+    with serving() as server:
+        transport = server.send(chat(**fields))
+        for _ in range(num_steps):
+            server.step()
+        deleted = server.send(request("DELETE", f"/v1/requests/{prefix}r1"))
+        assert the_answer(deleted).status == 200
+        server.step()
+        server.check_idle()
+        answer = the_answer(transport)
+        assert (answer.status, answer.json["error"]["code"]) == (499, "request_cancelled")
+        again = server.ask(request("DELETE", "/v1/requests/r1"))
+        assert (again.status, again.json["error"]["code"]) == (404, "request_not_found")
+
+
+def test_deleted_stream_keeps_what_was_said_and_ends_with_an_error_event() -> None:
+    with serving() as server:
+        transport = server.send(chat(max_tokens=100, **STREAM))
+        for _ in range(8):
+            server.step()
+        server.send(request("DELETE", "/v1/requests/r1"))
+        answer = the_answer(transport)
+        assert answer.is_complete
+        assert answer.events[-1]["error"]["code"] == "request_cancelled"
+        server.step()
+        server.check_idle()
+        assert answer.text()
+        assert ask(chat(max_tokens=100)).text().startswith(answer.text())
+        (kept,) = [message.num_tokens_kept for message in server.posted if isinstance(message, Cancel)]
+        assert server.metrics.num_generation_tokens == kept == 7
+
+
+@pytest.mark.parametrize("asked", [{}, {"n": 3}, {"prompt": ["One", "Two"]}])
+@pytest.mark.parametrize("num_steps", [0, 8])
+def test_second_delete_finds_no_request_though_the_engine_has_not_heard_of_the_first(
+    asked: dict[str, Any], num_steps: int
+) -> None:
+    with serving() as server:
+        transport = server.send(completion(max_tokens=100, **asked, **STREAM))
+        for _ in range(num_steps):
+            server.step()
+        delete = request("DELETE", "/v1/requests/r1")
+        assert [the_answer(server.send(delete)).status for _ in range(3)] == [200, 404, 404]
+        server.run()
+        assert b"request_cancelled" in transport.received
+
+
+def test_connection_goes_on_after_a_deleted_answer() -> None:
+    with serving() as server:
+        transport = server.send(chat(**STREAM) + chat())
+        for _ in range(5):
+            server.step()
+        server.send(request("DELETE", "/v1/requests/r1"))
+        server.run()
+        first, second = answers(bytes(transport.received))
+        assert first.events[-1]["error"]["code"] == "request_cancelled"
+        assert second.text() == ask(chat()).text()
+
+
+# The queue
+
+
+def test_full_queue_refuses_before_the_body_is_read() -> None:
+    with serving(max_requests=2) as server:
+        first = [server.send(chat()), server.send(chat(**STREAM))]
+        refused = server.send(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90000\r\n\r\n")
+        answer = the_answer(refused)
+        assert (answer.status, answer.json["error"]["code"]) == (503, "overloaded")
+        assert answer.headers["retry-after"] == "1"
+        server.run()
+        assert [the_answer(transport).status for transport in first] == [200, 200]
+        assert server.ask(chat()).status == 200
+
+
+def test_bodies_that_come_together_do_not_pass_the_queues_limit() -> None:
+    data = chat()
+    with serving(max_requests=2) as server:
+        transports = [server.send(data[:-1]) for _ in range(5)]
+        for transport in transports:
+            transport.feed(data[-1:])
+        server.run()
+        assert sorted(the_answer(transport).status for transport in transports) == [200, 200, 503, 503, 503]
+
+
+def test_request_whose_body_comes_after_the_farewell_is_refused_as_those_before_it() -> None:
+    data = chat(**STREAM)
+    with serving() as server:
+        begun, uploading = server.send(data), server.send(data[:-1])
+        server.step()
+        server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Ending.", "draining", retry_after_s=5))
+        uploading.feed(data[-1:])
+        server.run()
+        assert len([message for message in server.posted if isinstance(message, Submit)]) == 1
+        for transport in (begun, uploading):
+            answer = the_answer(transport)
+            assert answer.is_complete
+            error = answer.events[-1]["error"] if answer.status == 200 else answer.json["error"]
+            assert error["code"] == "draining"
+
+
+# Any history
+
+TEXT = ask(completion(max_tokens=40)).text()
+
+Case = dict[str, Any]
+
+fields_of_requests = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 40), "n": st.integers(1, 3), "seed": st.integers(0, 3)},
+    optional={
+        "stop": st.sampled_from([TEXT[5:8], TEXT[10], "e", "never"]),
+        "stream": st.just(True),
+        "ignore_eos": st.just(False),
+        "prompt": st.sampled_from([[5] * 30, [[7] * 3, [8] * 20], "step"]),
+        "logprobs": st.integers(0, 2),
+    },
+)
+cases = st.fixed_dictionaries(
+    {
+        "fields": fields_of_requests,
+        "arrival_s": st.floats(0, 0.5),
+        "fate": st.sampled_from(["stay", "stay", "leave", "reset", "delete", "slow", "never reads"]),
+        "after_s": st.floats(0, 0.5),
+    }
+)
+
+
+def play(server: SimulatedServer, number: int, case: Case, transports: dict[int, MemoryTransport]) -> None:
+    """Have one request come, and its fate after it."""
+    fate = case["fate"]
+
+    def come() -> None:
+        reads = fate not in ("slow", "never reads")
+        transport = server.network.dial(reads)
+        transport.feed(completion(**case["fields"]))
+        transports[number] = transport
+        request_id = f"r{len(transports)}"
+        server.loop.call_later(case["after_s"], meet_fate, transport, request_id)
+
+    def meet_fate(transport: MemoryTransport, request_id: str) -> None:
+        if fate == "leave":
+            transport.feed_eof()
+        elif fate == "reset":
+            transport.reset()
+        elif fate == "delete":
+            server.generations.cancel(request_id, LOCAL_NAME)
+        elif fate == "slow":
+            transport.peer_reads = True
+            transport.peer_read()
+
+    server.loop.call_later(case["arrival_s"], come)
+
+
+SCARCE = RunnerLimits(32, 4, 6, 16, 100, TOKENIZER.vocab_size)  # with preemptions
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    history=st.lists(cases, min_size=1, max_size=6),
+    limits=st.sampled_from([LIMITS, SCARCE]),
+    schedule=st.sampled_from([at_once, token_by_token, late_by(0.03)]),
+)
+def test_every_request_gets_exactly_one_answer_or_its_client_has_left(
+    history: list[Case], limits: Any, schedule: Any
+) -> None:
+    server = SimulatedServer(limits=limits, schedule=schedule)
+    transports: dict[int, MemoryTransport] = {}
+    for number, case in enumerate(history):
+        play(server, number, case, transports)
+    server.run_for(1.5)
+    server.run_for(60)  # who never reads is cut off
+    for number, case in enumerate(history):
+        transport = transports[number]
+        if case["fate"] == "never reads" and not transport.is_lost:
+            transport.peer_read()
+            server.loop.settle()
+        found = answers(bytes(transport.received))
+        if case["fate"] in ("stay", "slow"):
+            (answer,) = found
+            assert (answer.status, answer.is_complete) == (200, True)
+            check_answer(answer, case["fields"])
+        else:
+            assert len(found) <= 1
+    server.check_idle()
+    assert sum(server.metrics.responses.values()) == len(history)
+    server.close()
+
+
+def check_answer(answer: Answer, fields: dict[str, Any]) -> None:
+    num_choices = fields["n"] * (2 if isinstance(fields.get("prompt"), list) and len(fields["prompt"]) == 2 else 1)
+    for choice in range(num_choices):
+        assert answer.finish_reason(choice) in ("stop", "length")
+        if "stop" in fields:
+            assert fields["stop"] not in answer.text(choice)
+    if not fields.get("stream"):
+        assert answer.usage["completion_tokens"] <= num_choices * fields["max_tokens"]
+    else:
+        assert answer.events[-1] == "[DONE]"
+
+
+def test_cancel_reasons_tell_the_engine_who_ended_it() -> None:
+    with serving() as server:
+        server.ask(completion(max_tokens=40, stop=TEXT[5:8]))
+        transport = server.send(chat(**STREAM))
+        server.step()
+        transport.feed_eof()
+        server.run()
+        reasons = [message.reason for message in server.posted if isinstance(message, Cancel)]
+        assert reasons == [FinishReason.STOP, FinishReason.CANCELLED]
