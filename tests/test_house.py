@@ -18,6 +18,17 @@ BUDGETS = {
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
+    ("values", "clock"),
+    ("wire",),
+    ("listening",),
+    ("config",),
+    ("gate",),
+    ("api",),
+    ("ledger", "observing"),
+    ("prompts", "output", "engine_client", "engine_thread", "generation"),
+    ("exchange", "routes", "app"),
+    ("banner", "supervision", "loaded_engine", "process"),
+    ("address_space", "config_sources", "commands", "engine_loader", "cli", "__main__"),
 )
 
 
