@@ -29,8 +29,6 @@ from bench.raw_clients import CANCEL, GOAWAY, OPENING, RST_STREAM, frame, http1_
 from bench.results import Cell, Table, summarize
 
 NUM_CLIENTS = 16
-LONG_PROMPT_TOKENS = 900
-MAX_TOKENS = 400  # more than any of them waits for
 STEP_RATE = 100.0
 SLACK_S = 0.050
 MAX_WASTED_TOKENS = 2
@@ -55,10 +53,19 @@ class CallOff:
 
 @dataclass
 class Clients:
-    """Callers on one loop, who take turns in the ways of leaving."""
+    """Callers on one loop, who take turns in the ways of leaving.
+
+    Args:
+        prompts: tokens of a short one and of a long one.
+        max_tokens: more than any of them waits for.
+    """
 
     port: int
     num_per_kind: int
+    num_at_once: int = NUM_CLIENTS
+    model: str = MODEL
+    prompts: tuple[int, int] = (5, 900)
+    max_tokens: int = 400
     call_offs: list[CallOff] = field(default_factory=list)
     _seeds: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     _random: random.Random = field(default_factory=lambda: random.Random(3))
@@ -81,14 +88,14 @@ class Clients:
                 kind, way = turns.pop()
                 await way(kind)
 
-        await asyncio.gather(*(take_turns() for _ in range(NUM_CLIENTS)))
+        await asyncio.gather(*(take_turns() for _ in range(self.num_at_once)))
 
     def _request(self, **fields: object) -> tuple[int, bytes]:
         """A seed and the body that bears it."""
         seed = next(self._seeds)
-        prompt = [5] * (LONG_PROMPT_TOKENS if self._random.random() < 0.25 else 5)
-        body = {"model": MODEL, "prompt": prompt, "seed": seed, "stream": True, "ignore_eos": True}
-        return seed, json.dumps(body | {"max_tokens": MAX_TOKENS} | fields).encode()
+        prompt = [5] * self.prompts[self._random.random() < 0.25]
+        body = {"model": self.model, "prompt": prompt, "seed": seed, "stream": True, "ignore_eos": True}
+        return seed, json.dumps(body | {"max_tokens": self.max_tokens} | fields).encode()
 
     async def _wait_moment(self, reader: asyncio.StreamReader) -> None:
         """A few tokens, or a few milliseconds: while the prompt is computed, or before."""

@@ -2,21 +2,26 @@
 
 What the light ones wait for their first tokens, with the flood and without it: in engine steps, the service that each
 running sequence gets one of, and in simulated seconds, by the real scheduler; in seconds of the wall, by the whole
-server (fairness_wall.py). And the service that two tenants who both wanted more have had, at its furthest apart,
-against the bound of "Fairness in Serving Large Language Models" (arXiv:2401.00588, theorem 4.4).
+server. And the service that two tenants who both wanted more have had, at its furthest apart, against the bound of
+"Fairness in Serving Large Language Models" (arXiv:2401.00588, theorem 4.4).
 """
 
 import argparse
+import asyncio
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from bench.fairness_wall import WallLoad, measure_wall
-from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
+from bench.kit import Flag, Found, free_port, run_bench, running, serve_command
+from bench.load import LoadConfig, LoadRun, run_on_fast_loop
+from bench.results import Cell, Table
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, RequestTrace, Simulation
@@ -125,20 +130,86 @@ def measure_gap(load: Load, cost: CostModel) -> Table:
     return Table("Service of two tenants that both wait, at every step", columns, ((num_steps, furthest_s, bound_s),))
 
 
+@dataclass(frozen=True, slots=True)
+class WallLoad:
+    """Each tenant over its own key: light ones open loop, the flood closed loop for as long as they ask.
+
+    Args:
+        num_flooding: requests that the flood has open.
+        max_sequences: that the server runs at once: fewer than there are.
+        light, flood: (prompt, output): tokens of each request.
+        warm_up_s: of both loads, before anything counts: the server learns what its steps cost.
+    """
+
+    requests_per_s: float = 1.0  # of each light tenant
+    duration_s: float = 20.0
+    warm_up_s: float = 4.0
+    num_flooding: int = 64
+    max_sequences: int = 32
+    light: tuple[int, int] = (80, 40)
+    flood: tuple[int, int] = (288, 160)
+
+
+@contextmanager
+def fair_server(load: WallLoad, model: Path | None) -> Iterator[int]:
+    """A server with the tenants, each of whose key is its name, on the port that this gives."""
+    names = ["flood", *(f"light{number}" for number in range(NUM_LIGHT))]
+    tenants = [
+        f'[[tenants]]\nname = "{name}"\nkey_sha256 = ["{sha256(name.encode()).hexdigest()}"]\n' for name in names
+    ]
+    with TemporaryDirectory() as directory:
+        file, port = Path(directory) / "steploop.toml", free_port()
+        file.write_text("\n".join(tenants), encoding="utf-8")
+        flags = ("--config", str(file), "--served-model-name", "fair", "--max-sequences", str(load.max_sequences))
+        with running(serve_command(port, *flags, *(() if model is None else ("--model", str(model)))), port, "/ready"):
+            yield port
+
+
+async def run_wall(load: WallLoad, port: int, duration_s: float, has_flood: bool) -> tuple[list[LoadRun], LoadRun]:
+    """Until the last light request has its answer; then the flood is cut off."""
+
+    def run(name: str, size: tuple[int, int], seed: int, **pace: float) -> LoadRun:
+        asked = {"host": "127.0.0.1", "port": port, "model": "fair", "api_key": name, "ignore_eos": True, "seed": seed}
+        sizes = {"prompt_tokens": size[0], "max_tokens": size[1], "num_requests": 10**9, "duration_s": duration_s}
+        return LoadRun(LoadConfig(**asked, **sizes, **pace))  # type: ignore[arg-type]
+
+    light = [run(f"light{i}", load.light, 100 + i, rate=load.requests_per_s) for i in range(NUM_LIGHT)]
+    flood = run("flood", load.flood, 1, concurrency=load.num_flooding)
+    flooding = asyncio.create_task(flood.measure()) if has_flood else None
+    try:
+        await asyncio.gather(*(one.measure() for one in light))
+    finally:
+        if flooding is not None:
+            flooding.cancel()
+            await asyncio.gather(flooding, return_exceptions=True)
+    return light, flood
+
+
+def measure_wall(load: WallLoad, model: Path | None = None) -> Table:
+    """A server for each of both: neither knows what the other's tenants have had."""
+    rows: list[tuple[Cell, ...]] = []
+    alone_s = 0.0
+    for name, has_flood in (("without", False), ("with", True)):
+        with fair_server(load, model) as port:
+            run_on_fast_loop(run_wall(load, port, load.warm_up_s, has_flood=True))
+            light, flood = run_on_fast_loop(run_wall(load, port, load.duration_s, has_flood))
+        recorders = [one.recorder for one in light]
+        if any(recorder.failures for recorder in recorders):
+            raise RuntimeError(f"light requests failed: {[recorder.examples for recorder in recorders]}")
+        ttfts_s = [ttft_s for recorder in recorders for ttft_s in recorder.ttft_s]
+        p50_s, p95_s = (float(np.percentile(ttfts_s, q)) for q in (50, 95))
+        alone_s = alone_s or p95_s
+        rows.append((name, len(ttfts_s), flood.recorder.num_done, p50_s * 1e3, p95_s * 1e3, p95_s / alone_s))
+    columns = ("flood", "light requests", "flood's", "p50 ms", "p95 ms", "p95 ratio")
+    return Table("First tokens of eight light tenants, over sockets, wall time", columns, tuple(rows))
+
+
 QUICK = Load(duration_s=10.0, flood=20, greedy=20)
 QUICK_WALL = WallLoad(duration_s=2.0, warm_up_s=1.0, num_flooding=8, max_sequences=4)
 PARTS = ("flood", "gap", "wall")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m bench.fairness", description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all of them")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="of the wall's part (default: the embedded one)")
-    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/fairness.json")
-    arguments = parser.parse_args(argv)
+def _measure(arguments: argparse.Namespace) -> Found:
     load, wall = (QUICK, QUICK_WALL) if arguments.quick else (Load(), WallLoad())
     cost = CostModel()
     measures: dict[str, Callable[[], Table]] = {
@@ -146,14 +217,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gap": lambda: measure_gap(load, cost),
         "wall": lambda: measure_wall(wall, arguments.model),
     }
-    tables = [measures[part]() for part in arguments.parts]
-    print_tables(tables)
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / "fairness.json")
-    if path is not None:
-        shown = {"cost": asdict(cost), "load": asdict(load), "wall": asdict(wall)}
-        write_result(path, "fairness", command_line("python -m bench.fairness", argv), tables, shown)
-        print(f"written: {path}")
-    return 0
+    shown = {"cost": asdict(cost), "load": asdict(load), "wall": asdict(wall)}
+    return Found([measures[part]() for part in arguments.parts], shown)
+
+
+FLAGS = (
+    Flag("--parts", PARTS, "to measure", more={"nargs": "+", "choices": PARTS}),
+    Flag("--model", None, "of the wall's part (default: the embedded one)", more={"type": Path}),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_bench("fairness", __doc__, _measure, FLAGS, argv)
 
 
 if __name__ == "__main__":

@@ -182,10 +182,10 @@ class LoadRun:
 
     def __init__(self, config: LoadConfig) -> None:
         self._config = config
-        self._recorder = Recorder()
+        self.recorder = Recorder()
         trust = config.tls
         self._tls = None if trust is None else client_context(trust.ca_file, trust.is_verified)
-        self._pool = self._new_pool(self._recorder)
+        self._pool = self._new_pool(self.recorder)
         self._headers = {"content-type": "application/json"}
         if config.api_key:
             self._headers["authorization"] = f"Bearer {config.api_key}"
@@ -215,7 +215,7 @@ class LoadRun:
             duration_s, cpu_s = time.monotonic() - start_s, time.process_time() - cpu_start_s
         finally:
             await self._pool.close()
-        return _sum_up(self._recorder, duration_s, cpu_s)
+        return _sum_up(self.recorder, duration_s, cpu_s)
 
     def request(self, prompt: str, max_tokens: int) -> bytes:
         """One request of this run, as it goes to the socket; needs the model's name (LoadConfig.model, or measure)."""
@@ -240,7 +240,7 @@ class LoadRun:
     async def _perform(self, request: bytes, intended_s: float) -> None:
         exchange = Exchange(intended_s)
         await self._pool.perform(request, exchange)
-        self._recorder.add(exchange)
+        self.recorder.add(exchange)
 
     async def _run_closed(self, concurrency: int, prompts: Iterator[str], start_s: float) -> None:
         async def be_client() -> None:

@@ -22,8 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.kit import Flag, Found, run_bench
+from bench.null_server import NullRunner
 from bench.results import Cell, Table, read_result
-from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.plan import RunnerLimits, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import RequestTrace, RooflineCost, SimulatedClock, Simulation, StepCost
 from core.types import Request, SamplingParams
@@ -65,24 +66,17 @@ class Load:
 QUICK = Load(num_tenants=10, streams=3, mean_per_s=1.0, day_s=24.0)
 
 
-class TimedRunner:
-    """A core.plan.Runner that takes its time and draws always the same: no block and no token matters here."""
+class TimedRunner(NullRunner):
+    """Takes its time and samples always the same: no block and no token matters here."""
 
     def __init__(self, limits: RunnerLimits, cost: StepCost, clock: SimulatedClock) -> None:
-        self.limits = limits
+        super().__init__(limits, (0,))
         self._cost = cost
         self._clock = clock
 
     def forward(self, plan: StepPlan) -> StepPlan:
         self._clock.advance(self._cost.step_s(plan))
         return plan
-
-    def sample(self, ticket: StepPlan) -> None:
-        """Nothing to start."""
-
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        rows = np.flatnonzero(ticket.samples).astype(np.int32)
-        return StepOutput(rows, np.zeros(len(rows), np.int32))
 
 
 class _Requests:

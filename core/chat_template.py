@@ -143,9 +143,7 @@ class ChatTemplate:
         except TooMuchText as error:
             but = f"in its chat template the messages come to more than {self._max_output_chars} characters"
             raise InvalidRequest(
-                context_overflow(self._context_limit, but, "Shorten the messages."),
-                param,
-                "context_length_exceeded",
+                context_overflow(self._context_limit, but, "Shorten the messages."), param, "context_length_exceeded"
             ) from error
         except BudgetExceeded as error:
             raise InvalidRequest(f"The model's chat template exceeds its limits: {error}.", param) from error

@@ -12,6 +12,7 @@ request has been there for IDLE_S, the runner may do work of its own, slice by s
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -214,9 +215,8 @@ class Engine:
         self._store = store
         self._check = check
         self._idle_work = idle_work
-        self._slices: Generator[None] | None = None  # of idle work that has begun
-        self._idle_since: float | None = None
-        self._is_idle_work_done = idle_work is None  # until the next step
+        self._idling: Generator[bool] | None = None
+        self._idle_since: float | None = None  # until its idle work begins
         self._broken: str | None = None  # what its clients are told
         self._inspect: Inspect | None = None  # still to be answered
 
@@ -256,7 +256,7 @@ class Engine:
             plan = self._scheduler.plan(self._clock())
             if plan is None:
                 return
-            self._stop_idle_work()
+            self._stop_idling()
             self._sent.send(plan)
 
     def wait_s(self) -> float | None:
@@ -268,34 +268,34 @@ class Engine:
     def _work_idle(self) -> bool:
         """A slice, once it is time. False: nothing was due."""
         if self._scheduler.has_requests:  # paused ones
-            self._stop_idle_work()
+            self._stop_idling()
             return False
-        if self._is_idle_work_done or self._idle_work is None:
-            return False
-        if self._idle_since is None:
-            self._idle_since = self._clock()
-        if self._clock() < self._idle_since + IDLE_S:
-            return False
-        if self._slices is None:
-            self._slices = self._idle_work()
-        try:
-            next(self._slices)
-            return True
-        except StopIteration:
-            pass
-        except DeviceError:
-            raise
-        except Exception:  # it serves nobody: the next request finds the server as it was
-            logger.exception("work of the idle engine failed")
-        self._stop_idle_work()
-        self._is_idle_work_done = True
-        return False
+        if self._idling is None:
+            self._idling = self._idle()
+        return next(self._idling)
 
-    def _stop_idle_work(self) -> None:
-        if self._slices is not None:
-            self._slices.close()
-        self._slices = self._idle_since = None
-        self._is_idle_work_done = False
+    def _idle(self) -> Generator[bool]:
+        """Tells of each turn whether a slice was done in it."""
+        if self._idle_work is not None:
+            self._idle_since = self._clock()
+            while self._clock() < self._idle_since + IDLE_S:
+                yield False
+            try:
+                with closing(self._idle_work()) as slices:
+                    for _ in slices:
+                        yield True
+            except DeviceError:
+                raise
+            except Exception:  # it serves nobody: the next request finds the server as it was
+                logger.exception("work of the idle engine failed")
+            self._idle_since = None
+        while True:
+            yield False
+
+    def _stop_idling(self) -> None:
+        if self._idling is not None:
+            self._idling.close()
+        self._idling = self._idle_since = None
 
     def _take_in(self, landed: tuple[StepPlan, StepOutput] | None) -> StepDelivery:
         if landed is None:

@@ -10,8 +10,10 @@ next plan goes on after them, before anybody knows them. What it holds it keeps 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,7 +36,7 @@ class SequenceStart:
         token_ids: all tokens known so far: the prompt, and after a preemption also what was generated.
         num_prompt_tokens: how many of them are the prompt's.
         seed: 64-bit key of its counter-based noise; noise depends on (seed, position) alone.
-        stop_ids: ids that may not be drawn before min_tokens: the model's ends (unless ignored) and the request's.
+        stop_ids: ids that may not be sampled before min_tokens: the model's ends (unless ignored) and the request's.
     """
 
     slot: int
@@ -68,8 +70,8 @@ class StepPlan:
 
     Row i, in [0, num_rows): the sequence in slots[i] computes its tokens at positions starts[i] up to
     starts[i] + lengths[i] - 1. Their ids stand one row after the other in token_ids. Where samples[i], the row reaches
-    the sequence's last token, and a token is drawn from its last logits. PENDING in token_ids is the token that this
-    slot drew last: a plan before this one has asked for it, and it was still on the device when this one was made.
+    the sequence's last token, and a token is sampled from its last logits. PENDING in token_ids is the token that
+    was sampled last for this slot, by a step whose result had not been read when this plan was made.
     Order of effects: sequence_starts reset their slots, blocks are copied out to the host, then back from it, then from
     block to block, block tables grow, the rows are computed.
     """
@@ -99,13 +101,13 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What was drawn. A row may appear several times, in order (speculation), or not at all (it only prefilled)."""
+    """What was sampled. A row may appear several times, in order (speculation), or not at all (it only prefilled)."""
 
     rows: Int32Array  # [tokens]: row of the plan
     token_ids: Int32Array  # [tokens]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> its logprobs
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of its PromptTargets
-    failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); draws nothing
+    failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); samples nothing
     host_copy_s: float = 0.0  # of the step's time, what its copies from and to the host took
 
 
@@ -160,6 +162,7 @@ class BlockStore(Protocol):
 
 
 Ticket = TypeVar("Ticket")
+T = TypeVar("T")
 
 
 class Runner(Protocol[Ticket]):
@@ -244,7 +247,7 @@ class PlanBuilder:
             self._send_table(sequence)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
-        """Compute the last token of each, one that it has drawn itself; the runner knows all else of them.
+        """Compute the last token of each, one that was sampled for it; the runner knows all else of them.
 
         As add_row would, column by column: most rows of most steps are these.
         """
@@ -342,7 +345,7 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
 
     Args:
         sequences: of these rows, in order. All plans before this one were applied since it was made: tokens that were
-            pending are known, but those of a row that failed, and what that one's sequence draws here is not used.
+            pending are known, but those of a row that failed: what is sampled here for that one's sequence is not used.
     """
     builder = PlanBuilder(budget=plan.num_tokens)
     copies = dict(zip(plan.copy_targets.tolist(), plan.copy_sources.tolist(), strict=True))
@@ -398,3 +401,44 @@ class Flight:
     work: StepWork
     planned_s: float
     has_suspects: bool
+
+
+_FORMATS: dict[Any, type[np.generic]] = {Int32Array: np.int32, BoolArray: np.bool_}
+
+
+def encode(value: object) -> bytes:
+    """As msgpack, never pickle: for processes that compute together, on machines of one byte order.
+
+    Args:
+        value: a dataclass of what core's are made of: plain values, tuples, others like it, and columns of a StepPlan.
+    """
+    return _ENCODER.encode(value)
+
+
+def decode(content: bytes, kind: type[T]) -> T:
+    """What was encoded; its columns cannot be written to.
+
+    Raises:
+        msgspec.DecodeError: it is none of that kind.
+    """
+    hashable: Any = kind
+    decoder: msgspec.msgpack.Decoder[T] = _decoder(hashable)
+    return decoder.decode(content)
+
+
+@cache
+def _decoder(kind: Any) -> Any:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_column)
+
+
+def _column(kind: Any, content: Any) -> Any:
+    return np.frombuffer(content, dtype=_FORMATS[kind])
+
+
+def _bytes_of(column: Any) -> bytes:
+    if isinstance(column, np.ndarray):
+        return column.tobytes()
+    raise NotImplementedError(f"{type(column).__name__} in what is encoded")  # as msgspec asks for
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_bytes_of)

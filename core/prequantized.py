@@ -88,7 +88,7 @@ class PackedConfig:
     zero_offset: int
 
     @property
-    def is_kept(self) -> bool:
+    def is_served(self) -> bool:
         """Whether the integers are served as they are, as int4; otherwise they become floats while they load."""
         has_groups = not self.has_order and (self.group_size is None or self.group_size % 32 == 0)
         return self.bits == 4 and has_groups

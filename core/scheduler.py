@@ -63,7 +63,7 @@ class Scheduler:
     Args:
         limits: what the runner has room for.
         eos_ids: the model's own ends.
-        seeds: draws a 64-bit seed for a request that names none.
+        seeds: gives a 64-bit seed for a request that names none.
         has_prefix_cache: requests use what others of their domain have computed.
         inter_token_target: see EngineConfig.
         stored: see HostBlocks.

@@ -108,7 +108,7 @@ class Sequence:
         num_scored_tokens: the logits after its first so many tokens have been told, where its prompt's logprobs are
             asked for: no more than these may come from the cache. ALL_SCORED: nothing is left to tell.
         num_in_flight: plans with it that were made and not yet applied.
-        num_pending: tokens that these draw: they follow token_ids, and nobody has read them yet.
+        num_pending: tokens that these sample: they follow token_ids, and nobody has read them yet.
         is_lost: what it computed cannot be used. It computes all again once it is no longer in flight.
         cancel_reason: set while in flight: what to finish it with when the step comes back.
         num_tokens_kept: of its own tokens, those the loop has used; None: all.
@@ -167,7 +167,7 @@ class Sequence:
 
     @property
     def num_own_tokens(self) -> int:
-        """Tokens it has drawn itself, an ending stop id included."""
+        """Tokens sampled for it, an ending stop id included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

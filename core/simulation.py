@@ -1,6 +1,6 @@
 """Requests, a clock and a cost model around the real scheduler and engine: thousands of steps a second, no model.
 
-The simulated runner keeps its KV in blocks like a real one, and what it draws is a hash of what it finds there. So a
+The simulated runner keeps its KV in blocks like a real one, and what it samples is a hash of what it finds there. So a
 wrong table, a lost copy or a block reused too early gives other tokens than the reference, which sees the tokens alone.
 Thread: its caller's.
 """
@@ -90,7 +90,7 @@ class RooflineCost:
         return self.launch_s + (body_s + self.kv_token_s * num_kv_tokens) / self.efficiency
 
 
-def draw(prefix: Prefix, seed: int, vocab_size: int) -> int:
+def sampled_token(prefix: Prefix, seed: int, vocab_size: int) -> int:
     """The token that follows a prefix: a hash of all of it and the seed."""
     return _hashed(prefix, seed) % vocab_size
 
@@ -116,7 +116,7 @@ def logprobs_after(prefix: Prefix, token_id: int, num_top: int) -> TokenLogprobs
 
 
 def continuation(start: SequenceStart, limits: RunnerLimits, max_tokens: int = sys.maxsize) -> list[int]:
-    """The reference: what a sequence draws from here on when nothing interferes, an ending stop id included.
+    """The reference: what is sampled for a sequence from here on when nothing interferes, an ending stop id included.
 
     Args:
         max_tokens: that are asked for.
@@ -124,15 +124,15 @@ def continuation(start: SequenceStart, limits: RunnerLimits, max_tokens: int = s
     num_held = min(limits.max_model_len, limits.num_blocks * limits.block_size)
     max_length = min(start.num_prompt_tokens + start.sampling.max_tokens, num_held)
     hashed = _hashed(np.array(start.token_ids, np.int32).tobytes(), start.seed)  # of all tokens so far
-    drawn: list[int] = []
+    sampled: list[int] = []
     for length in range(len(start.token_ids), min(max_length, len(start.token_ids) + max_tokens)):
         is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
         token_id = _allowed(hashed % limits.vocab_size, limits.vocab_size, () if is_free else start.stop_ids)
-        drawn.append(token_id)
+        sampled.append(token_id)
         if is_free and token_id in start.stop_ids:
             break
         hashed = zlib.crc32(token_id.to_bytes(4, "little"), hashed)
-    return drawn
+    return sampled
 
 
 @dataclass(slots=True, eq=False)
@@ -148,56 +148,27 @@ class _Step:
     output: StepOutput | None = None
 
 
-class SimulatedDevice:
-    """Computes steps one after the other, while the host does something else.
+class SimulatedRunner:
+    """A core.plan.Runner whose KV holds token ids and whose steps take their cost of the clock's time.
+
+    They are computed one after the other, while the host does something else. In lists: its steps have a few rows of a
+    few tokens, where arrays would take several times as long.
 
     Args:
         host_s: of each step, that the host takes to plan and to send it.
     """
 
-    def __init__(self, cost: StepCost, clock: SimulatedClock, host_s: float = 0.0) -> None:
-        self._cost = cost
-        self._clock = clock
-        self._host_s = host_s
-        self._free_s = 0.0
-        self._steps: deque[_Step] = deque()
-
-    def send(self, plan: StepPlan) -> None:
-        if self._host_s:
-            self._clock.advance(self._host_s)
-        self._free_s = max(self._free_s, self._clock()) + self._cost.step_s(plan)
-        self._steps.append(_Step(plan, self._free_s))
-
-    def draw(self, plan: StepPlan, output: StepOutput) -> None:
-        """What this step, the last that was sent, will have drawn."""
-        assert self._steps[-1].plan is plan, "another step was sent before this one has drawn"
-        self._steps[-1].output = output
-
-    def wait(self, plan: StepPlan) -> StepOutput:
-        """Let time pass until a step is done; those before it that nobody has waited for are forgotten."""
-        while (step := self._steps.popleft()).plan is not plan:
-            pass
-        if step.end_s > self._clock():
-            self._clock.advance(step.end_s - self._clock())
-        assert step.output is not None, "it was never told to draw"
-        return step.output
-
-
-class SimulatedRunner:
-    """A core.plan.Runner whose KV holds token ids and whose steps take their cost of the clock's time.
-
-    In lists: its steps have a few rows of a few tokens, where arrays would take several times as long.
-    """
-
-    def __init__(self, limits: RunnerLimits, cost: StepCost, clock: SimulatedClock) -> None:
+    def __init__(self, limits: RunnerLimits, cost: StepCost, clock: SimulatedClock, host_s: float = 0.0) -> None:
         self.limits = limits
-        self._device = SimulatedDevice(cost, clock)
+        self._cost, self._clock, self._host_s = cost, clock, host_s
+        self._free_s = 0.0  # when the device has nothing more to do
+        self._steps: deque[_Step] = deque()
         self._kv = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_blocks)]
         self._host = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_host_blocks)]
         self._num_entries = -(-limits.max_model_len // limits.block_size)
         self._tables: list[list[int]] = [[] for _ in range(limits.max_sequences)]  # of blocks, by slot
         self._starts: dict[int, SequenceStart] = {}
-        self._last_drawn = [0] * limits.max_sequences  # by slot
+        self._last_sampled = [0] * limits.max_sequences  # by slot
 
     def forward(self, plan: StepPlan) -> StepPlan:
         for start in plan.sequence_starts:
@@ -210,24 +181,35 @@ class SimulatedRunner:
         for slot, first, length in _rows_of(plan.slots, plan.starts, plan.lengths):
             self._store(slot, first, ids[offset : offset + length])
             offset += length
-        self._device.send(plan)
+        if self._host_s:
+            self._clock.advance(self._host_s)
+        self._free_s = max(self._free_s, self._clock()) + self._cost.step_s(plan)
+        self._steps.append(_Step(plan, self._free_s))
         return plan
 
     def sample(self, ticket: StepPlan) -> None:
-        rows, drawn = [], []
+        rows, sampled = [], []
         for row, samples in enumerate(ticket.samples.tolist()):
             if samples:
                 slot = int(ticket.slots[row])
-                token_id = self._draw(slot, int(ticket.starts[row] + ticket.lengths[row]))
-                self._last_drawn[slot] = token_id
+                token_id = self._sample_row(slot, int(ticket.starts[row] + ticket.lengths[row]))
+                self._last_sampled[slot] = token_id
                 rows.append(row)
-                drawn.append(token_id)
+                sampled.append(token_id)
         told = {targets.row: self._follow(ticket, targets) for targets in ticket.prompt_targets}
-        output = StepOutput(rows=np.array(rows, np.int32), token_ids=np.array(drawn, np.int32), prompt_logprobs=told)
-        self._device.draw(ticket, output)
+        assert self._steps[-1].plan is ticket, "another step was sent before this one was sampled"
+        self._steps[-1].output = StepOutput(
+            rows=np.array(rows, np.int32), token_ids=np.array(sampled, np.int32), prompt_logprobs=told
+        )
 
     def collect(self, ticket: StepPlan) -> StepOutput:
-        return self._device.wait(ticket)
+        """Let time pass until the step is done; those before it that nobody has waited for are forgotten."""
+        while (step := self._steps.popleft()).plan is not ticket:
+            pass
+        if step.end_s > self._clock():
+            self._clock.advance(step.end_s - self._clock())
+        assert step.output is not None, "it was never sampled"
+        return step.output
 
     def _copy(self, plan: StepPlan) -> None:
         """All that goes out is read before anything is written, and so are the sources of copies on write."""
@@ -241,19 +223,21 @@ class SimulatedRunner:
             self._kv[block] = content
 
     def _store(self, slot: int, start: int, token_ids: list[int]) -> None:
-        size, table, last_drawn = self.limits.block_size, self._tables[slot], self._last_drawn[slot]
+        size, table, last_sampled = self.limits.block_size, self._tables[slot], self._last_sampled[slot]
         for position, token_id in enumerate(token_ids, start):
             block = table[position // size]
             if block == _NOTHING:
                 raise ValueError("a row writes where its slot has no block")
-            self._kv[block][position % size] = last_drawn if token_id == PENDING else token_id
+            self._kv[block][position % size] = last_sampled if token_id == PENDING else token_id
 
-    def _draw(self, slot: int, length: int) -> int:
+    def _sample_row(self, slot: int, length: int) -> int:
         start = self._starts[slot]
         is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
         vocab_size = self.limits.vocab_size
         return _allowed(
-            draw(self._prefix(slot, length), start.seed, vocab_size), vocab_size, () if is_free else start.stop_ids
+            sampled_token(self._prefix(slot, length), start.seed, vocab_size),
+            vocab_size,
+            () if is_free else start.stop_ids,
         )
 
     def _follow(self, plan: StepPlan, targets: PromptTargets) -> list[TokenLogprobs]:

@@ -17,8 +17,8 @@ from core.config import BLOCK_SIZE
 # (gpu/attention.py): chunks that end with a tile cost no tile twice. Some kernels compute no more than what is new:
 # RunnerLimits.prompt_tile.
 PROMPT_TILE = 64
-LEAST_TOKENS = 8  # of a chunk that ends within a block: each has a row of its own in every product
-# Before anything was measured, for the tenants' shares alone: a drawn token at twice a prompt's (arXiv:2401.00588 §5).
+LEAST_TOKENS = 8  # of a chunk that ends within a block: each has a row of its own in every matmul
+# Before anything was measured, for tenants' shares alone: a sampled token at twice a prompt's (arXiv:2401.00588 §5).
 NOMINAL_S = (0.0, 1e-3, 0.0, 2e-3, 0.0)
 MEMORY_STEPS = 512  # of each kind, with prompts and without: older ones fade
 LEAST_STEPS = 8  # of each kind, before predictions are used
@@ -29,7 +29,7 @@ NEWS_SHARE = 1 / 8
 SURPRISE = 0.1  # a step that was off by more of what it took is news enough
 NUM_SWEEPS = 6
 ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
-MOST_LATE = 0.15  # what is off by more is not the machine's unrest but the model's, which learns
+MOST_LATE = 0.15  # what is off by more is no noise of the machine but the model's error, which learns
 
 Features = tuple[float, float, float, float, float]
 Float64Array = npt.NDArray[np.float64]
@@ -41,7 +41,7 @@ class StepWork:
 
     Args:
         prompt_kv: KV tokens that prompts read, PROMPT_TILE query tokens at a time: smaller tiles count as a part.
-        own_tokens: those that sequences have drawn themselves: each attends alone.
+        own_tokens: those that were sampled: each attends alone.
         own_kv: KV tokens that these read.
         tile: see RunnerLimits.prompt_tile.
     """
@@ -318,7 +318,7 @@ def allow_prefill(
 
     The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
     grow. What streams notice stays bounded by what they notice once the prompts have become streams. One prompt makes
-    no queue: it is bound by those who do decode. As much is left as the machine's unrest may take: nine of ten steps
+    no queue: it is bound by those who do decode. As much is left as noise in step times may take: nine of ten steps
     stay under the target, and not every other one. Until the model predicts, a chunk is the least there is, or what
     fits among the few tokens that cost nothing.
 

@@ -27,13 +27,12 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. Validated where it is built (server/api), trusted by the engine.
+    """How tokens are sampled. Validated where it is built (server/api), trusted by the engine.
 
     Args:
-        seed: of the noise, which depends on nothing else but the position; None: the engine draws one. The
-            same seed and request give the same tokens whatever runs beside them, where the runner's sums are rounded
-            the same way in any company, to the last bit: in bfloat16 and float32 on a CPU. Models quantised to int8,
-            fp8 or int4, and GPUs, promise the noise only.
+        seed: of the noise, which depends on nothing else but the position; None: the engine chooses one. The same seed
+            and request give the same tokens whatever runs beside them in bfloat16 and float32 on a CPU, whose sums are
+            rounded alike in any company. Models quantised to int8, fp8 or int4, and GPUs, promise the noise only.
         max_tokens: 0: the prompt is computed, and nothing is said.
     """
 
@@ -46,12 +45,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0  # until then no stop id is drawn, and no stop string ends the text
+    min_tokens: int = 0  # until then no stop id is sampled, and no stop string ends the text
     seed: int | None = None
     stop: tuple[str, ...] = ()  # matched on the loop's side, by the detokenizer
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
-    num_logprobs: int | None = None  # None: none; k: the drawn token's and the k likeliest
+    num_logprobs: int | None = None  # None: none; k: the sampled token's and the k likeliest
     skip_special_tokens: bool = True  # in the text; likewise the detokenizer's
     num_prompt_logprobs: int | None = None  # as much of the prompt's tokens but the first; beside num_logprobs only
 
@@ -139,7 +138,7 @@ class Usage(msgspec.Struct, frozen=True):
     Args:
         num_prompt_tokens: of the prompt, counted once, those that were computed or cached: less than all only where the
             request ended before.
-        num_completion_tokens: drawn and kept, an ending stop id included.
+        num_completion_tokens: sampled and kept, an ending stop id included.
         num_cached_tokens: of the prompt's, those that an earlier request had computed.
     """
 
@@ -161,9 +160,9 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Natural logarithms of the model's own probabilities, for one token, drawn or of a prompt.
+    """Of one token, sampled or of a prompt: natural logarithms of the probabilities by the raw logits.
 
-    Of the raw logits: before penalties, logit_bias, temperature and what cuts the distribution.
+    That is before penalties, logit_bias, temperature, top-k, top-p and min-p.
     """
 
     token_id: int

@@ -1,19 +1,46 @@
-"""Attention over block tables: a sequence's own tokens together with others', prompts in tiles. Thread: engine.
+"""Attention over block tables: a step's rows, who computes them, and torch's way. Thread: engine.
 
-In torch, or by kernels where there are some (cpu_kernels/). Who attends together, and the masks, is
-decided once a step (batch.py), not here, once a layer. What torch computes has shapes that depend on a token's place
-in its sequence alone: its kernels round sums differently for other shapes.
+Kernels take a step's rows as they are (cpu_kernels/attention.py, kernels/attention.py). Torch gathers blocks: a
+sequence's own tokens together with others' over padded contexts, prompts in tiles. What it computes has shapes that
+depend on a token's place in its sequence alone, whoever shares the step and however its prompt was cut into chunks: it
+rounds sums differently for other shapes. Who attends together, and the masks, is decided once a step, by its first
+layer.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.kv_cache import LayerKV
-from gpu.scores import PLAIN, Scores, attend
+from core.config import BLOCK_SIZE
+from gpu.device import to_device
+from gpu.kv_cache import LayerKV, num_blocks_for
+from gpu.scores import Scores, attend
+
+IntArray = npt.NDArray[np.signedinteger[Any]]
+
+TILE_TOKENS = 64  # of a prompt attend at a time, from a multiple of it on
+# Own tokens attend over their context padded to one of a few lengths: the least, its doubles, then multiples of the
+# last (as many keys as torch's attention takes at a time).
+LEAST_CONTEXT = 64
+CONTEXT_STEP = 512
+# Own tokens that attend together gather at most so many tokens of keys and values, unless one alone has more: what
+# memory a step takes then does not grow with the rows. Some 6 ms of work, against 50 µs for one more group.
+MAX_GATHERED_TOKENS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """RaggedRows' columns on the host. scratch_block: a block of zeros, which pads contexts."""
+
+    tables: IntArray
+    ends: IntArray
+    offsets: IntArray
+    scratch_block: int
 
 
 @dataclass(slots=True)
@@ -26,6 +53,7 @@ class RaggedRows:
     Args:
         num_decodes: rows of one token each.
         window: tokens that one sees, itself counted in; None: all before it.
+        host: the same there, for who lays them out there; None: only the device knows.
         layout: the kernels' own, made by the first layer for those that share the rows.
     """
 
@@ -34,6 +62,7 @@ class RaggedRows:
     offsets: Tensor  # [rows + 1]: where a row's new tokens begin among the batch's
     num_decodes: int
     window: int | None
+    host: "HostRows | None" = None
     layout: object = None
 
 
@@ -42,8 +71,8 @@ class AttentionKernels(Protocol):
 
     Args:
         index_dtype: of a RaggedRows' tensors.
-        are_own_tokens_alone: several tokens of a row that the sequence has drawn itself are rows of one token each, so
-            that they are rounded as they were when they were drawn. False: they are one row, and share its keys.
+        are_own_tokens_alone: several tokens of a row that were sampled are rows of one token each, so
+            that they are rounded as they were when they were sampled. False: they are one row, and share its keys.
         prompt_tile: see RunnerLimits.
     """
 
@@ -58,9 +87,6 @@ class AttentionKernels(Protocol):
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         """query: [tokens, heads, head_dim], rotated; returns [tokens, heads * head_dim]."""
         ...
-
-
-TILE_TOKENS = 64  # of a prompt attend at a time, from a multiple of it on
 
 
 @dataclass(slots=True)
@@ -111,35 +137,125 @@ class PromptGroup:
     tiles: list[PromptTile]
 
 
-AttentionGroup = DecodeGroup | PromptGroup
-Attending = list[AttentionGroup] | RaggedRows
-"""A step's tokens: groups for torch, which cover them in order, without gaps; or rows for kernels"""
-
-
-def paged_attention(
-    query: Tensor,
-    kv: LayerKV,
-    attending: Attending,
-    scores: Scores = PLAIN,
-    kernels: AttentionKernels | None = None,
-) -> Tensor:
-    """Attend each new token to its sequence's context, itself included; keys and values are written already.
+class TorchAttention:
+    """AttentionKernels of torch's operators.
 
     Args:
-        query: [tokens, heads, head_dim], rotated.
-        scores: what the family does with them.
-        kernels: for rows.
-    Returns:
-        [tokens, heads * head_dim]
+        dtype: of the masks: the model's.
     """
-    if isinstance(attending, RaggedRows):
-        assert kernels is not None
-        return kernels.attend(query, kv, attending, scores)
-    outputs = [_attend_group(query[group.first_token : group.end_token], kv, group, scores) for group in attending]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    index_dtype = torch.int64
+    are_own_tokens_alone = True
+    prompt_tile = TILE_TOKENS
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+
+    def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
+        """See AttentionKernels: a step's room is its own."""
+
+    def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
+        """See AttentionKernels; rows: that the host knows."""
+        groups = rows.layout
+        if not isinstance(groups, list):
+            assert rows.host is not None
+            groups = rows.layout = self.groups_of(rows.host, rows.num_decodes, rows.window)
+        outputs = [_attend_group(query[group.first_token : group.end_token], kv, group, scores) for group in groups]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def groups_of(self, rows: HostRows, num_decodes: int, window: int | None) -> list[DecodeGroup | PromptGroup]:
+        """They cover the tokens in order, without gaps; a window that no row has filled yet hides nothing."""
+        hiding = window if window is not None and rows.ends.max(initial=0) > window else None
+        prompts = range(num_decodes, len(rows.ends))
+        return [
+            *self._decode_groups(rows, num_decodes, hiding),
+            *(self._prompt_group(rows, row, hiding) for row in prompts),
+        ]
+
+    def _decode_groups(self, rows: HostRows, num_decodes: int, window: int | None) -> list[DecodeGroup]:
+        """Own tokens, longest first, in groups of one padded length each, cut where they would gather too much."""
+        if not num_decodes:
+            return []
+        ends = rows.ends[:num_decodes]
+        seen = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)  # the first position seen
+        contexts = padded_contexts(ends if window is None else np.minimum(ends, window + BLOCK_SIZE))
+        groups: list[DecodeGroup] = []
+        first = 0
+        for token in range(1, num_decodes + 1):
+            is_one_more = token < num_decodes and contexts[token] == contexts[first]
+            if is_one_more and (token + 1 - first) * contexts[first] <= MAX_GATHERED_TOKENS:
+                continue
+            own = slice(first, token)
+            groups.append(self._decode_group(rows, own, seen[own], int(contexts[first])))
+            first = token
+        return groups
+
+    def _decode_group(self, rows: HostRows, own: slice, seen: IntArray, num_context: int) -> DecodeGroup:
+        """Each context begins with the block of the first position that is seen, and is num_context tokens long."""
+        first_blocks, ends = seen // BLOCK_SIZE, rows.ends[own]
+        blocks = np.stack(
+            [
+                _context(rows, row, first, num_context)
+                for row, first in zip(range(own.start, own.stop), first_blocks, strict=True)
+            ]
+        )
+        positions = np.arange(num_context) + (first_blocks * BLOCK_SIZE)[:, None]  # [tokens, context]
+        hidden = (positions < seen[:, None]) | (positions >= ends[:, None])
+        mask = None
+        if hidden.any():
+            mask = self._on_device(np.where(hidden, np.float32("-inf"), np.float32(0))).to(self._dtype)[:, None, None]
+        return DecodeGroup(own.start, own.stop, self._on_device(blocks), mask)
+
+    def _prompt_group(self, rows: HostRows, row: int, window: int | None) -> PromptGroup:
+        first_token, end_token, end = int(rows.offsets[row]), int(rows.offsets[row + 1]), int(rows.ends[row])
+        start = end - (end_token - first_token)
+        first_block = _first_seen_block(start // TILE_TOKENS * TILE_TOKENS, window)
+        skipped = first_block * BLOCK_SIZE
+        tile_starts = range(start // TILE_TOKENS * TILE_TOKENS, end, TILE_TOKENS)
+        tiles = [self._tile(max(start, tile), min(end, tile + TILE_TOKENS), skipped, window) for tile in tile_starts]
+        blocks = _context(rows, row, first_block, tile_starts[-1] + TILE_TOKENS - skipped)
+        return PromptGroup(first_token, end_token, self._on_device(blocks), tiles)
+
+    def _tile(self, start: int, end: int, skipped: int, window: int | None) -> PromptTile:
+        """Positions start to end, of one tile; context position 0 is position `skipped`."""
+        tile_start = start // TILE_TOKENS * TILE_TOKENS
+        first = _first_seen_block(tile_start, window) * BLOCK_SIZE
+        num_context = tile_start + TILE_TOKENS - first
+        mask = self._masked(num_context).triu_(tile_start - first + 1)  # token i sees up to tile_start + i
+        if window is not None and num_context > window:  # and from tile_start + i + 1 - window on
+            mask += self._masked(num_context).tril_(tile_start - first - window)
+        return PromptTile(start - tile_start, end - start, first - skipped, num_context, mask)
+
+    def _masked(self, num_context: int) -> Tensor:
+        return torch.full((TILE_TOKENS, num_context), float("-inf"), dtype=self._dtype, device=self._device)
+
+    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
+        return to_device(array, self._device)
 
 
-def _attend_group(query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores) -> Tensor:
+def _context(rows: HostRows, row: int, first_block: int, num_context: int) -> IntArray:
+    """A row's blocks from the first on, up to its end, padded: [num_context / 16]."""
+    blocks = np.full(num_context // BLOCK_SIZE, rows.scratch_block, dtype=np.int64)
+    used = rows.tables[row, first_block : num_blocks_for(int(rows.ends[row]))]
+    blocks[: len(used)] = used
+    return blocks
+
+
+def padded_contexts(num_tokens: IntArray) -> IntArray:
+    """What contexts of so many tokens are padded to: of each length alone, whatever its neighbours."""
+    doubles = LEAST_CONTEXT << np.arange((CONTEXT_STEP // LEAST_CONTEXT).bit_length())  # 64 to 512
+    steps = -(-num_tokens // CONTEXT_STEP) * CONTEXT_STEP
+    short = doubles[np.minimum(np.searchsorted(doubles, num_tokens), len(doubles) - 1)]
+    return np.where(num_tokens <= CONTEXT_STEP, short, steps)
+
+
+def _first_seen_block(position: int, window: int | None) -> int:
+    """The block in which what a position sees begins."""
+    return 0 if window is None else max(0, position + 1 - window) // BLOCK_SIZE
+
+
+def _attend_group(query: Tensor, kv: LayerKV, group: DecodeGroup | PromptGroup, scores: Scores) -> Tensor:
     if isinstance(group, PromptGroup):
         return _attend_prompt(query, kv, group, scores)
     return _decode(query, kv, group, scores)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from core.plan import PENDING, Int32Array, StepPlan
-from gpu.attention import Attending, AttentionKernels, RaggedRows
-from gpu.attention_groups import GroupBuilder, IntArray, TokenRanges
+from gpu.attention import AttentionKernels, HostRows, IntArray, RaggedRows
 from gpu.device import to_device
 from gpu.kv_cache import num_blocks_for
 from gpu.sampler import AskedLogprobs, Drawn, RowLogprobs, scored_tokens
@@ -94,7 +93,7 @@ class DeviceBatch:
     pending: PendingTokens | None
     positions: Tensor  # [tokens], float32: what RoPE multiplies
     kv_slots: Tensor  # [tokens]: block * 16 + offset, where each token's keys and values go
-    attending: dict[int | None, Attending]  # by the window of a layer
+    attending: dict[int | None, RaggedRows]  # by the window of a layer
     # [sampled + scored]: whose logits are wanted: each sampling row's last, then those of targets; None: all, in order
     asked_tokens: Tensor | None
     sampled_rows: IntArray  # [sampled]: the plan's row
@@ -114,9 +113,8 @@ class BatchBuilder:
 
     Args:
         scratch_block: pads tables.
-        dtype: of the masks: the model's.
         windows: of the model's layers: how many tokens one sees, itself counted in; None: all before it.
-        kernels: get the step's rows; None: torch gets groups.
+        attention: gets the step's rows.
     """
 
     def __init__(
@@ -124,19 +122,17 @@ class BatchBuilder:
         max_sequences: int,
         max_model_len: int,
         scratch_block: int,
-        dtype: torch.dtype,
         device: torch.device,
+        attention: AttentionKernels,
         windows: tuple[int | None, ...] = (None,),
-        kernels: AttentionKernels | None = None,
     ) -> None:
-        self._kernels = kernels
+        self._attention = attention
         self._windows = windows
         self._max_model_len = max_model_len
         self._device = device
         self.tables = BlockTables(max_sequences, max_model_len, scratch_block)
         self._tables = self.tables.blocks  # [slots, blocks of a sequence]
         self._num_prompt_tokens = self.tables.num_prompt_tokens  # [slots]
-        self._groups = GroupBuilder(self._tables, scratch_block, dtype, device)
 
     def blocks_of(self, slot: int) -> Tensor:
         """The blocks in a slot's table, in order."""
@@ -154,6 +150,7 @@ class BatchBuilder:
         num_others = np.bincount(row_of[order[num_own:]], minlength=plan.num_rows)  # [rows]
         extended = np.flatnonzero(num_others)
         others = (plan.slots[extended], plan.starts[extended], (plan.starts + num_others)[extended])
+        own = (slots[:num_own], positions[:num_own] + 1)
         place = np.empty_like(order)
         place[order] = np.arange(plan.num_tokens)
         token_ids = plan.token_ids[order]
@@ -166,7 +163,7 @@ class BatchBuilder:
             pending=self._pending(token_ids, slots),
             positions=self._to_device(positions.astype(np.float32)),
             kv_slots=self._to_device(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
-            attending=self._attending((slots[:num_own], positions[:num_own] + 1), others, int(ends.max(initial=0))),
+            attending=rows_by_window(self._rows(own, others), self._windows, self._max_model_len),
             asked_tokens=self._to_device(
                 place[np.concatenate([last_tokens[sampled], scored_tokens(plan, tokens_before)])]
             ),
@@ -187,42 +184,33 @@ class BatchBuilder:
     def _token_order(self, plan: StepPlan, row_of: IntArray, positions: IntArray) -> tuple[IntArray, int]:
         """Own tokens first, longest context first, then prompts as they come: (order, number of own tokens).
 
-        Where the kernels want own tokens of a row together, they count as a prompt's.
+        Where attention wants own tokens of a row together, they count as a prompt's.
         """
         is_own = positions >= self._num_prompt_tokens[plan.slots[row_of]]
-        if self._kernels is not None and not self._kernels.are_own_tokens_alone:
+        if not self._attention.are_own_tokens_alone:
             is_own &= plan.lengths[row_of] == 1
         own = np.flatnonzero(is_own)
         own = own[np.argsort(-positions[own], kind="stable")]
         return np.concatenate([own, np.flatnonzero(~is_own)]), len(own)
 
-    def _attending(
-        self, own: tuple[IntArray, IntArray], others: TokenRanges, longest: int
-    ) -> dict[int | None, Attending]:
-        """Window -> who attends together.
+    def _rows(self, own: tuple[IntArray, IntArray], others: tuple[IntArray, IntArray, IntArray]) -> RaggedRows:
+        """Who attends to what.
 
         Args:
             own: slots of own tokens, and the lengths of their contexts.
-            longest: context of the step.
+            others: slots, and the positions from which to which they compute tokens.
         """
-        if self._kernels is None:
-            return self._groups.build(own, others, self._windows, longest)
-        rows = self._rows(own, others, self._kernels.index_dtype)
-        return rows_by_window(rows, self._windows, self._max_model_len)
-
-    def _rows(self, own: tuple[IntArray, IntArray], others: TokenRanges, dtype: torch.dtype) -> RaggedRows:
-        """See _attending."""
         slots, starts, ends = others
         all_slots, all_ends = np.concatenate([own[0], slots]), np.concatenate([own[1], ends])
-        lengths = np.concatenate([[0], np.ones_like(own[1]), ends - starts])
-        width = num_blocks_for(int(all_ends.max(initial=0)))
-        return RaggedRows(
-            tables=self._to_device(self._tables[all_slots, :width]).to(dtype),
-            ends=self._to_device(all_ends).to(dtype),
-            offsets=self._to_device(np.cumsum(lengths)).to(dtype),
-            num_decodes=len(own[0]),
-            window=None,
-        )
+        offsets = np.cumsum(np.concatenate([[0], np.ones_like(own[1]), ends - starts]))
+        tables = self._tables[all_slots, : num_blocks_for(int(all_ends.max(initial=0)))]
+        host = HostRows(tables, all_ends, offsets, self.tables.scratch_block)
+
+        def on_device(part: npt.NDArray[Any]) -> Tensor:
+            return self._to_device(part).to(self._attention.index_dtype)
+
+        columns = on_device(tables), on_device(all_ends), on_device(offsets)
+        return RaggedRows(*columns, num_decodes=len(own[0]), window=None, host=host)
 
     def _cleared_blocks(self, plan: StepPlan) -> Tensor | None:
         blocks = fresh_blocks(plan, self.tables)
@@ -243,10 +231,10 @@ def fresh_blocks(plan: StepPlan, tables: BlockTables) -> IntArray:
 
 def rows_by_window(
     rows: RaggedRows, windows: tuple[int | None, ...], max_model_len: int
-) -> dict[int | None, Attending]:
+) -> dict[int | None, RaggedRows]:
     """By the window of a layer: those that hide nothing share their rows."""
     hiding = {window: window if window and window < max_model_len else None for window in windows}
-    found: dict[int | None, Attending] = {window: replace(rows, window=window) for window in set(hiding.values())}
+    found = {window: replace(rows, window=window) for window in set(hiding.values())}
     return {window: found[hidden] for window, hidden in hiding.items()}
 
 

@@ -32,8 +32,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from core.plan import Int32Array, StepPlan
-from gpu.attention import RaggedRows
-from gpu.attention_groups import IntArray
+from gpu.attention import IntArray, RaggedRows
 from gpu.batch import BlockTables, DeviceBatch, SampledRows, fresh_blocks, rows_by_window
 from gpu.kernels.device_rows import SpareBlocks, clear_blocks, empty_rows, fill_rows, fill_tokens, scatter_rows
 from gpu.kernels.sampler import DeviceSampler, StartedSlots

@@ -24,12 +24,12 @@ from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
 from gpu.tune import find_operators
-from gpu.weights import MatrixForm, check_checkpoint, kept_scheme, load_weights
+from gpu.weights import MatrixForm, check_checkpoint, load_weights, prequantized_scheme
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; a large model's for so long alone.
 TIMED_CHUNKS = (8, 16, 32, 64) * 3
 TIMED_FOR_S = 2.0
-WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: more rows than those that products are cut otherwise for
+WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: more rows than those that matmuls are cut otherwise for
 FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
 
 
@@ -89,7 +89,7 @@ def load_planned(
     operators.ranks = ranks
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
-        form = MatrixForm(convert, kept_scheme(config, engine.quantize, choice.device) is not None)
+        form = MatrixForm(convert, prequantized_scheme(config, engine.quantize, choice.device) is not None)
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
     runner = ModelRunner(part, engine, memory, weights, operators)

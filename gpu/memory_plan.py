@@ -12,19 +12,19 @@ import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
-from gpu.attention_groups import MAX_GATHERED_TOKENS
+from gpu.attention import MAX_GATHERED_TOKENS
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_gather, can_pack
 from gpu.parameters import LayerWeights, empty_weights, layer_targets, matrices
-from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, operator_group_size, stored_bytes
+from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
 from gpu.sampler import piece_rows
 from gpu.scores import MAX_SCORES
 from gpu.step_shapes import max_decodes, step_shapes
 from gpu.streams import staged_bytes
-from gpu.weights import KeptMatrix, check_checkpoint, find_kept, kept_scheme
+from gpu.weights import PrequantizedMatrix, check_checkpoint, find_prequantized, prequantized_scheme
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
@@ -390,17 +390,21 @@ def weights_size_bytes(
     ends = (model.vocab_size, model.hidden_size)
     if model.tie_embeddings and can_pack(dtype, device) and not can_gather(ends):
         size_bytes += math.prod(ends) * dtype.itemsize
-    scheme = kept_scheme(model, quantize, device)
+    scheme = prequantized_scheme(model, quantize, device)
     if quantize is None and scheme is None:
         return size_bytes
     for index, layer in enumerate(empty_weights(model, dtype, torch.device("meta")).layers):
-        kept = {} if scheme is None else find_kept(model, layer, layer_targets(model, index, layer), checkpoint)
+        kept = {} if scheme is None else find_prequantized(model, layer, layer_targets(model, index, layer), checkpoint)
         size_bytes += sum(_added_bytes(layer, kept, scheme, dtype, quantize))
     return size_bytes
 
 
 def _added_bytes(
-    layer: LayerWeights, kept: dict[str, KeptMatrix], scheme: str | None, dtype: torch.dtype, quantize: str | None
+    layer: LayerWeights,
+    kept: dict[str, PrequantizedMatrix],
+    scheme: str | None,
+    dtype: torch.dtype,
+    quantize: str | None,
 ) -> Iterator[int]:
     """Of a layer's matrices, what storing each as integers or 8-bit floats adds: a negative number.
 
@@ -413,7 +417,6 @@ def _added_bytes(
         plain_bytes = math.prod(shape) * dtype.itemsize
         if scheme is not None and field in kept:
             group_size = kept[field].group_size
-            group_size = operator_group_size(group_size) if scheme == "int4" else group_size
             yield stored_bytes(shape, scheme, dtype, group_size) - plain_bytes
         elif quantize is not None and can_quantize(quantize, shape[-1]):
             yield stored_bytes(shape, quantize, dtype) - plain_bytes
@@ -422,7 +425,7 @@ def _added_bytes(
 def loading_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
     """Beside the weights, until they are all there: slices on their way, and a layer that is not quantised yet."""
     size_bytes = staged_bytes(device.device)
-    if engine.quantize is not None or kept_scheme(model, None, device.device) is not None:
+    if engine.quantize is not None or prequantized_scheme(model, None, device.device) is not None:
         layers = empty_weights(model, device.dtype, torch.device("meta")).layers
         size_bytes += max(sum(floats(getattr(*matrix)).nbytes for matrix in matrices(layer)) for layer in layers)
     return size_bytes

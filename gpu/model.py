@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
-from gpu.attention import paged_attention
 from gpu.batch import DeviceBatch
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.layers import Block, Experts, Mlp, Rope
@@ -139,7 +138,7 @@ class Model:
         rotation = None if layer.rope is None else rotations[layer.rope]
         query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), rotation, kv, batch.kv_slots)
         attending = batch.attending[layer.window]
-        added = layer.output(paged_attention(query, kv, attending, layer.scores, operators.attention))
+        added = layer.output(operators.attention.attend(query, kv, attending, layer.scores))
         return added if operators.ranks is None else operators.ranks.sum(added)
 
     def _own_norms(self, layer: Layer, qkv: Tensor) -> HeadNorms | None:

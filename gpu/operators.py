@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import ExpertsConfig
-from gpu.attention import AttentionKernels
+from gpu.attention import AttentionKernels, TorchAttention
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Block, Experts, Gated, apply_rope
 from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied, packed_linear
 from gpu.parallel.ranks import Ranks
 from gpu.parameters import ExpertWeights
-from gpu.quant import QuantizedWeight, Weight, make_quantized_linear
+from gpu.quant import QuantizedWeight, SlabLinear, Weight
 from gpu.sampler import SamplerChoice
 
 HeadNorms = tuple[Tensor, Tensor]
@@ -32,7 +32,6 @@ class Operators:
         eps: of norms.
     """
 
-    attention: AttentionKernels | None = None  # None: torch attends
     matmuls: MatmulChoices | None = None  # None: there is nothing to choose
     sampler: SamplerChoice | None = None  # None: torch samples
     has_device_rows = False  # whether steps may go by device_steps.py
@@ -41,6 +40,7 @@ class Operators:
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)
         self._eps = eps
+        self.attention: AttentionKernels = TorchAttention(dtype, device)
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """A matmul with weight [out, in], plus bias [out] or None."""
@@ -49,7 +49,7 @@ class Operators:
         return make_linear(weight, bias, self.packed_linear if self._is_packed else None)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        return make_quantized_linear(weight, bias)
+        return SlabLinear(weight, bias)
 
     def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
         """See MakeMatmul."""

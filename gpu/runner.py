@@ -19,7 +19,6 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.types import TokenLogprobs
-from gpu.attention import TILE_TOKENS
 from gpu.batch import BatchBuilder, DrawnTokens, OnTheirWay, SampledRows
 from gpu.checkpoint import Checkpoint
 from gpu.device import FEW_TOKENS, last_level_cache_bytes, trim_heap
@@ -110,10 +109,9 @@ class ModelRunner:
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
             self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=self._recorder is not None)
-            if operators.attention is not None:
-                with _device_errors():
-                    layer = self._cache.layers[0]
-                    operators.attention.reserve(max_decodes(engine), memory.max_model_len, config.num_heads, layer)
+            with _device_errors():
+                layer = self._cache.layers[0]
+                operators.attention.reserve(max_decodes(engine), memory.max_model_len, config.num_heads, layer)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
@@ -123,17 +121,16 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             block_bytes=bytes_per_block(config, dtype),
             max_in_flight=steps_in_flight(engine.overlap, device),
-            prompt_tile=TILE_TOKENS if operators.attention is None else operators.attention.prompt_tile,
+            prompt_tile=operators.attention.prompt_tile,
             few_tokens=FEW_TOKENS[device.type],
         )
         self._builder = BatchBuilder(
             engine.max_sequences,
             memory.max_model_len,
             self._cache.scratch_block,
-            dtype,
             device,
-            config.windows,
             operators.attention,
+            config.windows,
         )
         has_device_rows = operators.has_device_rows and operators.ranks is None
         self._steps = self._open_steps(counted) if has_device_rows else None

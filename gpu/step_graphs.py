@@ -278,7 +278,7 @@ class TrialParts:
     model: Model
     sampler: Sampler
     streams: Streams
-    attention: AttentionKernels | None
+    attention: AttentionKernels
 
 
 def count_graphs(
@@ -289,9 +289,8 @@ def count_graphs(
 
     device = memory.device
     cache = KVCache(parts.model.config, 1, device.dtype, device.device, has_padding=True)
-    if parts.attention is not None:
-        rows, heads = max_decodes(engine), parts.model.config.num_heads
-        parts.attention.reserve(rows, memory.max_model_len, heads, cache.layers[0])
+    rows, heads = max_decodes(engine), parts.model.config.num_heads
+    parts.attention.reserve(rows, memory.max_model_len, heads, cache.layers[0])
     tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
     steps = DeviceSteps(parts.model, cache, parts.sampler, tables, parts.streams, shapes, engine.max_batch_tokens)
     steps.graphs.recorder = recorder

@@ -30,7 +30,7 @@ from gpu.parameters import (
     matrices,
     targets,
 )
-from gpu.quant import FP8, QuantizedWeight, Weight, floats, kept_group, pack_nibbles, split_groups
+from gpu.quant import FP8, QuantizedWeight, Weight, floats, pack_nibbles, prequantized_group
 from gpu.streams import Fill
 
 # The last part of a module's name -> the matrix that it is of; no router, which gates nothing here
@@ -51,11 +51,11 @@ class MatrixForm:
 
     Args:
         convert: a matrix to what is kept of it, as soon as its layer is full; None: the matrix.
-        is_packed_kept: those that the checkpoint holds quantised stay so where they can: see find_kept.
+        serves_prequantized: those that the checkpoint holds quantised stay so where they can: see find_prequantized.
     """
 
     convert: Callable[[Tensor], Weight] | None = None
-    is_packed_kept: bool = False
+    serves_prequantized: bool = False
 
 
 AS_THEY_ARE = MatrixForm()
@@ -129,12 +129,12 @@ def load_weights(
 
 def _load_layer(config: ModelConfig, index: int, layer: LayerWeights, source: TensorSource, form: MatrixForm) -> None:
     wanted = layer_targets(config, index, layer)
-    kept = find_kept(config, layer, wanted, source.checkpoint) if form.is_packed_kept else {}
+    kept = find_prequantized(config, layer, wanted, source.checkpoint) if form.serves_prequantized else {}
     kept_names = {name for matrix in kept.values() for name in matrix.names}
     source.fill({name: target for name, target in wanted.items() if name not in kept_names})
     if kept:
         wanted.clear()  # it holds the places of floats that are not to come
-        load_kept(config, index, layer, kept, source)
+        load_prequantized(config, index, layer, kept, source)
     if form.convert is not None:
         for owner, name in matrices(layer):
             if name not in kept:
@@ -173,7 +173,7 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfi
 
 
 @dataclass(frozen=True, slots=True)
-class KeptMatrix:
+class PrequantizedMatrix:
     """
     Args:
         names: of the checkpoint's tensors that it is made of.
@@ -184,7 +184,7 @@ class KeptMatrix:
     group_size: int
 
 
-def kept_scheme(config: ModelConfig, quantize: str | None, device: torch.device) -> str | None:
+def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch.device) -> str | None:
     """What --quantize would call that which is stored quantised and served so; None: it becomes floats.
 
     8-bit floats are for devices: a CPU computes with floats faster, and keeps them where --quantize fp8 asks for it.
@@ -194,12 +194,12 @@ def kept_scheme(config: ModelConfig, quantize: str | None, device: torch.device)
     """
     if config.fp8 is not None:
         return "fp8" if quantize == "fp8" or (quantize is None and device.type != "cpu") else None
-    return "int4" if config.packed is not None and config.packed.is_kept and quantize in (None, "int4") else None
+    return "int4" if config.packed is not None and config.packed.is_served and quantize in (None, "int4") else None
 
 
-def find_kept(
+def find_prequantized(
     config: ModelConfig, layer: LayerWeights, names: Iterable[str], checkpoint: Checkpoint | None
-) -> dict[str, KeptMatrix]:
+) -> dict[str, PrequantizedMatrix]:
     """A layer's matrices that can stay, by their field: all that it is made of is stored quantised.
 
     Args:
@@ -215,15 +215,15 @@ def find_kept(
     assert config.packing is not None
     found = {}
     for owner, field in matrices(layer):
-        group_size = kept_group(config.packing.group_size, floats(getattr(owner, field)).shape[-1])
+        group_size = prequantized_group(config.packing.group_size, floats(getattr(owner, field)).shape[-1])
         is_stored = checkpoint is None or all(checkpoint.tensors[name].parts for name in by_field[field])
         if group_size is not None and is_stored:
-            found[field] = KeptMatrix(tuple(by_field[field]), group_size)
+            found[field] = PrequantizedMatrix(tuple(by_field[field]), group_size)
     return found
 
 
-def load_kept(
-    config: ModelConfig, index: int, layer: LayerWeights, kept: dict[str, KeptMatrix], source: TensorSource
+def load_prequantized(
+    config: ModelConfig, index: int, layer: LayerWeights, kept: dict[str, PrequantizedMatrix], source: TensorSource
 ) -> None:
     """Read numbers, scales and zeros into layers of their own, with the same order of rows, and put them together.
 
@@ -237,7 +237,7 @@ def load_kept(
             setattr(owner, field, torch.empty(0))
 
     def empty_groups(shape: tuple[int, ...]) -> Tensor:
-        size = kept_group(packing.group_size, shape[-1]) if len(shape) > 1 else None
+        size = prequantized_group(packing.group_size, shape[-1]) if len(shape) > 1 else None
         scale_dtype = torch.float32 if config.fp8 is not None else dtype
         return torch.empty((*shape[:-1], shape[-1] // (size or 1)), dtype=scale_dtype, device=device)
 
@@ -259,4 +259,4 @@ def _quantized(dtype: torch.dtype, values: Tensor, groups: list[Tensor]) -> Quan
     """Of bytes: of 8-bit floats and their scales, or of integers up to 15, their scales and zeros."""
     if len(groups) == 1:
         return QuantizedWeight(dtype, values.view(FP8), *groups)
-    return split_groups(QuantizedWeight(dtype, pack_nibbles(values), *groups))
+    return QuantizedWeight(dtype, pack_nibbles(values), *groups)

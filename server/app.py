@@ -45,7 +45,7 @@ class App:
     Args:
         new_request_id: unique ids, ours.
         new_span_id: of 16 hex digits, of our spans in clients' traces.
-        cross_origin: whose pages may read the answers; None: nobody's else.
+        cross_origin: whose pages may read the answers; None: no other site's.
     """
 
     def __init__(
@@ -147,28 +147,20 @@ class App:
             http2_error: what is sent instead, by RST_STREAM or GOAWAY.
         """
         error_name = None if http2_error is None else http2_error.name
-        account: Exchange | None = None if stream is None else self.state.exchanges.get(stream)
-        now = self._clock.monotonic()
-        if account is not None:
-            account.http2_error = error_name
-            if not account.stream.head_sent:
-                account.refused_status = status
-            account.timings.enter(Stage.LAST_FLUSH, now)
-        else:
-            request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
-            nobody = Account(
-                request=request,
-                client=peer,
-                request_id=self._new_request_id(),
-                timings=StageClock(since),
-                http2_error=error_name,
-            )
-            nobody.timings.enter(Stage.LAST_FLUSH, now)
-            self.state.accounting.close(nobody, status, PROTOCOL_CODES[status])
-        told = account or nobody
+        exchange = None if stream is None else self.state.exchanges.get(stream)
+        request = NO_REQUEST if stream is None else stream.request
+        account = exchange or Account(  # its handler has not begun
+            request=request, client=peer, request_id=self._new_request_id(), timings=StageClock(since)
+        )
+        account.http2_error = error_name
+        account.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
+        if exchange is None:
+            self.state.accounting.close(account, status, PROTOCOL_CODES[status])
+        elif not exchange.stream.head_sent:
+            exchange.refused_status = status
         body = protocol_error_body(status, message)
-        headers = (*content_headers(body), *answer_headers(told.timings), *told.identity_headers)
-        return (*headers, *self._cross_origin.headers(told.request)), body
+        headers = (*content_headers(body), *answer_headers(account.timings), *account.identity_headers)
+        return (*headers, *self._cross_origin.headers(account.request)), body
 
     def _trace_of(self, exchange: Exchange) -> TraceContext | None:
         """The trace that the client names."""

@@ -1,6 +1,7 @@
 """What the operator can set: one table. Flags, environment, TOML file, --help and docs all come from it.
 
-A setting called some-name is the flag --some-name, the variable STEPLOOP_SOME_NAME and the TOML key some_name.
+The field some_name, or with its unit some_name_s or some_name_bytes, is the flag --some-name, the variable
+STEPLOOP_SOME_NAME and the TOML key some_name; the few of another name say so.
 Which of them wins: server/config_sources.py. A deadline, a rate or a count that is not here is none that an operator
 need change. Thread: main, at start; frozen after that.
 """
@@ -80,12 +81,12 @@ AnyAddress = TcpAddress | UnixAddress | PassedAddress
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """One row of the table.
 
     Args:
-        name: what operators write, with dashes.
+        name: what operators write, with dashes: the field's, without its unit, where it has no other.
         parse: from text; raises BadValueError.
         section: its heading in --help.
         field_name: of ServerConfig; its unit is part of it.
@@ -97,12 +98,12 @@ class Option:
         in_file: may stand in the TOML file.
     """
 
-    name: str
     default: Any
     parse: Callable[[str], Any]
     metavar: str
     help: str
     section: str
+    name: str = ""
     field_name: str = ""
     show: Callable[[Any], str] = str
     is_rare: bool = False
@@ -125,49 +126,56 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
-    """A heading in --help. Its methods make a field of ServerConfig that is a row of the table.
+class _Kind:
+    """What may be written: see Option."""
 
-    All take the name that operators write, the default, what may be written (`within` both bounds, included), the text
-    of --help, and Option's other arguments.
+    parse: Callable[[str], Any]
+    metavar: str
+    show: Callable[[Any], str] = str
+
+
+def _count(low: int, high: int, metavar: str = "COUNT") -> _Kind:
+    return _Kind(count_between(low, high), metavar)
+
+
+def _size(low: int, high: int) -> _Kind:
+    """In bytes."""
+    return _Kind(size_between(low, high), "SIZE", format_size)
+
+
+def _duration(low_s: float, high_s: float) -> _Kind:
+    """In seconds."""
+    return _Kind(duration_between(low_s, high_s), "TIME", format_duration)
+
+
+def _rate(least: int) -> _Kind:
+    return _Kind(rate_from(least), "RATE", format_rate)
+
+
+_FILE, _NEW_FILE = _Kind(existing_file, "FILE"), _Kind(file_value, "FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A heading in --help. Called, it makes a field of ServerConfig that is a row of the table: the default, what may
+    be written, both bounds included, and the text of --help; then Option's other arguments.
     """
 
     heading: str
     is_rare: bool = False
 
-    def setting(self, name: str, default: T, parse: Callable[[str], Any], metavar: str, text: str, **more: Any) -> T:
-        row = {"is_rare": self.is_rare, **more}
-        option = Option(
-            name=name, default=default, parse=parse, metavar=metavar, help=text, section=self.heading, **row
-        )
+    def __call__(self, default: T, kind: _Kind, text: str, **more: Any) -> T:
+        columns = {"parse": kind.parse, "metavar": kind.metavar, "show": kind.show, "is_rare": self.is_rare, **more}
+        option = Option(default=default, help=text, section=self.heading, **columns)
         return field(default=default, repr=not option.is_secret, metadata={"option": option})
 
-    def count(
-        self, name: str, default: T, within: tuple[int, int], text: str, metavar: str = "COUNT", **more: Any
-    ) -> T:
-        return self.setting(name, default, count_between(*within), metavar, text, **more)
-
-    def size(self, name: str, default: T, within: tuple[int, int], text: str, **more: Any) -> T:
-        """In bytes."""
-        return self.setting(name, default, size_between(*within), "SIZE", text, show=format_size, **more)
-
-    def duration(self, name: str, default: T, within: tuple[float, float], text: str, **more: Any) -> T:
-        """In seconds."""
-        return self.setting(name, default, duration_between(*within), "TIME", text, show=format_duration, **more)
-
-    def file(self, name: str, parse: Callable[[str], Path], text: str, **more: Any) -> Path | None:
-        return self.setting(name, None, parse, "FILE", text, **more)
-
-    def rate(self, name: str, default: T, least: int, text: str) -> T:
-        return self.setting(name, default, rate_from(least), "RATE", text, show=format_rate)
-
-    def switch(self, name: str, text: str, **more: Any) -> bool:
+    def switch(self, text: str) -> bool:
         """Off by default."""
-        return self.setting(name, False, yes_or_no, "BOOL", text, is_switch=True, **more)
+        return self(False, _Kind(yes_or_no, "BOOL"), text, is_switch=True)
 
-    def several(self, name: str, parse: Callable[[str], Any], metavar: str, text: str, **more: Any) -> tuple[Any, ...]:
+    def several(self, kind: _Kind, text: str, **more: Any) -> tuple[Any, ...]:
         """None by default."""
-        return self.setting(name, (), parse, metavar, f"{text}; may be repeated", is_list=True, **more)
+        return self((), kind, f"{text}; may be repeated", is_list=True, **more)
 
 
 _MODEL, _RARE_MODEL = _Section("model"), _Section("model", is_rare=True)
@@ -187,450 +195,358 @@ class ServerConfig:
 
     # What is served.
 
-    model: Path | HubId | None = _MODEL.setting(
-        "model",
+    model: Path | HubId | None = _MODEL(
         None,
-        model_source,
-        "MODEL",
+        _Kind(model_source, "MODEL"),
         "Hugging Face directory (config.json, *.safetensors, tokenizer.json), GGUF file, or org/name[@revision] to"
         " fetch from a hub (default: the embedded demonstration model)",
     )
-    served_model_name: str | None = _MODEL.setting(
-        "served-model-name",
-        None,
-        text_value,
-        "NAME",
-        "name that clients ask for (default: the directory's, file's or hub's name)",
+    served_model_name: str | None = _MODEL(
+        None, _Kind(text_value, "NAME"), "name that clients ask for (default: the directory's, file's or hub's name)"
     )
-    chat_template: Path | None = _MODEL.file(
-        "chat-template", existing_file, "Jinja chat template, instead of the model's own"
-    )
-    max_model_len: int | None = _MODEL.count(
-        "max-model-len",
+    chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
+    max_model_len: int | None = _MODEL(
         None,
-        (16, 10_000_000),
+        _count(16, 10_000_000, "TOKENS"),
         "context length: prompt and answer of a sequence together (default: the model's own)",
-        "TOKENS",
     )
     allow_special_in_content: bool = _RARE_MODEL.switch(
-        "allow-special-in-content",
-        "let messages spell control tokens (<|im_start|>): whoever may write a message can then write any turn",
+        "let messages spell control tokens (<|im_start|>): whoever may write a message can then write any turn"
     )
 
     # What computes, and how much at once.
 
-    device: str = _ENGINE.setting(
-        "device", "auto", choice_of("auto", "cpu", "cuda", gpu="cuda", nvidia="cuda"), "NAME", "auto, cpu or cuda"
+    device: str = _ENGINE(
+        "auto", _Kind(choice_of("auto", "cpu", "cuda", gpu="cuda", nvidia="cuda"), "NAME"), "auto, cpu or cuda"
     )
-    dtype: str = _ENGINE.setting(
-        "dtype",
+    dtype: str = _ENGINE(
         "auto",
-        choice_of("auto", "bfloat16", "float16", "float32", bf16="bfloat16", fp16="float16", half="float16"),
-        "TYPE",
+        _Kind(
+            choice_of("auto", "bfloat16", "float16", "float32", bf16="bfloat16", fp16="float16", half="float16"), "TYPE"
+        ),
         "number format of weights and KV cache: auto, bfloat16, float16 or float32",
     )
-    quantize: str | None = _ENGINE.setting(
-        "quantize",
+    quantize: str | None = _ENGINE(
         None,
-        choice_of(*QUANTIZE_SCHEMES),
-        "SCHEME",
-        "quantize the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as they"
-        " are. int4 is for few sequences at once. steploop doctor --quality measures what it costs",
+        _Kind(choice_of(*QUANTIZE_SCHEMES), "SCHEME"),
+        "quantize the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as"
+        " they are. int4 is for few sequences at once. steploop doctor --quality measures what it costs",
     )
-    kv_memory_bytes: int | None = _ENGINE.size(
-        "kv-memory", None, (MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
+    kv_memory_bytes: int | None = _ENGINE(
+        None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
     )
-    kv_offload_bytes: int = _ENGINE.size(
-        "kv-offload-memory",
+    kv_offload_bytes: int = _ENGINE(
         0,
-        (0, 2**44),
+        _size(0, 2**44),
         "host memory for cached prompts that the KV cache evicts, such as 8GiB; they are copied back where that is"
         " faster than computing them again (default: none)",
+        name="kv-offload-memory",
     )
-    kv_offload_dir: Path | None = _ENGINE.setting(
-        "kv-offload-dir",
+    kv_offload_dir: Path | None = _ENGINE(
         None,
-        directory_value,
-        "DIR",
+        _Kind(directory_value, "DIR"),
         "directory that keeps the prompts of --kv-offload-memory over a restart, in files that only their owner can"
         " read; for this server alone (default: nothing is kept)",
     )
-    max_batch_tokens: int = _ENGINE.count("max-batch-tokens", 512, (16, 1_000_000), "tokens of one step", "TOKENS")
-    max_sequences: int = _ENGINE.count("max-sequences", 64, (1, 65_536), "sequences that run at once")
-    inter_token_target: float = _ENGINE.setting(
-        "inter-token-target",
+    max_batch_tokens: int = _ENGINE(512, _count(16, 1_000_000, "TOKENS"), "tokens of one step")
+    max_sequences: int = _ENGINE(64, _count(1, 65_536), "sequences that run at once")
+    inter_token_target: float = _ENGINE(
         INTER_TOKEN_TARGET,
-        factor_or_none(1.05, 1000),
-        "FACTOR",
+        _Kind(factor_or_none(1.05, 1000), "FACTOR"),
         "how many times longer prompts may make a step of running streams: less is smoother, more finishes prompts"
         " sooner; 0: no bound",
     )
-    tensor_parallel: int = _ENGINE.count(
-        "tensor-parallel",
-        1,
-        (1, 64),
-        "GPUs of this machine that share the model, a process for each (with --device cpu: processes)",
+    tensor_parallel: int = _ENGINE(
+        1, _count(1, 64), "GPUs of this machine that share the model, a process for each (with --device cpu: processes)"
     )
-    threads: int | None = _ENGINE.count(
-        "threads", None, (1, 4096), "compute threads on a CPU (default: measured, by the tokens of a step)"
+    threads: int | None = _ENGINE(
+        None, _count(1, 4096), "compute threads on a CPU (default: measured, by the tokens of a step)"
     )
-    overlap: str = _RARE_ENGINE.setting(
-        "overlap",
+    overlap: str = _RARE_ENGINE(
         "auto",
-        choice_of("auto", "on", "off"),
-        "MODE",
+        _Kind(choice_of("auto", "on", "off"), "MODE"),
         "send the next step before the tokens of this one are read: auto does so on a GPU. The tokens are the same",
     )
-    graphs: str = _RARE_ENGINE.setting(
-        "graphs",
+    graphs: str = _RARE_ENGINE(
         "auto",
-        choice_of("auto", "on", "off", "lazy"),
-        "MODE",
-        "send decode steps as CUDA graphs: auto captures them at start on a GPU; lazy, which is ready sooner, captures"
-        " each when it is first needed. The tokens are the same",
+        _Kind(choice_of("auto", "on", "off", "lazy"), "MODE"),
+        "send decode steps as CUDA graphs: auto captures them at start on a GPU; lazy, which is ready sooner,"
+        " captures each when it is first needed. The tokens are the same",
     )
-    no_prefix_cache: bool = _RARE_ENGINE.switch(
-        "no-prefix-cache", "compute every prompt whole, even where an earlier one began the same"
-    )
-    kv_offload_dir_bytes: int | None = _RARE_ENGINE.size(
-        "kv-offload-dir-bytes",
+    no_prefix_cache: bool = _RARE_ENGINE.switch("compute every prompt whole, even where an earlier one began the same")
+    kv_offload_dir_bytes: int | None = _RARE_ENGINE(
         None,
-        (MiB, 2**50),
+        _size(MiB, 2**50),
         "most that the files of --kv-offload-dir take (default: as much as --kv-offload-memory)",
+        name="kv-offload-dir-bytes",
     )
-    quantize_cache_bytes: int = _RARE_ENGINE.size(
-        "quantize-cache",
+    quantize_cache_bytes: int = _RARE_ENGINE(
         32 * GiB,
-        (0, 2**50),
+        _size(0, 2**50),
         "most that ~/.cache/steploop takes of quantized weights, for the next start; 0 keeps none",
     )
 
     # The file with the settings, and the logs.
 
-    config_file: Path | None = _SERVER.file("config", existing_file, "TOML file with settings", in_file=False)
-    log_level: str = _SERVER.setting(
-        "log-level",
+    config_file: Path | None = _SERVER(None, _FILE, "TOML file with settings", name="config", in_file=False)
+    log_level: str = _SERVER(
         "info",
-        choice_of("debug", "info", "warning", "error", loud="debug", verbose="debug", quiet="error"),
-        "LEVEL",
+        _Kind(choice_of("debug", "info", "warning", "error", loud="debug", verbose="debug", quiet="error"), "LEVEL"),
         "debug, info, warning or error",
     )
-    log_format: str = _SERVER.setting("log-format", "text", choice_of("text", "json"), "FORMAT", "text or json")
-    otlp_endpoint: str | None = _SERVER.setting(
-        "otlp-endpoint",
+    log_format: str = _SERVER("text", _Kind(choice_of("text", "json"), "FORMAT"), "text or json")
+    otlp_endpoint: str | None = _SERVER(
         None,
-        otlp_endpoint,
-        "URL",
+        _Kind(otlp_endpoint, "URL"),
         "send a trace of each generation to this OpenTelemetry collector, by OTLP over HTTP, such as"
         " http://localhost:4318 (needs the extra otel)",
     )
 
     # Where connections come in, what is ahead of HTTP on them, and who may come.
 
-    host: str = _LISTENING.setting(
-        "host", DEFAULT_HOST, text_value, "ADDRESS", "address to listen on; 0.0.0.0 or :: for all"
-    )
-    port: int = _LISTENING.count("port", DEFAULT_PORT, (0, 65_535), "port to listen on; 0 takes a free one", "PORT")
+    host: str = _LISTENING(DEFAULT_HOST, _Kind(text_value, "ADDRESS"), "address to listen on; 0.0.0.0 or :: for all")
+    port: int = _LISTENING(DEFAULT_PORT, _count(0, 65_535, "PORT"), "port to listen on; 0 takes a free one")
     binds: tuple[Bind, ...] = _LISTENING.several(
-        "bind",
-        bind_value,
-        "WHERE",
+        _Kind(bind_value, "WHERE"),
         "listen there, instead of on the default address and beside a --host or --port that is given: HOST:PORT,"
         " [IPV6]:PORT, unix:PATH, or systemd:NAME for sockets that systemd passes (which are served in any case)."
         " proxy: before it expects a PROXY protocol v2 header first; plain: leaves --tls-cert out",
+        name="bind",
     )
-    tls_cert: Path | None = _LISTENING.file(
-        "tls-cert",
-        existing_file,
-        "serve https with this PEM certificate and its chain; read again on SIGHUP",
+    tls_cert: Path | None = _LISTENING(
+        None, _FILE, "serve https with this PEM certificate and its chain; read again on SIGHUP"
     )
-    tls_key: Path | None = _LISTENING.file(
-        "tls-key", existing_file, "PEM key of the certificate (default: in the certificate's file)"
-    )
-    tls_client_ca: Path | None = _LISTENING.file(
-        "tls-client-ca",
-        existing_file,
+    tls_key: Path | None = _LISTENING(None, _FILE, "PEM key of the certificate (default: in the certificate's file)")
+    tls_client_ca: Path | None = _LISTENING(
+        None,
+        _FILE,
         "ask clients for certificates that these PEM certificates have signed; may hold revocation lists; read again"
         " on SIGHUP",
     )
-    tls_client_auth: str | None = _LISTENING.setting(
-        "tls-client-auth",
+    tls_client_auth: str | None = _LISTENING(
         None,
-        choice_of("optional", "required"),
-        "MODE",
+        _Kind(choice_of("optional", "required"), "MODE"),
         "whether clients must show a certificate: optional or required (default with --tls-client-ca: required)",
     )
     trusted_proxies: tuple[IpNetwork | str, ...] = _LISTENING.several(
-        "trusted-proxies",
-        proxy_value,
-        "NETWORK",
+        _Kind(proxy_value, "NETWORK"),
         "proxies whose word on the client's address is taken; unix: whoever connects to a Unix socket",
     )
-    forwarded_header: str = _LISTENING.setting(
-        "forwarded-header",
+    forwarded_header: str = _LISTENING(
         X_FORWARDED_FOR,
-        choice_of(X_FORWARDED_FOR, FORWARDED, NO_HEADER),
-        "NAME",
+        _Kind(choice_of(X_FORWARDED_FOR, FORWARDED, NO_HEADER), "NAME"),
         f"header in which those proxies name the client: {X_FORWARDED_FOR}, {FORWARDED} or {NO_HEADER}",
     )
     allow: tuple[IpNetwork, ...] = _LISTENING.several(
-        "allow", network_value, "NETWORK", "serve clients of this network alone"
+        _Kind(network_value, "NETWORK"), "serve clients of this network alone"
     )
     deny: tuple[IpNetwork, ...] = _LISTENING.several(
-        "deny", network_value, "NETWORK", "refuse clients of this network, allowed or not"
+        _Kind(network_value, "NETWORK"), "refuse clients of this network, allowed or not"
     )
-    unix_mode: int = _RARE_LISTENING.setting(
-        "unix-mode",
-        DEFAULT_UNIX_MODE,
-        unix_mode_value,
-        "MODE",
-        "permissions of the files of Unix sockets",
-        show=format_unix_mode,
+    unix_mode: int = _RARE_LISTENING(
+        DEFAULT_UNIX_MODE, _Kind(unix_mode_value, "MODE", format_unix_mode), "permissions of the files of Unix sockets"
     )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
-        "h2c-upgrade",
-        "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see the"
-        " requests. HTTP/2 by prior knowledge or ALPN needs no switch",
+        "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"
+        " the requests. HTTP/2 by prior knowledge or ALPN needs no switch",
     )
 
     # How clients say who they are.
 
     api_keys: tuple[str, ...] = _ACCESS.several(
-        "api-key",
-        secret_value,
-        "KEY",
-        "key that clients must show. Other users of the machine can read flags: prefer STEPLOOP_API_KEY (several: with"
-        " commas between)",
+        _Kind(secret_value, "KEY"),
+        "key that clients must show. Other users of the machine can read flags: prefer STEPLOOP_API_KEY (several:"
+        " with commas between)",
+        name="api-key",
         is_secret=True,
     )
-    keys_file: Path | None = _ACCESS.file(
-        "keys-file",
-        file_value,
-        "keys that steploop keys create, list and revoke manage; read at start and on SIGHUP",
+    keys_file: Path | None = _ACCESS(
+        None, _NEW_FILE, "keys that steploop keys create, list and revoke manage; read at start and on SIGHUP"
     )
-    auth: tuple[str, ...] = _ACCESS.setting(
-        "auth",
+    auth: tuple[str, ...] = _ACCESS(
         WAYS,
-        way_value,
-        "WAY",
-        "what a client may identify itself by, in the order in which it is looked for: key, jwt, certificate, or two of"
-        " one request as in certificate+key; may be repeated",
-        show=", ".join,
+        _Kind(way_value, "WAY", ", ".join),
+        "what a client may identify itself by, in the order in which it is looked for: key, jwt, certificate, or two"
+        " of one request as in certificate+key; may be repeated",
         is_list=True,
     )
-    jwks: Path | JwksUrl | None = _ACCESS.setting(
-        "jwks",
+    jwks: Path | JwksUrl | None = _ACCESS(
         None,
-        jwks_source,
-        "SOURCE",
+        _Kind(jwks_source, "SOURCE"),
         "public keys of the JWT issuer, as a JSON Web Key Set: a file, read again on SIGHUP, or an https URL",
     )
-    jwt_issuer: str | None = _ACCESS.setting("jwt-issuer", None, text_value, "TEXT", "the iss that a JWT must have")
-    jwt_audience: str | None = _ACCESS.setting(
-        "jwt-audience", None, text_value, "TEXT", "the aud that a JWT must have, perhaps among others"
+    jwt_issuer: str | None = _ACCESS(None, _Kind(text_value, "TEXT"), "the iss that a JWT must have")
+    jwt_audience: str | None = _ACCESS(
+        None, _Kind(text_value, "TEXT"), "the aud that a JWT must have, perhaps among others"
     )
-    jwt_tenant_claim: str = _ACCESS.setting(
-        "jwt-tenant-claim", "tenant", text_value, "NAME", "claim of a JWT that names one of [[tenants]]"
-    )
-    jwt_leeway_s: float = _RARE_ACCESS.duration(
-        "jwt-leeway", 30.0, (0, 600), "how far the clocks of this machine and the JWT issuer may differ"
+    jwt_tenant_claim: str = _ACCESS("tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]")
+    jwt_leeway_s: float = _RARE_ACCESS(
+        30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
     )
     insecure: bool = _ACCESS.switch(
-        "insecure",
-        "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates",
+        "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates"
     )
     cors_origins: tuple[str, ...] = _ACCESS.several(
-        "cors-origin",
-        origin_value,
-        "ORIGIN",
+        _Kind(origin_value, "ORIGIN"),
         "let pages of this origin, such as https://app.example.com, send requests from a browser; * for any, which"
         " without keys serves every page that a user visits",
+        name="cors-origin",
     )
 
     # What is recorded of each request, and for how long.
 
-    ledger: Path | None = _LEDGER.file(
-        "ledger",
-        file_value,
-        "record durably what each request used: steploop usage shows it, and a restart continues the day's quotas from"
-        " it (default: nothing is recorded)",
+    ledger: Path | None = _LEDGER(
+        None,
+        _NEW_FILE,
+        "record durably what each request used: steploop usage shows it, and a restart continues the day's quotas"
+        " from it (default: nothing is recorded)",
     )
-    ledger_keep_s: float = _LEDGER.duration(
-        "ledger-keep", 400 * DAY_S, (DAY_S, 36_500 * DAY_S), "delete records of requests that ended longer ago"
+    ledger_keep_s: float = _LEDGER(
+        400 * DAY_S, _duration(DAY_S, 36_500 * DAY_S), "delete records of requests that ended longer ago"
     )
 
     # How much is taken, and for how long.
 
-    max_body_bytes: int = _LIMITS.size("max-body", 8 * MiB, (KiB, GiB), "size of a request body; a larger one gets 413")
-    max_connections: int = _LIMITS.count(
-        "max-connections", 1024, (1, 1_000_000), "open connections, TLS handshakes included; more are closed at once"
+    max_body_bytes: int = _LIMITS(8 * MiB, _size(KiB, GiB), "size of a request body; a larger one gets 413")
+    max_connections: int = _LIMITS(
+        1024, _count(1, 1_000_000), "open connections, TLS handshakes included; more are closed at once"
     )
-    max_connections_per_address: int | None = _LIMITS.count(
-        "max-connections-per-address",
+    max_connections_per_address: int | None = _LIMITS(
         None,
-        (1, 1_000_000),
-        "open connections of one client, IPv6 by its /64; behind trusted proxies: its requests in progress"
-        " (default: seven eighths of --max-connections)",
+        _count(1, 1_000_000),
+        "open connections of one client, IPv6 by its /64; behind trusted proxies: its requests in progress (default:"
+        " seven eighths of --max-connections)",
     )
-    max_queue: int = _LIMITS.count("max-queue", 1024, (1, 1_000_000), "requests that wait or run; more get 503")
-    max_queue_tokens: int = _LIMITS.count(
-        "max-queue-tokens", 1_000_000, (1, 10**12), "prompt tokens of requests without a first token; more get 503"
+    max_queue: int = _LIMITS(1024, _count(1, 1_000_000), "requests that wait or run; more get 503")
+    max_queue_tokens: int = _LIMITS(
+        1_000_000, _count(1, 10**12), "prompt tokens of requests without a first token; more get 503"
     )
-    max_queue_bytes: int = _RARE_LIMITS.size(
-        "max-queue-bytes",
+    max_queue_bytes: int = _RARE_LIMITS(
         256 * MiB,
-        (1, 2**50),
+        _size(1, 2**50),
         "bodies of requests that wait, are tokenized or run, together; more get 503",
+        name="max-queue-bytes",
     )
-    ttft_deadline_s: float = _LIMITS.duration(
-        "ttft-deadline",
+    ttft_deadline_s: float = _LIMITS(
         120.0,
-        (0.001, 604_800),
+        _duration(0.001, 604_800),
         "time from a request's head to its first token, then 504; a request that cannot make it is refused at once",
     )
-    inter_token_deadline_s: float = _LIMITS.duration(
-        "inter-token-deadline",
+    inter_token_deadline_s: float = _LIMITS(
         30.0,
-        (0.001, 604_800),
+        _duration(0.001, 604_800),
         "time from one token of an answer to the next, without what a slow reader takes",
     )
-    total_deadline_s: float = _LIMITS.duration(
-        "total-deadline",
+    total_deadline_s: float = _LIMITS(
         3600.0,
-        (0.001, 604_800),
+        _duration(0.001, 604_800),
         "time from a request's head to the end of its answer; requests and tenants may ask for less",
     )
-    idle_timeout_s: float = _LIMITS.duration(
-        "idle-timeout", 75.0, (0.1, DAY_S), "time after which a connection without a request is closed"
+    idle_timeout_s: float = _LIMITS(
+        75.0, _duration(0.1, DAY_S), "time after which a connection without a request is closed"
     )
-    stall_timeout_s: float = _LIMITS.duration(
-        "stall-timeout", 30.0, (0.1, 3600), "time after which a client that reads nothing loses its stream"
+    stall_timeout_s: float = _LIMITS(
+        30.0, _duration(0.1, 3600), "time after which a client that reads nothing loses its stream"
     )
-    drain_timeout_s: float = _LIMITS.duration(
-        "drain-timeout", 60.0, (0, DAY_S), "time that running requests have to finish after SIGTERM"
+    drain_timeout_s: float = _LIMITS(
+        60.0, _duration(0, DAY_S), "time that running requests have to finish after SIGTERM"
     )
-    head_timeout_s: float = _RARE_LIMITS.duration(
-        "head-timeout", 10.0, (0.1, 3600), "time for a request's head, from its first byte"
-    )
-    body_timeout_s: float = _RARE_LIMITS.duration(
-        "body-timeout", 30.0, (0.1, 3600), "time for a request's body; --min-body-rate adds to it"
+    head_timeout_s: float = _RARE_LIMITS(10.0, _duration(0.1, 3600), "time for a request's head, from its first byte")
+    body_timeout_s: float = _RARE_LIMITS(
+        30.0, _duration(0.1, 3600), "time for a request's body; --min-body-rate adds to it"
     )
 
     # What one connection may take: DESIGN's table of limits.
 
-    handshake_timeout_s: float = _CONNECTION.duration(
-        "handshake-timeout", 5.0, (0.1, 3600), "time for a TLS handshake, from the accept, and for a PROXY header"
+    handshake_timeout_s: float = _CONNECTION(
+        5.0, _duration(0.1, 3600), "time for a TLS handshake, from the accept, and for a PROXY header"
     )
-    max_request_line_bytes: int = _CONNECTION.size(
-        "max-request-line", _WIRE.head.request_line_bytes, (64, MiB), "HTTP/1.1 request line; a longer one gets 414"
+    max_request_line_bytes: int = _CONNECTION(
+        _WIRE.head.request_line_bytes, _size(64, MiB), "HTTP/1.1 request line; a longer one gets 414"
     )
-    max_head_bytes: int = _CONNECTION.size(
-        "max-head", _WIRE.head.head_bytes, (KiB, 128 * KiB), "request head, unpacked; a larger one gets 431"
+    max_head_bytes: int = _CONNECTION(
+        _WIRE.head.head_bytes, _size(KiB, 128 * KiB), "request head, unpacked; a larger one gets 431"
     )
-    max_header_fields: int = _CONNECTION.count(
-        "max-header-fields",
-        _WIRE.head.num_fields,
-        (1, 10_000),
-        "fields of a request head, cookie crumbs too; more get 431",
+    max_header_fields: int = _CONNECTION(
+        _WIRE.head.num_fields, _count(1, 10_000), "fields of a request head, cookie crumbs too; more get 431"
     )
-    min_body_rate: int = _CONNECTION.size(
-        "min-body-rate",
+    min_body_rate: int = _CONNECTION(
         round(_WIRE.body_bytes_per_s),
-        (1, MiB),
+        _size(1, MiB),
         "bytes of a body that prolong --body-timeout by a second; slower bodies get 408",
     )
-    min_read_rate: int = _CONNECTION.size(
-        "min-read-rate",
+    min_read_rate: int = _CONNECTION(
         round(_WIRE.stall_bytes_per_s),
-        (1, MiB),
+        _size(1, MiB),
         "bytes per second that a client must read over --stall-timeout to keep its stream, unless it has read all",
     )
-    max_unsent_bytes: int = _CONNECTION.size(
-        "max-unsent",
+    max_unsent_bytes: int = _CONNECTION(
         _WIRE.unsent_bytes,
-        (4 * KiB, MiB),
+        _size(4 * KiB, MiB),
         "unread bytes of a stream, and as many again in the kernel, at which the stream pauses",
     )
-    max_requests_per_connection: int = _CONNECTION.count(
-        "max-requests-per-connection", _WIRE.num_requests, (1, 10**9), "HTTP/1.1: closed after so many requests"
+    max_requests_per_connection: int = _CONNECTION(
+        _WIRE.num_requests, _count(1, 10**9), "HTTP/1.1: closed after so many requests"
     )
-    max_streams_per_connection: int = _CONNECTION.count(
-        "max-streams-per-connection", _WIRE.num_streams, (1, 2**30 - 1), "HTTP/2: closed after so many streams"
+    max_streams_per_connection: int = _CONNECTION(
+        _WIRE.num_streams, _count(1, 2**30 - 1), "HTTP/2: closed after so many streams"
     )
-    max_concurrent_streams: int = _CONNECTION.count(
-        "max-concurrent-streams",
-        _WIRE.http2.num_streams,
-        (1, 65_536),
-        "HTTP/2: open streams, as advertised; more are refused",
+    max_concurrent_streams: int = _CONNECTION(
+        _WIRE.http2.num_streams, _count(1, 65_536), "HTTP/2: open streams, as advertised; more are refused"
     )
-    max_refused_streams: int = _CONNECTION.count(
-        "max-refused-streams",
+    max_refused_streams: int = _CONNECTION(
         _WIRE.http2.num_refused,
-        (1, 65_536),
+        _count(1, 65_536),
         "HTTP/2: streams beyond those that are refused in a row; more end the connection",
     )
-    max_heads_bytes: int = _CONNECTION.size(
-        "max-heads",
+    max_heads_bytes: int = _CONNECTION(
         _WIRE.http2.heads_bytes,
-        (16 * KiB, 64 * MiB),
-        "HTTP/2: heads of the open requests together, with 100 bytes for each field; more are refused, but for a single"
-        " one",
+        _size(16 * KiB, 64 * MiB),
+        "HTTP/2: heads of the open requests together, with 100 bytes for each field; more are refused, but for a"
+        " single one",
     )
-    max_frame_bytes: int = _CONNECTION.size(
-        "max-frame",
+    max_frame_bytes: int = _CONNECTION(
         _WIRE.http2.frames.frame_bytes,
-        (16 * KiB, MiB),
+        _size(16 * KiB, MiB),
         "HTTP/2: a frame, as advertised; a larger one ends the connection",
     )
-    max_header_block_bytes: int = _CONNECTION.size(
-        "max-header-block",
+    max_header_block_bytes: int = _CONNECTION(
         _WIRE.http2.frames.header_block_bytes,
-        (KiB, 4 * MiB),
+        _size(KiB, 4 * MiB),
         "HTTP/2: request head, packed; a larger one ends the connection",
     )
-    max_continuations: int = _CONNECTION.count(
-        "max-continuations", _WIRE.http2.frames.num_continuations, (0, 1024), "HTTP/2: CONTINUATION frames of a head"
+    max_continuations: int = _CONNECTION(
+        _WIRE.http2.frames.num_continuations, _count(0, 1024), "HTTP/2: CONTINUATION frames of a head"
     )
-    max_resets: Rate = _CONNECTION.rate(
-        "max-resets", _WIRE.http2.frames.resets, 1, "HTTP/2: resets of streams, by the client or for its faults"
+    max_resets: Rate = _CONNECTION(
+        _WIRE.http2.frames.resets, _rate(1), "HTTP/2: resets of streams, by the client or for its faults"
     )
-    max_pings: Rate = _CONNECTION.rate("max-pings", _WIRE.http2.frames.pings, 1, "HTTP/2: PING frames")
-    max_settings: Rate = _CONNECTION.rate(
-        "max-settings", _WIRE.http2.frames.settings, _LEAST_SETTINGS, "HTTP/2: SETTINGS frames"
+    max_pings: Rate = _CONNECTION(_WIRE.http2.frames.pings, _rate(1), "HTTP/2: PING frames")
+    max_settings: Rate = _CONNECTION(_WIRE.http2.frames.settings, _rate(_LEAST_SETTINGS), "HTTP/2: SETTINGS frames")
+    max_settings_entries: int = _CONNECTION(
+        _WIRE.http2.frames.num_settings, _count(_LEAST_SETTINGS_ENTRIES, 2730), "HTTP/2: entries of a SETTINGS frame"
     )
-    max_settings_entries: int = _CONNECTION.count(
-        "max-settings-entries",
-        _WIRE.http2.frames.num_settings,
-        (_LEAST_SETTINGS_ENTRIES, 2730),
-        "HTTP/2: entries of a SETTINGS frame",
-    )
-    max_empty_frames: int = _CONNECTION.count(
-        "max-empty-frames",
+    max_empty_frames: int = _CONNECTION(
         _WIRE.http2.frames.num_overhead_frames,
-        (_LEAST_EMPTY_FRAMES, 1_000_000),
+        _count(_LEAST_EMPTY_FRAMES, 1_000_000),
         "frames, and HTTP/1.1 chunks, that carry next to nothing, beyond what the content beside them earns",
     )
-    max_control_output_bytes: int = _CONNECTION.size(
-        "max-control-output",
+    max_control_output_bytes: int = _CONNECTION(
         _WIRE.max_control_bytes,
-        (64 * KiB, 64 * MiB),
+        _size(64 * KiB, 64 * MiB),
         "HTTP/2: answers to frames that the client has not read; from a quarter of it on the server reads no more",
     )
 
     # What one request may ask for.
 
-    max_choices: int = _ONE_REQUEST.count(
-        "max-choices", _REQUEST.num_choices, (1, 1024), "n: answers to one prompt; more get 400"
+    max_choices: int = _ONE_REQUEST(_REQUEST.num_choices, _count(1, 1024), "n: answers to one prompt; more get 400")
+    max_prompts: int = _ONE_REQUEST(_REQUEST.num_prompts, _count(1, 1024), "prompts of one completion; more get 400")
+    max_stops: int = _ONE_REQUEST(_REQUEST.num_stops, _count(0, 256), "stop strings; more get 400")
+    max_logit_biases: int = _ONE_REQUEST(
+        _REQUEST.num_logit_biases, _count(0, 100_000), "entries of logit_bias; more get 400"
     )
-    max_prompts: int = _ONE_REQUEST.count(
-        "max-prompts", _REQUEST.num_prompts, (1, 1024), "prompts of one completion; more get 400"
-    )
-    max_stops: int = _ONE_REQUEST.count("max-stops", _REQUEST.num_stops, (0, 256), "stop strings; more get 400")
-    max_logit_biases: int = _ONE_REQUEST.count(
-        "max-logit-biases", _REQUEST.num_logit_biases, (0, 100_000), "entries of logit_bias; more get 400"
-    )
-    max_top_logprobs: int = _ONE_REQUEST.count(
-        "max-top-logprobs", _REQUEST.num_top_logprobs, (0, 128), "top_logprobs: alternatives to a token; more get 400"
+    max_top_logprobs: int = _ONE_REQUEST(
+        _REQUEST.num_top_logprobs, _count(0, 128), "top_logprobs: alternatives to a token; more get 400"
     )
 
     # Tables of the TOML file, the only place where they can stand.
@@ -729,11 +645,8 @@ class ServerConfig:
         for bind in self.binds:
             kinds = _kinds(bind.address, passed)
             if bind.takes_proxy and not (trusted and kinds <= trusted):
-                raise StartupError(
-                    f"the bind proxy:{bind.address} is for trusted proxies alone, and none that can reach it is named",
-                    f"--trusted-proxies {_sample_proxy(kinds)}",
-                    ExitCode.CONFIGURATION,
-                )
+                cause = f"the bind proxy:{bind.address} takes trusted proxies only, and none that can reach it is named"
+                raise StartupError(cause, f"--trusted-proxies {_sample_proxy(kinds)}", ExitCode.CONFIGURATION)
         is_given = any(name in ("host", "port") for name, _ in self.origins)
         if is_given or not (self.binds or passed):
             return (Bind(TcpAddress(self.host, self.port)), *self.binds)
@@ -803,24 +716,17 @@ def _sample_proxy(are_unix: set[bool]) -> str:
     return network if are_unix == {False} else f"{UNIX} for a Unix socket; else {network}"
 
 
-OPTIONS: tuple[Option, ...] = tuple(
-    replace(one.metadata["option"], field_name=one.name) for one in fields(ServerConfig) if one.metadata
-)
+def _row(field_name: str, option: Option) -> Option:
+    name = option.name or field_name.removesuffix("_s").removesuffix("_bytes").replace("_", "-")
+    return replace(option, name=name, field_name=field_name)
+
+
+OPTIONS = tuple(_row(one.name, one.metadata["option"]) for one in fields(ServerConfig) if one.metadata)
 """In the order of --help."""
 
 # Switches of the last release, each with the setting and the value that it stands for. The next release drops them.
 REPLACED = {"no_overlap": ("overlap", "off"), "lazy_graphs": ("graphs", "lazy")}
 OLD_OPTIONS = tuple(
-    Option(
-        name=name.replace("_", "-"),
-        default=False,
-        parse=yes_or_no,
-        metavar="BOOL",
-        help=f"as --{instead} {value}",
-        section=_ENGINE.heading,
-        field_name=name,
-        is_rare=True,
-        is_switch=True,
-    )
+    _row(name, Option(False, yes_or_no, "BOOL", f"as --{instead} {value}", "engine", is_rare=True, is_switch=True))
     for name, (instead, value) in REPLACED.items()
 )

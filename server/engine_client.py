@@ -1,4 +1,4 @@
-"""The engine as the loop has it: requests into its inbox, its tokens to text and to whoever asked. Thread: loop.
+"""The engine as the loop has it: requests go into its inbox, its tokens become text on its way out. Thread: loop.
 
     step's rows ─▶ RequestSequence: text of a token ─▶ its writer, or its request's sink ─▶ the stream's frames
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 # What is handled before other callbacks of the loop, and the engine thread, get their turn: so many rows, or as many as
 # make so many connections write, whichever comes first. A write costs more than all else of a token, and streams that
 # share a connection share its write. 16, 32, 64, 128, 256 rows cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average
-# over both protocols and 64 and 256 streams (bench/slices.py, on a busy machine): from 64 on, nothing shows any more.
+# over both protocols and 64 and 256 streams (on a busy machine): from 64 on, nothing shows any more.
 SLICE_ROWS = 64
 SLICE_CONNECTIONS = 16  # DESIGN, The way through it
 
@@ -144,14 +144,14 @@ class RequestSequence:
         """What may be said now."""
         detokenizer, num_before = self.detokenizer, self.num_tokens
         self.write = None
-        detokenizer.num_tokens_kept = num_before  # of these, whoever called write counted some
+        detokenizer.num_tokens_kept = num_before  # some have been counted where write was called
         text = detokenizer.push_token(token_id)
         self.num_tokens = detokenizer.num_tokens_kept
         self.num_untold += self.num_tokens - num_before
         return text
 
     def tell(self, text: str, sink: DeltaSink) -> None:
-        """Say what a push gave. If nothing is held back, the next token is whoever's that has write and plain_texts."""
+        """Say what a push gave. If nothing is held back, the next token's plain text may go straight to write."""
         self.num_untold = 0
         if self._writer is not None:
             self._writer(text)
@@ -395,10 +395,6 @@ class Output(Protocol):
         """Of connections so far: those that wait to be flushed, and those that were made without."""
         ...
 
-    def expect_flush(self) -> None:
-        """flush_all is going to be called."""
-        ...
-
     def flush_all(self) -> None:
         """Write what there is."""
         ...
@@ -559,7 +555,6 @@ class EngineClient:
             return
         try:
             now_s = self._clock()
-            self._output.expect_flush()
             self._take_slice(self._deliveries[0], now_s)
             self.work.busy_s += self._clock() - now_s
         except Exception:  # of no request, for those are ended by what they raise; the rows behind are still to be told

@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -235,6 +235,20 @@ class Generations:
                 logger.exception("an answer cannot be broken off", extra={"request_id": request_id})
 
 
+class _Excuse(NamedTuple):
+    """Why the next token of a choice may come later.
+
+    Args:
+        last_s: when its last text came: with the next one, there is no excuse left.
+        excused_s: what does not count of the time since then.
+        num_untold: tokens without a text, when it was looked at.
+    """
+
+    last_s: float
+    excused_s: float = 0.0
+    num_untold: int = 0
+
+
 class Generation:
     """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
 
@@ -283,10 +297,9 @@ class Generation:
         # What it owes its reader, and when: _dues
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
         self._num_talking = 0  # choices that have begun and not ended
-        self._num_holds = 0  # by a slow reader, by an empty quota
-        self._held_since_s: float | None = None
-        self._excused: dict[int, tuple[float, float]] = {}  # choice → (its last text, what does not count since then)
-        self._untold: dict[int, tuple[float, int]] = {}  # choice → (its last text, untold tokens when it was looked at)
+        self._num_pauses = 0  # by a slow reader, by an empty quota
+        self._paused_since_s: float | None = None
+        self._excuses: dict[int, _Excuse] = {}  # by choice
         self._last_said_s = self._loop.time()  # but for the texts of tokens
         self._news_due_s = math.inf
         self._news = ""  # as it was told last
@@ -428,7 +441,7 @@ class Generation:
         self._last_said_s = self._clock()
         withheld, self._withheld = self._withheld, []
         for choice, said in withheld:
-            self._write(choice, said)
+            self._say(choice, said)
         if self.state is State.QUEUED and self._timings.first_token_s is not None:
             self._on(Event.FIRST_TOKEN)
         self._timer.arm()
@@ -511,8 +524,12 @@ class Generation:
     # What the engine tells: engine_client.DeltaSink.
 
     def on_begin(self, choice: int, now_s: float) -> None:
-        if self._timings.first_token_s is None:
-            self._time_first_token(now_s)
+        timings = self._timings
+        if timings.first_token_s is None:
+            timings.first_token_s = now_s
+            self._shared.metrics.ttft.observe(now_s - timings.accepted_s)
+            is_first_told = self._output.is_streamed and not self._stream.head_sent  # by a keep-alive it may have been
+            timings.enter(Stage.FIRST_FLUSH if is_first_told else Stage.DECODE, now_s)
             self._on(Event.FIRST_TOKEN)
         self._place.on_first_token(choice, now_s)
         self._num_talking += 1
@@ -569,21 +586,12 @@ class Generation:
     def _say(self, choice: int, said: str | Delta) -> None:
         if self.state is State.RESERVING:
             self._withheld.append((choice, said))
-        elif self.state in OPEN:
-            self._write(choice, said)
-
-    def _write(self, choice: int, said: str | Delta) -> None:
-        if isinstance(said, str):
+        elif self.state not in OPEN:
+            return
+        elif isinstance(said, str):
             self._output.add_text(choice, said)
         else:
             self._output.add(choice, said)
-
-    def _time_first_token(self, now_s: float) -> None:
-        timings = self._timings
-        timings.first_token_s = now_s
-        self._shared.metrics.ttft.observe(now_s - timings.accepted_s)
-        is_first_told = self._output.is_streamed and not self._stream.head_sent  # by a keep-alive it may have been
-        timings.enter(Stage.FIRST_FLUSH if is_first_told else Stage.DECODE, now_s)
 
     def _end_decode(self) -> None:
         timings, num_tokens = self._timings, sum(usage.num_completion_tokens for usage in self._usages)
@@ -625,16 +633,16 @@ class Generation:
 
     def pause(self) -> None:
         """Until as many resume() have come. The time until then is the reader's, or the quota's."""
-        self._num_holds += 1
-        if self._num_holds == 1:
-            self._held_since_s = self._clock()
+        self._num_pauses += 1
+        if self._num_pauses == 1:
+            self._paused_since_s = self._clock()
             for handle in self._handles:
                 handle.pause()
 
     def resume(self) -> None:
-        self._num_holds -= 1
-        if self._num_holds == 0:
-            self._excuse_held()
+        self._num_pauses -= 1
+        if self._num_pauses == 0:
+            self._excuse_pause()
             for handle in self._handles:
                 handle.resume()
 
@@ -653,11 +661,11 @@ class Generation:
         head_s, limits = self._timings.arrived_s, self._deadlines
         is_silent = self._is_withheld or self._timings.first_token_s is None
         yield head_s + limits.total_s, "total_s"
-        if is_silent:  # what is withheld is no first token to who waits for it
+        if is_silent:  # to its client, what is withheld is no first token
             yield head_s + limits.ttft_s, "ttft_s"
-        elif self._held_since_s is None:
+        elif self._paused_since_s is None:
             for sequence, last_s in self._talking():
-                yield last_s + limits.inter_token_s + self._excused_s(sequence, last_s), "inter_token_s"
+                yield self._next_token_due_s(sequence, last_s), "inter_token_s"
         if self._output.is_streamed and not self._is_withheld:
             yield max([self._last_said_s, *(last_s for _, last_s in self._begun())]) + KEEP_ALIVE_S, "keep_alive"
             if is_silent:
@@ -669,7 +677,7 @@ class Generation:
 
     def _on_due(self) -> None:
         now_s = self._loop.time()
-        if self._held_since_s is None:
+        if self._paused_since_s is None:
             self._excuse_untold(now_s)
         due_s, name = min(self._dues())
         if due_s > now_s + RESOLUTION_S:
@@ -690,7 +698,7 @@ class Generation:
         }[name]
         message = f"{what}, the request's deadline. Allow more time, ask for less, or try when the server is less busy."
         # Who reads slowly, or has emptied its quota, is late by itself
-        is_ours = name not in limits.asked and self._held_since_s is None
+        is_ours = name not in limits.asked and self._paused_since_s is None
         error_type = OwnDeadlineExceeded if is_ours else ServiceError
         self.fail(error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded"))
 
@@ -705,31 +713,34 @@ class Generation:
         """Of these, those that have not ended."""
         return ((sequence, last_s) for sequence, last_s in self._begun() if not sequence.is_finished)
 
-    def _excused_s(self, sequence: RequestSequence, last_s: float) -> float:
-        since_s, excused_s = self._excused.get(sequence.choice, (last_s, 0.0))
-        return excused_s if since_s == last_s else 0.0
+    def _excuse_of(self, sequence: RequestSequence, last_s: float) -> "_Excuse":
+        excuse = self._excuses.get(sequence.choice)
+        return excuse if excuse is not None and excuse.last_s == last_s else _Excuse(last_s)
 
-    def _excuse_held(self) -> None:
-        """What it was held for does not count between tokens."""
-        held_since_s, self._held_since_s = self._held_since_s, None
-        assert held_since_s is not None, "resume() comes after pause()"
+    def _next_token_due_s(self, sequence: RequestSequence, last_s: float) -> float:
+        return last_s + self._deadlines.inter_token_s + self._excuse_of(sequence, last_s).excused_s
+
+    def _excuse_pause(self) -> None:
+        """The time of a pause does not count between tokens."""
+        paused_since_s, self._paused_since_s = self._paused_since_s, None
+        assert paused_since_s is not None, "resume() comes after pause()"
         now_s = self._clock()
         for sequence, last_s in self._talking():
-            excused_s = self._excused_s(sequence, last_s)
-            self._excused[sequence.choice] = last_s, excused_s + now_s - max(held_since_s, last_s)
+            excuse = self._excuse_of(sequence, last_s)
+            paused_s = now_s - max(paused_since_s, last_s)
+            self._excuses[sequence.choice] = excuse._replace(excused_s=excuse.excused_s + paused_s)
         self._timer.arm()
 
     def _excuse_untold(self, now_s: float) -> None:
-        """Who would be late now, but has tokens since then that say nothing yet: while they grow, it has its time anew.
+        """Who would be late now, but has more tokens than at the last look that say nothing yet, has its time anew.
 
         When they came is not known.
         """
         for sequence, last_s in self._talking():
-            late_s = last_s + self._deadlines.inter_token_s + self._excused_s(sequence, last_s)
-            seen = last_s, sequence.num_untold
-            if sequence.num_untold and late_s <= now_s + RESOLUTION_S and self._untold.get(sequence.choice) != seen:
-                self._untold[sequence.choice] = seen
-                self._excused[sequence.choice] = last_s, now_s - last_s
+            num_untold = sequence.num_untold
+            is_late = self._next_token_due_s(sequence, last_s) <= now_s + RESOLUTION_S
+            if is_late and num_untold and num_untold != self._excuse_of(sequence, last_s).num_untold:
+                self._excuses[sequence.choice] = _Excuse(last_s, now_s - last_s, num_untold)
 
     def _comment(self, line: bytes) -> None:
         self._last_said_s = self._loop.time()

@@ -116,7 +116,9 @@ class Supervision:
             reload()
         except StartupError as error:
             self.last_reload = time.time(), False
-            logger.error("the reload failed, all stays as it was but for revocations: %s; %s", error.cause, error.fix)
+            logger.error(
+                "the reload failed; everything but revocations stays as it was: %s; %s", error.cause, error.fix
+            )
             self._serving = f"Serving as before: the reload failed: {error.cause}"
         except Exception:
             logger.exception("the reload failed")
@@ -270,10 +272,6 @@ class ServiceManager:
         self.watchdog_s = _watchdog_s(environ, pid)
         self._monotonic_ns = monotonic_ns
         self._address = _unix_address(environ.get("NOTIFY_SOCKET", ""))
-
-    @property
-    def is_there(self) -> bool:
-        return self._address is not None
 
     def tell_loading(self, stage: str) -> None:
         """Loading goes on, and may take longer than the unit's TimeoutStartSec."""

@@ -1,7 +1,7 @@
 """Random histories, each from a seed of its own, on all cores: `python -m tests.simulate`, or `make simulate`.
 
 First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
-flight and with two, without host memory and with it (tests/core/test_offload_machine.py), in turn by seed; then the
+flight and with two, without host memory and with it (tests/core/test_scheduler_machine.py), in turn by seed; then the
 whole server with every fault (tests/server/fault_history.py). A failing seed is printed, with how to run it again, and
 how fast it all went.
 """
@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
 from tests.core.drawn_rules import run_seeded
-from tests.core.test_offload_machine import MACHINES
+from tests.core.test_scheduler_machine import MACHINES
 from tests.server.fault_checks import Tally
 from tests.server.fault_history import FaultHistory
 

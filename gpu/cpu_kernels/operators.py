@@ -230,7 +230,8 @@ class KernelOperators(Operators):
 
     def __init__(self, config: ModelConfig, has_attention: bool) -> None:
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
-        self.attention = PagedAttention() if has_attention else None
+        if has_attention:
+            self.attention = PagedAttention()
         self._make_matmul = PackedMatmuls()
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)
         self._rotate, self._rotate_arguments = Kernel(rotate_and_store), RotateArguments(eps=config.rms_norm_eps)

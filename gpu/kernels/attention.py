@@ -62,7 +62,7 @@ class Cache(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores are made of products.
+    """How scores are made of matmuls.
 
     Args:
         window: the latest tokens that a token sees, itself among them; read where HAS_WINDOW.
@@ -70,7 +70,7 @@ class Scoring(NamedTuple):
         factor: of the scores, in the exponent of 2.
         cap: read where HAS_CAP.
         sinks: [heads]; read where HAS_SINKS.
-        PRECISION: of products.
+        PRECISION: of matmuls.
     """
 
     window: Any
@@ -471,7 +471,7 @@ def extend_and_decode(
     BLOCK: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are bound by products, splits by reading: they start in turn, so that both go on at once.
+    """Tiles are bound by arithmetic, splits by reading: they start in turn, so that both go on at once.
 
     Program: a KV head of a tile, or nothing; or one of num_programs that decode: in even shares. See _extend_tile and
     decode_share.

@@ -175,7 +175,7 @@ def _multiply_tile(
 
 @triton.jit
 def _store_tile(total, out, rows, is_row, matrices, first_output, outputs, HAS_BIAS: tl.constexpr):
-    """Behind out's rows, num_out apart; with the bias, or, of parts of a product, without."""
+    """Behind out's rows, num_out apart; with the bias, or, of parts of a matmul, without."""
     is_output = outputs < matrices.num_out
     if HAS_BIAS:
         bias = tl.load(matrices.bias + first_output + outputs, mask=is_output, other=0.0)
@@ -255,7 +255,7 @@ def add_splits(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The parts of a product, in order, and the bias. Program: a row, and BLOCK of its outputs."""
+    """The parts of a matmul, in order, and the bias. Program: a row, and BLOCK of its outputs."""
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_output = outputs < num_out

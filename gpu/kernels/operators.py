@@ -188,7 +188,8 @@ class TritonOperators(Operators):
         attention: AttentionKernels | None = None,
     ) -> None:
         super().__init__(dtype, device, config.rms_norm_eps)
-        self.attention = attention
+        if attention is not None:
+            self.attention = attention
         self.has_device_rows = attention is not None
         self.matmuls: MatmulChoices = MatmulChoices()
 

@@ -108,10 +108,10 @@ class Tiles:
     """
     Args:
         decode_tokens: of keys and values at a time, in a split.
-        extend_rows: query heads times tokens of a tile: rows of a product.
+        extend_rows: query heads times tokens of a tile: rows of a matmul.
         extend_tokens: of keys and values at a time, in a tile.
         num_warps: the same for both: decodes are computed in either's launch, and rounded alike.
-        num_stages: of the pipeline: tables, keys and values, products.
+        num_stages: of the pipeline: tables, keys and values, matmuls.
         least_split: tokens of a split: reading them outweighs a program's start, and merging.
     """
 
@@ -131,14 +131,14 @@ _OF_HALVES = (
     (256, Tiles(32, 64, 32, 8, 3)),
     (512, Tiles(16, 32, 16, 8, 3)),
 )
-_OF_FLOATS = (  # twice the bytes, and three products for one
+_OF_FLOATS = (  # twice the bytes, and three matmuls for one
     (128, Tiles(32, 32, 32, 8, 3)),
     (256, Tiles(16, 32, 16, 8, 3)),
 )
 # Splits of a row, of all KV heads together: about two programs a multiprocessor when it is alone.
 PROGRAMS_A_ROW = 256
 LEAST_SPLITS, MOST_SPLITS = 16, 128  # that a row's context is cut into, at most, whatever its KV heads
-LEAST_ROWS = 16  # of a product
+LEAST_ROWS = 16  # of a matmul
 SCHEDULED_ROWS = 256  # at a time
 MERGED_NUMBERS = 4096  # at a time: 32 a thread
 
@@ -189,7 +189,7 @@ class KernelShape:
             "HAS_WINDOW": has_window,
             "HAS_CAP": scores.cap is not None,
             "HAS_SINKS": scores.sinks is not None,
-            "PRECISION": "tf32x3",  # of float32's products: three of tensor cores', which lose next to nothing
+            "PRECISION": "tf32x3",  # of float32's matmuls: three of tensor cores', which lose next to nothing
         }
 
     @property

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import IO, NoReturn, TypeVar
 
 from core.config import EngineConfig, ModelConfig
-from core.encoding import decode, encode
 from core.errors import ExitCode, StartupError
-from core.plan import StepPlan
+from core.plan import StepPlan, decode, encode
 
 _LENGTH = struct.Struct("<I")
 

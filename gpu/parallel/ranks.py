@@ -28,7 +28,7 @@ from core.config import ModelConfig
 from core.errors import StartupError
 from core.plan import DeviceError
 from gpu.parameters import HEAD, MXFP4_BLOCK
-from gpu.quant import LEAST_GROUP, kept_group
+from gpu.quant import LEAST_GROUP, prequantized_group
 
 # For one call. A rank that is lost is noticed by its closed connections; this is for one that hangs, and must be more
 # than what compiling a kernel for the first time keeps one of them from it.
@@ -194,7 +194,7 @@ def head_rows_of(whole: ModelConfig, num_ranks: int) -> int:
 def check_shards(whole: ModelConfig, num_ranks: int, is_kept_packed: bool) -> None:
     """
     Args:
-        is_kept_packed: see gpu.weights.kept_scheme.
+        is_kept_packed: see gpu.weights.prequantized_scheme.
 
     Raises:
         StartupError: so many ranks cannot share the model.
@@ -215,7 +215,7 @@ def _why_not_grouped(whole: ModelConfig, num_ranks: int) -> str | None:
     assert whole.packing is not None
     stored = whole.packing.group_size
     for width in _split_widths(whole):
-        if kept_group(stored, width) is not None and kept_group(stored, width // num_ranks) is None:
+        if prequantized_group(stored, width) is not None and prequantized_group(stored, width // num_ranks) is None:
             return (
                 f"rows of {width} whose scales are shared by {stored} do not split into {num_ranks} parts of whole "
                 f"groups of {LEAST_GROUP}"

@@ -30,7 +30,7 @@ from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
 from gpu.parallel.follower import Answer, Job, Load, Step, read_message, write_message
 from gpu.parallel.ranks import Ranks, Shard, check_shards, head_rows_of, part_of
 from gpu.runner import ModelRunner, StepTicket
-from gpu.weights import check_checkpoint, kept_scheme
+from gpu.weights import check_checkpoint, prequantized_scheme
 
 ROOT = Path(__file__).parent.parent.parent
 END_S = 5.0  # for a process to end by itself
@@ -146,7 +146,7 @@ def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -
     num_ranks = engine.tensor_parallel
     engine = replace(engine, overlap="off", graphs="off")  # see gpu.parallel.runner
     chosen = choose_device(engine)
-    check_shards(model, num_ranks, kept_scheme(model, engine.quantize, chosen.device) is not None)
+    check_shards(model, num_ranks, prequantized_scheme(model, engine.quantize, chosen.device) is not None)
     choice = rank_choice(chosen, engine, rank)
     checkpoint = open_checkpoint(path, model.packing)
     model = check_checkpoint(checkpoint, model)

@@ -8,7 +8,7 @@ from core.types import Delta, TokenLogprobs, Usage
 from server.api import fields
 from server.api.decoding import decode
 from server.api.fields import Message
-from server.api.known_fields import fields_of
+from server.api.known_fields import rules_of
 from server.api.replies import (
     ChunkStream,
     VllmPromptLogprobs,
@@ -22,7 +22,7 @@ from server.api.replies import (
 from server.api.surface import Choice, DefaultsOf, Extras, GenerationCall, GenerationDefaults, ReplyContext
 from server.wire import sse
 
-RULES = fields_of("chat")
+RULES = rules_of("chat")
 ID_PREFIX = "chatcmpl-"
 
 

@@ -8,7 +8,7 @@ from core.errors import InvalidRequest
 from core.types import Delta, TokenLogprobs, Usage
 from server.api import fields
 from server.api.decoding import decode
-from server.api.known_fields import fields_of
+from server.api.known_fields import rules_of
 from server.api.replies import (
     LOWEST_LOGPROB,
     ChunkStream,
@@ -39,7 +39,7 @@ TokenLists = dict[str, list[Any]]
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 MAX_ANSWERS = 4096  # prompts times n: 16,384 kept the loop from others for up to 0.9 s, 4,096 for 0.2
 
-RULES = fields_of("completions")
+RULES = rules_of("completions")
 
 
 class CompletionBody(fields.ChoiceFields, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ class CompletionsSurface:
 
 
 class LegacyLogprobs:
-    """Of one choice, in the order in which its tokens come. Implements surface.PromptLogprobs.
+    """Parallel lists over one choice's tokens, as they come, an echoed prompt first. Implements surface.PromptLogprobs.
 
     Args:
         prompt: number of the prompt that is echoed before them; None: none is.

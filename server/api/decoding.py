@@ -209,15 +209,17 @@ def _is_foreign(tool: object) -> bool:
 
 def _refuse_unsupported(fields: dict[str, Any], rules: Rules) -> None:
     for name, value in fields.items():
-        _refuse(name, value, fields, rules)
+        if name in rules:
+            _refuse(name, value, fields, rules)
         if isinstance(value, dict):
             for inner in value:
-                _refuse(f"{name}.{inner}", value[inner], fields, rules)
+                if (path := f"{name}.{inner}") in rules:
+                    _refuse(path, value[inner], fields, rules)
 
 
 def _refuse(name: str, value: Any, fields: dict[str, Any], rules: Rules) -> None:
-    rule = rules.get(name)
-    if rule is None or value is None or value in rule.neutral:
+    rule = rules[name]
+    if value is None or value in rule.neutral:
         return
     if rule.does is Does.CONTAINER and isinstance(value, dict):
         _refuse_contents(name, value, rules)
@@ -246,10 +248,8 @@ def _rename(fields: dict[str, Any], rules: Rules) -> dict[str, str]:
     Returns: by name, the alias that it came under.
     """
     renamed: dict[str, str] = {}
-    for alias in list(fields):
-        rule = rules.get(alias)
-        if rule is None or rule.does is not Does.ALIAS:
-            continue
+    for alias in [name for name in fields if name in rules and rules[name].does is Does.ALIAS]:
+        rule = rules[alias]
         name, value = rule.target, fields.pop(alias)
         if value is None or value in rule.neutral:
             continue
@@ -299,15 +299,3 @@ def _with_key(path: str, kind: str, fields: dict[str, Any]) -> str:
         return path
     key = next((key for key, value in values.items() if _KINDS[type(value)] == kind), "...")
     return f"{name}[{key[:MAX_SHOWN_KEY]}]"
-
-
-MAX_DEPTH = 64
-MAX_VALUES = 100_000  # those of _IDS aside: a few microseconds, and up to 60 bytes for two on the wire
-
-_RUN = 1000  # numbers that are taken in one step: some 0.1 ms
-_SPACE = re.compile(r"[ \t\n\r]*+")
-# Whole numbers that others follow; no `}+`, which Python before 3.11.5 matches wrongly (gh-106052)
-_IDS = re.compile(rf"(?:-?(?:0|[1-9][0-9]{{0,17}})[ \t\n\r]*+,[ \t\n\r]*+){{1,{_RUN}}}")
-_NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*+))(\.[0-9]++)?([eE][-+]?[0-9]++)?")
-_WORDS = {"true": True, "false": False, "null": None}
-_WORD = re.compile(r"true|false|null|NaN|-?Infinity")

@@ -22,6 +22,18 @@ from server.api.surface import (
 )
 from server.gate.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Part type -> the part's field with its text.
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+}
+_PART_SEPARATOR = "\n"
+# Of a message: they would change the answer
+_UNSUPPORTED = ("tool_calls", "function_call", "audio", "images", "prefix", "partial")
 MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT = 256  # characters: enough for any digest
@@ -320,27 +332,11 @@ def _stop_token_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
     return checked_ids(ids, "stop_token_ids", vocab_size)
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-# Part type -> the part's field with its text.
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "reasoning_text": "text",
-    "refusal": "refusal",
-}
-_PART_SEPARATOR = "\n"
-
-
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     text: str | UnsetType | None = UNSET
     refusal: str | UnsetType | None = UNSET
 
-
-# Of a message: they would change the answer
-_UNSUPPORTED = ("tool_calls", "function_call", "audio", "images", "prefix", "partial")
 
 Content = str | list[Part] | None | UnsetType
 

@@ -5,7 +5,6 @@ counted and logged. Thread: any; frozen.
 """
 
 import enum
-import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -189,17 +188,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
 }
 
 
-def fields_of(surface: Name) -> dict[str, Known]:
-    """Those that the surface knows, by name."""
-    return {row.name: row for rows in KNOWN.values() for row in rows if surface in row.surfaces}
-
-
-def docs_row(owner: str, row: Known) -> str:
-    """The row as docs/api.md has it."""
-    what = f"{row.does} `{row.target}`" if row.target else str(row.does)
-    if row.neutral:
-        shown = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
-        what += f", but for {shown}" if not row.target else f"; {shown} asks for nothing"
-    if row.unless is not None:
-        what += f", and beside `{row.unless[0]}: {json.dumps(row.unless[1])}`"
-    return f"| `{row.name}` | {', '.join(sorted(row.surfaces))} | {owner} | {what} |"
+def rules_of(surface: Name) -> dict[str, Known]:
+    """By name, the fields that the surface knows and does not serve under it."""
+    rows = (row for rows in KNOWN.values() for row in rows)
+    return {row.name: row for row in rows if surface in row.surfaces and row.does is not Does.SERVED}

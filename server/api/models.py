@@ -9,6 +9,8 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import EngineSnapshot, EngineStats
 from server.wire import sse
 
+CACHE_CLEARED = sse.json_line({"status": "cleared"})
+
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """One name under which a model answers.
@@ -139,9 +141,6 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
     if model.description is not None:
         result["description"] = model.description
     return result
-
-
-CACHE_CLEARED = sse.json_line({"status": "cleared"})
 
 
 def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:

@@ -10,6 +10,8 @@ from server.api.surface import Choice, Extras, GenerationCall, ReplyContext
 from server.wire import sse
 from server.wire.messages import TextFrame
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 # ErrorKind -> (status, the envelope's type)
 STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.INVALID_REQUEST: (400, "invalid_request_error"),
@@ -90,10 +92,6 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
         message = "The engine failed on this request. Try again; if it fails again, tell the operator."
         return ServiceError(ErrorKind.ENGINE, cause or message, "engine_error")
     raise AssertionError(f"{reason} is a reason that the wire knows")
-
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

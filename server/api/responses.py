@@ -10,7 +10,7 @@ from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api import fields
 from server.api.decoding import decode
 from server.api.fields import Content, checked_role, flatten, missing_field
-from server.api.known_fields import fields_of
+from server.api.known_fields import rules_of
 from server.api.replies import logprob_entries, refuse_broken
 from server.api.surface import (
     ChatPrompt,
@@ -39,7 +39,7 @@ INCLUDABLE = frozenset(
     }
 )
 
-RULES = fields_of("responses")
+RULES = rules_of("responses")
 
 # Why a sequence ended -> why the response is incomplete; a reason not here completes it.
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}

@@ -1,4 +1,4 @@
-"""What every generating surface (chat, completions, responses) is to the lifecycle: a parser, and writers of answers.
+"""What every generating surface (chat, completions, responses) is to a generation: a parser, and writers of answers.
 
 A surface knows JSON and nothing else: no sockets, no engine, no clock. Parsing is strict where a field would change the
 output and lenient where the field is unknown (API.md, Parameters). Thread: loop.
@@ -14,7 +14,7 @@ from core.types import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 from server.gate.deadlines import ANY_TIME, Deadlines
 from server.wire.messages import TextFrame
 
-UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: the lifecycle cuts it to the context
+UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
 
 
 class TextPrompt(msgspec.Struct, frozen=True):

@@ -7,11 +7,11 @@ import msgspec
 from core.errors import InvalidRequest
 from server.api.decoding import decode
 from server.api.fields import Message, chat_prompt
-from server.api.known_fields import fields_of
+from server.api.known_fields import rules_of
 from server.api.surface import ChatPrompt, TextPrompt
 from server.wire import sse
 
-RULES = fields_of("tokenize")
+RULES = rules_of("tokenize")
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

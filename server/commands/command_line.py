@@ -109,19 +109,24 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quality",
         action="store_true",
-        help="load the model, plain and quantised (--quantize SCHEME, or both), and compare what they say of a text",
+        help="load the model, plain and quantized (--quantize SCHEME, or every scheme), and compare how well they"
+        " predict a text",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="load the model and measure anew which threads and kernels are the fastest for it (on a CPU)",
+        help="load the model and measure again which threads and kernels are the fastest for it (on a CPU)",
     )
     _add_options(parser, OPTIONS)
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dir", action="append", default=[], metavar="DIR", help="look there too, two levels down; may be repeated"
+        "--dir",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="look in this directory too, two levels down; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_options(parser, [option for option in OPTIONS if option.section == "engine"])
@@ -131,11 +136,13 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     create = actions.add_parser("create", help="make a key and show it, once", allow_abbrev=False)
     create.add_argument(
-        "--tenant", metavar="NAME", help=f"whose key it is, of [[tenants]] (default without any: {LOCAL_NAME})"
+        "--tenant", metavar="NAME", help=f"tenant of the key, one of [[tenants]] (default without any: {LOCAL_NAME})"
     )
-    create.add_argument("--label", metavar="TEXT", default="", help="what it is for, as keys list shows it")
+    create.add_argument("--label", metavar="TEXT", default="", help="what the key is for; keys list shows it")
     create.add_argument(
-        "--expires", metavar="WHEN", help="90d, 12h, 30min from now, or a date such as 2030-01-31 (default: never)"
+        "--expires",
+        metavar="WHEN",
+        help="when the key expires: in 90d, 12h or 30min, or on a date such as 2030-01-31 (default: never)",
     )
     create.add_argument(
         "--scope",
@@ -144,9 +151,9 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         help="inference: generate, tokenize, list models, cancel; usage: read the tenant's usage; admin: /metrics, and"
         " the server itself. May be repeated [inference and usage]",
     )
-    listing = actions.add_parser("list", help="show all keys but their secrets", allow_abbrev=False)
+    listing = actions.add_parser("list", help="list the keys, without their secrets", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", help="print JSON")
-    revoke = actions.add_parser("revoke", help="let a key be good no longer", allow_abbrev=False)
+    revoke = actions.add_parser("revoke", help="revoke a key", allow_abbrev=False)
     revoke.add_argument("prefix", metavar="PREFIX", help="the key's beginning, as keys list shows it")
     for action in (create, listing, revoke):
         _add_options(action, [option for option in OPTIONS if option.field_name in KEYS_FIELDS])
@@ -154,12 +161,17 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_usage(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tenant", metavar="NAME", help="of this one alone")
+    parser.add_argument("--tenant", metavar="NAME", help="show this tenant alone")
     parser.add_argument(
-        "--since", metavar="WHEN", help="requests that ended in the last 30d or 12h, or since a date such as 2030-01-31"
+        "--since",
+        metavar="WHEN",
+        help="count requests that ended in the last 30d or 12h, or since a date such as 2030-01-31",
     )
     parser.add_argument(
-        "--by", choices=[grouping.value for grouping in Grouping], default=Grouping.DAY.value, help="a line for each"
+        "--by",
+        choices=[grouping.value for grouping in Grouping],
+        default=Grouping.DAY.value,
+        help="print a line for each",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV: prices in millionths, times in microseconds")

@@ -135,13 +135,13 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
     from gpu.tune import describe_attention, describe_graphs, describe_matmuls
-    from gpu.weights import kept_scheme
+    from gpu.weights import prequantized_scheme
 
     files, model = _model_files(config)
     engine = config.to_engine_config()
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
     part = part_of(model, engine.tensor_parallel)
-    layers = kept_scheme(model, config.quantize, plan.device.device) or config.quantize
+    layers = prequantized_scheme(model, config.quantize, plan.device.device) or config.quantize
     graphs = describe_graphs(part, plan.device, engine)
     return (
         Fact(

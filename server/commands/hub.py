@@ -115,7 +115,7 @@ def environment_hub() -> Hub:
         token = get_token()
     except (OSError, UnicodeDecodeError) as error:
         cause = f"the hub's token in {constants.HF_TOKEN_PATH} cannot be read: {error}"
-        raise StartupError(cause, "mend or remove that file, or name another directory: HF_HOME=DIR") from error
+        raise StartupError(cause, "correct or remove that file, or name another directory: HF_HOME=DIR") from error
     return Hub(constants.ENDPOINT, Path(constants.HF_HUB_CACHE), token, constants.is_offline_mode())
 
 
@@ -340,7 +340,7 @@ def _download(hub: Hub, model: HubId, url: str, blob: Path, file: HubFile) -> It
             _incomplete(blob).unlink()
             found = f"{position} bytes, {digest.hexdigest()}"
             cause = f"{url} is not what the hub lists: {found}; not {file.size_bytes}, {file.digest}"
-            fix = "try again; if it stays so, the hub or something between is broken"
+            fix = "try again; if it happens again, the hub or a proxy on the way is broken"
             raise StartupError(cause, fix, ExitCode.MODEL)
         os.replace(_incomplete(blob), blob)
 
@@ -436,13 +436,13 @@ def _refusal(hub: Hub, model: HubId, url: str, error: "HfHubHTTPError", later: s
         fix = f"accept its terms at {hub.endpoint}/{model.repo}, and give that account's token: HF_TOKEN=hf_..."
         return HubRefusal(f"{model} is gated: the hub wants its terms accepted, and {given}", fix)
     if status == 403:
-        fix = "give a token that may read it (HF_TOKEN=hf_...), and check what lies between if it may"
+        fix = "give a token that may read it (HF_TOKEN=hf_...); if this one may, check the proxy or firewall on the way"
         return HubRefusal(f"{url} answered 403: this token or this address may not read it", fix)
     if isinstance(error, errors.RevisionNotFoundError):
         reason = f"{model.repo} has no revision {model.revision or DEFAULT_REVISION!r}"
     elif status in (401, 404):
         hidden = "it is hidden from the token given" if hub.token else "it is shown only with a token"
-        reason = f"there is none, or {hidden} (HF_TOKEN)"
+        reason = f"the hub has no such model, or {hidden} (HF_TOKEN)"
     else:
         return HubRefusal(f"{url} answered {status}", later)
     fix = "check the name, or give a directory or a .gguf file"

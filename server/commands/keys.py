@@ -35,7 +35,7 @@ def create(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -
     path = _keys_file(config)
     key, record = create_key(path, now, tenant, label=label, scopes=scopes, expires=expires)
     expiry = "never expires" if record.expires is None else f"expires {_shown(record.expires)}"
-    _say(f"A key of {record.tenant} for {', '.join(record.scopes)}, which {expiry}. Nobody can show it again:")
+    _say(f"A key of {record.tenant} for {', '.join(record.scopes)}, which {expiry}. It is shown only now:")
     print(key, flush=True)
     _say(f"Kept in {path} as {record.prefix}. {RELOAD}")
 
@@ -73,10 +73,14 @@ def _keys_file(config: ServerConfig) -> Path:
 def _tenant(name: str | None, config: ServerConfig) -> str:
     known = [tenant.name for tenant in config.tenants] or [LOCAL_NAME]
     if name is None and len(known) > 1:
-        raise StartupError("whose key is it to be?", f"--tenant, one of {', '.join(known)}", ExitCode.USAGE)
+        raise StartupError(
+            "the configuration has several tenants: whose key is it?",
+            f"--tenant, one of {', '.join(known)}",
+            ExitCode.USAGE,
+        )
     if name is not None and name not in known:
         where = f"--tenant, one of {', '.join(known)}" if config.tenants else "--config FILE, the one with [[tenants]]"
-        cause = f"there is no tenant {name!r} in the configuration{did_you_mean(name, known)}"
+        cause = f"the configuration has no tenant {name!r}{did_you_mean(name, known)}"
         raise StartupError(cause, where, ExitCode.USAGE)
     return name or known[0]
 
@@ -92,7 +96,7 @@ def _scopes(words: Iterable[str]) -> tuple[Scope, ...]:
     known = [scope.value for scope in Scope]
     for word in words:
         if word not in known:
-            cause = f"there is no right {word!r}{did_you_mean(word, known)}"
+            cause = f"unknown right {word!r}{did_you_mean(word, known)}"
             raise StartupError(cause, f"--scope {', --scope '.join(known)}", ExitCode.USAGE)
     return tuple(dict.fromkeys(map(Scope, words)))
 

@@ -12,9 +12,13 @@ from server.values import with_scheme
 def add_trust_flags(parser: argparse.ArgumentParser) -> None:
     trust = parser.add_mutually_exclusive_group()
     trust.add_argument(
-        "--cacert", dest="ca_file", type=Path, metavar="FILE", help="of https: who may have signed the certificate"
+        "--cacert",
+        dest="ca_file",
+        type=Path,
+        metavar="FILE",
+        help="with https: PEM certificates that may have signed the server's",
     )
-    trust.add_argument("--insecure", dest="takes_any", action="store_true", help="of https: take any certificate")
+    trust.add_argument("--insecure", dest="takes_any", action="store_true", help="with https: take any certificate")
 
 
 def check_trust_flags(arguments: argparse.Namespace) -> None:
@@ -25,9 +29,7 @@ def check_trust_flags(arguments: argparse.Namespace) -> None:
     is_tls = arguments.url is not None and urlsplit(with_scheme(arguments.url)).scheme == "https"
     if not is_tls and (arguments.ca_file is not None or arguments.takes_any):
         flag = "--insecure" if arguments.takes_any else "--cacert"
-        raise StartupError(
-            f"{flag} is about TLS, which --url does not ask for", "--url https://HOST:PORT", ExitCode.USAGE
-        )
+        raise StartupError(f"{flag} is for https, which --url does not name", "--url https://HOST:PORT", ExitCode.USAGE)
 
 
 def client_context(ca_file: Path | None = None, is_verified: bool = True) -> ssl.SSLContext:

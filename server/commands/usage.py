@@ -11,8 +11,8 @@ import msgspec
 from core.errors import ExitCode, StartupError
 from server.commands.console import new_console
 from server.config import ServerConfig
-from server.ledger.store import Grouping
-from server.ledger.usage import MICRO, UsageLine, UsageQuery, read_usage, since_value, total, usage_objects
+from server.ledger.store import MICRO, Grouping
+from server.ledger.usage import UsageLine, UsageQuery, read_usage, since_value, total, usage_objects
 from server.values import BadValueError
 
 NO_KEY = "(no key)"

@@ -53,10 +53,14 @@ class SharedRoom:
     what they leave, so that there is always room for one who comes: a dynamic threshold, as switches bound the queues
     in a shared buffer (Choudhury and Hahne, 1998). What one tenant holds above MOST_PART it has borrowed: it counts for
     nothing in what the others may hold, and is theirs if they ask.
+
+    Args:
+        what: is held, in words.
     """
 
-    def __init__(self, capacity: float) -> None:
+    def __init__(self, capacity: float, what: str = "") -> None:
         self.capacity = capacity
+        self.what = what
         self.total = 0.0
         self.held: dict[str, float] = {}
 
@@ -66,9 +70,9 @@ class SharedRoom:
 
     def give(self, tenant: str, num: float) -> None:
         self.total -= num
-        self.held[tenant] -= num
-        if not self.held[tenant]:
-            del self.held[tenant]
+        left = self.held.pop(tenant, 0.0) - num
+        if left:
+            self.held[tenant] = left
 
     def lacks(self, num: float) -> float:
         """How much must go first, whoever asks."""
@@ -136,9 +140,13 @@ class Bookings:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """Those of a class and tenant that wait, with deadlines of their own or without."""
+    """Those of a class and tenant that wait, with deadlines of their own or without.
 
-    share: int
+    Args:
+        asker: the latest.
+    """
+
+    asker: "Asker"
     total: Backlog = field(default_factory=Backlog)
     entries: dict["_Entry", None] = field(default_factory=dict)  # in order
     _places: dict["_Entry", int] = field(default_factory=dict)  # numbered through, as they were a moment ago
@@ -157,7 +165,6 @@ class _Entry:
     """One prompt that waits."""
 
     line: _Line
-    asker: "Asker"
     backlog: Backlog
 
 
@@ -218,9 +225,9 @@ class Admission:
     def __init__(self, limits: QueueLimits, stats: Callable[[], EngineStats], clock: Callable[[], float]) -> None:
         self.num_decoding = 0
         self.margin = Margin()
-        self._requests = SharedRoom(limits.max_requests)
-        self._bytes = SharedRoom(limits.max_bytes)
-        self._tokens = SharedRoom(limits.max_tokens)
+        self._requests = SharedRoom(limits.max_requests, "requests in progress")
+        self._bytes = SharedRoom(limits.max_bytes, "bytes of requests in progress")
+        self._tokens = SharedRoom(limits.max_tokens, "prompt tokens that wait")
         self._places: dict[Place, None] = {}  # in order
         self._paused: dict[Place, float] = {}  # since when, in order
         self._stats = stats
@@ -269,18 +276,16 @@ class Admission:
             ServiceError: overloaded.
         """
         self.check(tenant, num_bytes)
-        self._make_room(self._requests, tenant, 1)
-        self._make_room(self._bytes, tenant, num_bytes)
-        place = Place(self, tenant, num_bytes)
-        self._requests.take(tenant, 1)
-        self._bytes.take(tenant, num_bytes)
+        place = Place(self, tenant)
+        self._take(place, self._requests, 1)
+        self._take(place, self._bytes, num_bytes)
         self._places[place] = None
         return place
 
     def release(self, place: "Place") -> None:
         """Others may have its room."""
-        self._requests.give(place.tenant, 1)
-        self._bytes.give(place.tenant, place.num_bytes)
+        for room, num in place.held.items():
+            room.give(place.tenant, num)
         del self._places[place]
         self._paused.pop(place, None)
         now_s = self._clock()
@@ -294,15 +299,17 @@ class Admission:
     def resume(self, place: "Place") -> None:
         self._paused.pop(place, None)
 
-    def _make_room(self, room: SharedRoom, tenant: str, num: float) -> None:
+    def _take(self, place: "Place", room: SharedRoom, num: float) -> None:
         """
         Raises:
             ServiceError: overloaded.
         """
-        for victim in self._victims(room, tenant, num):
+        for victim in self._victims(room, place.tenant, num):
             victim.give_way(
                 self._overloaded(victim.tenant, "is full, and gave this request's place to another's tenant")
             )
+        room.take(place.tenant, num)
+        place.held[room] = num
 
     def _victims(self, room: SharedRoom, tenant: str, num: float) -> list["Place"]:
         """Who has to go so that the tenant may have so much more of the room.
@@ -312,19 +319,19 @@ class Admission:
         """
         if room.exceeds_share(tenant, num):
             shown = f"gives one tenant {MOST_PART:.0%} of the room that others leave: yours has "
-            raise self._overloaded(tenant, shown + self._held(room, room.held[tenant], num))
+            raise self._overloaded(tenant, shown + self._shown(room, room.held[tenant], num))
         lacking = room.lacks(max(num, 1))
         victims: list[Place] = []
         if lacking <= 0:
             return victims
         for place in self._in_turn(room, tenant):
-            freed = self._held_by(place, room)
+            freed = place.held.get(room, 0.0)
             if freed:
                 victims.append(place)
                 lacking -= freed
                 if lacking <= 0:
                     return victims
-        raise self._overloaded(tenant, "has " + self._held(room, room.total, num))
+        raise self._overloaded(tenant, "has " + self._shown(room, room.total, num))
 
     def _in_turn(self, room: SharedRoom, tenant: str) -> Iterator["Place"]:
         """Who goes for a request of the tenant's, as far as anybody does."""
@@ -338,18 +345,10 @@ class Admission:
             theirs = [one for one in reversed(self._places) if one.tenant == borrower and one not in self._paused]
             yield from sorted((one for one in theirs if one.end is not None), key=lambda one: one.has_begun)
 
-    def _held_by(self, place: "Place", room: SharedRoom) -> float:
-        if room is self._requests:
-            return 1
-        return place.num_bytes if room is self._bytes else place.num_waiting_tokens
-
-    def _held(self, room: SharedRoom, held: float, num: float) -> str:
+    def _shown(self, room: SharedRoom, held: float, num: float) -> str:
         """How much is held of a room, and how much more was asked for, in words."""
-        if room is self._requests:
-            return f"{held:,.0f} requests in progress, of {room.capacity:,.0f} that it takes"
-        what = "prompt tokens that wait" if room is self._tokens else "bytes of requests in progress"
-        more = f", and this has {num:,.0f}" if num else ""
-        return f"{held:,.0f} {what}, of {room.capacity:,.0f} that it takes{more}"
+        more = f", and this has {num:,.0f}" if num and room is not self._requests else ""
+        return f"{held:,.0f} {room.what}, of {room.capacity:,.0f} that it takes{more}"
 
     def _overloaded(self, tenant: str, shown: str) -> ServiceError:
         """
@@ -399,7 +398,7 @@ class Admission:
             elif priority == asker.priority and tenant == asker.tenant:
                 same_class.add(line.total, part if goes_first else 0.0)
             elif priority == asker.priority:
-                num_fair = math.ceil((num_own + goes_first) * line.share / asker.share)
+                num_fair = math.ceil((num_own + goes_first) * line.asker.share / asker.share)
                 same_class.add(line.total, min(1.0, num_fair / num))
         ahead.all.add(same_class)
         return ahead
@@ -449,34 +448,33 @@ class Admission:
         raise ServiceError(ErrorKind.UNAVAILABLE, message, "deadline_unattainable", retry_after_s=retry_s)
 
     def view(self, entry: _Entry, now_s: float) -> QueueView:
-        ahead = self.ahead_of(entry.asker, entry, now_s)
+        ahead = self.ahead_of(entry.line.asker, entry, now_s)
         return QueueView(round(ahead.all.num_requests), self.expected_s(ahead, entry.backlog, self.margin.factor))
 
-    def add(self, asker: Asker, backlogs: list[Backlog]) -> list[_Entry]:
+    def add(self, place: "Place", asker: Asker, backlogs: list[Backlog]) -> list[_Entry]:
         """Let a request's prompts wait.
 
         Raises:
             ServiceError: overloaded.
         """
-        num_tokens = sum(own.prompt_tokens for own in backlogs)
-        self._make_room(self._tokens, asker.tenant, num_tokens)
-        self._tokens.take(asker.tenant, num_tokens)
-        line = self._lines.setdefault((asker.priority, asker.tenant, asker.is_due), _Line(asker.share))
-        line.share = asker.share
-        entries = [_Entry(line, asker, own) for own in backlogs]
+        self._take(place, self._tokens, sum(own.prompt_tokens for own in backlogs))
+        line = self._lines.setdefault((asker.priority, asker.tenant, asker.is_due), _Line(asker))
+        line.asker = asker
+        entries = [_Entry(line, own) for own in backlogs]
         for entry in entries:
             line.entries[entry] = None
             line.total.add(entry.backlog)
         return entries
 
-    def remove(self, entry: _Entry) -> None:
+    def remove(self, place: "Place", entry: _Entry) -> None:
         """It waits no more."""
         line = entry.line
         del line.entries[entry]
         line.total.add(entry.backlog, -1.0)
-        self._tokens.give(entry.asker.tenant, entry.backlog.prompt_tokens)
         if not line.entries:
             self._lines = {key: other for key, other in self._lines.items() if other is not line}
+        self._tokens.give(place.tenant, entry.backlog.prompt_tokens)
+        place.held[self._tokens] -= entry.backlog.prompt_tokens
 
 
 def backlog_of(num_prompt_tokens: int, num_sequences: int) -> Backlog:
@@ -494,14 +492,16 @@ class Place:
     """One request's, from its complete body to its end: enter, admit, on_first_token, on_choice_end, leave.
 
     Attributes:
+        held: of each room.
         end: breaks the request off, if others must have its place; None: it cannot be.
+        has_begun: some of its answer has been said.
     """
 
-    def __init__(self, admission: Admission, tenant: str, num_bytes: int) -> None:
+    def __init__(self, admission: Admission, tenant: str) -> None:
         self.tenant = tenant
-        self.num_bytes = num_bytes
+        self.held: dict[SharedRoom, float] = {}
         self.end: Callable[[ServiceError], None] | None = None
-        self.has_begun = False  # some of its answer has been said
+        self.has_begun = False
         self._admission = admission
         self._is_released = False
         self._num_choices = 1  # of each prompt
@@ -526,7 +526,7 @@ class Place:
         if expected_s is not None and not admission.is_idle:
             self._expected_s = now_s + expected_s
         self._num_choices = first.num_sequences
-        self._entries = dict(enumerate(admission.add(asker, backlogs)))
+        self._entries = dict(enumerate(admission.add(self, asker, backlogs)))
 
     def view(self, now_s: float) -> QueueView | None:
         """Where its first prompt stands; None: it waits no more."""
@@ -537,7 +537,7 @@ class Place:
         self._tell_margin(now_s, has_come=True)
         entry = self._entries.pop(choice // self._num_choices, None)
         if entry is not None:
-            self._admission.remove(entry)
+            self._admission.remove(self, entry)
         self.has_begun = True
         self._count_decoding(1)
 
@@ -547,8 +547,7 @@ class Place:
 
     def leave(self, now_s: float) -> None:
         """The request is over. To be called once."""
-        self._release()
-        self._stop_waiting()
+        self._give_back()
         self._count_decoding(-self._num_decoding)
         self._tell_margin(now_s, has_come=False)
 
@@ -562,11 +561,6 @@ class Place:
             self._admission.margin.note(is_late)
             self._expected_s = math.inf
 
-    @property
-    def num_waiting_tokens(self) -> float:
-        """Of its prompts."""
-        return sum(entry.backlog.prompt_tokens for entry in self._entries.values())
-
     def pause(self) -> None:
         """Its reader has stopped."""
         if not self._is_released:
@@ -578,16 +572,13 @@ class Place:
     def give_way(self, error: ServiceError) -> None:
         """Break it off for another's sake. What it holds is free at once."""
         assert self.end is not None, "only who can be ended is asked to give way"
-        self._stop_waiting()
-        self._release()
+        self._give_back()
         self.end(error)
 
-    def _stop_waiting(self) -> None:
+    def _give_back(self) -> None:
         for entry in self._entries.values():
-            self._admission.remove(entry)
+            self._admission.remove(self, entry)
         self._entries = {}
-
-    def _release(self) -> None:
         if not self._is_released:
             self._is_released = True
             self._admission.release(self)

@@ -1,11 +1,11 @@
-"""What the choices of one answer may still say: topped up as they go on, held where nothing is left. Thread: loop.
+"""What the choices of one answer may still say: topped up as they go on, paused where nothing is left. Thread: loop.
 
 Nothing is said that was not reserved before. A sequence is asked about when AHEAD_TOKENS are left to it, and when none
-are; in between, what is in flight when it is held still has its place. Where less than a top-up is left, its choices
+are; in between, what is in flight when it is paused still has its place. Where less than a top-up is left, its choices
 share that.
 
-An answer is held until there is a whole top-up, MAX_WAIT_S at most. Then it says what it has, and what has come
-meanwhile, and ends when nothing is left. Where nothing can come by then, as of a day's limit, it is not held.
+An answer is paused until there is a whole top-up, MAX_WAIT_S at most. Then it says what it has, and what has come
+meanwhile, and ends when nothing is left. Where nothing can come by then, as of a day's limit, it is not paused.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ AHEAD_TOKENS = 32  # at 100 tokens/s of a stream a third of a second: the loop i
 MAX_WAIT_S = 10.0
 MAX_WAIT_NS = round(MAX_WAIT_S * S_NS)
 LEAST_RETRY_S = 1  # where others have given back since
-POLL_S = 1.0  # others settle at any time: tried again so often while it is held
+POLL_S = 1.0  # others settle at any time: tried again so often while it is paused
 
 
-class Held(Protocol):
+class Pausable(Protocol):
     """The answer, as its allowance steers it."""
 
     def pause(self) -> None: ...
@@ -45,8 +45,10 @@ class Allowance:
         requests: in the order of their choices.
     """
 
-    def __init__(self, held: Held, ticket: Ticket, requests: list[Request], loop: asyncio.AbstractEventLoop) -> None:
-        self._held = held
+    def __init__(
+        self, answer: Pausable, ticket: Ticket, requests: list[Request], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._answer = answer
         self._ticket = ticket
         self._loop = loop
         limits = [one.sampling.max_tokens for one in requests for _ in range(one.num_sequences)]
@@ -57,7 +59,7 @@ class Allowance:
         self._shortage: Shortage | None = None  # the last
         self._timer: asyncio.TimerHandle | None = None
         self._give_up_s = 0.0
-        self._has_waited = False  # in vain: it is not held again before there is a whole top-up
+        self._has_waited = False  # in vain: it is not paused again before there is a whole top-up
         self._has_ended = False
 
     @property
@@ -72,7 +74,7 @@ class Allowance:
         return {"steploop": {"ended_by": limit, "message": message, "retry_after_s": retry_after_s}}
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
-        """The choice has said so much: 0, or its mark or more. Gives its next mark; may hold or end the answer."""
+        """The choice has said so much: 0, or its mark or more. Gives its next mark; may pause or end the answer."""
         if self._has_ended:
             return NEVER
         mark = self._next_mark(choice)
@@ -84,17 +86,17 @@ class Allowance:
             self._end()
             return NEVER
         if not self._has_waited and self._ticket.may_gain(MAX_WAIT_NS):
-            self._hold(choice)
+            self._pause(choice)
         return self._allowed[choice]
 
     def drop(self, choice: int) -> None:
-        """The choice has ended: nobody waits for its sake. To be called once."""
+        """The choice has ended: it waits for no more. To be called once."""
         self._num_choices -= 1
         if choice in self._short:
             del self._short[choice]
             if not self._short and self._timer is not None:
                 self.close()
-                self._held.resume()
+                self._answer.resume()
 
     def close(self) -> None:
         """Let go of the timer. Idempotent."""
@@ -125,10 +127,10 @@ class Allowance:
         self._allowed[choice] += num
         return num > 0
 
-    def _hold(self, choice: int) -> None:
+    def _pause(self, choice: int) -> None:
         self._short[choice] = None
         if self._timer is None:
-            self._held.pause()
+            self._answer.pause()
             self._give_up_s = self._loop.time() + MAX_WAIT_S
             self._wait()
 
@@ -139,7 +141,7 @@ class Allowance:
         self._timer = self._loop.call_at(min(now_s + min(wait_s, POLL_S), self._give_up_s), self._try_again)
 
     def _try_again(self) -> None:
-        """A fault of ours must not leave it held: nobody else would let it go on."""
+        """A fault of ours must not leave it paused: nothing else would let it go on."""
         try:
             self._look_again()
         except Exception:
@@ -159,9 +161,9 @@ class Allowance:
             self._try_take_rest(choice)
         self._short.clear()
         self._timer = None
-        self._held.resume()
+        self._answer.resume()
 
     def _end(self) -> None:
         self.close()
         self._has_ended = True
-        self._held.end_early()
+        self._answer.end_early()

@@ -1,7 +1,7 @@
 """How long a request may take: to its first token, from one to the next, in all. Frozen; any thread.
 
 The server has limits, a tenant may have others in their place, and a request may ask for less of either. What becomes
-of who is late: server/gate/deadline_watch.py.
+of who is late: server/generation.py.
 """
 
 import math

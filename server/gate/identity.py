@@ -34,6 +34,19 @@ from server.gate.tenants import LOCAL, LOCAL_NAME, Tenant, certificate_name
 from server.values import BadValueError, did_you_mean, readable_fix
 from server.wire.messages import ClientCertificate, HttpRequest
 
+logger = logging.getLogger(__name__)
+
+KEY = "key"
+JWT = "jwt"
+CERTIFICATE = "certificate"
+WAYS = (KEY, JWT, CERTIFICATE)
+_WANTED = {
+    KEY: "an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+    JWT: "a JWT of the issuer that is trusted here, as 'Authorization: Bearer TOKEN'",
+    CERTIFICATE: "a client certificate that names a tenant",
+}
+NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
+_PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9_.@|:+/-]{1,64}")
 KEY_MARK = "sl-"  # ours at first sight, for people and for those who search repositories for secrets
 NUM_ID_CHARS = 8
 NUM_SECRET_CHARS = 32  # of 62 characters: 190 bits
@@ -56,6 +69,7 @@ class Scope(StrEnum):
     ADMIN = "admin"  # see and steer the server, for all tenants; metrics included
 
 
+ALL_SCOPES = frozenset(Scope)
 COMMON_SCOPES = (Scope.INFERENCE, Scope.USAGE)  # of who shows no key that says more
 
 
@@ -224,23 +238,6 @@ def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:
         raise
 
 
-logger = logging.getLogger(__name__)
-
-KEY = "key"
-JWT = "jwt"
-CERTIFICATE = "certificate"
-WAYS = (KEY, JWT, CERTIFICATE)
-_WANTED = {
-    KEY: "an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-    JWT: "a JWT of the issuer that is trusted here, as 'Authorization: Bearer TOKEN'",
-    CERTIFICATE: "a client certificate that names a tenant",
-}
-NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
-_PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9_.@|:+/-]{1,64}")
-ALL_SCOPES = frozenset(Scope)
-_COMMON_SCOPES = frozenset(COMMON_SCOPES)
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who sent a request.
@@ -279,7 +276,7 @@ class Caller:
 LOCAL_CALLER = Caller(LOCAL)
 
 
-class Origin(StrEnum):
+class KeyOrigin(StrEnum):
     """Where a key is stated."""
 
     ENVIRONMENT = "environment"
@@ -296,7 +293,7 @@ class KnownKey:
 
     digest: bytes
     caller: Caller
-    origin: Origin
+    origin: KeyOrigin
     expires_s: float | None = None
     is_revoked: bool = False
 
@@ -315,7 +312,7 @@ class Stated(NamedTuple):
 
     tenants: Set[str] | None
     certificates: Set[tuple[str, str]] | None
-    digests: Mapping[Origin, Set[bytes] | None]
+    digests: Mapping[KeyOrigin, Set[bytes] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +374,11 @@ def make_directory(
     if not tenants:
         by_name[LOCAL_NAME] = LOCAL
     keys: dict[bytes, KnownKey] = {}
-    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES, Origin.ENVIRONMENT) for key in api_keys]
+    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES, KeyOrigin.ENVIRONMENT) for key in api_keys]
     nameless += [
-        (bytes.fromhex(one), tenant, _COMMON_SCOPES, Origin.TENANTS) for tenant in tenants for one in tenant.key_sha256
+        (bytes.fromhex(one), tenant, frozenset(COMMON_SCOPES), KeyOrigin.TENANTS)
+        for tenant in tenants
+        for one in tenant.key_sha256
     ]
     for digest, owner, scopes, origin in nameless:
         keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS], digest=digest), origin)
@@ -390,7 +389,7 @@ def make_directory(
         expires_s = None if record.expires is None else record.expires.timestamp()
         digest = bytes.fromhex(record.sha256)
         caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix, digest=digest)
-        keys[digest] = KnownKey(digest, caller, Origin.FILE, expires_s, record.revoked is not None)
+        keys[digest] = KnownKey(digest, caller, KeyOrigin.FILE, expires_s, record.revoked is not None)
     certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
     return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
 
@@ -502,7 +501,7 @@ class Authenticator:
         tenant = self.directory.tenants.get(name)
         if tenant is None:
             raise _refusal("The JWT names a tenant that is not known here. Ask the operator.")
-        return Caller(tenant, _COMMON_SCOPES, subject_id(subject), subject=subject)
+        return Caller(tenant, frozenset(COMMON_SCOPES), subject_id(subject), subject=subject)
 
     def _by_certificate(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
         """A certificate that names no tenant is none for us: it may be there for the connection's sake alone."""
@@ -512,7 +511,7 @@ class Authenticator:
         tenants = {tenant.name: tenant for tenant in found if tenant is not None}
         if len(tenants) > 1:
             raise _refusal(f"The client certificate names several tenants: {', '.join(tenants)}. Use one for each.")
-        return next((Caller(tenant, _COMMON_SCOPES) for tenant in tenants.values()), None)
+        return next((Caller(tenant, frozenset(COMMON_SCOPES)) for tenant in tenants.values()), None)
 
 
 def _joined(callers: Sequence[Caller]) -> Caller:

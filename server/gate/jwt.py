@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from joserfc.jwk import Key
 
+MAX_TOKEN_BYTES = 8192
+ALGORITHMS = {"RS256": "RSA", "ES256": "EC", "EdDSA": "OKP", "Ed25519": "OKP"}
+_REFUSED_FIELDS = ("crit", "jku", "jwk", "x5u", "x5c")
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 300.0
@@ -227,10 +230,6 @@ def _read_file(path: Path) -> Mapping[str | None, "Key"]:
 
 if TYPE_CHECKING:
     from joserfc.jwk import Key
-
-MAX_TOKEN_BYTES = 8192
-ALGORITHMS = {"RS256": "RSA", "ES256": "EC", "EdDSA": "OKP", "Ed25519": "OKP"}
-_REFUSED_FIELDS = ("crit", "jku", "jwk", "x5u", "x5c")
 
 
 class BadToken(Exception):

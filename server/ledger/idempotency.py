@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.ledger.store import StoredAnswer
+from server.ledger.store import MICRO, StoredAnswer
 from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead, TextFrame, TextWriter
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
@@ -20,7 +20,6 @@ HEADER = b"idempotency-key"
 KEPT_S = 86_400.0
 MAX_ANSWER_BYTES = 2**20  # a longer one is given, and not kept
 MAX_KEPT_BYTES = 64 * 2**20  # the oldest are forgotten first
-MICRO = 10**6
 KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own
 _SANE = re.compile(rb"[!-~]{1,255}")
 

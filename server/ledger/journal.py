@@ -57,7 +57,11 @@ class SpillFull(OSError):
 
 
 class Spill:
-    """The open file.
+    """Where settlements go while the database takes none: a file whose room was taken when the disk still had some.
+
+    Records follow one another from its beginning, each with its length and CRC-32; a length of 0, or a sum that is
+    wrong, ends them. Replaying one twice changes nothing: what is settled stays as it is. The file also bears the lock
+    that keeps a second server from the ledger.
 
     Args:
         num_records: that must fit: as many as can be in progress.

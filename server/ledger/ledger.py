@@ -25,6 +25,7 @@ from server.gate.quota import DAY_S, UsedTokens
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Disk, Journal, LedgerThread, Writer, Written, open_journal
 from server.ledger.store import (
+    MICRO,
     Amend,
     Checkpoint,
     Forget,
@@ -34,8 +35,8 @@ from server.ledger.store import (
     Progress,
     Prune,
     Reserve,
+    RowState,
     Settle,
-    State,
     StoredAnswer,
     Write,
 )
@@ -48,7 +49,6 @@ PROBE_S = 1.0  # while the database takes no writes
 HEARTBEAT_S = 15.0  # at most, without a commit: a fault is known before a request meets it
 STUCK_S = 5.0  # without word of any write: a disk that hangs takes none
 PRUNE_S = 3600.0  # and again at once while there is more
-MICRO = 10**6
 MAX_SPILLED = 32_768  # requests that the spill file has room for: 64 MiB
 SHUTDOWN = "shutdown"
 
@@ -171,14 +171,14 @@ class Entry:
         if self.end is not None:
             return self.settled_row(self.end)
         assert self.progress is not None, "it has been reserved"
-        end = End(self.progress(), Cost(), State.ABORTED, 503, SHUTDOWN, {})
-        return msgspec.structs.replace(self.settled_row(end), state=State.ABORTED)
+        end = End(self.progress(), Cost(), RowState.ABORTED, 503, SHUTDOWN, {})
+        return msgspec.structs.replace(self.settled_row(end), state=RowState.ABORTED)
 
     def settled_row(self, end: End) -> LedgerRow:
         return msgspec.structs.replace(
             self.row,
             updated_us=self.ledger.now_us(),
-            state=State.SETTLED,
+            state=RowState.SETTLED,
             prompt_tokens=end.usage.num_prompt_tokens,
             cached_tokens=end.usage.num_cached_tokens,
             completion_tokens=end.usage.num_completion_tokens,

@@ -17,10 +17,12 @@ from msgspec import structs
 from core.errors import ErrorKind, ExitCode, InvalidRequest, ServiceError, StartupError
 from core.types import Usage
 from server.gate.identity import read_moment
-from server.ledger.store import APPLICATION_ID, BUSY_MS, SCHEMA_VERSION, Grouping, is_damaged
+from server.ledger.store import APPLICATION_ID, BUSY_MS, MICRO, SCHEMA_VERSION, Grouping, is_damaged
 from server.values import BadValueError, did_you_mean
 from server.wire import sse
 
+DEFAULT_SINCE = "30d"
+_KNOWN = ("by", "since")
 MILLION = 10**6
 ANY_MODEL = "*"
 SAMPLE = (
@@ -90,9 +92,6 @@ def _parse_model(model: str, fields: Any, path: Path) -> ModelPrice:
             raise StartupError(cause, SAMPLE, ExitCode.CONFIGURATION)
     prices = {name: int(Decimal(str(value)) * MILLION) for name, value in fields.items()}
     return ModelPrice(**({"cached": prices.get("prompt", 0)} | prices))
-
-
-MICRO = 10**6
 
 
 _GROUP_SQL = {
@@ -195,8 +194,6 @@ def _select(path: Path, sql: str, parameters: tuple[Any, ...]) -> list[Any]:
         raise StartupError(f"the ledger {path} cannot be read: {error}", fix, ExitCode.USAGE) from error
 
 
-DEFAULT_SINCE = "30d"
-_KNOWN = ("by", "since")
 _GROUPINGS = (Grouping.DAY, Grouping.MODEL, Grouping.KEY)
 
 

@@ -271,7 +271,7 @@ class Listener:
         self.gate.enter(peer)
         self._connections.add(connection)
         if self._is_draining:
-            connection.close_after_answer()
+            connection.closes_after_answer = True
         return connection
 
     def _why_refused(self, peer: Peer, takes_proxy: bool) -> str | None:
@@ -392,7 +392,7 @@ class Listener:
         for connection in tuple(self._awaited):
             connection.drain()
         for connection in self._opening:
-            connection.close_after_answer()
+            connection.closes_after_answer = True
         is_in_time = await self._wait_quiet(grace_s)
         self._stop_listening()
         if is_in_time and await self._wait_quiet(_LATE_GRACE_S):

@@ -28,6 +28,22 @@ from server.observing.timing import MS_NS, S_NS, StageClock
 from server.wire.messages import Headers, HttpRequest, Peer
 from server.wire.stream import HttpStream
 
+HOUR_S = 3600.0
+WINDOW_S = 300.0
+SLOWEST_PER_WINDOW = 32
+MAX_FAILED = 256
+MAX_RECENT = 256
+MAX_ASKED = SLOWEST_PER_WINDOW  # of the slowest: as many are right, wherever in the hour they were
+_SHOWN_CHARS = 200  # of an id that nobody has, in the error that repeats it
+DEFAULT_ASKED = 20
+CLIENT_GONE = 499  # nginx's word for it; in logs and the ledger only
+OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
+PROBES = frozenset({"/health", "/ready"})  # asked every few seconds: that one says no is no request refused
+# Stands in the access line for what never became a request
+NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
+TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+SAMPLED = 1
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 _SANE = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
 
 
@@ -37,14 +53,10 @@ def client_request_id(request: HttpRequest) -> str | None:
     return None if theirs is None or not _SANE.fullmatch(theirs) else theirs.decode()
 
 
-TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-SAMPLED = 1
-_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
-
-
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """
+    """Which trace a request belongs to: W3C Trace Context, section 3.2; traceresponse is trace-context-2's.
+
     Args:
         trace_id: 32 hex digits.
         span_id: of our span, 16 hex digits.
@@ -72,14 +84,6 @@ def continue_trace(traceparent: bytes, span_id: str) -> TraceContext | None:
     if version == "ff" or (version == "00" and has_rest) or trace_id == _NO_TRACE or parent_id == _NO_SPAN:
         return None
     return TraceContext(trace_id, span_id, parent_id, bool(int(flags, 16) & SAMPLED))
-
-
-HOUR_S = 3600.0
-WINDOW_S = 300.0
-SLOWEST_PER_WINDOW = 32
-MAX_FAILED = 256
-MAX_RECENT = 256
-MAX_ASKED = SLOWEST_PER_WINDOW  # of the slowest: as many are right, wherever in the hour they were
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -171,21 +175,14 @@ class FlightRecorder:
                 return flight
         return None
 
-    def _of_last_hour(self, flights: Iterable[RequestRecord]) -> Iterable[RequestRecord]:
+    def _of_last_hour(self, records: Iterable[RequestRecord]) -> Iterable[RequestRecord]:
         oldest_s = self._clock() - HOUR_S
-        return (flight for flight in flights if flight.ended_s >= oldest_s)
+        return (flight for flight in records if flight.ended_s >= oldest_s)
 
     def _forget(self) -> None:
         oldest = int((self._clock() - HOUR_S) // WINDOW_S)
         while self._windows and self._windows[0][0] < oldest:
             self._windows.popleft()
-
-
-CLIENT_GONE = 499  # nginx's word for it; in logs and the ledger only
-OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
-PROBES = frozenset({"/health", "/ready"})  # asked every few seconds: that one says no is no request refused
-# Stands in the access line for what never became a request
-NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -333,10 +330,6 @@ def _is_our_fault(account: Account, error_code: str | None) -> bool:
 def status_told(stream: HttpStream) -> int:
     """As it is logged and counted: a head that went out is not an answer that arrived."""
     return CLIENT_GONE if stream.has_lost_peer else stream.status or 500  # without one, the connection answers a fault
-
-
-_SHOWN_CHARS = 200  # of an id that nobody has, in the error that repeats it
-DEFAULT_ASKED = 20
 
 
 def timeline_reply(

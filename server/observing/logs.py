@@ -37,6 +37,20 @@ FLUSH_S = 1.0  # at the exit, for a reader that does not read
 
 LEAST_SHOWN_MS = 0.005  # of a stage, in a line for people; JSON has them all
 OUR_LOGGERS = ("server", "core", "gpu", "bench")
+# Fields of AccessRecord as its line has them, in its order
+_LABELS = {
+    "num_prompt_tokens": "prompt",
+    "num_cached_tokens": "cached",
+    "num_completion_tokens": "completion",
+    "finish_reason": "finish",
+    "error_code": "error",
+    "http2_error": "http2",
+    "tenant": "tenant",
+    "key_id": "key",
+    "client": "client",
+    "certificate_subject": "certificate",
+    "trace_id": "trace",
+}
 access_logger = logging.getLogger("server.access")
 
 
@@ -83,23 +97,8 @@ def access_line(record: AccessRecord) -> str:
     parts = [escape(record.method), escape(record.path), str(record.status), f"{record.duration_ms:.1f}ms"]
     if record.ttft_ms is not None:
         parts.append(f"ttft={record.ttft_ms:.1f}ms")
-    counts = (
-        ("prompt", record.num_prompt_tokens),
-        ("cached", record.num_cached_tokens),
-        ("completion", record.num_completion_tokens),
-    )
-    parts += [f"{name}={value}" for name, value in counts if value is not None]
-    words = (
-        ("finish", record.finish_reason),
-        ("error", record.error_code),
-        ("http2", record.http2_error),
-        ("tenant", record.tenant),
-        ("key", record.key_id),
-        ("client", record.client),
-        ("certificate", record.certificate_subject),
-        ("trace", record.trace_id),
-    )
-    parts += [f"{name}={escape(value)}" for name, value in words if value is not None]
+    told = ((label, getattr(record, name)) for name, label in _LABELS.items())
+    parts += [f"{label}={escape(str(value))}" for label, value in told if value is not None]
     stages = [f"{name}:{ms:.2f}" for name, ms in (record.stages_ms or {}).items() if ms >= LEAST_SHOWN_MS]
     if stages:
         parts.append(f"stages={','.join(stages)}")

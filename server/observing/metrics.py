@@ -23,6 +23,8 @@ from server.observing.logs import num_lines_dropped
 from server.observing.slo import NO_PROMISES, SloMonitor, SloRules, SloState
 from server.observing.timing import S_NS, Stage, StageClock
 
+TICK_S = 0.25
+_NVML = "libnvidia-ml.so.1"  # its functions return 0 for success; source: the NVML API reference
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -469,9 +471,6 @@ def _escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-TICK_S = 0.25
-
-
 class LoopLag:
     """Sets a timer again and again, from start() to close(), and notes how late it is called.
 
@@ -498,9 +497,6 @@ class LoopLag:
         late_s = max(0.0, self._clock() - self._due_s)
         self.start()
         self._lags.observe(late_s)
-
-
-_NVML = "libnvidia-ml.so.1"  # its functions return 0 for success; source: the NVML API reference
 
 
 class _Memory(ctypes.Structure):

@@ -47,38 +47,30 @@ class WriteBatch:
         num_writes: by connections so far: those that wait for flush_all, and those that were made without.
     """
 
-    __slots__ = ("_dirty", "_is_expected", "_is_scheduled", "_loop", "num_writes")
+    __slots__ = ("_dirty", "_is_scheduled", "_loop", "num_writes")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.num_writes = 0
         self._loop = loop
         self._dirty: list[Flushable] = []
         self._is_scheduled = False
-        self._is_expected = False
 
     def add(self, connection: Flushable) -> None:
         """Flush it in the next flush_all. The connection sees to it that it is added once."""
         self.num_writes += 1
         self._dirty.append(connection)
-        if not (self._is_expected or self._is_scheduled):
+        if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._flush_scheduled)
 
-    def expect_flush(self) -> None:
-        """Whoever says so calls flush_all before the loop goes on, whatever happens: the loop need not."""
-        self._is_expected = True
-
     def flush_all(self) -> None:
         """Write now what has been sent so far."""
-        self._is_expected = False
-        dirty = self._dirty
-        if dirty:
-            self._dirty = []
-            for connection in dirty:
-                try:
-                    connection.flush()
-                except Exception:  # a fault of ours: those behind it in the list have done nothing
-                    connection.break_down()
+        dirty, self._dirty = self._dirty, []
+        for connection in dirty:
+            try:
+                connection.flush()
+            except Exception:  # a fault of ours: those behind it in the list have done nothing
+                connection.break_down()
 
     def _flush_scheduled(self) -> None:
         self._is_scheduled = False
@@ -278,6 +270,8 @@ class Connection(asyncio.Protocol):
         out: what the exchanges want written at the next flush.
         is_writing_paused: the transport has enough unsent.
         is_secure: it is TLS.
+        closes_after_answer: set before it has its transport: the first answer is the last. By HTTP/2, those are
+            answered too that are sent before the peer has heard of it.
         is_draining: no further request is to be taken.
         is_misdirected: it is in the clear where TLS is spoken: whatever it says is answered with that.
         speaks_http2: by ALPN.
@@ -298,7 +292,7 @@ class Connection(asyncio.Protocol):
         self._timer = DeadlineTimer(context.loop, self._next_due, self._on_due)
         self._transport: asyncio.Transport
         self.is_draining = False
-        self._closes_after_answer = False
+        self.closes_after_answer = False
         self._closing = _Closing.NO
         self._is_reading_paused = False
         self._waits_turn = False
@@ -423,11 +417,10 @@ class Connection(asyncio.Protocol):
         num_above = self._transport.get_write_buffer_size()
         return num_above if self._lower is None else num_above + self._lower.get_write_buffer_size()
 
-    def serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
+    def serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None = None) -> None:
         """Start the stream's handler, once wait_turn has returned."""
-        task = self._loop.create_task(self._serve(stream, wait_turn))
-        self._context.registry.keep_task(task)
-        return task
+        stream.task = self._loop.create_task(self._serve(stream, wait_turn))
+        self._context.registry.keep_task(stream.task)
 
     async def _serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None) -> None:
         """Run the handler, and see that the exchange ends with it. Nothing it raises is lost."""
@@ -439,6 +432,7 @@ class Connection(asyncio.Protocol):
             logger.debug("the client left before its request was read")
         except asyncio.CancelledError:
             if stream.is_open:  # it was not we who cancelled: something that the handler awaited was cancelled
+                stream.task = None
                 self._abandon(stream, is_cancelled=True)
             raise
         except Exception:
@@ -447,6 +441,7 @@ class Connection(asyncio.Protocol):
             if stream.is_open:
                 logger.error("a request's handler left its response open")
         if stream.is_open:
+            stream.task = None  # it ends by itself
             self._abandon(stream, is_cancelled=False)
 
     @_costs_itself
@@ -456,7 +451,7 @@ class Connection(asyncio.Protocol):
     def go_on_with(self, exchanges: Exchanges) -> None:
         """What is received from now on is theirs."""
         self._exchanges = exchanges
-        if self._closes_after_answer:
+        if self.closes_after_answer:
             exchanges.close_after_answer()
 
     def write_out(self) -> None:
@@ -473,13 +468,6 @@ class Connection(asyncio.Protocol):
     def end_after_output(self) -> None:
         """What is in `out` is the last to be written. Whoever calls sees to it that it is."""
         self._closing = _Closing.LAST_WORDS
-
-    def close_after_answer(self) -> None:
-        """Of a connection without its transport yet: the first answer is to be the last.
-
-        By HTTP/2, those are answered too that are sent before the peer has heard of it.
-        """
-        self._closes_after_answer = True
 
     def abort(self) -> None:
         """Close now; what is unsent is lost."""

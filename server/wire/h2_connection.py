@@ -191,11 +191,12 @@ class _H2Stream(H2Stream):
         """http2 does, trailers included."""
 
 
-class _H2(H2Connection):
+class ServerConnection(H2Connection):
     MAX_CLOSED_STREAMS = NUM_REMEMBERED_STREAMS
 
     def __init__(self, config: H2Configuration) -> None:
         super().__init__(config)
+        self.new_resets: list[int] = []  # streams; to be taken by whoever takes the data
         self._reset_streams: OrderedDict[int, None] = OrderedDict()  # by us
         self._num_streams_kept = 0  # when the closed ones were last forgotten
 
@@ -227,6 +228,8 @@ class _H2(H2Connection):
             if isinstance(frame, RstStreamFrame):
                 if frame.stream_id in self._reset_streams:
                     frames = [other for other in frames if other is not frame]
+                else:
+                    self.new_resets.append(frame.stream_id)
                 self._reset_streams[frame.stream_id] = None
                 if len(self._reset_streams) > NUM_REMEMBERED_STREAMS:
                     self._reset_streams.popitem(last=False)
@@ -244,7 +247,7 @@ def code_of(error: ProtocolError) -> ErrorCodes:
     return error.error_code
 
 
-def new_h2_connection(head: HeadLimits, limits: Http2Limits, upgrade: bytes | None) -> tuple[H2Connection, bytes]:
+def new_h2_connection(head: HeadLimits, limits: Http2Limits, upgrade: bytes | None) -> tuple[ServerConnection, bytes]:
     """The connection, and what it says first.
 
     Args:
@@ -253,7 +256,7 @@ def new_h2_connection(head: HeadLimits, limits: Http2Limits, upgrade: bytes | No
     Raises:
         h2.exceptions.ProtocolError: see Http2Protocol.
     """
-    connection = _H2(
+    connection = ServerConnection(
         H2Configuration(
             client_side=False,
             validate_inbound_headers=False,

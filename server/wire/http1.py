@@ -18,6 +18,7 @@ from typing import NamedTuple
 from server.wire.frame_gate import PREFACE
 from server.wire.limits import HeadLimits
 from server.wire.messages import (
+    CONTENT_LENGTH,
     BodyChunk,
     BodyEnd,
     Event,
@@ -28,7 +29,6 @@ from server.wire.messages import (
     ProtocolViolation,
     ResponseError,
     ResponseHead,
-    StreamReset,
     check_fields,
     is_authority,
 )
@@ -47,7 +47,6 @@ _TRAILERS = re.compile(rb"(?:%b)*\r\n" % _FIELD_LINE)
 _FIELD = re.compile(rb"(%b):([^\r]*+)\r\n" % _TOKEN)  # of what is cut already
 _NAME = re.compile(rb"%b:" % _TOKEN)
 _CR = 0x0D
-_CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 _DECIDING = frozenset((b"host", b"content-length", b"transfer-encoding"))  # whose request it is, and where it ends
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
@@ -224,7 +223,7 @@ def _body_length(headers: list[tuple[bytes, bytes]], is_http10: bool) -> int | N
             raise HeadRefused(400, "The only Transfer-Encoding taken is `chunked`.")
         return None
     # RFC 9112 §6.3 item 5: an invalid length, a list of lengths included, is an unrecoverable error
-    if len(lengths) > 1 or (lengths and _CONTENT_LENGTH.fullmatch(lengths[0]) is None):
+    if len(lengths) > 1 or (lengths and CONTENT_LENGTH.fullmatch(lengths[0]) is None):
         raise HeadRefused(400, "Content-Length must be one decimal number.")
     return int(lengths[0]) if lengths else 0
 
@@ -454,13 +453,6 @@ class Http1Protocol:
         self._buffer += data
         return self._parse()
 
-    def receive_eof(self) -> list[Event]:
-        """The connection has ended: no answer can be sent any more. Idempotent."""
-        is_under_way = self._sending is not _Sending.ENDED
-        self.stop_reading()
-        self._sending = _Sending.ENDED
-        return [StreamReset(self.num_requests)] if is_under_way else []
-
     def next_request(self) -> list[Event]:
         """Request and response are complete: read on, first what was pipelined."""
         assert self._reading is _Reading.COMPLETE
@@ -485,7 +477,7 @@ class Http1Protocol:
         return events
 
     def leave(self) -> bytes:
-        """Another protocol goes on. What was received and not understood is its own."""
+        """No byte is understood or sent here any more. Returns what was received and not understood."""
         rest = bytes(self._buffer)
         self.stop_reading()
         self._sending = _Sending.ENDED

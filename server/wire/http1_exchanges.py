@@ -6,7 +6,6 @@ that are left in the network. Pipelined requests above a limit are thrown away, 
 while a peer that has its answers does not read them.
 """
 
-import asyncio
 import math
 from functools import partial
 
@@ -47,7 +46,6 @@ class Http1Exchanges(Exchanges):
         self._out = connection.out
         self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
         self._stream: HttpStream | None = None
-        self._task: asyncio.Task[None] | None = None  # of the stream's handler
         self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
         self._is_dirty = False
         self._room = context.bodies
@@ -108,15 +106,14 @@ class Http1Exchanges(Exchanges):
             self._go_on()
 
     def end_of_peer(self) -> None:
-        stream, task = self._stream, self._task
-        self._stream = self._task = None
+        stream, self._stream = self._stream, None
         try:
-            self._protocol.receive_eof()
+            self._protocol.leave()
             self._tell_written()
             self._end_body()
         finally:
-            if stream is not None and not stream.disconnect() and task is not None:
-                task.cancel()
+            if stream is not None:
+                stream.disconnect()
 
     # What the protocol says.
 
@@ -143,8 +140,8 @@ class Http1Exchanges(Exchanges):
 
     def _switch(self) -> None:
         """RFC 7540 §3.2: a request that asks for HTTP/2 is answered there, if complete before its answer begins."""
-        stream, task, protocol = self._stream, self._task, self._protocol
-        if stream is None or task is None or stream.head_sent or not protocol.keep_alive:
+        stream, protocol = self._stream, self._protocol
+        if stream is None or stream.head_sent or not protocol.keep_alive:
             self._upgrade = None
         elif protocol.has_read_request:
             settings, self._upgrade = self._upgrade, None
@@ -155,8 +152,8 @@ class Http1Exchanges(Exchanges):
                 return
             self._out.append(SWITCH_TO_HTTP2)
             self._connection.go_on_with(exchanges)
-            exchanges.adopt(stream, task)
-            self._stream = self._task = None
+            exchanges.adopt(stream)
+            self._stream = None
             if rest := protocol.leave():
                 exchanges.receive(rest)
 
@@ -172,7 +169,7 @@ class Http1Exchanges(Exchanges):
         if request.stream_id >= self._limits.num_requests:
             self._protocol.keep_alive = False
         stream = self._stream = HttpStream(request, self, self._received_s)
-        self._task = self._connection.serve(stream)
+        self._connection.serve(stream)
         may_upgrade = self._context.takes_upgrade and not self._connection.is_secure and not self.peer.is_proxy
         if may_upgrade and request.stream_id == 1:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
@@ -181,7 +178,6 @@ class Http1Exchanges(Exchanges):
         if is_cancelled:
             self._connection.abort()
         else:
-            self._task = None  # it ends by itself
             self._refuse(500, SERVER_FAULT)
 
     def _refuse(self, status: int, message: str) -> None:
@@ -255,7 +251,7 @@ class Http1Exchanges(Exchanges):
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self._append(self._protocol.send_end())
         self._end_body()
-        self._stream = self._task = None
+        self._stream = None
         self._exchange_is_over = True
         self._waiting_since = self._loop.time()
 

@@ -24,8 +24,6 @@ from h2.stream import H2Stream
 from server.wire.frame_gate import (
     FRAME_HEADER,
     GOAWAY,
-    HEADER_BYTES,
-    RST_STREAM,
     FrameGate,
 )
 from server.wire.h2_connection import (
@@ -41,6 +39,9 @@ from server.wire.h2_connection import (
 )
 from server.wire.limits import HeadLimits, Http2Limits
 from server.wire.messages import (
+    CONTENT_LENGTH,
+    FIELD_NAME,
+    FIELD_VALUE,
     BodyChunk,
     BodyEnd,
     Event,
@@ -57,11 +58,8 @@ from server.wire.messages import (
     is_authority,
 )
 
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")  # RFC 9113 §8.2: no upper case
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[\x21-\x22\x24-\x7e]*")  # no fragment
-_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 # RFC 9113 §8.2.2: connection-specific fields MUST be treated as malformed
 _OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
@@ -186,9 +184,9 @@ def _split(fields: Iterable[tuple[bytes, bytes]]) -> tuple[dict[bytes, bytes], H
 def _check_fields(headers: Headers) -> None:
     """RFC 9113 §8.2.1, and as strictly as on HTTP/1.1: no control characters in values."""
     for name, value in headers:
-        if _NAME.fullmatch(name) is None or name in _OF_CONNECTION:
+        if FIELD_NAME.fullmatch(name) is None or name in _OF_CONNECTION:
             raise Malformed
-        if value and (_CONTROL.search(value) or value[0] in b" \t" or value[-1] in b" \t"):
+        if FIELD_VALUE.fullmatch(value) is None or value != value.strip(b" \t"):
             raise Malformed
         if name == b"te" and value.lower() != b"trailers":  # RFC 9113 §8.2.2
             raise Malformed
@@ -211,7 +209,7 @@ def content_length(headers: Headers) -> int | None:
     lengths = [value for name, value in headers if name == b"content-length"]
     if not lengths:
         return None
-    if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
+    if len(lengths) > 1 or CONTENT_LENGTH.fullmatch(lengths[0]) is None:
         raise Malformed
     return int(lengths[0])
 
@@ -620,15 +618,12 @@ class Http2Protocol:
             ours: the stream whose reset is not.
         """
         data = self._h2.data_to_send()
-        if not data:
-            return
-        self._out.append(data)
-        position = 0
-        while position < len(data):
-            high, low, kind, _, stream_id = FRAME_HEADER.unpack_from(data, position)
-            if kind == RST_STREAM and stream_id != ours:
-                self._gate.count_reset(self._now)
-            position += HEADER_BYTES + (high << 16 | low)
+        if data:
+            self._out.append(data)
+            for stream_id in self._h2.new_resets:
+                if stream_id != ours:
+                    self._gate.count_reset(self._now)
+            self._h2.new_resets.clear()
 
     # What h2 says.
 

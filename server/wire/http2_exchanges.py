@@ -51,17 +51,14 @@ class _Exchange:
     """One stream, as long as its handler may write to it.
 
     Attributes:
-        body_is_complete: nothing of the request is still to come.
         num_unread: bytes of its body, not acknowledged; num_shut: acknowledged for the connection alone.
     """
 
-    __slots__ = ("body_is_complete", "num_shut", "num_unread", "stream", "stream_id", "task")
+    __slots__ = ("num_shut", "num_unread", "stream", "stream_id")
 
     def __init__(self, stream: HttpStream) -> None:
         self.stream = stream
         self.stream_id = stream.request.stream_id
-        self.task: asyncio.Task[None] | None = None
-        self.body_is_complete = not stream.request.has_body
         self.num_unread = self.num_shut = 0
 
 
@@ -106,12 +103,10 @@ class Http2Exchanges(Exchanges):
         """The peer does not read what its frames make us send."""
         return self._connection.is_writing_paused and self._connection.num_unwritten > self._limits.control_bytes
 
-    def adopt(self, stream: HttpStream, task: asyncio.Task[None]) -> None:
+    def adopt(self, stream: HttpStream) -> None:
         """Answer what came by HTTP/1.1, complete, and has no answer yet."""
         self._protocol.adopt(stream.request)
-        exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream)
-        exchange.task = task
-        exchange.body_is_complete = True
+        self._exchanges[stream.request.stream_id] = _Exchange(stream)
         stream.move_to(self)
         self._mark_dirty()
 
@@ -185,8 +180,7 @@ class Http2Exchanges(Exchanges):
             try:
                 self._forget(stream_id)
             finally:
-                if not exchange.stream.disconnect() and exchange.task is not None:
-                    exchange.task.cancel()
+                exchange.stream.disconnect()
 
     def _forget(self, stream_id: int) -> None:
         exchange = self._exchanges.pop(stream_id)
@@ -209,7 +203,6 @@ class Http2Exchanges(Exchanges):
             elif type(event) is BodyEnd:
                 exchange = self._exchanges.get(event.stream_id)
                 if exchange is not None:
-                    exchange.body_is_complete = True
                     self._end_body(exchange)
                     exchange.stream.complete_body()
             elif type(event) is StreamReset:
@@ -225,8 +218,8 @@ class Http2Exchanges(Exchanges):
 
     def _start_stream(self, request: HttpRequest) -> None:
         stream = HttpStream(request, self, self._received_s)
-        exchange = self._exchanges[request.stream_id] = _Exchange(stream)
-        exchange.task = self._connection.serve(stream, self._wait_turn)
+        self._exchanges[request.stream_id] = _Exchange(stream)
+        self._connection.serve(stream, self._wait_turn)
         if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
             self.drain()
 
@@ -315,7 +308,6 @@ class Http2Exchanges(Exchanges):
 
     def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
         stream_id = stream.request.stream_id
-        self._exchanges[stream_id].task = None  # it ends by itself
         if stream.head_sent or is_cancelled:
             self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
             self._mark_dirty()
@@ -327,7 +319,7 @@ class Http2Exchanges(Exchanges):
 
     def start_body(self, stream: HttpStream) -> None:
         exchange = self._exchanges[stream.request.stream_id]
-        if exchange.body_is_complete:
+        if stream.body_is_complete:
             return
         has_begun = exchange.num_unread > 0 or stream.num_body_bytes > 0
         body = IncomingBody(stream.body_client, self._on_room, self.break_down, self._limits, self._loop.time())

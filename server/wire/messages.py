@@ -57,7 +57,7 @@ class BodyEnd(msgspec.Struct, frozen=True):
 
 
 class StreamReset(msgspec.Struct, frozen=True):
-    """No answer is wanted any more: RST_STREAM on HTTP/2, the end of the connection on HTTP/1.1.
+    """No answer is wanted any more.
 
     Args:
         refused_with: the code of our own RST_STREAM, to a request that is malformed or not taken; None: the peer's.
@@ -98,9 +98,10 @@ class ResponseHead(msgspec.Struct, frozen=True):
     headers: Headers
 
 
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+FIELD_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
 _HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
-_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+FIELD_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")  # RFC 9110 §5.5: no CTL except HTAB
+CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 
 
 class HeadRefused(Exception):
@@ -124,7 +125,7 @@ def check_fields(head: ResponseHead) -> int | None:
     """
     length: int | None = None
     for name, value in head.headers:
-        if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
+        if FIELD_NAME.fullmatch(name) is None or FIELD_VALUE.fullmatch(value) is None:
             raise ResponseError(f"The header {name!r} cannot be sent: its name or its value has bytes it must not.")
         if name == b"transfer-encoding":
             raise ResponseError("How a body is framed is the protocol's to choose.")

@@ -67,6 +67,8 @@ class HttpStream:
     Attributes:
         request: its head.
         body_client: for whom its body is read, as it shares the room for bodies with others.
+        body_is_complete: nothing of the request is still to come.
+        task: of its handler; None: there is none to be cancelled.
         received_s: when its first byte came, on the monotonic clock.
         is_open: the response has not ended and the peer has not gone: what is sent now is on its way.
         has_lost_peer: it went before the response had ended.
@@ -81,12 +83,12 @@ class HttpStream:
 
     __slots__ = (
         "_body",
-        "_body_complete",
         "_body_error",
         "_carrier",
         "_is_reading",
         "_waiter",
         "body_client",
+        "body_is_complete",
         "common_headers",
         "has_lost_peer",
         "is_blocked",
@@ -99,6 +101,7 @@ class HttpStream:
         "received_s",
         "request",
         "status",
+        "task",
     )
 
     def __init__(self, request: HttpRequest, carrier: StreamCarrier, received_s: float = 0.0) -> None:
@@ -111,13 +114,14 @@ class HttpStream:
         self.late_headers: Callable[[], Headers] | None = None
         self.is_blocked = False
         self.body_client = ""
+        self.task: asyncio.Task[None] | None = None
         self.num_body_bytes = 0  # received and held, or dropped
         self.on_disconnect: Callable[[], None] | None = None
         self.on_blocked: Callable[[], None] | None = None
         self.on_unblocked: Callable[[], None] | None = None
         self._carrier = carrier
         self._body = bytearray()  # not the pieces: many small ones would weigh more than they carry
-        self._body_complete = not request.has_body
+        self.body_is_complete = not request.has_body
         self._body_error: ServiceError | None = None
         self._is_reading = False
         self._waiter: asyncio.Future[None] | None = None
@@ -159,7 +163,7 @@ class HttpStream:
         self._is_reading = True
         try:
             self._carrier.start_body(self)
-            while not self._body_complete:  # checked after every wake-up
+            while not self.body_is_complete:  # checked after every wake-up
                 self._check_body(limit_bytes)
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
@@ -239,7 +243,7 @@ class HttpStream:
         self._wake()
 
     def complete_body(self) -> None:
-        self._body_complete = True
+        self.body_is_complete = True
         self._wake()
 
     def fail_body(self, error: ServiceError) -> None:
@@ -255,8 +259,8 @@ class HttpStream:
         if callback is not None:
             callback()
 
-    def disconnect(self) -> bool:
-        """The peer has gone. Returns whether somebody was there to be told; if not, the handler is to be cancelled."""
+    def disconnect(self) -> None:
+        """The peer has gone: the handler is told, or cancelled where it does not listen."""
         self.has_lost_peer |= self.is_open
         self.is_open = False
         is_told = self._waiter is not None or self.on_disconnect is not None
@@ -266,8 +270,9 @@ class HttpStream:
                 self.on_disconnect()
             except Exception:
                 logger.exception("a handler cannot be told that its client has gone, and is cancelled")
-                return False
-        return is_told
+                is_told = False
+        if not is_told and self.task is not None:
+            self.task.cancel()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -47,7 +47,7 @@ class ChainCheckingRunner(SimulatedRunner):
             if len(expected) < start + length:
                 last = expected[-1] if expected else 0
                 new = token_ids[offset : offset + length][len(expected) - start :]
-                expected += _chain(last, [self._last_drawn[slot] if one == PENDING else one for one in new])
+                expected += _chain(last, [self._last_sampled[slot] if one == PENDING else one for one in new])
             self._write(slot, start, expected[start : start + length])
             offset += length
         self.misled_rows.clear()
@@ -64,7 +64,7 @@ class ChainCheckingRunner(SimulatedRunner):
         super().sample(ticket)
         for row in self.misled_rows:
             if ticket.samples[row]:
-                self._last_drawn[ticket.slots[row]] += 1
+                self._last_sampled[ticket.slots[row]] += 1
                 self.drawn_of(ticket)[int(ticket.samples[:row].sum())] += 1
             told = self.output_of(ticket).prompt_logprobs
             told[row] = [TokenLogprobs(one.token_id, _WRONG_LOGPROB) for one in told.get(row, [])]
@@ -74,7 +74,7 @@ class ChainCheckingRunner(SimulatedRunner):
         return token_ids
 
     def output_of(self, plan: StepPlan) -> StepOutput:
-        step = self._device._steps[-1]
+        step = self._steps[-1]
         assert step.plan is plan
         assert step.output is not None
         return step.output

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from core.config import EngineConfig
-from core.encoding import decode, encode
 from core.kv_cache import BlockCopies, BlockLabel
-from core.plan import PromptTargets, SequenceStart, StepPlan
+from core.plan import PromptTargets, SequenceStart, StepPlan, decode, encode
 from core.types import SamplingParams
 
 

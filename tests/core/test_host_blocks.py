@@ -12,7 +12,7 @@ from core.scheduler import Scheduler
 from core.simulation import SimulatedRunner
 from core.types import ClearCache, Message, StoreState, Submit, Usage
 from tests.core.kv_oracle import ChainCheckingRunner
-from tests.core.test_offload_machine import assert_slots_are_conserved
+from tests.core.test_scheduler_machine import assert_slots_are_conserved
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")

@@ -1,10 +1,10 @@
-import sys
-from types import FrameType
+from collections.abc import Callable
 
 import pytest
 
 from core.kv_cache import BlockPool, BlockTable, num_blocks_for
 from core.types import Cancel, ClearCache, FinishReason, Message, Submit, Usage
+from tests.call_counter import CallCounter, InstructionCounter
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
@@ -243,8 +243,9 @@ def test_queue_head_that_needs_blocks_is_looked_up_once() -> None:
     under_test.step()
     waiting, _ = under_test.scheduler.states.waiting.head(under_test.clock()) or pytest.fail("nobody waits")
     assert waiting.num_free_blocks_needed > under_test.scheduler.pool.num_free
-    lookups = count_lines(lambda: under_test.step(), "extend")
-    assert lookups == 0
+    with CallCounter(lambda path: path.endswith("/kv_cache.py")) as counter:
+        under_test.step()
+    assert counter.calls["BlockPool.extend"] == 0 < counter.calls.total()
     under_test.run()
     assert under_test.log.finish_reason("waits") is FinishReason.LENGTH
 
@@ -378,24 +379,11 @@ def test_blocks_for_tokens_round_up(num_tokens: int, expected: int) -> None:
 # Cost
 
 
-def count_lines(work: object, function: str = "") -> int:
-    """Lines of core that `work` runs, or of one function there."""
-    num_lines = 0
-
-    def on_event(frame: FrameType, event: str, argument: object) -> object:
-        nonlocal num_lines
-        code = frame.f_code
-        if event == "line" and "/core/" in code.co_filename and function in ("", code.co_name):
-            num_lines += 1
-        return on_event
-
-    before = sys.gettrace()
-    sys.settrace(on_event)  # type: ignore[arg-type]
-    try:
-        work()  # type: ignore[operator]
-    finally:
-        sys.settrace(before)
-    return num_lines
+def instructions(work: Callable[[], object]) -> int:
+    """Of core, that `work` takes."""
+    with InstructionCounter(lambda path: "/core/" in path) as counter:
+        work()
+    return counter.num_instructions
 
 
 def filled_cache(num_blocks: int) -> BlockPool:
@@ -417,11 +405,11 @@ def test_hit_publication_release_and_eviction_cost_the_same_in_a_large_cache() -
         pool.release(table.take())
 
     small, large = filled_cache(40), filled_cache(4000)
-    assert count_lines(lambda: use(small)) == count_lines(lambda: use(large))
+    assert instructions(lambda: use(small)) == instructions(lambda: use(large))
     assert small.num_evictions == large.num_evictions == 4
 
 
-def test_long_prompt_costs_lines_by_block_not_by_token() -> None:
+def test_long_prompt_costs_instructions_by_block_not_by_token() -> None:
     def lookup(block_size: int) -> int:
         pool = BlockPool(8, block_size)
         ids = list(range(4 * block_size + 1))
@@ -429,8 +417,8 @@ def test_long_prompt_costs_lines_by_block_not_by_token() -> None:
         pool.publish(table, ids, 4 * block_size)
         pool.release(table.take())
         found = BlockTable()
-        num_lines = count_lines(lambda: pool.extend(found, ids))
+        num_instructions = instructions(lambda: pool.extend(found, ids))
         assert len(found) == 4
-        return num_lines
+        return num_instructions
 
     assert lookup(2) == lookup(256)

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from tests.core.scheduler_machine import run_machine
-from tests.core.test_offload_machine import MACHINES
+from tests.core.test_scheduler_machine import MACHINES
 from tests.simulate import run_machine_of, seeds_for
 
 NUM_STEPS = 100_000

@@ -10,7 +10,7 @@ import pytest
 from core.engine import EngineBroken
 from core.plan import PENDING, DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.simulation import CostModel, SimulatedClock, SimulatedDevice, SimulatedRunner, continuation
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
 from core.types import Cancel, FinishReason, Submit, Usage
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, sequence_start, small_limits
 from tests.workload import Names, Outcome, Workload, WorkloadRun
@@ -292,8 +292,7 @@ def test_device_never_waits_for_a_host_that_is_faster_than_it() -> None:
     for max_in_flight in (1, 2):
         clock = SimulatedClock()
         limits = replace(small_limits(), max_in_flight=max_in_flight)
-        runner = FaultyRunner(limits, clock)
-        runner._device = SimulatedDevice(cost, clock, host_s)
+        runner = SimulatedRunner(limits, cost, clock, host_s)
         request = make_request(num_prompt_tokens=3, max_tokens=50)
         WorkloadRun(Workload([(0, request)]), Scheduler(limits, (), lambda: 0), runner, clock).run()
         took_s.append(clock())

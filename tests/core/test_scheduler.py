@@ -232,6 +232,19 @@ def test_stop_string_cuts_usage_whatever_the_timing(is_in_flight: bool) -> None:
     assert (delivery.chunks[0].finish_reason, delivery.chunks[0].usage) == (FinishReason.STOP, Usage(6, 2))
 
 
+def test_of_several_cuts_the_smallest_is_billed_and_none_bills_more_than_was_sampled() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(max_tokens=9))
+    for _ in range(5):
+        step(scheduler)
+    (sequence,) = scheduler.states.running
+    billed = []
+    for num_tokens in (8, 3, 4, None):
+        sequence.keep(num_tokens)
+        billed.append(sequence.num_billed_tokens)
+    assert billed == [5, 3, 3, 3]
+
+
 def test_late_cut_of_an_ended_sequence_counts_until_the_terminal_chunk() -> None:
     scheduler = make_scheduler(eos_ids=(2,))
     scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=3, num_sequences=2))
@@ -338,19 +351,6 @@ def test_lone_sequence_ends_with_the_pool_instead_of_starving() -> None:
     deliveries = [step(scheduler) for _ in range(6)]
     assert deliveries[-1].chunks[0].finish_reason is FinishReason.LENGTH
     assert scheduler.pool.num_used == 0
-
-
-def test_finish_is_idempotent() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request())
-    step(scheduler)
-    (sequence,) = scheduler.states.running
-    scheduler.states.finish(sequence, FinishReason.CANCELLED)
-    scheduler.states.finish(sequence, FinishReason.ERROR)
-    delivery = scheduler.flush()
-    assert delivery is not None
-    assert [chunk.finish_reason for chunk in delivery.chunks] == [FinishReason.CANCELLED]
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
 def test_stats_count_steps_tokens_and_the_time_of_a_step() -> None:

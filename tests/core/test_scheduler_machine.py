@@ -1,8 +1,58 @@
-"""The scheduler's machine, with one step in flight and with two: short histories, many of them."""
+"""The scheduler's machine, with one step in flight and with two, with host memory for evicted blocks and without it."""
 
+from hypothesis import settings
+from hypothesis.stateful import invariant
+
+from core.kv_cache import HostBlocks
 from tests.core.scheduler_machine import SHORT_HISTORIES, OverlapMachine, SchedulerMachine
+
+
+def assert_slots_are_conserved(host: HostBlocks) -> None:
+    """Each slot is free, can be found, comes or is let go of: one of these."""
+    places = [*host._free, *host._slots.values(), *host._coming.values(), *host._leaving]
+    assert sorted(places) == list(range(host.num_slots))
+    assert host.num_used == host.num_slots - len(host._free)
+
+
+class OffloadMachine(SchedulerMachine):
+    num_host_blocks = 6
+
+    @invariant()
+    def everything_holds(self) -> None:
+        super().everything_holds()
+        assert_slots_are_conserved(self.scheduler.host)
+        self.a_serial_names_one_content()
+
+    def a_serial_names_one_content(self) -> None:
+        """On the device and on the host: a hit on either goes on with the same blocks."""
+        cache, host = self.scheduler.pool, self.scheduler.host
+        for key, slot in host._slots.items():
+            block = cache._blocks.get(key)
+            assert block is None or cache._serials[block] == host._serials[slot]
+
+
+class CrampedOffloadMachine(OffloadMachine):
+    """Most of what is copied out is soon forgotten."""
+
+    num_host_blocks = 2
+
+
+class OverlapOffloadMachine(OffloadMachine):
+    """Copies of two steps are on their way."""
+
+    num_host_blocks = 4
+    max_in_flight = 2
+
+
+MACHINES = (SchedulerMachine, OverlapMachine, OffloadMachine, CrampedOffloadMachine, OverlapOffloadMachine)  # by seed
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SHORT_HISTORIES
 TestOverlap = OverlapMachine.TestCase
 TestOverlap.settings = SHORT_HISTORIES
+TestOverlapOffload = OverlapOffloadMachine.TestCase
+TestOverlapOffload.settings = settings(SHORT_HISTORIES, max_examples=50)
+TestOffload = OffloadMachine.TestCase
+TestOffload.settings = settings(SHORT_HISTORIES, max_examples=50)
+TestCrampedOffload = CrampedOffloadMachine.TestCase
+TestCrampedOffload.settings = settings(SHORT_HISTORIES, max_examples=25)

@@ -185,68 +185,44 @@ def test_step_that_was_far_off_counts_at_once_however_many_were_seen() -> None:
 # The allowance
 
 
-def allowance(seconds: float, num_steps: int = 2000) -> PrefillAllowance:
-    return PrefillAllowance(trained(num_steps), seconds)
+TRAINED, ONLY_NEW = trained(2000), trained(2000, tile=1)  # ONLY_NEW: kernels that compute no more than what is new
 
 
-def test_without_a_target_chunks_are_as_long_as_the_budget_and_end_with_tiles() -> None:
-    free = allowance(math.inf)
-    assert free.chunk(0, 4096, 4096, max_tokens=504) == 448
-    assert free.chunk(448, 500, 500, max_tokens=504) == 52  # the prompt's end
-    assert free.chunk(0, 100, 100, max_tokens=50) == 48  # far from a tile's end: a block's
-    assert free.chunk(0, 100, 100, max_tokens=7) == 7
-    assert not free.is_spent
+@pytest.mark.parametrize(
+    ("seconds", "asked", "granted"),  # of (start, end, tokens that the budget has)
+    [
+        pytest.param(math.inf, [(0, 4096, 504)], [448], id="without a target: all of the budget, to a tile's end"),
+        pytest.param(math.inf, [(448, 500, 504)], [52], id="the prompt's end"),
+        pytest.param(math.inf, [(0, 100, 50), (0, 100, 7)], [48, 7], id="far from a tile's end: a block's"),
+        *((s, [(0, 4096, 512)], [n]) for s, n in ((0.06, 64), (0.075, 96), (0.3, 384), (0.013, 16), (0.035, 48))),
+        pytest.param(0.0, [(32, 4096, 512), (0, 10, 496)], [16, 0], id="the first has a block at least"),
+        pytest.param(0.0, [(37, 4096, 512)], [11], id="a block that was begun is ended first"),
+        pytest.param(0.018, [(0, 2000, 512)], [25], id="no block where that would lose more than a quarter"),
+        pytest.param(0.1, [(0, 20, 512), (0, 70, 512), (0, 4096, 512)], [20, 70, 48], id="prompts share a step"),
+        pytest.param(0.043, [(0, 2000, 512)] * 3, [48, 13, 0], id="what blocks leave goes to the next prompt"),
+        pytest.param(0.036, [(0, 2000, 512)] * 2, [48, 0], id="few tokens of a block are left to another step"),
+    ],
+)
+def test_chunks_are_as_long_as_the_seconds_allow(
+    seconds: float, asked: list[tuple[int, int, int]], granted: list[int]
+) -> None:
+    allowance = PrefillAllowance(TRAINED, seconds)
+    assert [allowance.chunk(start, end, end, budget) for start, end, budget in asked] == granted
+    if seconds in (0.0, math.inf):
+        assert allowance.is_spent is (seconds == 0.0)
 
 
-@pytest.mark.parametrize(("seconds", "length"), [(0.06, 64), (0.075, 96), (0.3, 384), (0.013, 16), (0.035, 48)])
-def test_chunks_are_as_long_as_the_seconds_allow(seconds: float, length: int) -> None:
-    assert allowance(seconds).chunk(0, 4096, 4096, max_tokens=512) == length
-
-
-def test_first_chunk_of_a_step_has_at_least_a_block_and_later_ones_what_is_left() -> None:
-    spent = allowance(0.0)
-    assert spent.chunk(32, 4096, 4096, max_tokens=512) == 16
-    assert spent.chunk(0, 10, 10, max_tokens=496) == 0
-    assert spent.is_spent
-
-
-def test_first_chunk_may_be_half_a_block_where_only_new_tokens_are_computed() -> None:
+@pytest.mark.parametrize(("seconds", "first"), [(0.0, LEAST_TOKENS), (0.009, 10)])
+def test_first_chunk_may_be_half_a_block_where_only_new_tokens_are_computed(seconds: float, first: int) -> None:
     """On a long context a block's worth may take twice what the target leaves: of its attention, all is its own."""
-    spent = PrefillAllowance(trained(2000, tile=1), 0.0)
-    assert spent.chunk(4032, 8192, 8192, max_tokens=512) == LEAST_TOKENS
-    assert spent.chunk(0, 10, 10, max_tokens=504) == 0
-    some = PrefillAllowance(trained(2000, tile=1), 0.009)
-    assert some.chunk(4032, 8192, 8192, max_tokens=512) == 10
-
-
-def test_block_that_was_begun_is_ended_first() -> None:
-    assert allowance(0.0).chunk(37, 4096, 4096, max_tokens=512) == 11
+    spent = PrefillAllowance(ONLY_NEW, seconds)
+    assert [spent.chunk(start, end, end, max_tokens=504) for start, end in ((4032, 8192), (0, 10))] == [first, 0]
 
 
 def test_tokens_that_lack_to_the_few_take_nothing_of_the_seconds() -> None:
-    model = trained(2000)
-    bound, freer = (PrefillAllowance(model, 0.018, num_few=few) for few in (0, 23))
+    bound, freer = (PrefillAllowance(TRAINED, 0.018, num_few=few) for few in (0, 23))
     assert bound.chunk(0, 2000, 2000, max_tokens=512) == 25
     assert [freer.chunk(0, n, n, max_tokens=512) for n in (2000, 10)] == [48, 0]
-
-
-def test_several_prompts_share_a_step() -> None:
-    shared = allowance(0.1)
-    assert [shared.chunk(0, n, n, max_tokens=512) for n in (20, 70, 4096)] == [20, 70, 48]
-
-
-def test_what_blocks_leave_of_a_step_goes_to_the_next_prompt() -> None:
-    shared = allowance(0.043)
-    assert [shared.chunk(0, n, n, max_tokens=512) for n in (2000, 2000, 2000)] == [48, 13, 0]
-
-
-def test_few_tokens_of_a_block_are_left_to_another_step() -> None:
-    shared = allowance(0.036)
-    assert [shared.chunk(0, n, n, max_tokens=512) for n in (2000, 2000)] == [48, 0]
-
-
-def test_block_is_not_waited_for_where_that_would_lose_more_than_a_quarter() -> None:
-    assert allowance(0.018).chunk(0, 2000, 2000, max_tokens=512) == 25
 
 
 def test_bare_decodes_are_wanted_after_each_step_with_prompts_until_enough_were_seen() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.certificates import make_certificate
 from tests.e2e.server_process import ServerProcess, ready_server, start_server
 
 MODEL = "small"  # a directory's name is its model's
@@ -46,6 +47,16 @@ def strict_server(strict_process: ServerProcess) -> Iterator[ServerProcess]:
     """A server with a key, small limits and short timeouts, quiet after the test."""
     yield strict_process
     strict_process.wait_quiet(API_KEY)
+
+
+@pytest.fixture(scope="session")
+def tls_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
+    """One over TLS, and its certificate; for tests that leave it as they found it."""
+    directory = tmp_path_factory.mktemp("tls")
+    certificate, key = make_certificate(directory)
+    flags = ("--tls-cert", str(certificate), "--tls-key", str(key))
+    with ready_server(directory / "server", small_model, *flags) as server:
+        yield server, certificate
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from h2.errors import ErrorCodes
 
 from tests.certificates import make_certificate, needs_openssl
@@ -27,10 +28,14 @@ def test_reader_that_stops_over_http1_is_cut_off(strict_server: ServerProcess) -
 
 
 @needs_openssl
-def test_readers_that_stop_over_tls_are_cut_off(spawn: Callable[..., ServerProcess], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_secure", [False, True], ids=["in the clear", "TLS"])
+def test_readers_that_stop_over_http2_are_cut_off(
+    spawn: Callable[..., ServerProcess], tmp_path: Path, is_secure: bool
+) -> None:
     """One whose window is shut loses its stream, one whose socket is full its connection."""
-    certificate, key = make_certificate(tmp_path)
-    server = spawn("--stall-timeout", "500ms", "--tls-cert", str(certificate), "--tls-key", str(key))
+    made, key = make_certificate(tmp_path)
+    certificate = made if is_secure else None
+    server = spawn("--stall-timeout", "500ms", *(("--tls-cert", str(made), "--tls-key", str(key)) if is_secure else ()))
     server.wait_ready()
 
     def wait_free(num_disconnects: int) -> None:

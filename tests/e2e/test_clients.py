@@ -1,7 +1,8 @@
-"""Clients as people have them: each streams, and each leaves a stream in its middle."""
+"""Clients as people have them: each asks and streams, and some leave a stream in its middle."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -14,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.certificates import make_certificate, needs_openssl
+from tests.certificates import needs_openssl
 from tests.e2e.conftest import API_KEY, MODEL
 from tests.e2e.server_process import ServerProcess
 
 CLIENTS = Path(__file__).parent / "clients"
-CHAT = {"model": MODEL, "temperature": 0, "messages": [{"role": "user", "content": "What is a step?"}]}
+PATH = "/v1/chat/completions"
+CHAT = {"model": MODEL, "temperature": 0, "max_tokens": 5, "messages": [{"role": "user", "content": "What is a step?"}]}
 STREAM = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 1000}  # more than a window holds
 LIMIT_S = 120.0  # for a program that hangs
 
@@ -29,12 +31,30 @@ def needs(program: str, package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(shutil.which(program) is None, reason=reason)
 
 
-def run(*command: str, **environment: str) -> str:
+needs_curl, needs_nghttp = needs("curl", "curl"), needs("nghttp", "nghttp2-client")
+each_protocol = pytest.mark.parametrize("flag", ["--http1.1", "--http2", "--http2-prior-knowledge"])
+
+
+def run(*command: str, content: object = None, **environment: str) -> str:
     result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=os.environ | environment
+        command,
+        input=json.dumps(content),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        env=os.environ | environment,
     )
     assert result.returncode == 0, (result.stdout, result.stderr)
     return result.stdout
+
+
+def curl(server: ServerProcess, path: str, *arguments: str, content: object = None) -> str:
+    """curl's output, which must have succeeded."""
+    command = ["curl", "-sS", "--no-buffer", *arguments, f"{server.url}{path}"]
+    if content is not None:
+        command += ["-H", "content-type: application/json", "--data-binary", "@-"]
+    return run(*command, content=content)
 
 
 def is_whole(text: str) -> bool:
@@ -42,35 +62,121 @@ def is_whole(text: str) -> bool:
     return text.startswith("data: {") and text.endswith("data: [DONE]\n\n")
 
 
-@pytest.fixture
-def tls_server(spawn: Callable[..., ServerProcess], tmp_path: Path) -> tuple[ServerProcess, Path]:
-    certificate, key = make_certificate(tmp_path / "tls")
-    server = spawn("--tls-cert", str(certificate), "--tls-key", str(key))
-    server.wait_ready()
-    return server, certificate
+@needs_curl
+@needs_openssl
+@pytest.mark.parametrize("is_secure", [False, True], ids=["in the clear", "TLS"])
+def test_banner_is_short_and_has_a_command_that_answers_when_pasted(
+    server: ServerProcess, tls_server: tuple[ServerProcess, Path], is_secure: bool
+) -> None:
+    banner = (tls_server[0] if is_secure else server).stdout.read_text()
+    assert len(banner.splitlines()) <= 8
+    command = banner.split("try ", 1)[1].strip().replace("curl ", "curl -sS ", 1)
+    answer = run("sh", "-c", command.replace('{"model"', '{"max_tokens": 3, "model"'))
+    assert json.loads(answer)["usage"]["completion_tokens"] in (1, 2, 3), "sampled: it may end early"
 
 
-@needs("curl", "curl")
-@pytest.mark.parametrize("flag", ["--http1.1", "--http2", "--http2-prior-knowledge"])
+@needs_curl
+@each_protocol
+def test_curl_streams_events(server: ServerProcess, flag: str) -> None:
+    text = curl(server, PATH, flag, content=CHAT | {"stream": True})
+    assert is_whole(text)
+    assert all(event.startswith("data: ") for event in text.strip().split("\n\n"))
+
+
+@needs_curl
+def test_body_is_sent_after_100_continue(server: ServerProcess) -> None:
+    output = curl(server, PATH, "-i", "-H", "expect: 100-continue", content=CHAT)
+    assert output.startswith("HTTP/1.1 100 Continue\n\nHTTP/1.1 200 OK\n"), output
+
+
+@needs_curl
+def test_curls_ways_of_asking_get_one_answer(server: ServerProcess) -> None:
+    ways = ((), ("--http1.0",), ("-H", "transfer-encoding: chunked"), ("--http2-prior-knowledge",), ("--http2",))
+    answers = [json.loads(curl(server, PATH, *flags, content=CHAT)) for flags in ways]
+    assert all(answer["usage"]["completion_tokens"] == 5 for answer in answers)
+    assert all(answer["choices"] == answers[0]["choices"] for answer in answers)
+
+
+@needs_curl
+def test_head_of_a_known_path_has_no_body(server: ServerProcess) -> None:
+    assert curl(server, "/v1/models", "--head").startswith("HTTP/1.1 200 OK")
+
+
+@needs_curl
+@each_protocol
+def test_upload_that_is_refused_before_its_end_reads_why(server: ServerProcess, flag: str) -> None:
+    """More of it than a window holds."""
+    answer = curl(server, "/v1/nowhere", flag, "-w", "%{http_code}", content="x" * 1_000_000)
+    assert answer.endswith("404"), answer
+
+
+@needs_curl
+def test_upgrade_to_http2_is_taken(server: ServerProcess) -> None:
+    assert curl(server, "/health", "--http2", "-w", "%{http_version}") == '{"status":"ok"}2'
+    answer = curl(server, PATH, "--http2", "-i", content=CHAT)
+    assert answer.startswith("HTTP/1.1 101 Switching Protocols\n")
+    assert "\nHTTP/2 200 \n" in answer
+
+
+@needs_curl
+def test_usage_and_timings_come_in_trailers_on_request(server: ServerProcess) -> None:
+    flags = ("--http2-prior-knowledge", "-D", "-", "-o", "/dev/null", "-H", "te: trailers")
+    head, trailers = curl(server, PATH, *flags, content=CHAT | {"stream": True}).split("\n\n")[:2]
+    assert head.startswith("HTTP/2 200")
+    assert re.search(r"^steploop-usage: prompt-tokens=\d+, cached-tokens=\d+, completion-tokens=5 *$", trailers, re.M)
+    assert "server-timing: head;dur=" in trailers
+
+
+@needs_openssl
+@needs_curl
+@pytest.mark.parametrize(("flag", "version"), [("--http2", "2"), ("--http1.1", "1.1")])
+def test_curl_over_tls(tls_server: tuple[ServerProcess, Path], flag: str, version: str) -> None:
+    server, certificate = tls_server
+    url = f"https://localhost:{server.port}/health"
+    text = run("curl", "-sS", flag, "--cacert", str(certificate), "-w", "%{http_version}", url)
+    assert text == '{"status":"ok"}' + version
+
+
+@needs_curl
+@each_protocol
 def test_curl_that_is_interrupted_frees_its_blocks(server: ServerProcess, flag: str) -> None:
     num_before = server.metrics()["steploop_disconnects_total"]
     command = ["curl", "-sS", "--no-buffer", flag, "-H", "content-type: application/json"]
-    command += ["-d", json.dumps(STREAM), f"{server.url}/v1/chat/completions"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as curl:
-        assert curl.stdout is not None
-        assert curl.stdout.readline().startswith("data: ")
-        curl.terminate()  # what an ignored SIGINT, as of a background job, would not do
-        curl.wait(LIMIT_S)
+    with subprocess.Popen([*command, "-d", json.dumps(STREAM), server.url + PATH], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"data: ")
+        process.terminate()  # what an ignored SIGINT, as of a background job, would not do
+        process.wait(LIMIT_S)
     server.wait_metric("steploop_disconnects_total", num_before + 1)
     server.wait_quiet()
 
 
-@needs("h2load", "nghttp2-client")
+@needs_nghttp
+def test_nghttp_and_its_priorities(server: ServerProcess) -> None:
+    output = run("nghttp", "-nv", "-m", "10", f"{server.url}/health")
+    assert output.count(":status: 200") == 10
+    assert "RST_STREAM" not in output
+
+
+@needs_nghttp
+def test_nghttp_upgrades_with_a_body(server: ServerProcess, tmp_path: Path) -> None:
+    (tmp_path / "chat.json").write_text(json.dumps(CHAT))
+    command = ("nghttp", "-u", "-H", "content-type: application/json", "-d", str(tmp_path / "chat.json"))
+    assert json.loads(run(*command, server.url + PATH))["usage"]["completion_tokens"] == 5
+
+
+@needs_nghttp
+@pytest.mark.parametrize("num_streams", [1, 16, 256])
+def test_h2load_loses_nothing(server: ServerProcess, num_streams: int) -> None:
+    output = run("h2load", "-n", "1000", "-c", "2", "-m", str(num_streams), f"{server.url}/health")
+    assert "1000 succeeded, 0 failed, 0 errored, 0 timeout" in output, output
+
+
+@needs_nghttp
 def test_h2load_posts_streams(server: ServerProcess, tmp_path: Path) -> None:
-    body = tmp_path / "body.json"
-    body.write_text(json.dumps(STREAM | {"max_tokens": 10}))
-    command = ["h2load", "-n", "64", "-c", "2", "-m", "16", "-d", str(body), "-H", "content-type: application/json"]
-    output = run(*command, f"{server.url}/v1/chat/completions")
+    (tmp_path / "body.json").write_text(json.dumps(STREAM | {"max_tokens": 10}))
+    command = ("h2load", "-n", "64", "-c", "2", "-m", "16", "-H", "content-type: application/json")
+    output = run(*command, "-d", str(tmp_path / "body.json"), server.url + PATH)
     assert "64 succeeded, 0 failed, 0 errored, 0 timeout" in output, output
     assert "status codes: 64 2xx" in output
 

@@ -53,7 +53,7 @@ def test_keys_come_and_go_while_the_server_runs(spawn: Callable[..., ServerProce
     listing = keys(config, "list")
     config.write_text(config.read_text().replace('name = "other"', 'name = "other"\nlimits = "none"'))
     server.send_signal(signal.SIGHUP)
-    server.wait_log("the reload failed, all stays as it was but for revocations: [[tenants]] number 2, 'other',")
+    server.wait_log("the reload failed; everything but revocations stays as it was: [[tenants]] number 2, 'other',")
     assert (status(first), status(second, "/metrics")) == (401, 200)
     assert "revoked" in listing
     assert "ci" in listing

@@ -23,13 +23,16 @@ class Kernels:
         self.are_own_tokens_alone = are_own_tokens_alone
         self.prompt_tile = 64
 
+    def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
+        raise AssertionError("a builder reserves nothing")
+
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         raise AssertionError("a builder computes nothing")
 
 
 def make_builder(are_alone: bool, windows: tuple[int | None, ...] = (None,)) -> BatchBuilder:
     kernels = Kernels(torch.int64 if are_alone else torch.int32, are_alone)
-    return BatchBuilder(8, 4096, SCRATCH, torch.float32, torch.device("cpu"), windows, kernels)
+    return BatchBuilder(8, 4096, SCRATCH, torch.device("cpu"), kernels, windows)
 
 
 def rows_of(builder: BatchBuilder, rows: list[tuple[int, int, list[int], bool]], prompts: list[int]) -> RaggedRows:

@@ -20,7 +20,7 @@ from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
 from gpu.parameters import LayerWeights, ModelWeights, Target, matrices
 from gpu.quant import QuantizedWeight, dequantize
 from gpu.streams import StagedCopies
-from gpu.weights import MatrixForm, kept_scheme, load_weights
+from gpu.weights import MatrixForm, load_weights, prequantized_scheme
 from tests import packed_files
 from tests.fp8_files import BLOCKS, SCHEMES, WHOLE, save_pair
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
@@ -46,7 +46,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(directory: Path, is_kept: bool, dtype: torch.dtype = torch.float32, fill: Any = Target.fill) -> ModelWeights:
     config = parse_model_config(read_config(directory))
     checkpoint = open_checkpoint(directory, config.packing)
-    return load_weights(checkpoint, config, dtype, CPU, no_progress, MatrixForm(is_packed_kept=is_kept), fill)
+    return load_weights(checkpoint, config, dtype, CPU, no_progress, MatrixForm(serves_prequantized=is_kept), fill)
 
 
 def loaded_matrices(weights: ModelWeights) -> dict[str, Any]:
@@ -138,9 +138,9 @@ def test_a_device_keeps_them_and_a_cpu_where_it_is_asked_to(plain: Path, tmp_pat
     stored, _ = save_pair(plain, tmp_path, WHOLE)
     config = parse_model_config(read_config(stored))
     for device, found in ((torch.device("cuda"), "fp8"), (CPU, None)):
-        assert kept_scheme(config, None, device) == found
-        assert kept_scheme(config, "fp8", device) == "fp8"
-        assert kept_scheme(config, "int8", device) is kept_scheme(config, "int4", device) is None
+        assert prequantized_scheme(config, None, device) == found
+        assert prequantized_scheme(config, "fp8", device) == "fp8"
+        assert prequantized_scheme(config, "int8", device) is prequantized_scheme(config, "int4", device) is None
 
 
 @pytest.mark.parametrize("scheme", ["blocks", "compressed channels"])

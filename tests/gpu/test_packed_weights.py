@@ -16,7 +16,7 @@ from gpu.checkpoint import open_checkpoint
 from gpu.memory_plan import estimate, weights_size_bytes
 from gpu.parameters import ModelWeights, matrices
 from gpu.quant import QuantizedWeight, dequantize
-from gpu.weights import MatrixForm, kept_scheme, load_weights
+from gpu.weights import MatrixForm, load_weights, prequantized_scheme
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver
 from tests.oracle import read_config
@@ -44,7 +44,7 @@ AS_FLOATS: dict[str, dict[str, Any]] = {
 def load(directory: Path) -> ModelWeights:
     config = parse_model_config(read_config(directory))
     checkpoint = open_checkpoint(directory, config.packing)
-    form = MatrixForm(is_packed_kept=kept_scheme(config, None, CPU) is not None)
+    form = MatrixForm(serves_prequantized=prequantized_scheme(config, None, CPU) is not None)
     return load_weights(checkpoint, config, torch.float32, CPU, no_progress, form)
 
 

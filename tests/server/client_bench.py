@@ -40,9 +40,6 @@ class Connections:
             self._dirty.add(connection)
             self.num_writes += 1
 
-    def expect_flush(self) -> None:
-        """Nothing is flushed but by flush_all."""
-
     def flush_all(self) -> None:
         self._dirty.clear()
         self.journal.append("/")

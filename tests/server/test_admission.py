@@ -25,6 +25,7 @@ from server.gate.admission import (
     Margin,
     Place,
     QueueLimits,
+    SharedRoom,
 )
 from server.gate.deadlines import DeadlineTable
 from server.gate.tenants import Limits, Tenant
@@ -313,6 +314,52 @@ def test_flood_of_one_tenant_refuses_nobody_elses_requests() -> None:
         server.run()
         assert code(the_answer(refused)) == (503, "deadline_unattainable")
         assert the_answer(served).status == 200
+
+
+# Rooms that tenants share
+
+
+def test_a_tenant_alone_has_all_of_the_room_and_others_find_some_of_what_is_left() -> None:
+    room = SharedRoom(16)
+    room.take("a", 16)
+    assert not room.exceeds_share("a", 0)
+    assert room.lacks(1) == 1
+    assert room.borrower() == "a"
+    assert not room.exceeds_share("b", 1)
+    room.give("a", 4)
+    assert room.borrower() is None
+    room.take("b", 1)
+    assert room.exceeds_share("a", 1)
+    assert not room.exceeds_share("b", 1)
+    assert room.exceeds_share("b", 3)  # of the 4 that a leaves
+
+
+def test_what_one_has_borrowed_counts_for_nothing_in_what_others_may_hold() -> None:
+    room = SharedRoom(16)
+    room.take("a", 15)
+    room.take("b", 1)
+    assert not room.exceeds_share("b", 2)
+    assert room.exceeds_share("b", 3)
+
+
+@pytest.mark.parametrize("num_tenants", [2, 5, 40])
+def test_however_many_take_all_they_may_there_is_room_for_one_who_comes(num_tenants: int) -> None:
+    room = SharedRoom(1024)
+    for _ in range(1024):
+        for tenant in range(num_tenants):
+            name = str(tenant)
+            if not room.exceeds_share(name, 1) and (room.lacks(1) <= 0):
+                room.take(name, 1)
+    assert not room.exceeds_share("new", 1)
+    assert room.lacks(1) <= 0
+    assert min(room.held.values()) >= 0.9 * max(room.held.values()) - 1 or num_tenants == 2
+
+
+def test_who_has_left_holds_nothing() -> None:
+    room = SharedRoom(4)
+    room.take("a", 3)
+    room.give("a", 3)
+    assert (room.total, room.held) == (0, {})
 
 
 # The order of lines

@@ -225,8 +225,7 @@ def test_client_that_leaves_after_the_last_byte_has_had_its_answer(server: Simul
     assert server.metrics.responses == {200: 1}
 
 
-def test_error_events_are_one_json_line() -> None:
-    server = SimulatedServer()
+def test_error_events_are_one_json_line(server: SimulatedServer) -> None:
     transport = server.send(chat(**STREAM))
     for _ in range(4):
         server.step()
@@ -234,7 +233,6 @@ def test_error_events_are_one_json_line() -> None:
     server.run()
     block = answers(bytes(transport.received))[0].body.decode().split("\n\n")[-2]
     assert json.loads(block.removeprefix("data: "))["error"]["message"] == "two\nlines\u2028"
-    server.close()
 
 
 # Behind proxies.

@@ -47,8 +47,7 @@ def test_failed_row_is_a_500_while_no_token_has_been_sent(fields: dict[str, Any]
     assert answer.json["error"]["message"] == "The logits are not finite."
 
 
-def test_fail_all_ends_streams_with_an_event_and_others_with_a_status() -> None:
-    server = SimulatedServer()
+def test_fail_all_ends_streams_with_an_event_and_others_with_a_status(server: SimulatedServer) -> None:
     streamed, whole = server.send(chat(**STREAM)), server.send(chat())
     for _ in range(4):
         server.step()
@@ -58,7 +57,6 @@ def test_fail_all_ends_streams_with_an_event_and_others_with_a_status() -> None:
     (answer,) = answers(bytes(whole.received))
     assert (refusal_of(answer), answer.headers["retry-after"]) == ((503, "draining"), "5")
     server.check_idle()
-    server.close()
 
 
 def test_path_of_what_cannot_be_answered_bears_no_key_into_the_log_and_forges_no_line(

@@ -55,25 +55,20 @@ def test_without_keys_everyone_is_local_and_may_do_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "header",
+    "headers",
     [
-        (b"authorization", b"Bearer two"),
-        (b"authorization", b"bEARER   two "),
-        (b"x-api-key", b"two"),
+        [(b"authorization", "Bearer zwölf".encode())],
+        [(b"authorization", "bEARER   zwölf ".encode())],
+        [(b"authorization", "Bearer zwölf".encode())] * 2,
+        [(b"x-api-key", "zwölf".encode())],
+        [(b"x-api-key", "zwölf".encode())] * 2,
     ],
 )
-def test_any_of_the_keys_is_taken_in_either_header(header: tuple[bytes, bytes]) -> None:
-    caller = with_keys("one", "two").identify(request(header), None)
-    assert (caller.tenant.name, caller.scopes, caller.key_id) == ("local", ALL_SCOPES, sha256(b"two").hexdigest()[:12])
-
-
-def test_a_key_that_is_sent_twice_is_one_key() -> None:
-    for name, value in ((b"authorization", b"Bearer one"), (b"x-api-key", b"one")):
-        with_keys("one").identify(request((name, value), (name, value)), None)
-
-
-def test_key_of_any_characters_is_compared_as_utf_8() -> None:
-    with_keys("schlüssel").identify(request((b"x-api-key", "schlüssel".encode())), None)
+def test_any_of_the_keys_is_taken_in_either_header(headers: list[tuple[bytes, bytes]]) -> None:
+    authenticator, key_id = with_keys("one", "zwölf"), sha256("zwölf".encode()).hexdigest()[:12]
+    caller = authenticator.identify(request(*headers), None)
+    assert (caller.tenant.name, caller.scopes, caller.key_id) == ("local", ALL_SCOPES, key_id)
+    assert "zwölf" not in repr(authenticator.directory)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +93,6 @@ def test_everything_else_is_refused_without_repeating_it(headers: Headers) -> No
     assert not {"on", "two", "ONE", "wrong"} & set(words)
 
 
-def test_authenticator_does_not_hold_the_keys_themselves() -> None:
-    authenticator = with_keys("s3cret")
-    assert "s3cret" not in repr(authenticator.directory)
-
-
 def test_a_key_of_the_file_names_its_tenant_and_its_rights() -> None:
     authenticator = with_tenants(record("sl-aaaaaaaaXX"), record("sl-bbbbbbbbXX", "other", scopes=(Scope.ADMIN,)))
     assert authenticator.identify(bearer("sl-aaaaaaaaXX"), None) == Caller(
@@ -120,28 +110,22 @@ def test_a_digest_in_the_tenants_table_is_a_key_too() -> None:
     assert Scope.ADMIN not in caller.scopes
 
 
-def test_a_key_is_good_until_the_second_it_expires_in() -> None:
+def test_where_somebody_is_named_who_shows_nothing_is_refused() -> None:
+    assert "who you are" in refusal(Authenticator(make_directory((ACME,)), NOW.timestamp), request())
+    assert "No API key" in refusal(Authenticator(make_directory((), (), ()), NOW.timestamp), request())
+
+
+def test_a_key_is_good_until_it_is_revoked_or_the_second_it_expires_in() -> None:
+    assert "revoked" in refusal(with_tenants(record("gone", revoked=NOW)), bearer("gone"))
     soon = record("soon", expires=NOW + timedelta(seconds=1))
     with_tenants(soon).identify(bearer("soon"), None)
     assert "expired" in refusal(with_tenants(record("now", expires=NOW)), bearer("now"))
-
-
-def test_a_revoked_key_is_refused() -> None:
-    assert "revoked" in refusal(with_tenants(record("gone", revoked=NOW)), bearer("gone"))
 
 
 def test_a_key_whose_tenant_is_not_configured_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
     authenticator = with_tenants(record("sl-aaaaaaaaXX", "nobody"))
     assert "not known" in refusal(authenticator, bearer("sl-aaaaaaaaXX"))
     assert "sl-aaaaaaaa is of a tenant that is not configured: nobody" in caplog.text
-
-
-def test_tenants_without_any_key_let_nobody_in() -> None:
-    assert "who you are" in refusal(Authenticator(make_directory((ACME,)), NOW.timestamp), request())
-
-
-def test_an_empty_keys_file_lets_nobody_in() -> None:
-    assert "No API key" in refusal(Authenticator(make_directory((), (), ()), NOW.timestamp), request())
 
 
 @pytest.mark.parametrize("name", [("DNS", "acme.example"), ("URI", "spiffe://example/acme")], ids=lambda name: name[0])

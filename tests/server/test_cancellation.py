@@ -97,34 +97,34 @@ CallOff = Callable[[Asked], None]
 @pytest.mark.parametrize("is_within_a_step", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 7])
 def test_blocks_are_free_with_the_step_that_runs_when_it_is_called_off(
-    ask: Ask, call_off: CallOff, num_steps: int, is_within_a_step: bool
+    server: SimulatedServer, ask: Ask, call_off: CallOff, num_steps: int, is_within_a_step: bool
 ) -> None:
-    with serving() as server:
-        asked = ask(server, prompt=[5] * 40, n=2, **LONG)
-        for _ in range(num_steps):
-            assert server.step()
-        if is_within_a_step:
-            server.loop.call_later(0.005, call_off, asked)
-        else:
-            call_off(asked)
-            server.loop.settle()
-        server.step()
-        server.check_idle()
-        reasons = {message.reason for message in server.posted if isinstance(message, Cancel)}
-        assert reasons == {FinishReason.CANCELLED}
+    asked = ask(server, prompt=[5] * 40, n=2, **LONG)
+    for _ in range(num_steps):
+        assert server.step()
+    if is_within_a_step:
+        server.loop.call_later(0.005, call_off, asked)
+    else:
+        call_off(asked)
+        server.loop.settle()
+    server.step()
+    server.check_idle()
+    reasons = {message.reason for message in server.posted if isinstance(message, Cancel)}
+    assert reasons == {FinishReason.CANCELLED}
 
 
 @every_way
-def test_at_most_two_tokens_are_drawn_after_it_is_called_off(ask: Ask, call_off: CallOff) -> None:
-    with serving() as server:
-        asked = ask(server, **LONG)
-        for _ in range(5):
-            server.step()
-        num_drawn = server.stats.num_generated_tokens
-        server.loop.call_later(0.005, call_off, asked)
-        server.run()
-        assert num_drawn > 0
-        assert server.stats.num_generated_tokens - num_drawn <= 2
+def test_at_most_two_tokens_are_drawn_after_it_is_called_off(
+    server: SimulatedServer, ask: Ask, call_off: CallOff
+) -> None:
+    asked = ask(server, **LONG)
+    for _ in range(5):
+        server.step()
+    num_drawn = server.stats.num_generated_tokens
+    server.loop.call_later(0.005, call_off, asked)
+    server.run()
+    assert num_drawn > 0
+    assert server.stats.num_generated_tokens - num_drawn <= 2
 
 
 @every_way
@@ -176,15 +176,14 @@ def test_stop_string_takes_the_same_path_and_lets_the_next_one_in(ask: Ask) -> N
         assert b'"finish_reason":"length"' in waiting.received
 
 
-def test_goaway_without_an_error_calls_nothing_off() -> None:
+def test_goaway_without_an_error_calls_nothing_off(server: SimulatedServer) -> None:
     """A client says so that it opens no more streams, and reads the answers of those it has."""
-    with serving() as server:
-        asked = ask_http2(server, max_tokens=20, **STREAM)
-        server.step()
-        asked.transport.feed(goaway(ErrorCodes.NO_ERROR))
-        server.run()
-        asked.client.exchange()
-        assert asked.client.responses[1].is_complete
+    asked = ask_http2(server, max_tokens=20, **STREAM)
+    server.step()
+    asked.transport.feed(goaway(ErrorCodes.NO_ERROR))
+    server.run()
+    asked.client.exchange()
+    assert asked.client.responses[1].is_complete
 
 
 @every_way

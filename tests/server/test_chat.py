@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.commands.chat import (
-    SETTINGS,
-    ChatStats,
-    Conversation,
-    HttpChatBackend,
-    ReadLine,
-    harmless,
-    serve_and_chat,
-)
+from server.commands.chat import SETTINGS, ChatStats, Conversation, HttpChatBackend, ReadLine, harmless, serve_and_chat
 from server.config import ServerConfig
 from server.gate.identity import WAYS
 from server.gate.tenants import Tenant

@@ -133,13 +133,6 @@ def test_connection_closes_after_the_last_answer(serve: Serve, request_head: byt
     assert not transport.was_aborted
 
 
-def test_connection_closes_after_its_last_request(serve: Serve) -> None:
-    server = serve(echo, ConnectionLimits(num_requests=2))
-    transport = server.exchange(GET, GET)
-    assert transport.received.count(b"connection: close") == 1
-    assert transport.is_lost
-
-
 def test_continue_goes_out_when_the_body_is_wanted(serve: Serve) -> None:
     async def handler(stream: HttpStream) -> None:
         await asyncio.sleep(5)
@@ -168,17 +161,6 @@ def test_continue_is_left_out_when_the_body_is_refused_or_there(serve: Serve) ->
     assert begun.writes == []
     empty = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n0\r\n\r\n"
     assert b"100 Continue" not in server.exchange(empty).received
-
-
-@pytest.mark.parametrize("size", [999, 1000, 1001])
-@pytest.mark.parametrize("is_chunked", [False, True])
-def test_body_limit_holds_at_and_one_past(serve: Serve, size: int, is_chunked: bool) -> None:
-    data = post(b"x" * size)
-    if is_chunked:
-        head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-        data = head + b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"x" * size)
-    transport = serve(echo).exchange(data)
-    assert responses(bytes(transport.received))[0][0] == (200 if size <= 1000 else 413)
 
 
 def test_early_answer_survives_the_rest_of_the_body(serve: Serve) -> None:
@@ -320,29 +302,6 @@ def test_idle_connection_closes_without_a_word(serve: Serve) -> None:
     server.loop.advance(50)
     assert used.is_lost
     assert not used.was_aborted
-
-
-def test_slow_body_gets_408_from_its_handler(serve: Serve) -> None:
-    server = serve(echo)
-    transport = server.exchange(post(b"x" * 900)[:-900])
-    server.loop.advance(29.9)
-    assert transport.writes == []
-    server.loop.advance(0.2)
-    assert responses(bytes(transport.received))[0][0] == 408
-    assert b"connection: close" in transport.received
-
-
-def test_body_at_the_minimal_rate_may_take_longer(serve: Serve) -> None:
-    async def handler(stream: HttpStream) -> None:
-        answer(stream, 200, b"%d" % len(await stream.read_body(100_000)))
-
-    server = serve(handler)
-    transport = server.exchange(post(b"x" * 20_000)[:-20_000])
-    for _ in range(40):
-        server.loop.advance(1)
-        transport.feed(b"x" * 500)
-    server.loop.settle()
-    assert responses(bytes(transport.received)) == [(200, b"20000")]
 
 
 def test_running_handler_has_no_clock_here(serve: Serve) -> None:

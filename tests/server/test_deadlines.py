@@ -58,47 +58,43 @@ def test_first_token_that_does_not_come_in_time_is_a_504(how: dict[str, Any]) ->
         assert the_answer(first).status == 200
 
 
-def test_stream_that_takes_too_long_keeps_what_was_said_and_ends_with_an_error_event() -> None:
-    with serving() as server:
-        alone = server.ask(chat(max_tokens=100)).text()
-        answer = server.ask(chat(max_tokens=100, deadlines={"total_ms": 300}, **STREAM))
-        assert (answer.status, answer.is_complete) == (200, True)
-        assert answer.events[-1]["error"]["code"] == "deadline_exceeded"
-        assert answer.text()
-        assert alone.startswith(answer.text())
-        (cancel,) = cancels(server)
-        assert cancel.reason is FinishReason.DEADLINE
-        assert cancel.num_tokens_kept is not None
-        assert 10 < cancel.num_tokens_kept < 100
+def test_stream_that_takes_too_long_keeps_what_was_said_and_ends_with_an_error_event(server: SimulatedServer) -> None:
+    alone = server.ask(chat(max_tokens=100)).text()
+    answer = server.ask(chat(max_tokens=100, deadlines={"total_ms": 300}, **STREAM))
+    assert (answer.status, answer.is_complete) == (200, True)
+    assert answer.events[-1]["error"]["code"] == "deadline_exceeded"
+    assert answer.text()
+    assert alone.startswith(answer.text())
+    (cancel,) = cancels(server)
+    assert cancel.reason is FinishReason.DEADLINE
+    assert cancel.num_tokens_kept is not None
+    assert 10 < cancel.num_tokens_kept < 100
 
 
-def test_whole_answer_that_takes_too_long_is_a_504() -> None:
-    with serving() as server:
-        answer = server.ask(chat(max_tokens=100, deadlines={"total_ms": 300}))
-        assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded")
-        assert answer.json["error"]["type"] == "timeout_error"
+def test_whole_answer_that_takes_too_long_is_a_504(server: SimulatedServer) -> None:
+    answer = server.ask(chat(max_tokens=100, deadlines={"total_ms": 300}))
+    assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded")
+    assert answer.json["error"]["type"] == "timeout_error"
 
 
-def test_gap_between_tokens_ends_the_stream() -> None:
-    with serving() as server:
-        answer = server.ask(chat(deadlines={"inter_token_ms": 500 * STEP_S}, **STREAM))
-        assert answer.events[-1]["error"]["code"] == "deadline_exceeded"
-        assert "next token" in answer.events[-1]["error"]["message"]
-        assert len(answer.text()) > 0
-        assert server.ask(chat(deadlines={"inter_token_ms": 1500 * STEP_S}, **STREAM)).finish_reason() == "length"
+def test_gap_between_tokens_ends_the_stream(server: SimulatedServer) -> None:
+    answer = server.ask(chat(deadlines={"inter_token_ms": 500 * STEP_S}, **STREAM))
+    assert answer.events[-1]["error"]["code"] == "deadline_exceeded"
+    assert "next token" in answer.events[-1]["error"]["message"]
+    assert len(answer.text()) > 0
+    assert server.ask(chat(deadlines={"inter_token_ms": 1500 * STEP_S}, **STREAM)).finish_reason() == "length"
 
 
 @pytest.mark.parametrize("send", [send_http1, send_http2])
 @pytest.mark.parametrize("fields", [{"deadlines": {"total_ms": 305}}, {"deadlines": {"ttft_ms": 15}}])
 def test_blocks_are_free_with_the_step_that_runs_when_the_deadline_passes(
-    fields: dict[str, Any], send: Callable[[SimulatedServer, bytes], object]
+    server: SimulatedServer, fields: dict[str, Any], send: Callable[[SimulatedServer, bytes], object]
 ) -> None:
-    with serving() as server:
-        send(server, completion(prompt=[5] * 40, n=2, max_tokens=100, **STREAM, **fields))
-        while not cancels(server):
-            assert server.step()
-        server.check_idle()
-        assert {message.reason for message in cancels(server)} == {FinishReason.DEADLINE}
+    send(server, completion(prompt=[5] * 40, n=2, max_tokens=100, **STREAM, **fields))
+    while not cancels(server):
+        assert server.step()
+    server.check_idle()
+    assert {message.reason for message in cancels(server)} == {FinishReason.DEADLINE}
 
 
 def test_waiting_request_has_the_slot_in_the_next_plan() -> None:
@@ -141,14 +137,13 @@ def test_time_that_the_reader_takes_is_counted_in_the_whole_and_is_no_failure_of
         assert server.metrics.slo.states(0, 0)["error_rate"].value == 0.0
 
 
-def test_choice_that_has_ended_owes_no_token() -> None:
-    with serving() as server:
-        texts = [server.ask(completion(max_tokens=60, n=2)).text(i) for i in range(2)]
-        stop = next(text for text in texts[0][3:] if text not in texts[1])
-        answer = server.ask(
-            completion(max_tokens=60, n=2, stop=stop, deadlines={"inter_token_ms": 1500 * STEP_S}, **STREAM)
-        )
-        assert [answer.finish_reason(i) for i in range(2)] == ["stop", "length"]
+def test_choice_that_has_ended_owes_no_token(server: SimulatedServer) -> None:
+    texts = [server.ask(completion(max_tokens=60, n=2)).text(i) for i in range(2)]
+    stop = next(text for text in texts[0][3:] if text not in texts[1])
+    answer = server.ask(
+        completion(max_tokens=60, n=2, stop=stop, deadlines={"inter_token_ms": 1500 * STEP_S}, **STREAM)
+    )
+    assert [answer.finish_reason(i) for i in range(2)] == ["stop", "length"]
 
 
 def test_request_asks_for_less_than_the_server_gives_never_for_more() -> None:

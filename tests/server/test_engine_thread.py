@@ -1,6 +1,7 @@
 """A real thread beside a real loop: what is posted is answered, and every way to end ends it. Nobody sleeps."""
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator
@@ -78,11 +79,12 @@ def build_with(make_runner: Callable[..., SimulatedRunner] = SimulatedRunner) ->
     return build
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(scenario(), JOIN_S)
+def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), JOIN_S))
 
-    asyncio.run(limited())
+    return run
 
 
 def start(build: Callable[..., Built]) -> tuple[EngineThread, Events]:
@@ -93,70 +95,65 @@ def start(build: Callable[..., Built]) -> tuple[EngineThread, Events]:
     return thread, events
 
 
-def test_requests_are_answered_and_an_idle_thread_ends_at_once() -> None:
-    async def scenario() -> None:
-        thread, events = start(build_with())
-        await events.ready
-        for name in "abcdefgh":
-            thread.post(Submit(make_request(name)))
-        for name in "abcdefgh":
-            await events.wait_ended(name)
-            assert events.log.terminal(name).finish_reason is FinishReason.LENGTH
-        thread.post(Submit(make_request("late")))  # an idle engine wakes up
-        await events.wait_ended("late")
-        thread.stop()
-        assert thread.wait_stopped(JOIN_S)
-
-    run(scenario)
+def end(thread: EngineThread) -> None:
+    thread.stop()
+    assert thread.wait_stopped(JOIN_S)
 
 
-def test_what_is_posted_before_it_is_built_is_answered_after() -> None:
-    async def scenario() -> None:
-        may_build = threading.Event()
-
-        def build(*args: Any) -> Built:
-            may_build.wait()
-            return build_with()(*args)
-
-        thread, events = start(build)
-        thread.post(Submit(make_request("a")))
-        thread.post(Submit(make_request("b", max_tokens=100)))
-        thread.post(Cancel("b", FinishReason.CANCELLED))
-        may_build.set()
-        await events.wait_ended("a")
-        await events.wait_ended("b")
-        assert events.log.terminal("b").finish_reason is FinishReason.CANCELLED
-        thread.stop()
-        assert thread.wait_stopped(JOIN_S)
-
-    run(scenario)
+@on_a_loop
+async def test_requests_are_answered_and_an_idle_thread_ends_at_once() -> None:
+    thread, events = start(build_with())
+    await events.ready
+    for name in "abcdefgh":
+        thread.post(Submit(make_request(name)))
+    for name in "abcdefgh":
+        await events.wait_ended(name)
+        assert events.log.terminal(name).finish_reason is FinishReason.LENGTH
+    thread.post(Submit(make_request("late")))  # an idle engine wakes up
+    await events.wait_ended("late")
+    end(thread)
 
 
-def test_an_idle_thread_wakes_for_work_of_its_own_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_loop
+async def test_what_is_posted_before_it_is_built_is_answered_after() -> None:
+    may_build = threading.Event()
+
+    def build(*args: Any) -> Built:
+        may_build.wait()
+        return build_with()(*args)
+
+    thread, events = start(build)
+    thread.post(Submit(make_request("a")))
+    thread.post(Submit(make_request("b", max_tokens=100)))
+    thread.post(Cancel("b", FinishReason.CANCELLED))
+    may_build.set()
+    await events.wait_ended("a")
+    await events.wait_ended("b")
+    assert events.log.terminal("b").finish_reason is FinishReason.CANCELLED
+    end(thread)
+
+
+@on_a_loop
+async def test_an_idle_thread_wakes_for_work_of_its_own_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.engine.IDLE_S", 0.001)
+    loop, slices, done = asyncio.get_running_loop(), list[str](), asyncio.Event()
 
-    async def scenario() -> None:
-        loop, slices, done = asyncio.get_running_loop(), list[str](), asyncio.Event()
+    def work() -> Generator[None]:
+        for _ in range(3):
+            slices.append(threading.current_thread().name)
+            yield
+        loop.call_soon_threadsafe(done.set)
 
-        def work() -> Generator[None]:
-            for _ in range(3):
-                slices.append(threading.current_thread().name)
-                yield
-            loop.call_soon_threadsafe(done.set)
+    def build(inbox: Inbox, deliver: Callable[[StepDelivery], None]) -> Built:
+        limits = small_limits()
+        runner = SimulatedRunner(limits, CostModel(), SimulatedClock())
+        scheduler = Scheduler(limits, (), lambda: 0)
+        return Built(Engine(scheduler, runner, time.monotonic, inbox, deliver, idle_work=work))
 
-        def build(inbox: Inbox, deliver: Callable[[StepDelivery], None]) -> Built:
-            limits = small_limits()
-            runner = SimulatedRunner(limits, CostModel(), SimulatedClock())
-            scheduler = Scheduler(limits, (), lambda: 0)
-            return Built(Engine(scheduler, runner, time.monotonic, inbox, deliver, idle_work=work))
-
-        thread, _ = start(build)
-        await done.wait()
-        assert slices == ["engine"] * 3
-        thread.stop()
-        assert thread.wait_stopped(JOIN_S)
-
-    run(scenario)
+    thread, _ = start(build)
+    await done.wait()
+    assert slices == ["engine"] * 3
+    end(thread)
 
 
 class HeldRunner(SimulatedRunner):
@@ -173,33 +170,30 @@ class HeldRunner(SimulatedRunner):
         return super().collect(ticket)
 
 
-def test_beat_is_given_at_once_by_an_idle_engine_and_after_its_step_by_a_busy_one() -> None:
-    async def scenario() -> None:
-        runners: list[HeldRunner] = []
+@on_a_loop
+async def test_beat_is_given_at_once_by_an_idle_engine_and_after_its_step_by_a_busy_one() -> None:
+    runners: list[HeldRunner] = []
 
-        def make_runner(*args: Any) -> HeldRunner:
-            runners.append(HeldRunner(*args))
-            return runners[0]
+    def make_runner(*args: Any) -> HeldRunner:
+        runners.append(HeldRunner(*args))
+        return runners[0]
 
-        thread, events = start(build_with(make_runner))
-        await events.ready
-        thread.ask_for_beat()
-        await events.beat.wait()
-        events.beat.clear()
-        thread.post(Submit(make_request("a", max_tokens=5)))
-        await asyncio.to_thread(runners[0].is_in_step.wait)
-        thread.ask_for_beat()
-        assert not thread.wait_stopped(0)
-        assert not events.beat.is_set()
-        runners[0].may_end.release()  # one step of five: it is busy with the next
-        await events.beat.wait()
-        assert not events.log.terminals("a")
-        runners[0].may_end.release(4)
-        await events.wait_ended("a")
-        thread.stop()
-        assert thread.wait_stopped(JOIN_S)
-
-    run(scenario)
+    thread, events = start(build_with(make_runner))
+    await events.ready
+    thread.ask_for_beat()
+    await events.beat.wait()
+    events.beat.clear()
+    thread.post(Submit(make_request("a", max_tokens=5)))
+    await asyncio.to_thread(runners[0].is_in_step.wait)
+    thread.ask_for_beat()
+    assert not thread.wait_stopped(0)
+    assert not events.beat.is_set()
+    runners[0].may_end.release()  # one step of five: it is busy with the next
+    await events.beat.wait()
+    assert not events.log.terminals("a")
+    runners[0].may_end.release(4)
+    await events.wait_ended("a")
+    end(thread)
 
 
 def test_engine_waits_for_a_loop_that_is_behind() -> None:
@@ -234,41 +228,36 @@ def test_engine_waits_for_a_loop_that_is_behind() -> None:
         thread.stop()
         assert thread.wait_stopped(JOIN_S)
 
-    run(scenario)
+    asyncio.run(asyncio.wait_for(scenario(), JOIN_S))
     assert ahead == MAX_DELIVERIES + 1
 
 
 @pytest.mark.parametrize("num_requests", [0, 1])
-def test_stop_ends_a_thread_that_is_idle_or_busy(num_requests: int) -> None:
-    async def scenario() -> None:
-        thread, events = start(build_with())
-        await events.ready
-        for _ in range(num_requests):
-            thread.post(Submit(make_request("a", max_tokens=190)))
-        thread.stop()
-        assert thread.wait_stopped(JOIN_S)
-        assert not events.failed.done()
-
-    run(scenario)
+@on_a_loop
+async def test_stop_ends_a_thread_that_is_idle_or_busy(num_requests: int) -> None:
+    thread, events = start(build_with())
+    await events.ready
+    for _ in range(num_requests):
+        thread.post(Submit(make_request("a", max_tokens=190)))
+    end(thread)
+    assert not events.failed.done()
 
 
-def test_stop_while_it_is_built_ends_it_after() -> None:
-    async def scenario() -> None:
-        may_build = threading.Event()
+@on_a_loop
+async def test_stop_while_it_is_built_ends_it_after() -> None:
+    may_build = threading.Event()
 
-        def build(*args: Any) -> Built:
-            may_build.wait()
-            return build_with()(*args)
+    def build(*args: Any) -> Built:
+        may_build.wait()
+        return build_with()(*args)
 
-        thread, events = start(build)
-        thread.stop()
-        assert not thread.wait_stopped(0)
-        may_build.set()
-        assert thread.wait_stopped(JOIN_S)
-        await events.ready
-        assert not events.log.deliveries
-
-    run(scenario)
+    thread, events = start(build)
+    thread.stop()
+    assert not thread.wait_stopped(0)
+    may_build.set()
+    assert thread.wait_stopped(JOIN_S)
+    await events.ready
+    assert not events.log.deliveries
 
 
 class StoppingEvent(threading.Event):
@@ -283,27 +272,23 @@ class StoppingEvent(threading.Event):
         super().clear()
 
 
-def test_stop_that_comes_just_before_the_wake_up_is_cleared_is_not_lost() -> None:
-    async def scenario() -> None:
-        thread = EngineThread(build_with(), Events(), asyncio.get_running_loop())
-        thread._wake_up = StoppingEvent(thread.stop)
-        thread.start()
-        assert thread.wait_stopped(JOIN_S)
-
-    run(scenario)
+@on_a_loop
+async def test_stop_that_comes_just_before_the_wake_up_is_cleared_is_not_lost() -> None:
+    thread = EngineThread(build_with(), Events(), asyncio.get_running_loop())
+    thread._wake_up = StoppingEvent(thread.stop)
+    thread.start()
+    assert thread.wait_stopped(JOIN_S)
 
 
-def test_failure_to_build_is_told() -> None:
-    async def scenario() -> None:
-        def build(*args: Any) -> Built:
-            raise FileNotFoundError("no weights")
+@on_a_loop
+async def test_failure_to_build_is_told() -> None:
+    def build(*args: Any) -> Built:
+        raise FileNotFoundError("no weights")
 
-        thread, events = start(build)
-        assert isinstance(await events.failed, FileNotFoundError)
-        assert thread.wait_stopped(JOIN_S)
-        assert not events.ready.done()
-
-    run(scenario)
+    thread, events = start(build)
+    assert isinstance(await events.failed, FileNotFoundError)
+    assert thread.wait_stopped(JOIN_S)
+    assert not events.ready.done()
 
 
 class DeadDevice(SimulatedRunner):
@@ -311,17 +296,15 @@ class DeadDevice(SimulatedRunner):
         raise DeviceError("gone")
 
 
-def test_broken_engine_ends_its_requests_before_its_failure_is_told() -> None:
-    async def scenario() -> None:
-        thread, events = start(build_with(DeadDevice))
-        thread.post(Submit(make_request("a")))
-        thread.post(Submit(make_request("b")))
-        assert isinstance(await events.failed, EngineBroken)
-        for name in "ab":
-            assert events.log.terminal(name).finish_reason is FinishReason.ERROR
-        assert thread.wait_stopped(JOIN_S)
-
-    run(scenario)
+@on_a_loop
+async def test_broken_engine_ends_its_requests_before_its_failure_is_told() -> None:
+    thread, events = start(build_with(DeadDevice))
+    thread.post(Submit(make_request("a")))
+    thread.post(Submit(make_request("b")))
+    assert isinstance(await events.failed, EngineBroken)
+    for name in "ab":
+        assert events.log.terminal(name).finish_reason is FinishReason.ERROR
+    assert thread.wait_stopped(JOIN_S)
 
 
 def test_thread_ends_by_itself_when_the_loop_has_closed() -> None:
@@ -337,6 +320,6 @@ def test_thread_ends_by_itself_when_the_loop_has_closed() -> None:
         thread.post(Submit(make_request("a")))
         threads.append(thread)
 
-    run(scenario)
+    asyncio.run(scenario())
     may_build.set()
     assert threads[0].wait_stopped(JOIN_S)

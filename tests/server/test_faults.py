@@ -23,7 +23,7 @@ from server.gate.quota import Quotas, Ticket
 from server.gate.tenants import Limits, Tenant
 from server.generation import Generation
 from server.ledger.ledger import Entry
-from server.ledger.store import LedgerStore, State
+from server.ledger.store import LedgerStore, RowState
 from server.listening.listener import Listener
 from server.observing.accounting import Accounting
 from server.observing.metrics import Histogram, Metrics
@@ -117,9 +117,8 @@ def check_told(answer: Any) -> None:
 
 @pytest.mark.parametrize("stage", LOOP_STAGES)
 def test_fault_on_the_loop_ends_one_request_and_leaves_nothing(
-    stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: SimulatedServer, stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = SimulatedServer()
     untouched = [answer.text() for answer in ask_both(server)]
     owner, name, is_guilty = LOOP_STAGES[stage]
     fail_at(monkeypatch, owner, name, Once() if isinstance(is_guilty, Once) else is_guilty)
@@ -129,7 +128,6 @@ def test_fault_on_the_loop_ends_one_request_and_leaves_nothing(
     (whole,) = [(i, answer) for i, answer in enumerate(found) if is_whole(answer)]
     assert whole[1].text() == untouched[whole[0]]
     assert f"Fault: {owner.__name__}.{name}" in caplog.text
-    server.close()  # no block, handle, answer, reservation or timer is left
 
 
 class FaultyStage(SimulatedRunner):
@@ -166,8 +164,9 @@ def test_fault_in_a_step_is_the_guilty_ones_alone(stage: str) -> None:
     server.close()
 
 
-def test_fault_is_shown_to_the_admin_with_its_stage_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = SimulatedServer()
+def test_fault_is_shown_to_the_admin_with_its_stage_and_counted(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail_at(monkeypatch, *LOOP_STAGES["template and tokenize"])
     told = server.ask(guilty())
     assert (told.status, told.json["error"]["code"]) == (500, "internal_error")
@@ -175,7 +174,6 @@ def test_fault_is_shown_to_the_admin_with_its_stage_and_counted(monkeypatch: pyt
     assert (failed["status"], failed["error_code"]) == (500, "internal_error")
     assert failed["stages"][-2]["stage"] == "validate"
     assert server.metrics.refused == {"internal_error": 1}
-    server.close()
 
 
 class Nth:
@@ -238,7 +236,7 @@ CALLED_OUT: dict[tuple[type, str], tuple[int, ...]] = {
     (WholeOutput, "complete"): (1,),
     (Generation, "_release"): (1, 3),
     (Generation, "_next_due"): (1, 5),
-    (Generation, "_excuse_held"): (1,),
+    (Generation, "_excuse_pause"): (1,),
     (Generation, "_on_due"): (1,),
     (Ticket, "reserve"): (1, 3),
     (Ticket, "settle"): (1, 4),
@@ -335,7 +333,7 @@ class Crowd:
         self.server.run_for(60.0)
         self.server.close()
         found = rows(self.ledger)
-        assert {row.state for row in found} == {State.SETTLED}
+        assert {row.state for row in found} == {RowState.SETTLED}
         assert len({row.request_id for row in found}) == len(found)
 
 
@@ -378,9 +376,8 @@ def test_fault_costs_one_connection_or_request_whoever_calls_it(
 
 
 def test_answer_that_cannot_be_broken_off_at_the_end_keeps_no_other_from_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = SimulatedServer()
     transports = [server.send(chat(**STREAM)) for _ in range(3)]
     for _ in range(4):
         server.step()
@@ -390,7 +387,6 @@ def test_answer_that_cannot_be_broken_off_at_the_end_keeps_no_other_from_its_own
     ends = [answers(bytes(transport.received))[0].events[-1] for transport in transports]
     assert [end == "[DONE]" or end["error"]["code"] for end in ends] == [True, "draining", "draining"]
     assert "Fault: Generation.fail" in caplog.text
-    server.close()
 
 
 def test_body_that_is_let_on_in_vain_costs_its_own_connection(

@@ -43,50 +43,46 @@ def all_routes() -> list[tuple[str, str, Route]]:
 
 
 def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:
-    server = SimulatedServer(tenants=(ACME,))
-    scopes = {(method, path): route.scope for path, method, route in all_routes()}
-    public = {path for (_, path), scope in scopes.items() if scope is None}
-    assert public == {"/health", "/ping", "/ready"}
-    assert {path for (_, path), scope in scopes.items() if scope is Scope.METRICS} == {"/metrics"}
-    is_admins = {path: scope is Scope.ADMIN for (_, path), scope in scopes.items()}
-    assert is_admins == {path: path.startswith("/admin/") for path in is_admins}
-    for (method, path), scope in scopes.items():
-        expected = 200 if scope is None else 401
-        assert server.ask(request(method, path), method).status == expected, path
-        if scope in (Scope.ADMIN, Scope.METRICS):
-            answer = server.ask(as_caller(request(method, path), "a"), method)
-            assert (answer.status, answer.json["error"]["code"]) == (403, "permission_denied")
-    server.close()
+    with closing(SimulatedServer(tenants=(ACME,))) as server:
+        scopes = {(method, path): route.scope for path, method, route in all_routes()}
+        public = {path for (_, path), scope in scopes.items() if scope is None}
+        assert public == {"/health", "/ping", "/ready"}
+        assert {path for (_, path), scope in scopes.items() if scope is Scope.METRICS} == {"/metrics"}
+        is_admins = {path: scope is Scope.ADMIN for (_, path), scope in scopes.items()}
+        assert is_admins == {path: path.startswith("/admin/") for path in is_admins}
+        for (method, path), scope in scopes.items():
+            expected = 200 if scope is None else 401
+            assert server.ask(request(method, path), method).status == expected, path
+            if scope in (Scope.ADMIN, Scope.METRICS):
+                answer = server.ask(as_caller(request(method, path), "a"), method)
+                assert (answer.status, answer.json["error"]["code"]) == (403, "permission_denied")
 
 
 def test_what_is_refused_is_not_read() -> None:
-    server = SimulatedServer(tenants=(ACME,))
-    transport = server.send(request("POST", "/v1/completions", None, "Content-Length: 50000"))
-    assert b" 401 " in transport.received.split(b"\r\n", 1)[0]
-    server.close()
+    with closing(SimulatedServer(tenants=(ACME,))) as server:
+        transport = server.send(request("POST", "/v1/completions", None, "Content-Length: 50000"))
+        assert b" 401 " in transport.received.split(b"\r\n", 1)[0]
 
 
 def test_a_tenants_name_class_and_cache_domain_go_with_its_requests() -> None:
-    server = SimulatedServer(tenants=(ACME, THIRD))
-    server.ask(as_caller(completion(), "a"))
-    server.ask(as_caller(completion(), "t"))
-    acme, third = (message.request for message in server.posted if isinstance(message, Submit))
-    assert (acme.share, third.share) == (2, 1)
-    assert (acme.tenant, acme.priority) == ("acme", ACME.priority_of(None))
-    assert (third.tenant, third.priority) == ("third", THIRD.priority_of(None))
-    assert acme.cache_domain != third.cache_domain
-    server.close()
+    with closing(SimulatedServer(tenants=(ACME, THIRD))) as server:
+        server.ask(as_caller(completion(), "a"))
+        server.ask(as_caller(completion(), "t"))
+        acme, third = (message.request for message in server.posted if isinstance(message, Submit))
+        assert (acme.share, third.share) == (2, 1)
+        assert (acme.tenant, acme.priority) == ("acme", ACME.priority_of(None))
+        assert (third.tenant, third.priority) == ("third", THIRD.priority_of(None))
+        assert acme.cache_domain != third.cache_domain
 
 
 def test_a_prompt_is_cached_for_its_own_tenant_alone() -> None:
-    server = SimulatedServer(tenants=(ACME, THIRD))
-    cached = []
-    for key in ("a", "t", "a"):
-        answer = server.ask(as_caller(completion(prompt=[7] * 40), key))
-        cached.append(answer.usage["prompt_tokens_details"]["cached_tokens"])
-    assert cached[:2] == [0, 0]
-    assert cached[2] > 0
-    server.close()
+    with closing(SimulatedServer(tenants=(ACME, THIRD))) as server:
+        cached = []
+        for key in ("a", "t", "a"):
+            answer = server.ask(as_caller(completion(prompt=[7] * 40), key))
+            cached.append(answer.usage["prompt_tokens_details"]["cached_tokens"])
+        assert cached[:2] == [0, 0]
+        assert cached[2] > 0
 
 
 def test_what_tenants_of_one_domain_send_is_cached_for_all_of_them_but_for_what_is_salted() -> None:
@@ -101,52 +97,50 @@ def test_what_tenants_of_one_domain_send_is_cached_for_all_of_them_but_for_what_
 
 
 def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
-    server = SimulatedServer(tenants=(ACME, OTHER))
-    (model,) = server.app.state.served.reader.cards
-    server.app.state.card = ServerCard(
-        model=model,
-        model_type="llama",
-        architectures=("LlamaForCausalLM",),
-        version="1",
-        max_sequences=1,
-        max_batch_tokens=1,
-        num_kv_tokens=1,
-    )
-    listing = request("GET", "/v1/models")
-    assert [model["id"] for model in server.ask(as_caller(listing, "a"), "GET").json["data"]] == [MODEL]
-    assert server.ask(as_caller(listing, "o"), "GET").json["data"] == []
-    asked: list[tuple[bytes, str]] = [
-        (chat(), "POST"),
-        (completion(), "POST"),
-        (request("POST", "/v1/responses/input_tokens", {"model": MODEL, "input": "a"}), "POST"),
-        (request("POST", "/tokenize", {"model": MODEL, "prompt": "a"}), "POST"),
-        (request("POST", "/tokenize", {"prompt": "a"}), "POST"),
-        (request("POST", "/detokenize", {"model": MODEL, "tokens": [7]}), "POST"),
-        (request("POST", "/detokenize", {"tokens": [7]}), "POST"),
-        (request("GET", "/model_info"), "GET"),
-        (request("GET", "/server_info"), "GET"),
-        (request("GET", f"/v1/models/{MODEL}"), "GET"),
-    ]
-    for data, method in asked:
-        assert server.ask(as_caller(data, "a"), method).status == 200
-        answer = server.ask(as_caller(data, "o"), method)
-        assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
-        assert "There is no model" in answer.json["error"]["message"]
-        assert "may use none of those" in answer.json["error"]["message"]
-    server.close()
+    with closing(SimulatedServer(tenants=(ACME, OTHER))) as server:
+        (model,) = server.app.state.served.reader.cards
+        server.app.state.card = ServerCard(
+            model=model,
+            model_type="llama",
+            architectures=("LlamaForCausalLM",),
+            version="1",
+            max_sequences=1,
+            max_batch_tokens=1,
+            num_kv_tokens=1,
+        )
+        listing = request("GET", "/v1/models")
+        assert [model["id"] for model in server.ask(as_caller(listing, "a"), "GET").json["data"]] == [MODEL]
+        assert server.ask(as_caller(listing, "o"), "GET").json["data"] == []
+        asked: list[tuple[bytes, str]] = [
+            (chat(), "POST"),
+            (completion(), "POST"),
+            (request("POST", "/v1/responses/input_tokens", {"model": MODEL, "input": "a"}), "POST"),
+            (request("POST", "/tokenize", {"model": MODEL, "prompt": "a"}), "POST"),
+            (request("POST", "/tokenize", {"prompt": "a"}), "POST"),
+            (request("POST", "/detokenize", {"model": MODEL, "tokens": [7]}), "POST"),
+            (request("POST", "/detokenize", {"tokens": [7]}), "POST"),
+            (request("GET", "/model_info"), "GET"),
+            (request("GET", "/server_info"), "GET"),
+            (request("GET", f"/v1/models/{MODEL}"), "GET"),
+        ]
+        for data, method in asked:
+            assert server.ask(as_caller(data, "a"), method).status == 200
+            answer = server.ask(as_caller(data, "o"), method)
+            assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+            assert "There is no model" in answer.json["error"]["message"]
+            assert "may use none of those" in answer.json["error"]["message"]
 
 
 def test_nobody_cancels_another_tenants_request() -> None:
-    server = SimulatedServer(tenants=(ACME, THIRD))
-    stream = server.send(as_caller(chat(**STREAM, max_tokens=100), "a"))
-    server.step()
-    delete = request("DELETE", "/v1/requests/chatcmpl-r1")
-    for key, status in (("t", 404), ("a", 200)):
-        transport = server.send(as_caller(delete, key))
-        assert transport.received.startswith(b"HTTP/1.1 %d" % status)
-    server.run()
-    assert b"request_cancelled" in stream.received
-    server.close()
+    with closing(SimulatedServer(tenants=(ACME, THIRD))) as server:
+        stream = server.send(as_caller(chat(**STREAM, max_tokens=100), "a"))
+        server.step()
+        delete = request("DELETE", "/v1/requests/chatcmpl-r1")
+        for key, status in (("t", 404), ("a", 200)):
+            transport = server.send(as_caller(delete, key))
+            assert transport.received.startswith(b"HTTP/1.1 %d" % status)
+        server.run()
+        assert b"request_cancelled" in stream.received
 
 
 def test_the_access_line_names_tenant_and_key_and_never_the_key(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,22 +57,22 @@ def test_every_state_has_its_row_and_every_action_is_a_method() -> None:
 )
 @pytest.mark.parametrize("fields", [{}, STREAM])
 def test_event_that_its_state_does_not_know_is_logged_and_ends_that_generation(
+    server: SimulatedServer,
     state: State,
     event: Event,
     fields: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serving() as server:
-        with monkeypatch.context() as patch:
-            patch.delitem(TABLE[state], event)
-            transport = server.send(chat(**fields))
-            server.run()
-            (answer,) = answers(bytes(transport.received))
-        assert answer.status == 500 or not answer.is_complete
-        assert f"{event} in {state}" in caplog.text
-        server.check_idle()
-        assert server.ask(chat()).status == 200
+    with monkeypatch.context() as patch:
+        patch.delitem(TABLE[state], event)
+        transport = server.send(chat(**fields))
+        server.run()
+        (answer,) = answers(bytes(transport.received))
+    assert answer.status == 500 or not answer.is_complete
+    assert f"{event} in {state}" in caplog.text
+    server.check_idle()
+    assert server.ask(chat()).status == 200
 
 
 # What is said
@@ -181,8 +181,7 @@ def test_timings_are_told_when_asked_for() -> None:
     assert told.keys() - stages.keys() == {"ttft", "prefill_chunks", "cached_tokens"}
 
 
-def test_silent_stream_gets_its_head_and_a_comment_every_15_seconds() -> None:
-    server = SimulatedServer()
+def test_silent_stream_gets_its_head_and_a_comment_every_15_seconds(server: SimulatedServer) -> None:
     other = server.send(b"")
     transport = server.send(chat(**STREAM))
     server.loop.advance(KEEP_ALIVE_S - 0.1)  # the engine is not stepped
@@ -204,17 +203,14 @@ def test_silent_stream_gets_its_head_and_a_comment_every_15_seconds() -> None:
     server.loop.advance(60)
     assert len(transport.received) == num_bytes
     assert not other.received
-    server.close()
 
 
-def test_whole_answer_is_not_touched_by_silence() -> None:
-    server = SimulatedServer()
+def test_whole_answer_is_not_touched_by_silence(server: SimulatedServer) -> None:
     transport = server.send(chat())
     server.loop.advance(100)
     assert not transport.received
     server.run()
     assert answers(bytes(transport.received))[0].status == 200
-    server.close()
 
 
 def slow_reader(server: SimulatedServer) -> Any:
@@ -225,34 +221,28 @@ def slow_reader(server: SimulatedServer) -> Any:
     return transport
 
 
-def test_paused_stream_gets_no_keep_alives() -> None:
-    server = SimulatedServer()
+def test_paused_stream_gets_no_keep_alives(server: SimulatedServer) -> None:
     transport = slow_reader(server)
     server.loop.advance(29)
     assert b"keep-alive" not in b"".join(transport.writes)
-    server.close()
 
 
-def test_delete_of_a_paused_stream_ends_it() -> None:
-    server = SimulatedServer()
+def test_delete_of_a_paused_stream_ends_it(server: SimulatedServer) -> None:
     transport = slow_reader(server)
     assert server.ask(request("DELETE", "/v1/requests/chatcmpl-r1")).status == 200
     transport.peer_read()
     (answer,) = answers(bytes(transport.received))
     assert answer.events[-1]["error"]["code"] == "request_cancelled"
     server.check_idle()
-    server.close()
 
 
-def test_inter_token_time_is_counted_per_choice() -> None:
-    server = SimulatedServer()
+def test_inter_token_time_is_counted_per_choice(server: SimulatedServer) -> None:
     answer = server.ask(chat(n=2, **STREAM))
     pieces = [c for e in answer.events[:-1] for c in e["choices"] if c["delta"].get("content")]
     inter_token, ttft = server.metrics.inter_token, server.metrics.ttft
     assert sum(ttft.counts) == 1
     assert sum(inter_token.counts) == len(pieces) - 2 > 10
     assert inter_token.total / sum(inter_token.counts) >= COST.fixed_s
-    server.close()
 
 
 class FaultyStream(ChatStream):
@@ -312,8 +302,7 @@ def test_fault_in_writing_the_engines_error_breaks_the_stream_off(
     server.close()
 
 
-def test_end_that_the_wire_has_no_word_for_is_told_as_an_error() -> None:
-    server = SimulatedServer()
+def test_end_that_the_wire_has_no_word_for_is_told_as_an_error(server: SimulatedServer) -> None:
     streamed, whole = server.send(chat(**STREAM)), server.send(chat())
     for _ in range(6):
         server.step()
@@ -323,16 +312,13 @@ def test_end_that_the_wire_has_no_word_for_is_told_as_an_error() -> None:
     assert broken.events[-1]["error"]["code"] == "deadline_exceeded"
     (refused,) = answers(bytes(whole.received))
     assert (refused.status, refused.json["error"]["code"]) == (504, "deadline_exceeded")
-    server.close()
 
 
-def test_engine_refusal_before_the_first_token_keeps_its_status() -> None:
-    server = SimulatedServer()
+def test_engine_refusal_before_the_first_token_keeps_its_status(server: SimulatedServer) -> None:
     transport = server.send(chat(**STREAM))
     server.shut_engine_down(FinishReason.ERROR, "No more.")
     (answer,) = answers(bytes(transport.received))
     assert (answer.status, json.loads(answer.body)["error"]["message"]) == (500, "No more.")
-    server.close()
 
 
 STAGES = "head auth quota body offload validate template tokenize queue prefill first_token"
@@ -361,13 +347,11 @@ def test_access_line_of_a_stream_is_written_when_its_last_byte_is(caplog: pytest
     assert len(caplog.records) == 1
 
 
-def test_stream_is_decoding_as_soon_as_its_first_byte_is_out() -> None:
-    server = SimulatedServer()
+def test_stream_is_decoding_as_soon_as_its_first_byte_is_out(server: SimulatedServer) -> None:
     transport = server.send(chat(**STREAM))
     server.run_until(lambda: b"data:" in transport.received)
     (exchange,) = server.app.state.exchanges.values()
     assert exchange.timings.stage is Stage.DECODE
-    server.close()
 
 
 def test_head_that_a_keep_alive_has_opened_leaves_nothing_to_flush_first() -> None:
@@ -435,21 +419,20 @@ def test_client_may_leave_after_any_byte_of_its_answer(fields: dict[str, Any]) -
             server.check_idle()
 
 
-def test_client_that_leaves_while_its_prompt_is_tokenized_elsewhere_is_not_submitted() -> None:
-    with serving() as server:
-        gate: asyncio.Future[None] = server.loop.create_future()
+def test_client_that_leaves_while_its_prompt_is_tokenized_elsewhere_is_not_submitted(server: SimulatedServer) -> None:
+    gate: asyncio.Future[None] = server.loop.create_future()
 
-        async def offload(work: Callable[[], Any]) -> Any:
-            await gate
-            return work()
+    async def offload(work: Callable[[], Any]) -> Any:
+        await gate
+        return work()
 
-        server.generations.offload = offload
-        transport = server.send(completion(prompt="x", stop="y" * 1024, user="z" * OFFLOAD_BYTES))
-        assert not server.posted
-        transport.feed_eof()
-        server.loop.settle()
-        assert server.network.listener.num_handlers == 0
-        assert not server.posted
+    server.generations.offload = offload
+    transport = server.send(completion(prompt="x", stop="y" * 1024, user="z" * OFFLOAD_BYTES))
+    assert not server.posted
+    transport.feed_eof()
+    server.loop.settle()
+    assert server.network.listener.num_handlers == 0
+    assert not server.posted
 
 
 def test_large_body_is_prepared_elsewhere_and_answered_the_same() -> None:
@@ -458,14 +441,13 @@ def test_large_body_is_prepared_elsewhere_and_answered_the_same() -> None:
     assert answer.text() == ask(completion()).text()
 
 
-def test_task_that_is_cancelled_lets_go_of_its_request() -> None:
-    with serving() as server:
-        server.send(chat(**STREAM))
-        for _ in range(4):
-            server.step()
-        server.loop.run(_drain_at_once(server))
-        server.run()
-        server.check_idle()
+def test_task_that_is_cancelled_lets_go_of_its_request(server: SimulatedServer) -> None:
+    server.send(chat(**STREAM))
+    for _ in range(4):
+        server.step()
+    server.loop.run(_drain_at_once(server))
+    server.run()
+    server.check_idle()
 
 
 async def _drain_at_once(server: SimulatedServer) -> None:
@@ -481,63 +463,61 @@ async def _drain_at_once(server: SimulatedServer) -> None:
 
 @pytest.mark.parametrize(("num_steps", "fields"), [*((num, {}) for num in range(6)), (0, STREAM)])
 @pytest.mark.parametrize("prefix", ["", "chatcmpl-"])
-def test_deleted_answer_of_which_nothing_is_out_is_a_499(num_steps: int, fields: dict[str, Any], prefix: str) -> None:
-    with serving() as server:
-        transport = server.send(chat(**fields))
-        for _ in range(num_steps):
-            server.step()
-        deleted = server.send(request("DELETE", f"/v1/requests/{prefix}r1"))
-        assert the_answer(deleted).status == 200
+def test_deleted_answer_of_which_nothing_is_out_is_a_499(
+    server: SimulatedServer, num_steps: int, fields: dict[str, Any], prefix: str
+) -> None:
+    transport = server.send(chat(**fields))
+    for _ in range(num_steps):
         server.step()
-        server.check_idle()
-        answer = the_answer(transport)
-        assert (answer.status, answer.json["error"]["code"]) == (499, "request_cancelled")
-        again = server.ask(request("DELETE", "/v1/requests/r1"))
-        assert (again.status, again.json["error"]["code"]) == (404, "request_not_found")
+    deleted = server.send(request("DELETE", f"/v1/requests/{prefix}r1"))
+    assert the_answer(deleted).status == 200
+    server.step()
+    server.check_idle()
+    answer = the_answer(transport)
+    assert (answer.status, answer.json["error"]["code"]) == (499, "request_cancelled")
+    again = server.ask(request("DELETE", "/v1/requests/r1"))
+    assert (again.status, again.json["error"]["code"]) == (404, "request_not_found")
 
 
-def test_deleted_stream_keeps_what_was_said_and_ends_with_an_error_event() -> None:
-    with serving() as server:
-        transport = server.send(chat(max_tokens=100, **STREAM))
-        for _ in range(8):
-            server.step()
-        server.send(request("DELETE", "/v1/requests/r1"))
-        answer = the_answer(transport)
-        assert answer.is_complete
-        assert answer.events[-1]["error"]["code"] == "request_cancelled"
+def test_deleted_stream_keeps_what_was_said_and_ends_with_an_error_event(server: SimulatedServer) -> None:
+    transport = server.send(chat(max_tokens=100, **STREAM))
+    for _ in range(8):
         server.step()
-        server.check_idle()
-        assert answer.text()
-        assert ask(chat(max_tokens=100)).text().startswith(answer.text())
-        (kept,) = [message.num_tokens_kept for message in server.posted if isinstance(message, Cancel)]
-        assert server.metrics.num_generation_tokens == kept == 7
+    server.send(request("DELETE", "/v1/requests/r1"))
+    answer = the_answer(transport)
+    assert answer.is_complete
+    assert answer.events[-1]["error"]["code"] == "request_cancelled"
+    server.step()
+    server.check_idle()
+    assert answer.text()
+    assert ask(chat(max_tokens=100)).text().startswith(answer.text())
+    (kept,) = [message.num_tokens_kept for message in server.posted if isinstance(message, Cancel)]
+    assert server.metrics.num_generation_tokens == kept == 7
 
 
 @pytest.mark.parametrize("asked", [{}, {"n": 3}, {"prompt": ["One", "Two"]}])
 @pytest.mark.parametrize("num_steps", [0, 8])
 def test_second_delete_finds_no_request_though_the_engine_has_not_heard_of_the_first(
-    asked: dict[str, Any], num_steps: int
+    server: SimulatedServer, asked: dict[str, Any], num_steps: int
 ) -> None:
-    with serving() as server:
-        transport = server.send(completion(max_tokens=100, **asked, **STREAM))
-        for _ in range(num_steps):
-            server.step()
-        delete = request("DELETE", "/v1/requests/r1")
-        assert [the_answer(server.send(delete)).status for _ in range(3)] == [200, 404, 404]
-        server.run()
-        assert b"request_cancelled" in transport.received
+    transport = server.send(completion(max_tokens=100, **asked, **STREAM))
+    for _ in range(num_steps):
+        server.step()
+    delete = request("DELETE", "/v1/requests/r1")
+    assert [the_answer(server.send(delete)).status for _ in range(3)] == [200, 404, 404]
+    server.run()
+    assert b"request_cancelled" in transport.received
 
 
-def test_connection_goes_on_after_a_deleted_answer() -> None:
-    with serving() as server:
-        transport = server.send(chat(**STREAM) + chat())
-        for _ in range(5):
-            server.step()
-        server.send(request("DELETE", "/v1/requests/r1"))
-        server.run()
-        first, second = answers(bytes(transport.received))
-        assert first.events[-1]["error"]["code"] == "request_cancelled"
-        assert second.text() == ask(chat()).text()
+def test_connection_goes_on_after_a_deleted_answer(server: SimulatedServer) -> None:
+    transport = server.send(chat(**STREAM) + chat())
+    for _ in range(5):
+        server.step()
+    server.send(request("DELETE", "/v1/requests/r1"))
+    server.run()
+    first, second = answers(bytes(transport.received))
+    assert first.events[-1]["error"]["code"] == "request_cancelled"
+    assert second.text() == ask(chat()).text()
 
 
 # The queue
@@ -680,12 +660,11 @@ def check_answer(answer: Answer, fields: dict[str, Any]) -> None:
         assert answer.events[-1] == "[DONE]"
 
 
-def test_cancel_reasons_tell_the_engine_who_ended_it() -> None:
-    with serving() as server:
-        server.ask(completion(max_tokens=40, stop=TEXT[5:8]))
-        transport = server.send(chat(**STREAM))
-        server.step()
-        transport.feed_eof()
-        server.run()
-        reasons = [message.reason for message in server.posted if isinstance(message, Cancel)]
-        assert reasons == [FinishReason.STOP, FinishReason.CANCELLED]
+def test_cancel_reasons_tell_the_engine_who_ended_it(server: SimulatedServer) -> None:
+    server.ask(completion(max_tokens=40, stop=TEXT[5:8]))
+    transport = server.send(chat(**STREAM))
+    server.step()
+    transport.feed_eof()
+    server.run()
+    reasons = [message.reason for message in server.posted if isinstance(message, Cancel)]
+    assert reasons == [FinishReason.STOP, FinishReason.CANCELLED]

@@ -46,16 +46,6 @@ def test_what_varies_is_not_put_into_the_table() -> None:
     assert Decoder().decode(block, raw=True) == [(name, b"1") for name in _VARYING]
 
 
-def test_field_that_was_said_is_an_index_and_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = ResponseEncoder()
-    encoder.encode(HEAD)
-    second = encoder.encode(HEAD)
-    monkeypatch.setattr(encoder.header_table, "search", None)
-    assert encoder.encode(HEAD) == second
-    assert second.startswith(b"\x88")  # RFC 7541 §6.1: an index of one byte
-    assert len(second) == 4 + len(b"\x1f\x0d\x0215") + len(b"\x10\x0cx-request-id\x045c1f")
-
-
 def test_what_moves_in_the_table_is_looked_for_again() -> None:
     encoder, decoder = ResponseEncoder(), Decoder()
     for second in range(3):

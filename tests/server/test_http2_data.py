@@ -7,9 +7,7 @@ from h2.stream import H2Stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.wire.h2_connection import OutgoingBody, frame_next, h2_is_as_known, last_frame
-from server.wire.messages import ResponseHead
-from tests.server.http2_client import fields
+from server.wire.h2_connection import OutgoingBody, h2_is_as_known, last_frame
 from tests.server.http2_pair import Pair
 
 STREAM = H2Stream(1, H2Configuration(client_side=False), 65_535, 65_535)
@@ -39,63 +37,6 @@ def test_h2_that_writes_other_heads_is_not_known(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(H2Connection, "send_headers", counting)
     assert not h2_is_as_known.__wrapped__()
-
-
-@pytest.mark.parametrize("size", [10, 16_384, 40_000])
-def test_head_by_hand_is_h2s_head(size: int) -> None:
-    received = []
-    for by_hand in (True, False):
-        pair = Pair(by_hand)
-        stream_id = pair.client.get_next_available_stream_id()
-        pair.client.send_headers(stream_id, fields(), end_stream=True)
-        pair.server.receive(pair.client.data_to_send(), 0.0)
-        pair.server.take_control()
-        pair.server.responses.send_head(stream_id, ResponseHead(103, ((b"link", b"x"),)))
-        pair.server.responses.send_head(stream_id, ResponseHead(200, ((b"x-long", b"x" * size),)))
-        received.append(b"".join(pair.server.take_control()))
-    assert received[0] == received[1]
-    assert len(received[0]) > size
-
-
-@pytest.mark.parametrize("size", [1, 255, 16_384])
-def test_frame_by_hand_is_h2s_frame(size: int) -> None:
-    frames = []
-    for by_hand in (True, False):
-        pair = Pair()
-        stream_id = pair.open()
-        pair.exchange()
-        stream = pair.server._h2.streams[stream_id]
-        body = OutgoingBody(stream)
-        body.data += b"x" * size
-        pieces: list[bytes] = []
-        assert frame_next(pair.server._h2, body, pieces, by_hand) == 9 + size
-        assert stream.outbound_flow_control_window == 65_535 - size
-        assert frame_next(pair.server._h2, body, pieces, by_hand) == 0
-        frames.append(b"".join(pieces))
-    assert frames[0] == frames[1]
-    assert len(frames[0]) == 9 + size
-
-
-@pytest.mark.parametrize("has_read_request", [True, False])
-@pytest.mark.parametrize("size", [0, 1, 16_384])
-def test_last_frame_by_hand_is_h2s_frame_and_leaves_h2_as_it_would_be(size: int, has_read_request: bool) -> None:
-    frames, states = [], []
-    for by_hand in (True, False):
-        pair = Pair()
-        stream_id = pair.client.get_next_available_stream_id()
-        pair.client.send_headers(stream_id, fields(), end_stream=has_read_request)
-        pair.exchange()
-        pair.server.responses.send_head(stream_id, ResponseHead(200, ()))
-        connection = pair.server._h2
-        stream = connection.streams[stream_id]
-        body = OutgoingBody(stream)
-        body.data += b"x" * size
-        frames.append(last_frame(connection, body, by_hand))
-        states.append((connection.outbound_flow_control_window, vars(stream.state_machine), stream.closed))
-        states[-1] += (stream.outbound_flow_control_window, connection.state_machine.state)
-    assert frames[0] == frames[1]
-    assert len(frames[0]) == 9 + size
-    assert states[0] == states[1]
 
 
 def test_last_frame_waits_for_a_window() -> None:

@@ -253,13 +253,6 @@ def test_peer_that_reads_nothing_loses_its_connection(serve: Serve) -> None:
 # Bodies.
 
 
-@pytest.mark.parametrize("size", [999, 1000, 1001])
-def test_body_limit_holds_at_and_one_past(serve: Serve, size: int) -> None:
-    client = Http2Client(serve(echo))
-    stream_id = client.request(POST, b"x" * size)
-    assert client.responses[stream_id].status == (200 if size <= 1000 else 413)
-
-
 def test_body_of_many_windows_is_read(serve: Serve) -> None:
     async def count(stream: HttpStream) -> None:
         answer(stream, 200, b"%d" % len(await stream.read_body(2**23)))
@@ -400,16 +393,6 @@ def test_frames_in_flight_after_an_early_answer_are_forgiven(serve: Serve) -> No
     client.send(frame(0, b"x" * 100, 0, 1) * 250)
     assert client.goaways == []
     assert client.responses[client.request()].status == 401
-
-
-def test_slow_body_gets_408(serve: Serve) -> None:
-    client = Http2Client(serve(echo))
-    stream_id = client.request(POST, b"x" * 500, end=False)
-    client.advance(29.9)
-    assert not client.responses[stream_id].headers
-    client.advance(0.2)
-    assert client.responses[stream_id].status == 408
-    assert client.goaways == []
 
 
 def test_continue_goes_out_when_the_body_is_wanted(serve: Serve) -> None:

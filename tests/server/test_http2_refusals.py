@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.frame_gate import PING, RST_STREAM, SETTINGS
+from server.wire.frame_gate import PING, SETTINGS
 from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields
@@ -225,15 +225,6 @@ def held(client: Http2Client) -> int:
     return client.transport.get_write_buffer_size()
 
 
-def test_attacks_stay_within_their_budgets_at_the_limit(serve: Serve) -> None:
-    server = serve(echo)
-    client = Http2Client(server)
-    resets = b"".join(get_frame(i, 0x4) + frame(RST_STREAM, bytes(4), 0, i) for i in range(1, 401, 2))
-    client.send(resets)
-    client.send(frame(PING, bytes(8)) * 100)
-    assert client.goaways == []
-
-
 def test_encoder_table_of_4_gib_is_clamped(serve: Serve) -> None:
     client = Http2Client(serve(echo))
     client.send(frame(SETTINGS, b"\x00\x01\xff\xff\xff\xff"))
@@ -241,20 +232,6 @@ def test_encoder_table_of_4_gib_is_clamped(serve: Serve) -> None:
     for _ in range(3):
         assert client.responses[client.request()].status == 200
     assert client.h2.decoder.header_table_size <= 4096
-
-
-def test_streams_past_the_advertised_are_refused_and_past_twice_that_the_connection_ends(serve: Serve) -> None:
-    hold = Hold()
-    client = Http2Client(serve(hold))
-    client.h2.remote_settings._settings[3][0] = 2**31  # a client that does not care what is advertised
-    ids = [client.begin() for _ in range(512)]
-    client.exchange()
-    assert len(hold.streams) == 256
-    assert [client.responses[i].reset for i in ids] == [None] * 256 + [ErrorCodes.REFUSED_STREAM] * 256
-    assert client.goaways == []
-    client.request()
-    assert client.goaways == [(CALM, ids[255])]
-    assert hold.told == ["gone"] * 256
 
 
 def test_refused_streams_are_forgiven_once_one_is_taken_again(serve: Serve) -> None:
@@ -289,30 +266,6 @@ def test_control_frames_whose_answers_are_not_read_stop_being_read(serve: Serve)
     client.exchange()
     assert not client.transport.is_reading_paused
     assert not client.transport.is_lost
-
-
-def test_control_output_past_its_end_closes(serve: Serve) -> None:
-    frames = FrameLimits(pings=Rate(10**6, 0))
-    server = serve(echo, ConnectionLimits(http2=Http2Limits(frames=frames)))
-    client = Http2Client(server)
-    client.transport.peer_reads = False
-    client.transport.feed(frame(PING, bytes(8)) * 61_000)
-    server.loop.settle()
-    assert not client.transport.was_aborted
-    client.transport.peer_read()
-    server.loop.settle()
-    client.transport.feed(frame(PING, bytes(8)) * 62_000)
-    server.loop.settle()
-    assert client.transport.was_aborted
-
-
-def test_slow_head_is_not_waited_for(serve: Serve) -> None:
-    client = Http2Client(serve(echo))
-    client.send(frame(1, HEADERS_ONE_FIELD, 0, 1))
-    client.advance(9.9)
-    assert client.goaways == []
-    client.advance(0.2)
-    assert client.goaways == [(CALM, 0)]
 
 
 def test_preface_alone_is_not_waited_for(serve: Serve) -> None:

@@ -1,6 +1,6 @@
 """DESIGN's table of limits, row by row: the default, what passes at the limit, what one past it gets.
 
-HTTP/1.1's own limits on lines and heads are in test_http1_head, the rates' refilling in test_frame_gate.
+HTTP/1.1's own limits on lines and heads are in http1_framing_cases.toml.
 """
 
 from collections.abc import Callable

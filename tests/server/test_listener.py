@@ -118,26 +118,6 @@ def test_connections_over_the_cap_are_closed_and_counted() -> None:
     run(scenario)
 
 
-def test_drain_waits_for_a_stream_and_then_returns() -> None:
-    async def scenario() -> None:
-        hold = Hold()
-        listener = await start(hold)
-        reader, writer = await connect(listener)
-        writer.write(GET)
-        await hold.started
-        draining = asyncio.create_task(listener.drain(30))
-        await reader.readuntil(b"\r\n\r\n")
-        assert not draining.done()
-        hold.may_end.set_result(None)
-        await draining
-        assert await reader.read() == b"0\r\n\r\n"
-        with pytest.raises(ConnectionRefusedError):
-            await connect(listener)
-        await close(writer)
-
-    run(scenario)
-
-
 @pytest.mark.parametrize("num_turns", range(6))
 def test_drain_closes_whom_it_finds_on_the_doorstep(num_turns: int) -> None:
     async def scenario() -> None:
@@ -151,21 +131,6 @@ def test_drain_closes_whom_it_finds_on_the_doorstep(num_turns: int) -> None:
             with contextlib.suppress(ConnectionResetError):
                 assert client.recv(1) == b""
             client.close()
-
-    run(scenario)
-
-
-def test_drain_aborts_what_outlives_its_grace() -> None:
-    async def scenario() -> None:
-        hold = Hold()
-        listener = await start(hold)
-        _, writer = await connect(listener)
-        writer.write(GET)
-        await hold.started
-        await listener.drain(0)
-        assert hold.gone.done()
-        assert listener.num_open == 0
-        writer.close()
 
     run(scenario)
 

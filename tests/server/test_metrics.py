@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.types import Admitted, EngineStats, Prefilled, Usage
-from server.observing.metrics import MAX_TENANTS, MAX_UNKNOWN_FIELDS, OTHER_TENANTS, Finished, Histogram, Metrics
+from server.observing.metrics import MAX_TENANTS, OTHER_TENANTS, Finished, Histogram, Metrics
 from server.observing.slo import SloRules
 from server.observing.timing import Stage, StageClock
 
@@ -77,16 +77,6 @@ def test_generations_are_counted_with_their_time() -> None:
     metrics.count_generation(Usage(num_prompt_tokens=3, num_completion_tokens=4), ended_after(2.5))
     metrics.count_generation(Usage(num_prompt_tokens=1, num_completion_tokens=1), StageClock(1.0))
     assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.e2e.total) == (4, 5, 2.5)
-
-
-def test_unknown_fields_beyond_the_first_names_are_counted_together() -> None:
-    metrics = Metrics()
-    for i in range(MAX_UNKNOWN_FIELDS + 5):
-        metrics.count_unknown_fields((f"field{i}", "field0", "x" * 500))
-    assert len(metrics.unknown_fields) == MAX_UNKNOWN_FIELDS + 1
-    assert sum(metrics.unknown_fields.values()) == 3 * (MAX_UNKNOWN_FIELDS + 5)
-    assert metrics.unknown_fields["field0"] == MAX_UNKNOWN_FIELDS + 6
-    assert max(map(len, metrics.unknown_fields)) < 64
 
 
 def test_values_are_counted_one_by_one_whatever_their_neighbours_are() -> None:

@@ -20,7 +20,7 @@ from server.config import ServerConfig
 from server.loaded_engine import LoadedEngine
 from server.supervision import EngineLost
 from tests.server.raw_http2 import START, Seen, post
-from tests.server.running_server import LIMIT_S, Running, ask, closing, load_with, open_with, read_answer, run
+from tests.server.running_server import LIMIT_S, Running, ask, closing, load_with, on_loop, open_with, read_answer, run
 from tests.server.simulated_server import STREAM, answers, chat, request
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings", "_keep_signal_handlers")
@@ -71,92 +71,82 @@ def test_signal_that_finds_the_process_at_its_end_changes_nothing() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_stop_without_grace_ends_a_running_stream_with_an_error_event() -> None:
-    async def scenario() -> None:
-        running = Running(load_with())
-        await running.server.wait_ready()
-        reader, writer = await open_with(running.server, chat(**FOREVER))
-        begun = await reader.readuntil(b"data: ")
-        running.server.stop(0)
-        received = begun + await reader.read()
-        writer.close()
-        (answer,) = answers(received)
-        assert answer.is_complete
-        assert answer.events[-1]["error"]["code"] == "draining"
-        assert await running.exit is ExitCode.OK
-
-    run(scenario)
+@on_loop
+async def test_stop_without_grace_ends_a_running_stream_with_an_error_event() -> None:
+    running = Running(load_with())
+    await running.server.wait_ready()
+    reader, writer = await open_with(running.server, chat(**FOREVER))
+    begun = await reader.readuntil(b"data: ")
+    running.server.stop(0)
+    received = begun + await reader.read()
+    writer.close()
+    (answer,) = answers(received)
+    assert answer.is_complete
+    assert answer.events[-1]["error"]["code"] == "draining"
+    assert await running.exit is ExitCode.OK
 
 
-def test_second_stop_ends_what_the_first_gave_time() -> None:
-    async def scenario() -> None:
-        running = Running(load_with())
-        await running.server.wait_ready()
-        reader, writer = await open_with(running.server, chat(**FOREVER))
-        begun = await reader.readuntil(b"data: ")
-        running.server.stop(1000)
-        while (late := await ask(running.server, closing(request("GET", "/ready")))).status == 200:
-            pass  # until the stop has begun
-        assert (late.status, late.json["error"]["code"]) == (503, "draining")
-        assert not running.exit.done()
-        running.server.stop(1000)
-        (answer,) = answers(begun + await reader.read())
-        writer.close()
-        assert answer.events[-1]["error"]["code"] == "draining"
-        assert await running.exit is ExitCode.OK
-
-    run(scenario)
+@on_loop
+async def test_second_stop_ends_what_the_first_gave_time() -> None:
+    running = Running(load_with())
+    await running.server.wait_ready()
+    reader, writer = await open_with(running.server, chat(**FOREVER))
+    begun = await reader.readuntil(b"data: ")
+    running.server.stop(1000)
+    while (late := await ask(running.server, closing(request("GET", "/ready")))).status == 200:
+        pass  # until the stop has begun
+    assert (late.status, late.json["error"]["code"]) == (503, "draining")
+    assert not running.exit.done()
+    running.server.stop(1000)
+    (answer,) = answers(begun + await reader.read())
+    writer.close()
+    assert answer.events[-1]["error"]["code"] == "draining"
+    assert await running.exit is ExitCode.OK
 
 
 @pytest.mark.parametrize("num_stops", [1, 2])
-def test_who_is_still_sending_when_the_grace_is_over_is_told(num_stops: int) -> None:
+@on_loop
+async def test_who_is_still_sending_when_the_grace_is_over_is_told(num_stops: int) -> None:
     """By HTTP/1.1 and HTTP/2, long before any clock of theirs runs out."""
     upload = START + post(b"/v1/chat/completions", 1, (b"content-type", b"application/json")).encode(0)
-
-    async def scenario() -> None:
-        running = Running(load_with(), body_timeout_s=3600)
-        await running.server.wait_ready()
-        first = await open_with(running.server, chat(**STREAM)[:-1])
-        second = await open_with(running.server, upload)
-        while running.server.listener.num_handlers < 2:
-            await asyncio.sleep(0)
-        for grace_s in (1000, 0)[-num_stops:]:
-            running.server.stop(grace_s)
-        answer = await read_answer(*first)
-        assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
-        assert answer.headers["connection"] == "close"
-        seen = Seen()
-        while not seen.has_ended():
-            data = await second[0].read(65_536)
-            assert data
-            seen.add(data)
-        second[1].close()
-        assert seen.statuses == {1: 503}
-        assert b'"draining"' in seen.body()
-        assert await running.exit is ExitCode.OK
-
-    run(scenario)
+    running = Running(load_with(), body_timeout_s=3600)
+    await running.server.wait_ready()
+    first = await open_with(running.server, chat(**STREAM)[:-1])
+    second = await open_with(running.server, upload)
+    while running.server.listener.num_handlers < 2:
+        await asyncio.sleep(0)
+    for grace_s in (1000, 0)[-num_stops:]:
+        running.server.stop(grace_s)
+    answer = await read_answer(*first)
+    assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
+    assert answer.headers["connection"] == "close"
+    seen = Seen()
+    while not seen.has_ended():
+        data = await second[0].read(65_536)
+        assert data
+        seen.add(data)
+    second[1].close()
+    assert seen.statuses == {1: 503}
+    assert b'"draining"' in seen.body()
+    assert await running.exit is ExitCode.OK
 
 
-def test_second_stop_waits_for_nobody_who_does_not_move() -> None:
+@on_loop
+async def test_second_stop_waits_for_nobody_who_does_not_move() -> None:
     """Half a head, and a reader that has stopped: no clock but the stop's own ends them within the test's limit."""
-
-    async def scenario() -> None:
-        running = Running(load_with(), head_timeout_s=3600, stall_timeout_s=3600)
-        server = running.server
-        await server.wait_ready()
-        with socket.create_connection(("127.0.0.1", server.listener.port)) as in_head, socket.socket() as stalled:
-            in_head.send(b"GET /hea")
-            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            stalled.connect(("127.0.0.1", server.listener.port))
-            stalled.send(chat(**FOREVER))
-            while not any(connection.is_writing_paused for connection in server.listener._connections):
-                await asyncio.sleep(0)
-            server.stop(1000)
-            server.stop(1000)
-            assert await running.exit is ExitCode.OK
-
-    run(scenario)
+    running = Running(load_with(), head_timeout_s=3600, stall_timeout_s=3600)
+    server = running.server
+    await server.wait_ready()
+    with socket.create_connection(("127.0.0.1", server.listener.port)) as in_head, socket.socket() as stalled:
+        in_head.send(b"GET /hea")
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect(("127.0.0.1", server.listener.port))
+        stalled.send(chat(**FOREVER))
+        while not any(connection.is_writing_paused for connection in server.listener._connections):
+            await asyncio.sleep(0)
+        server.stop(1000)
+        server.stop(1000)
+        assert await running.exit is ExitCode.OK
 
 
 class GatedStream:
@@ -181,131 +171,115 @@ class GatedStream:
         assert await self.running.exit is ExitCode.OK
 
 
-def test_graceful_stop_lets_an_answer_finish() -> None:
-    async def scenario() -> None:
-        stream = GatedStream()
-        await stream.begin()
-        stream.running.server.stop(1000)
-        await stream.finish()
-
-    run(scenario)
+@on_loop
+async def test_graceful_stop_lets_an_answer_finish() -> None:
+    stream = GatedStream()
+    await stream.begin()
+    stream.running.server.stop(1000)
+    await stream.finish()
 
 
-def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_asked_twice(
+@on_loop
+async def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_asked_twice(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "server")
-
-    async def scenario() -> None:
-        stream = GatedStream(drain_timeout_s=1000.0)
-        await stream.begin()
-        server = stream.running.server
-        idle_reader, idle_writer = await open_with(server, b"POST /admin/drain HTTP/1.1\r\n")
-        told = await ask(server, request("POST", "/admin/drain"))
-        assert (told.status, told.json) == (202, {"status": "draining", "grace_s": 1000.0, "num_in_progress": 1})
-        idle_writer.write(b"Host: a\r\n\r\n")  # a head that was on its way
-        again = await read_answer(idle_reader, idle_writer)
-        assert again.status == 202
-        await stream.finish()
-
-    run(scenario)
+    stream = GatedStream(drain_timeout_s=1000.0)
+    await stream.begin()
+    server = stream.running.server
+    idle_reader, idle_writer = await open_with(server, b"POST /admin/drain HTTP/1.1\r\n")
+    told = await ask(server, request("POST", "/admin/drain"))
+    assert (told.status, told.json) == (202, {"status": "draining", "grace_s": 1000.0, "num_in_progress": 1})
+    idle_writer.write(b"Host: a\r\n\r\n")  # a head that was on its way
+    again = await read_answer(idle_reader, idle_writer)
+    assert again.status == 202
+    await stream.finish()
     assert caplog.text.count("as /admin/drain asks") == 1
 
 
 @pytest.mark.parametrize("num_bytes", [20_000, 4_000_000])
 @pytest.mark.parametrize("is_reset", [False, True], ids=["FIN", "RST"])
-def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_reset: bool, num_bytes: int) -> None:
-    async def scenario() -> None:
-        gate = threading.Semaphore(3)
-        GatedRunner.gate = gate
-        running = Running(load_with(GatedRunner))
-        await running.server.wait_ready()
-        reader, writer = await open_with(running.server, chat(**FOREVER))
-        await reader.readuntil(b"data: ")
-        writer.write(request("GET", "/health").ljust(100) * (num_bytes // 100))
-        await writer.drain()
-        if is_reset:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
-        else:
-            writer.write_eof()
-        client = running.server._client
-        assert client is not None
-        while client.stats.num_used_blocks:
-            num_steps = client.stats.num_steps
-            gate.release()
-            while client.stats.num_used_blocks and client.stats.num_steps == num_steps:
-                await asyncio.sleep(0)
-        assert client.stats.num_generated_tokens < 1_000
-        gate.release(10_000)
-        writer.close()
-        running.server.stop(1000)
-        assert await running.exit is ExitCode.OK
-
-    run(scenario)
+@on_loop
+async def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_reset: bool, num_bytes: int) -> None:
+    gate = threading.Semaphore(3)
+    GatedRunner.gate = gate
+    running = Running(load_with(GatedRunner))
+    await running.server.wait_ready()
+    reader, writer = await open_with(running.server, chat(**FOREVER))
+    await reader.readuntil(b"data: ")
+    writer.write(request("GET", "/health").ljust(100) * (num_bytes // 100))
+    await writer.drain()
+    if is_reset:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+    else:
+        writer.write_eof()
+    client = running.server._client
+    assert client is not None
+    while client.stats.num_used_blocks:
+        num_steps = client.stats.num_steps
+        gate.release()
+        while client.stats.num_used_blocks and client.stats.num_steps == num_steps:
+            await asyncio.sleep(0)
+    assert client.stats.num_generated_tokens < 1_000
+    gate.release(10_000)
+    writer.close()
+    running.server.stop(1000)
+    assert await running.exit is ExitCode.OK
 
 
 @pytest.mark.parametrize("fields", [{}, STREAM])
-def test_engine_that_breaks_while_serving_ends_requests_and_process(
+@on_loop
+async def test_engine_that_breaks_while_serving_ends_requests_and_process(
     fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        running = Running(load_with(DeadDevice))
-        await running.server.wait_ready()
-        answer = await ask(running.server, chat(**fields))
-        assert (answer.status, answer.json["error"]["code"]) == (500, "engine_error")
-        assert await running.exit is ExitCode.ENGINE
-
-    run(scenario)
+    running = Running(load_with(DeadDevice))
+    await running.server.wait_ready()
+    answer = await ask(running.server, chat(**fields))
+    assert (answer.status, answer.json["error"]["code"]) == (500, "engine_error")
+    assert await running.exit is ExitCode.ENGINE
     assert "the server ends" in caplog.text
 
 
-def test_engine_that_crashes_ends_its_streams_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        running = Running(load_with(engine_type=CrashingEngine))
-        await running.server.wait_ready()
-        answer = await ask(running.server, chat(**FOREVER))
-        assert answer.text()
-        assert answer.events[-1]["error"]["code"] == "engine_error"
-        assert await running.exit is ExitCode.ENGINE
-
-    run(scenario)
+@on_loop
+async def test_engine_that_crashes_ends_its_streams_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
+    running = Running(load_with(engine_type=CrashingEngine))
+    await running.server.wait_ready()
+    answer = await ask(running.server, chat(**FOREVER))
+    assert answer.text()
+    assert answer.events[-1]["error"]["code"] == "engine_error"
+    assert await running.exit is ExitCode.ENGINE
     assert "impossible" in caplog.text
 
 
-def test_stop_while_it_loads_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_stop_while_it_loads_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     may_load = threading.Event()
+    monkeypatch.setattr(process, "ENGINE_STOP_S", 0.0)
+    loop = asyncio.get_running_loop()
+    is_loading = asyncio.Event()
 
-    async def scenario() -> None:
-        monkeypatch.setattr(process, "ENGINE_STOP_S", 0.0)
-        loop = asyncio.get_running_loop()
-        is_loading = asyncio.Event()
+    def load(*args: Any) -> LoadedEngine:
+        loop.call_soon_threadsafe(is_loading.set)
+        may_load.wait()
+        return load_with()(*args)
 
-        def load(*args: Any) -> LoadedEngine:
-            loop.call_soon_threadsafe(is_loading.set)
-            may_load.wait()
-            return load_with()(*args)
-
-        running = Running(load)
-        await is_loading.wait()
-        running.server.stop(0)
-        assert await running.exit is ExitCode.OK
-        may_load.set()
-        assert running.server._engine_thread.wait_stopped(LIMIT_S)
-        await asyncio.sleep(0)
-        assert not running.banner
-
-    run(scenario)
+    running = Running(load)
+    await is_loading.wait()
+    running.server.stop(0)
+    assert await running.exit is ExitCode.OK
+    may_load.set()
+    assert running.server._engine_thread.wait_stopped(LIMIT_S)
+    await asyncio.sleep(0)
+    assert not running.banner
 
 
-def test_signals_stop_a_server() -> None:
-    async def scenario() -> None:
-        serving = asyncio.create_task(process.serve(ServerConfig(port=0), load_with()))
-        await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert await serving is ExitCode.OK
-
-    run(scenario)
+@on_loop
+async def test_signals_stop_a_server() -> None:
+    serving = asyncio.create_task(process.serve(ServerConfig(port=0), load_with()))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving is ExitCode.OK
 
 
 class HangingRunner(SimulatedRunner):

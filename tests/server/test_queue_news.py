@@ -109,11 +109,9 @@ def test_what_has_been_told_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -
     server.close()
 
 
-def test_who_need_not_wait_and_who_does_not_stream_are_told_nothing() -> None:
-    server = SimulatedServer()
+def test_who_need_not_wait_and_who_does_not_stream_are_told_nothing(server: SimulatedServer) -> None:
     assert not told(server.ask(completion(**NEWS)), "queue")
     assert server.ask(completion(timings={"queue": True})).json["timings"]
-    server.close()
 
 
 def test_client_that_leaves_while_it_is_told_takes_the_news_with_it() -> None:
@@ -132,11 +130,9 @@ def test_client_that_leaves_while_it_is_told_takes_the_news_with_it() -> None:
 
 
 @pytest.mark.parametrize("timings", [{"queue": 1}, {"prefill": True}, "queue"])
-def test_what_timings_does_not_know_is_refused(timings: Any) -> None:
-    server = SimulatedServer()
+def test_what_timings_does_not_know_is_refused(server: SimulatedServer, timings: Any) -> None:
     answer = server.ask(completion(timings=timings, **STREAM))
     assert answer.status == 400
     assert answer.json["error"]["param"].startswith("timings")
     body = {"model": "small", "input": "step", "max_output_tokens": 2, "ignore_eos": True, "timings": {"queue": False}}
     assert server.ask(request("POST", "/v1/responses", body)).status == 200
-    server.close()

@@ -123,16 +123,23 @@ def test_disconnect_ends_the_reading_and_tells_once(loop: VirtualTimeLoop) -> No
     told: list[str] = []
     stream.on_disconnect = lambda: told.append("gone")
     task = start(loop, stream.read_body(5))
-    assert stream.disconnect()
+    stream.disconnect()
     loop.settle()
     assert isinstance(task.exception(), ClientDisconnected)
     assert told == ["gone"]
     assert not stream.is_open
 
 
-def test_disconnect_without_anyone_to_tell_says_so() -> None:
+@pytest.mark.parametrize("listens", [False, True])
+def test_disconnect_cancels_a_handler_that_does_not_listen(loop: VirtualTimeLoop, listens: bool) -> None:
     stream, _ = new_stream()
-    assert not stream.disconnect()
+    stream.on_disconnect = (lambda: None) if listens else None
+    stream.task = start(loop, asyncio.sleep(1))
+    stream.disconnect()
+    loop.settle()
+    assert stream.task.cancelled() is not listens
+    stream.task.cancel()
+    loop.settle()
 
 
 def test_reading_after_the_disconnect_raises(loop: VirtualTimeLoop) -> None:

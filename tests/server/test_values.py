@@ -26,86 +26,51 @@ from server.values import (
 
 any_size = size_between(0, 2**50)
 any_duration = duration_between(0, 1e9)
+any_factor = factor_or_none(1.05, 1000)
+READ: list[tuple[Callable[[str], float], dict[str, float]]] = [
+    (any_size, {"0": 0, "8388608": 2**23, "512MiB": 2**29, "2 GiB": 2**31, " 1.5GiB ": 3 * 2**29, "2GB": 2 * 10**9}),
+    (any_size, {"1KB": 1000, "10B": 10}),
+    (any_duration, {"10": 10.0, "500ms": 0.5, "1.5 s": 1.5, "2min": 120.0, "1h": 3600.0, "0": 0.0}),
+    (any_factor, {"1.6": 1.6, " 2 ": 2.0, "0": 0.0, "0.0": 0.0, "1000": 1000.0}),
+    (count_between(2, 4), {"2": 2, "4": 4}),
+    (count_between(0, 10**6), {"32_768": 32_768, "32,768": 32_768}),
+]
+REFUSED: list[tuple[Callable[[str], float], str, list[str]]] = [
+    (any_size, "512MiB", ["", "GiB", "2g", "2 Gib", "2GiB!", "1,5GiB", "-1", "1e9", "0x10", "inf", "٣GiBx"]),
+    (any_duration, "500ms", ["", "s", "1m", "1 day", "-1s", "inf", "nan"]),
+    (
+        any_factor,
+        "from 1.05 to 1000, such as 1.6, or 0 for none",
+        ["", "1", "1.04", "1001", "1.6x", "-2", "inf", "nan"],
+    ),
+    (count_between(2, 4), "from 2 to 4", ["1", "5"]),
+]
+SHOWN: list[tuple[Callable[[float], str], dict[float, str]]] = [
+    (format_size, {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 2**23: "8 MiB", 5.37e9: "5.0 GiB", 2**41: "2 TiB"}),
+    (format_duration, {0: "0 ms", 0.5: "500 ms", 1.5: "1.5 s", 75: "75 s", 60: "1 min", 90: "90 s", 7200: "2 h"}),
+    (format_count, {999: "999", 99_700: "99.7K", 5_100_000: "5.1M", 8.03e9: "8.0B"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        ("0", 0),
-        ("8388608", 2**23),
-        ("512MiB", 2**29),
-        ("2 GiB", 2**31),
-        (" 1.5GiB ", 3 * 2**29),
-        ("2GB", 2 * 10**9),
-        ("1KB", 1000),
-        ("10B", 10),
-    ],
-)
-def test_sizes(text: str, size_bytes: int) -> None:
-    assert any_size(text) == size_bytes
+@pytest.mark.parametrize(("parse", "values"), READ)
+def test_what_operators_write_is_read(parse: Callable[[str], float], values: dict[str, float]) -> None:
+    assert {text: parse(text) for text in values} == values
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2g", "2 Gib", "2GiB!", "1,5GiB", "-1", "1e9", "0x10", "inf", "٣GiBx"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(BadValueError):
-        any_size(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "duration_s"), [("10", 10.0), ("500ms", 0.5), ("1.5 s", 1.5), ("2min", 120.0), ("1h", 3600.0), ("0", 0.0)]
-)
-def test_durations(text: str, duration_s: float) -> None:
-    assert any_duration(text) == duration_s
-
-
-@pytest.mark.parametrize(("text", "factor"), [("1.6", 1.6), (" 2 ", 2.0), ("0", 0.0), ("0.0", 0.0), ("1000", 1000.0)])
-def test_factors(text: str, factor: float) -> None:
-    assert factor_or_none(1.05, 1000)(text) == factor
-
-
-@pytest.mark.parametrize("text", ["", "1", "1.04", "1001", "1.6x", "-2", "inf", "nan", "none"])
-def test_what_is_no_factor(text: str) -> None:
-    with pytest.raises(BadValueError, match=r"from 1.05 to 1000, such as 1.6, or 0 for none"):
-        factor_or_none(1.05, 1000)(text)
-
-
-@pytest.mark.parametrize("text", ["", "s", "1m", "1 day", "-1s", "inf", "nan"])
-def test_what_is_no_duration(text: str) -> None:
-    with pytest.raises(BadValueError):
-        any_duration(text)
-
-
-def test_bounds_are_included() -> None:
-    parse = count_between(2, 4)
-    assert [parse(text) for text in ("2", "4")] == [2, 4]
-    for text in ("1", "5"):
-        with pytest.raises(BadValueError, match="from 2 to 4"):
+@pytest.mark.parametrize(("parse", "expected", "texts"), REFUSED)
+def test_what_is_no_value_is_refused_with_what_is(
+    parse: Callable[[str], float], expected: str, texts: list[str]
+) -> None:
+    for text in texts:
+        with pytest.raises(BadValueError, match=expected):
             parse(text)
 
 
-def test_digits_may_be_grouped() -> None:
-    assert count_between(0, 10**6)("32_768") == count_between(0, 10**6)("32,768") == 32_768
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (2**23, "8 MiB"), (5.37e9, "5.0 GiB"), (2**41, "2 TiB")],
-)
-def test_sizes_are_shown_in_binary_units(size_bytes: float, text: str) -> None:
-    assert format_size(size_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("duration_s", "text"),
-    [(0, "0 ms"), (0.5, "500 ms"), (1.5, "1.5 s"), (75, "75 s"), (60, "1 min"), (90, "90 s"), (7200, "2 h")],
-)
-def test_durations_are_shown_in_whole_units(duration_s: float, text: str) -> None:
-    assert format_duration(duration_s) == text
-    assert any_duration(text) == duration_s
-
-
-def test_counts_are_shown_as_parameters_are() -> None:
-    assert [format_count(number) for number in (999, 99_700, 5_100_000, 8.03e9)] == ["999", "99.7K", "5.1M", "8.0B"]
+@pytest.mark.parametrize(("show", "texts"), SHOWN)
+def test_what_operators_read_is_short(show: Callable[[float], str], texts: dict[float, str]) -> None:
+    assert {number: show(number) for number in texts} == texts
+    if show is format_duration:
+        assert [any_duration(text) for text in texts.values()] == list(texts)
 
 
 def test_nearest_ignores_case_and_kind_of_dash_and_gives_up_when_far() -> None:
@@ -176,5 +141,5 @@ def test_names_with_little_in_common_are_not_near(name: str, other: str, tmp_pat
 
 def test_a_home_that_nobody_has_is_told() -> None:
     for parse in (model_source, existing_directory, file_value):
-        with pytest.raises(BadValueError, match="home directory ~nobody-here"):
+        with pytest.raises(BadValueError, match="there is no home directory ~nobody-here"):
             parse("~nobody-here/model")

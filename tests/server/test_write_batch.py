@@ -60,20 +60,6 @@ def test_connection_made_dirty_by_a_flush_is_flushed_too(loop: VirtualTimeLoop) 
     assert second.num_flushes == 1
 
 
-def test_who_is_expected_to_flush_spares_the_loop_a_callback(loop: VirtualTimeLoop) -> None:
-    batch = WriteBatch(loop)
-    dirty, later = Dirty(batch), Dirty(batch)
-    batch.expect_flush()
-    batch.add(dirty)
-    loop.settle()
-    assert dirty.num_flushes == 0
-    batch.flush_all()
-    assert dirty.num_flushes == 1
-    batch.add(later)  # the expectation has come true
-    loop.settle()
-    assert later.num_flushes == 1
-
-
 class Faulty(Dirty):
     """Raises in its flush."""
 

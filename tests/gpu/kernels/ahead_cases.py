@@ -109,13 +109,13 @@ def _attention_cases_of(shape: KernelShape, is_windowed: bool, scores: Scores) -
         )
 
     found = [
-        case("decode_attention:decode", constants | shape.decode_constants, shape.launch),
-        case("extend_attention:extend_and_decode", constants | shape.extend_constants, shape.launch),
+        case("attention:decode", constants | shape.decode_constants, shape.launch),
+        case("attention:extend_and_decode", constants | shape.extend_constants, shape.launch),
     ]
     if shape.head_dim == 128 and shape.dtype == torch.bfloat16:  # they depend on little
         schedule = shape.schedule_constants | {"HAS_WINDOW": is_windowed}
-        found.append(case("decode_attention:merge", shape.merge_constants, {}))
-        found.append(case("attention_schedule:lay_out_step", schedule, {}))
+        found.append(case("attention:merge", shape.merge_constants, {}))
+        found.append(case("attention:lay_out_step", schedule, {}))
     return found
 
 

@@ -17,7 +17,7 @@ from gpu.operators import Operators
 from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.tune import choose_matmuls
-from gpu.weights import MatrixForm, kept_scheme, load_weights
+from gpu.weights import MatrixForm, load_weights, prequantized_scheme
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import Driver
@@ -57,7 +57,7 @@ def open_runner(
     checkpoint = open_checkpoint(directory, config.packing)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, 1 << 30)
     with torch.inference_mode(), quantizing(engine) as convert:
-        form = MatrixForm(convert, kept_scheme(config, scheme, device) is not None)
+        form = MatrixForm(convert, prequantized_scheme(config, scheme, device) is not None)
         weights = load_weights(checkpoint, config, torch.float32, device, no_progress, form)
     operators: Operators
     if operators_of is TritonOperators:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from core.config import EngineConfig, ModelConfig
+from gpu.attention import TorchAttention
 from gpu.device import DeviceChoice
 from gpu.kernels import matmul, sizes
 from gpu.kernels.attention import PagedAttention
@@ -99,7 +100,7 @@ def test_heads_that_attention_does_not_know_are_left_to_torch(
     monkeypatch.setattr(sizes, "MAX_HEAD_DIM", 1024)
     found = find_operators(config, CUDA)
     assert type(found) is TritonOperators
-    assert found.attention is None
+    assert type(found.attention) is TorchAttention
     assert describe_attention(config, CUDA).startswith(f"torch's: {why}")
 
 

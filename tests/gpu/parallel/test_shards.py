@@ -228,7 +228,7 @@ def test_ranks_share_8_bit_floats(scheme: str, tmp_path: Path) -> None:
 
 def assert_parts_are_the_whole(directory: Path) -> None:
     config = parse_model_config(read_config(directory))
-    form = MatrixForm(is_packed_kept=True)
+    form = MatrixForm(serves_prequantized=True)
     whole = loaded(directory, None).layers[0]
     parts = [loaded(directory, Shard(config, rank, 2), form).layers[0] for rank in range(2)]
     outputs, downs = (

@@ -1,5 +1,6 @@
 """The table of fields: the surfaces do what it says, docs/api.md shows it, and the SDKs know no field beyond it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from openai.types.responses import response_create_params
 from server.api import known_fields
 from server.api.chat import ChatBody, ChatSurface
 from server.api.completions import CompletionBody, CompletionsSurface
-from server.api.known_fields import KNOWN, Does, Known, Name, docs_row
+from server.api.known_fields import KNOWN, Does, Known, Name
 from server.api.responses import ResponsesBody, ResponsesSurface
 from server.api.surface import Surface
 from server.api.tokenize import TokenizeBody
@@ -92,6 +93,17 @@ def test_the_surfaces_do_what_the_table_says(surface: Name, row: Known) -> None:
             == wire.parse(parser, **ask, **{row.target: value}).sampling
         )
         assert wire.refusal(parser, **ask, **{row.name: {}}).param == row.name
+
+
+def docs_row(owner: str, row: Known) -> str:
+    """The row as docs/api.md has it."""
+    what = f"{row.does} `{row.target}`" if row.target else str(row.does)
+    if row.neutral:
+        shown = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
+        what += f", but for {shown}" if not row.target else f"; {shown} asks for nothing"
+    if row.unless is not None:
+        what += f", and beside `{row.unless[0]}: {json.dumps(row.unless[1])}`"
+    return f"| `{row.name}` | {', '.join(sorted(row.surfaces))} | {owner} | {what} |"
 
 
 def test_the_docs_show_the_table() -> None:
