@@ -40,7 +40,7 @@ from bench.results import Table
 from server.config import ServerConfig
 from server.ledger import ledger
 from server.ledger.journal import open_journal
-from server.ledger.store import LedgerRow, LedgerStore, State
+from server.ledger.store import LedgerRow, LedgerStore, RowState
 from server.observing.logs import configure_logging
 from server.process import Server
 
@@ -183,12 +183,12 @@ def check(path: Path, seen: Seen) -> list[LedgerRow]:
         raise Broken(f"{len(rows) - len(by_id)} records are doubled")
     for request_id, num_tokens in seen.acknowledged.items():
         row = by_id.get(request_id)
-        if row is None or row.state != State.SETTLED or row.completion_tokens != num_tokens:
+        if row is None or row.state != RowState.SETTLED or row.completion_tokens != num_tokens:
             raise Broken(f"{request_id} was acknowledged with {num_tokens} tokens, and the ledger has {row}")
     if missing := seen.begun - by_id.keys():
         raise Broken(f"{len(missing)} requests were answered and are not in the ledger, such as {missing.pop()}")
     for row in rows:
-        if row.state == State.RESERVED:
+        if row.state == RowState.RESERVED:
             raise Broken(f"an orphan is left: {row}")
         if row.completion_tokens > MAX_TOKENS:
             raise Broken(f"more is billed than was asked for: {row}")
@@ -216,7 +216,7 @@ def live_on_one_ledger(directory: Path, seed: int, num_kills: int, number: int) 
         rows = check(path, seen)
     for old in directory.glob(f"{path.name}*"):
         old.unlink()
-    num_aborted = sum(row.state == State.ABORTED for row in rows)
+    num_aborted = sum(row.state == RowState.ABORTED for row in rows)
     return Counter(kills=len(lives), requests=len(rows), acknowledged=len(seen.acknowledged), aborted=num_aborted)
 
 

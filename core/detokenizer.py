@@ -42,7 +42,7 @@ class TokenTable:
 
 
 class _TextsWithout(dict[int, str | None]):
-    """The texts that can neither begin a stop string nor contain one, by id; None: it may. Filled as they are drawn."""
+    """The texts that can neither begin a stop string nor contain one, by id; None: it may. Filled as needed."""
 
     def __init__(self, texts: Sequence[str | None], firsts: Sequence[str]) -> None:
         self._texts = texts

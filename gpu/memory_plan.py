@@ -19,7 +19,7 @@ from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_gather, can_pack
 from gpu.parameters import LayerWeights, empty_weights, layer_targets, matrices
-from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, operator_group_size, stored_bytes
+from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
 from gpu.sampler import piece_rows
 from gpu.scores import MAX_SCORES
 from gpu.step_shapes import max_decodes, step_shapes
@@ -417,7 +417,6 @@ def _added_bytes(
         plain_bytes = math.prod(shape) * dtype.itemsize
         if scheme is not None and field in kept:
             group_size = kept[field].group_size
-            group_size = operator_group_size(group_size) if scheme == "int4" else group_size
             yield stored_bytes(shape, scheme, dtype, group_size) - plain_bytes
         elif quantize is not None and can_quantize(quantize, shape[-1]):
             yield stored_bytes(shape, quantize, dtype) - plain_bytes

@@ -17,7 +17,7 @@ from gpu.layers import GATED, Block, Experts, Gated, apply_rope
 from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied, packed_linear
 from gpu.parallel.ranks import Ranks
 from gpu.parameters import ExpertWeights
-from gpu.quant import QuantizedWeight, Weight, make_quantized_linear
+from gpu.quant import QuantizedWeight, SlabLinear, Weight
 from gpu.sampler import SamplerChoice
 
 HeadNorms = tuple[Tensor, Tensor]
@@ -49,7 +49,7 @@ class Operators:
         return make_linear(weight, bias, self.packed_linear if self._is_packed else None)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        return make_quantized_linear(weight, bias)
+        return SlabLinear(weight, bias)
 
     def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
         """See MakeMatmul."""

@@ -11,12 +11,10 @@ their numbers (tied), and an error in the head goes into every logit; norms, bia
 Greedy agreement of the demonstration model with itself in bfloat16, over the held text: int8 98.4 %; int4 in groups of
 32, 64 and 128: 79.0, 77.7 and 73.4 %; with the head quantised too 98.0 and 76.6 %.
 
-Matmuls with them: numba's or Triton's kernels where they know a matrix; otherwise torch's operators where rows are few,
-dequantised slabs where they are many. One Zen 5 core, 9,728 x 896, beside prepacked bfloat16 (1.1 ms at one row): the
-int4 operator takes 0.43 of its time at one row, 0.5 at two, 1.3 at four, 3 at 32; the int8 operator 1.1 to 1.5 at one
-and 2 to 3 from four. Dequantising adds 10 ms (int4) or 2 ms (int8) whatever the rows: as much as the matmul itself at
-64 rows, a fifth of it at 512. The operators are torch's own but not public: they are tried at start, and where they
-fail or differ, slabs serve.
+Matmuls with them: numba's or Triton's kernels where they know a matrix; otherwise it is dequantised a slab at a time.
+Torch's own operators for int8 and int4 are not used: with float32 rows, which CPUs without those kernels compute with,
+they took 1.2 to 30 times as long as slabs for up to 4 rows, and for 16 as long (int8) or 32 times (int4): 4,864 x 896,
+one Zen 5 core.
 
 What was quantised is kept on disk, so that the next start need not make it again: one safetensors file per matrix,
 named by the SHA-256 of its numbers, their format and the scheme: whichever model they came from, the same numbers give
@@ -32,7 +30,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +51,9 @@ MAX_FP8 = 448.0
 MAX_INT4 = 15
 MIDDLE_INT4 = 8  # the integer that stands for the zero
 LEAST_GROUP = 32  # inputs that share a scale: the least that a matrix instruction takes of each half of a byte
-BLOCK_ROWS = 64  # outputs that torch's int4 operator keeps together
-OPERATOR_GROUPS = (256, 128, 64, 32)  # inputs that may share a scale there
 SLAB_ELEMENTS = 2**20  # quantised at once: what is float32 beside the weight
-INT4_ROWS = 32  # beyond so many, slabs are faster
-INT8_ROWS = 5
 SLAB_BYTES = 2**21  # of a dequantised part of the weight: what the second-level cache holds
 DEVICE_SLAB_BYTES = 2**26  # likewise on a device, where each part costs launches
-HALF_BLOCK = BLOCK_ROWS // 2
-LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 CACHE_FOLDER = Path("steploop", "quantized")
 CACHE_SUFFIX = ".safetensors"
 CACHE_VERSION = "1"  # of what quantize() makes: another one, other names
@@ -133,19 +124,6 @@ def prequantized_group(stored: int | None, num_in: int) -> int | None:
     return size if stored is None or size % LEAST_GROUP == 0 else None
 
 
-def split_groups(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same int4 weight in groups that torch's operator reads, where its own are a multiple of those."""
-    assert weight.zeros is not None
-    repeats = weight.group_size // operator_group_size(weight.group_size)
-    scales, zeros = (part.repeat_interleave(repeats, -1) for part in (weight.scales, weight.zeros))
-    return QuantizedWeight(weight.dtype, weight.values, scales, zeros)
-
-
-def operator_group_size(group_size: int) -> int:
-    """The largest that torch's int4 operator reads and that divides this one; itself where none does."""
-    return next((size for size in OPERATOR_GROUPS if group_size % size == 0), group_size)
-
-
 def can_quantize(scheme: str, num_in: int) -> bool:
     """Whether rows so long can be stored so; those that cannot stay in the serving format."""
     return scheme != "int4" or group_size_of(num_in) is not None
@@ -154,7 +132,7 @@ def can_quantize(scheme: str, num_in: int) -> bool:
 def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype, group_size: int | None = None) -> int:
     """Of a quantised matrix, or a stack, ready to multiply: an upper bound.
 
-    int4's operator wants outputs in blocks of 64, and scales and zeros in dtype; int8's wants a copy of its scales.
+    Kernels have scales, and zeros of int8 too, in a layout of their own.
 
     Args:
         group_size: of a checkpoint's int4 or fp8, whose scales are float32; None: of what quantize() makes.
@@ -166,8 +144,7 @@ def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype, group_
         return math.prod(stack) * num_out * (num_in + 2 + dtype.itemsize)
     group_size = group_size or group_size_of(num_in)
     assert group_size is not None
-    padded = -(-num_out // BLOCK_ROWS) * BLOCK_ROWS
-    return math.prod(stack) * padded * (num_in // 2 + num_in // group_size * 2 * dtype.itemsize)
+    return math.prod(stack) * num_out * (num_in // 2 + num_in // group_size * 2 * dtype.itemsize)
 
 
 def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
@@ -284,121 +261,6 @@ class SlabLinear:
         if has_output_scales and x.dtype != torch.float16:  # where unscaled sums would be too large
             return F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.T)
         return F.linear(x, dequantize(weight, x.dtype))
-
-
-class Int8Linear(SlabLinear):
-    """Few rows: torch's operator, which reads the integers as they are stored."""
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self._scales = weight.scales.flatten().to(weight.dtype)  # [out]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > INT8_ROWS:
-            return super().__call__(x)
-        result: Tensor = torch.ops.aten._weight_int8pack_mm(x, self._weight.values, self._scales)
-        return result if self._bias is None else result.add_(self._bias)
-
-
-class Int4Linear:
-    """Keeps the weight as torch's operator reads it, and dequantises from that layout where rows are many.
-
-    Blocks of 64 outputs; for each input 32 bytes: outputs 0 to 31 in the low halves, 32 to 63 in the high ones.
-    Source: torch's int4mm_kernel.cpp, weight_to_int4pack_kernel, for AVX-512.
-    """
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        assert weight.zeros is not None
-        self._num_out, self._num_in = weight.shape
-        self._group_size = weight.group_size
-        self._bias = bias
-        missing = -self._num_out % BLOCK_ROWS
-        self._packed = _pack_int4(F.pad(weight.values, (0, 0, 0, missing)))  # [blocks * 64, in / 2]
-        pairs = F.pad(torch.stack([weight.scales, weight.zeros], -1), (0, 0, 0, 0, 0, missing))
-        self._scales_zeros = pairs.to(weight.dtype).transpose(0, 1).contiguous()  # [groups, blocks * 64, 2]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]; returns [tokens, out]."""
-        if x.shape[0] <= INT4_ROWS:
-            result: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x.contiguous(), self._packed, self._group_size, self._scales_zeros
-            )
-        else:
-            result = self._by_slabs(x)
-        result = result[:, : self._num_out]
-        return result if self._bias is None else result.add_(self._bias)
-
-    def _by_slabs(self, x: Tensor) -> Tensor:
-        num_blocks = self._packed.shape[0] // BLOCK_ROWS
-        step = max(1, SLAB_BYTES // (BLOCK_ROWS * self._num_in * x.element_size()))
-        result = x.new_empty((x.shape[0], num_blocks * BLOCK_ROWS))
-        for first in range(0, num_blocks, step):
-            last = min(first + step, num_blocks)
-            result[:, first * BLOCK_ROWS : last * BLOCK_ROWS] = x @ self._dequantized(first, last)
-        return result
-
-    def _dequantized(self, first: int, last: int) -> Tensor:
-        """Blocks first to last, transposed: [in, outputs]."""
-        num_blocks, num_groups = last - first, self._num_in // self._group_size
-        pairs = self._scales_zeros[:, first * BLOCK_ROWS : last * BLOCK_ROWS]
-        by_half = pairs.view(num_groups, num_blocks, 2, HALF_BLOCK, 2)  # [groups, blocks, 2, 32, 2]
-        scales, zeros = by_half[..., 0].contiguous(), by_half[..., 1].contiguous()
-        packed = self._packed[first * BLOCK_ROWS : last * BLOCK_ROWS].view(-1).view(torch.int64)  # eight at a time
-        result = scales.new_empty((num_groups, self._group_size, num_blocks, 2, HALF_BLOCK))
-        for half, bits in enumerate((packed & LOW_HALVES, (packed >> 4).bitwise_and_(LOW_HALVES))):
-            values = bits.view(torch.int8).sub_(MIDDLE_INT4).to(scales.dtype)
-            values = values.view(num_blocks, num_groups, self._group_size, HALF_BLOCK).permute(1, 2, 0, 3)
-            half_scales, half_zeros = scales[:, None, :, half], zeros[:, None, :, half]  # [groups, 1, blocks, 32]
-            torch.addcmul(half_zeros, values, half_scales, out=result[..., half, :])
-        return result.view(self._num_in, num_blocks * BLOCK_ROWS)
-
-
-def _pack_int4(values: Tensor) -> Tensor:
-    """As the operator reads them, a slab at a time: it wants int32. values: [blocks * 64, in / 2], see quantize."""
-    packed = torch.empty_like(values)
-    step = max(1, SLAB_BYTES // values[:BLOCK_ROWS].numel()) * BLOCK_ROWS
-    for start in range(0, len(values), step):
-        slab = unpack_nibbles(values[start : start + step]).to(torch.int32)
-        packed[start : start + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(slab, 1)
-    return packed
-
-
-def make_quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> SlabLinear | Int8Linear | Int4Linear:
-    """A matmul with weight [out, in], plus bias [out] or None."""
-    if weight.values.device.type == "cpu":
-        if weight.values.dtype == torch.int8 and has_int8_operator(weight.dtype):
-            return Int8Linear(weight, bias)
-        if weight.zeros is not None and weight.group_size in OPERATOR_GROUPS and has_int4_operator(weight.dtype):
-            return Int4Linear(weight, bias)
-    return SlabLinear(weight, bias)
-
-
-@cache
-def has_int8_operator(dtype: torch.dtype) -> bool:
-    """Whether this torch has it for such rows, and it gives the right result."""
-    return _works(Int8Linear, "int8", dtype, INT8_ROWS)
-
-
-@cache
-def has_int4_operator(dtype: torch.dtype) -> bool:
-    """Whether this torch has it for such rows, with the layout that is known here."""
-    return _works(Int4Linear, "int4", dtype, INT4_ROWS)
-
-
-def _works(kind: type[Int8Linear] | type[Int4Linear], scheme: str, dtype: torch.dtype, most_rows: int) -> bool:
-    """Small integers: exact in any order."""
-    weight = (torch.arange(128 * 64).mul(7).remainder(16) - 8).view(128, 64).float()
-    weight[:, 0], weight[:, 32] = -8, 7  # all of a group's integers: its scale is 1
-    x = (torch.arange(3 * 64).remainder(5) - 2).view(3, 64).to(dtype)
-    try:
-        quantized = quantize(weight.to(dtype), scheme)
-        linear = kind(quantized, None)
-        want = F.linear(x.float(), dequantize(quantized, torch.float32))
-        many = x.repeat(most_rows, 1)
-        few_match = torch.allclose(linear(x).float(), want, rtol=0.01, atol=0.05)
-        return few_match and torch.allclose(linear(many)[:3].float(), want, rtol=0.01, atol=0.05)
-    except (AttributeError, RuntimeError):  # not in this build, or with another signature
-        return False
 
 
 class QuantizeCache:

@@ -30,7 +30,7 @@ from gpu.parameters import (
     matrices,
     targets,
 )
-from gpu.quant import FP8, QuantizedWeight, Weight, floats, pack_nibbles, prequantized_group, split_groups
+from gpu.quant import FP8, QuantizedWeight, Weight, floats, pack_nibbles, prequantized_group
 from gpu.streams import Fill
 
 # The last part of a module's name -> the matrix that it is of; no router, which gates nothing here
@@ -259,4 +259,4 @@ def _quantized(dtype: torch.dtype, values: Tensor, groups: list[Tensor]) -> Quan
     """Of bytes: of 8-bit floats and their scales, or of integers up to 15, their scales and zeros."""
     if len(groups) == 1:
         return QuantizedWeight(dtype, values.view(FP8), *groups)
-    return split_groups(QuantizedWeight(dtype, pack_nibbles(values), *groups))
+    return QuantizedWeight(dtype, pack_nibbles(values), *groups)

@@ -430,7 +430,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _eos_ids(path: Path, contents: _Contents, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """generation_config.json's, else config.json's, and the tokenizer's own beside them; those that can be drawn."""
+    """generation_config.json's, else config.json's, and the tokenizer's own beside them; those that can be sampled."""
     file, named = GENERATION_FILE, contents.generation_config.get("eos_token_id")
     if named is None:
         file, named = CONFIG_FILE, contents.config.get("eos_token_id")

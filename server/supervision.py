@@ -273,10 +273,6 @@ class ServiceManager:
         self._monotonic_ns = monotonic_ns
         self._address = _unix_address(environ.get("NOTIFY_SOCKET", ""))
 
-    @property
-    def is_there(self) -> bool:
-        return self._address is not None
-
     def tell_loading(self, stage: str) -> None:
         """Loading goes on, and may take longer than the unit's TimeoutStartSec."""
         self._send(_status(f"Loading: {stage}"), _EXTENSION)

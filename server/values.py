@@ -215,7 +215,7 @@ def _may_be_model(path: Path) -> bool:
 
 
 def models_in(directory: Path) -> list[Path]:
-    """What lies there that --model could name; none where nobody may look."""
+    """What --model could name there; none where the directory cannot be read."""
     try:
         return sorted(child for child in directory.iterdir() if _may_be_model(child))
     except OSError:
@@ -235,9 +235,9 @@ def _expanded(text: str) -> Path:
     """With the home directory that ~ or ~name stands for."""
     try:
         return Path(text_value(text)).expanduser()
-    except RuntimeError as error:  # pathlib's word for a home that nobody has
+    except RuntimeError as error:  # pathlib's word for a home that no user has
         name = text.partition("/")[0]
-        raise BadValueError(f"a path that can be found, and nobody knows the home directory {name}") from error
+        raise BadValueError(f"a path that exists, and there is no home directory {name}") from error
 
 
 def existing_directory(text: str) -> Path:

@@ -16,7 +16,7 @@ from server.gate.identity import (
     Caller,
     Directory,
     IssuerUnavailable,
-    Origin,
+    KeyOrigin,
     Stated,
     make_directory,
     read_keys,
@@ -183,7 +183,7 @@ class Gate:
         return Stated(
             tenants=stated_values(tables, "name", str),
             certificates=stated_values(tables, "certificates", certificate_name),
-            digests={Origin.TENANTS: stated_values(tables, "key_sha256", bytes.fromhex), Origin.FILE: good},
+            digests={KeyOrigin.TENANTS: stated_values(tables, "key_sha256", bytes.fromhex), KeyOrigin.FILE: good},
         )
 
 

@@ -276,7 +276,7 @@ class Caller:
 LOCAL_CALLER = Caller(LOCAL)
 
 
-class Origin(StrEnum):
+class KeyOrigin(StrEnum):
     """Where a key is stated."""
 
     ENVIRONMENT = "environment"
@@ -293,7 +293,7 @@ class KnownKey:
 
     digest: bytes
     caller: Caller
-    origin: Origin
+    origin: KeyOrigin
     expires_s: float | None = None
     is_revoked: bool = False
 
@@ -312,7 +312,7 @@ class Stated(NamedTuple):
 
     tenants: Set[str] | None
     certificates: Set[tuple[str, str]] | None
-    digests: Mapping[Origin, Set[bytes] | None]
+    digests: Mapping[KeyOrigin, Set[bytes] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,9 +374,9 @@ def make_directory(
     if not tenants:
         by_name[LOCAL_NAME] = LOCAL
     keys: dict[bytes, KnownKey] = {}
-    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES, Origin.ENVIRONMENT) for key in api_keys]
+    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES, KeyOrigin.ENVIRONMENT) for key in api_keys]
     nameless += [
-        (bytes.fromhex(one), tenant, frozenset(COMMON_SCOPES), Origin.TENANTS)
+        (bytes.fromhex(one), tenant, frozenset(COMMON_SCOPES), KeyOrigin.TENANTS)
         for tenant in tenants
         for one in tenant.key_sha256
     ]
@@ -389,7 +389,7 @@ def make_directory(
         expires_s = None if record.expires is None else record.expires.timestamp()
         digest = bytes.fromhex(record.sha256)
         caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix, digest=digest)
-        keys[digest] = KnownKey(digest, caller, Origin.FILE, expires_s, record.revoked is not None)
+        keys[digest] = KnownKey(digest, caller, KeyOrigin.FILE, expires_s, record.revoked is not None)
     certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
     return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
 

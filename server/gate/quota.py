@@ -161,7 +161,7 @@ class Shortage(NamedTuple):
         is_least: it was asked for what every request needs, before the body said how much this one does.
     """
 
-    account: "Account"
+    account: "QuotaAccount"
     pool: Pool
     num_wanted: int
     num_available: int
@@ -185,7 +185,7 @@ class Shortage(NamedTuple):
         return ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded", retry_after_s=wait_s)
 
 
-class Account:
+class QuotaAccount:
     """One tenant's pools, or one key's.
 
     Attributes:
@@ -248,11 +248,11 @@ class Ticket:
 
     __slots__ = ("_accounts", "_clock", "_held", "_is_in", "_num_reserved", "caller")
 
-    def __init__(self, caller: Caller, accounts: Sequence[Account], clock: Callable[[], Moment]) -> None:
+    def __init__(self, caller: Caller, accounts: Sequence[QuotaAccount], clock: Callable[[], Moment]) -> None:
         self.caller = caller
         self._accounts = accounts
         self._clock = clock
-        self._held: tuple[tuple[Account, tuple[Pool, ...]], ...] = ()  # as they were when it was reserved
+        self._held: tuple[tuple[QuotaAccount, tuple[Pool, ...]], ...] = ()  # as they were when it was reserved
         self._num_reserved = 0
         self._is_in = False
 
@@ -389,7 +389,9 @@ class Ticket:
             raise _worst(shortages).error()
 
 
-def _shortages(pools: Iterable[tuple[Account, Pool]], num: int, now: Moment, is_least: bool = False) -> list[Shortage]:
+def _shortages(
+    pools: Iterable[tuple[QuotaAccount, Pool]], num: int, now: Moment, is_least: bool = False
+) -> list[Shortage]:
     """Of the pools that have less than so much."""
     found = []
     for account, pool in pools:
@@ -416,7 +418,7 @@ class Quotas:
         self._clock = clock
         self._started = clock()
         self._used_today = used_today or {}
-        self._accounts: dict[tuple[str, str | None], Account] = {}
+        self._accounts: dict[tuple[str, str | None], QuotaAccount] = {}
         self._most_accounts = PRUNED_ACCOUNTS
 
     def ticket_for(self, caller: Caller) -> Ticket:
@@ -428,7 +430,7 @@ class Quotas:
         return Ticket(caller, accounts, self._clock)
 
     @property
-    def accounts(self) -> tuple[Account, ...]:
+    def accounts(self) -> tuple[QuotaAccount, ...]:
         return tuple(self._accounts.values())
 
     def apply(self, directory: Directory) -> None:
@@ -443,13 +445,13 @@ class Quotas:
             if tenant is not None:
                 account.apply(tenant.limits if key_id is None else tenant.key_limits, now)
 
-    def _account(self, owner: str, place: tuple[str, str | None], limits: Limits) -> Account:
+    def _account(self, owner: str, place: tuple[str, str | None], limits: Limits) -> QuotaAccount:
         account = self._accounts.get(place)
         if account is None:
             if len(self._accounts) >= self._most_accounts:
                 self._forget()
             day = DayPool("tokens_per_day", 0, self._used_today.get(place, 0), self._started)
-            account = self._accounts[place] = Account(owner, limits, self._clock(), day)
+            account = self._accounts[place] = QuotaAccount(owner, limits, self._clock(), day)
         return account
 
     def _forget(self) -> None:

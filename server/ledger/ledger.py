@@ -35,8 +35,8 @@ from server.ledger.store import (
     Progress,
     Prune,
     Reserve,
+    RowState,
     Settle,
-    State,
     StoredAnswer,
     Write,
 )
@@ -171,14 +171,14 @@ class Entry:
         if self.end is not None:
             return self.settled_row(self.end)
         assert self.progress is not None, "it has been reserved"
-        end = End(self.progress(), Cost(), State.ABORTED, 503, SHUTDOWN, {})
-        return msgspec.structs.replace(self.settled_row(end), state=State.ABORTED)
+        end = End(self.progress(), Cost(), RowState.ABORTED, 503, SHUTDOWN, {})
+        return msgspec.structs.replace(self.settled_row(end), state=RowState.ABORTED)
 
     def settled_row(self, end: End) -> LedgerRow:
         return msgspec.structs.replace(
             self.row,
             updated_us=self.ledger.now_us(),
-            state=State.SETTLED,
+            state=RowState.SETTLED,
             prompt_tokens=end.usage.num_prompt_tokens,
             cached_tokens=end.usage.num_cached_tokens,
             completion_tokens=end.usage.num_completion_tokens,

@@ -25,7 +25,7 @@ PAGE_BYTES = 4096  # SQLite's own choice
 CHECKPOINT_WRITES = 2000  # between checkpoints: some 32 MiB of write-ahead log, to be read again after a crash
 
 
-class State(StrEnum):
+class RowState(StrEnum):
     """RESERVED: in progress. SETTLED: ended, with its true usage. ABORTED: the server ended before it did."""
 
     RESERVED = "reserved"
@@ -67,7 +67,7 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     created_us: int
     updated_us: int
-    state: State = State.RESERVED
+    state: RowState = RowState.RESERVED
     reserved_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -175,7 +175,7 @@ CREATE TABLE requests (
     price_micro INTEGER NOT NULL
 );
 CREATE INDEX requests_by_time ON requests (updated_us);
-CREATE INDEX requests_in_progress ON requests (request_id) WHERE state = '{State.RESERVED}';
+CREATE INDEX requests_in_progress ON requests (request_id) WHERE state = '{RowState.RESERVED}';
 CREATE TABLE answers (
     tenant TEXT NOT NULL, key TEXT NOT NULL, request_id TEXT NOT NULL, digest BLOB NOT NULL,
     stored_us INTEGER NOT NULL, status INTEGER NOT NULL, headers BLOB NOT NULL, body BLOB NOT NULL,
@@ -189,22 +189,23 @@ _INSERT = f"INSERT INTO requests ({', '.join(COLUMNS)}) VALUES ({', '.join('?' *
 _SETTLE = (
     f"{_INSERT} ON CONFLICT (request_id) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "request_id")
-    + f" WHERE state = '{State.RESERVED}'"
+    + f" WHERE state = '{RowState.RESERVED}'"
 )
 _CHECKPOINT = (
     f"UPDATE requests SET {', '.join(f'{name} = ?' for name in Progress.__struct_fields__[1:])}"
-    f" WHERE request_id = ? AND state = '{State.RESERVED}'"
+    f" WHERE request_id = ? AND state = '{RowState.RESERVED}'"
 )
 _AMEND = (
     "UPDATE requests SET finish_reason = ?, status = ?, error_code = ?"
-    f" WHERE request_id = ? AND state = '{State.SETTLED}'"
+    f" WHERE request_id = ? AND state = '{RowState.SETTLED}'"
 )
 _ABORT = (
-    f"UPDATE requests SET state = '{State.ABORTED}', finish_reason = '{State.ABORTED}' WHERE state = '{State.RESERVED}'"
+    f"UPDATE requests SET state = '{RowState.ABORTED}', finish_reason = '{RowState.ABORTED}'"
+    f" WHERE state = '{RowState.RESERVED}'"
 )
 _PRUNE = (
     "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE updated_us < ?"
-    f" AND state != '{State.RESERVED}' ORDER BY updated_us LIMIT {PRUNED_ROWS})"
+    f" AND state != '{RowState.RESERVED}' ORDER BY updated_us LIMIT {PRUNED_ROWS})"
 )
 
 
@@ -320,7 +321,7 @@ class LedgerStore:
 
     def has_older(self, than_us: int) -> bool:
         """Whether there is more to prune."""
-        old = f"SELECT EXISTS (SELECT 1 FROM requests WHERE updated_us < ? AND state != '{State.RESERVED}')"
+        old = f"SELECT EXISTS (SELECT 1 FROM requests WHERE updated_us < ? AND state != '{RowState.RESERVED}')"
         return bool(_value(self._database.execute(old, (than_us,))))
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
-from server.ledger.store import State
+from server.ledger.store import RowState
 from server.wire.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.e2e.raw_http import RawAnswer, connected, post_bytes, request_bytes
 from tests.e2e.server_process import ServerProcess, ready_server
@@ -395,7 +395,7 @@ def check_nothing_is_left(server: ServerProcess, directory: Path) -> None:
     server.process.terminate()
     assert server.wait_exit() == 0
     found = rows(directory / "ledger.db")
-    assert {row.state for row in found} == {State.SETTLED}
+    assert {row.state for row in found} == {RowState.SETTLED}
     used = Counter[str]()
     for row in found:
         used[row.tenant] += row.counted_tokens

@@ -10,7 +10,7 @@ from core.sequence import sequence_seed
 from core.simulation import continuation
 from core.types import Request, Submit, Usage
 from server.gate.quota import DayPool
-from server.ledger.store import LedgerRow, State
+from server.ledger.store import LedgerRow, RowState
 from tests.server.drawn_calls import CACHED_DISCOUNT, TENANTS
 from tests.server.inline_ledger import rows
 from tests.server.recording_peers import Call
@@ -143,7 +143,7 @@ class LifeChecks:
         assert found.keys() >= usages.keys()
         for request_id in found.keys() - self._written_before.keys():
             row, usage = found[request_id], usages.get(request_id, Usage(0, 0, 0))
-            assert row.state is State.SETTLED
+            assert row.state is RowState.SETTLED
             counts = row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.counted_tokens
             billed = usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens, _cost(usage)
             assert counts == billed, f"{row} instead of {usage}"

@@ -43,22 +43,16 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def steploop(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def steploop(*words: str, typed: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run it; what is typed comes by a pipe."""
+    command, environment = [sys.executable, "-m", "server", *words], {**os.environ, **environ}
     return subprocess.run(
-        [sys.executable, "-m", "server", *words],
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, input=typed, timeout=60, check=False
     )
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["serve", "--help"], ["chat", "--help"], ["doctor", "-h"]]
-)
-def test_help_and_version_load_nothing_heavy(words: list[str]) -> None:
+@pytest.mark.parametrize("words", [["serve", "--help"], ["chat", "--help"], ["doctor", "-h"]])
+def test_help_of_a_command_loads_nothing_heavy(words: list[str]) -> None:
     code = (
         "import sys\nfrom server.cli import main\n"
         f"try:\n    main({words!r})\nexcept SystemExit as left:\n    assert left.code == 0\n"
@@ -191,29 +185,19 @@ def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> 
     assert "serve a model" in capsys.readouterr().out
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    with running_peer() as peer:
-        words = [sys.executable, "-m", "server", "chat", "--url", peer.url, "-q", "hi"]
-        process = subprocess.Popen(words, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE)
-        os.close(write_end)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (BROKEN_PIPE, b"")
-
-
-@pytest.mark.parametrize("words", [["models"], ["keys", "list"], ["serve", "--estimate"]])
-def test_a_reader_that_leaves_is_no_error_of_any_command(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["chat", "-q", "hi"], ["models"], ["keys", "list"], ["serve", "--estimate"]])
+def test_a_reader_that_leaves_is_no_error(words: list[str], tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     if words[0] == "keys":
         words = [*words, "--keys-file", str(tmp_path / "keys.json")]
         assert main(["keys", "create", *words[2:]]) == ExitCode.OK
-    process = subprocess.Popen(
-        [sys.executable, "-m", "server", *words], cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE
-    )
-    os.close(write_end)
-    _, errors = process.communicate(timeout=60)
+    with running_peer() as peer:
+        words = [*words, "--url", peer.url] if words[0] == "chat" else words
+        command = [sys.executable, "-m", "server", *words]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE)
+        os.close(write_end)
+        _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (BROKEN_PIPE, b"")
 
 
@@ -368,14 +352,7 @@ def test_ctrl_c_at_the_prompt_leaves_the_server_in_process_alone(model_path: Pat
 
 def test_the_question_can_come_from_stdin() -> None:
     with running_peer() as peer:
-        done = subprocess.run(
-            [sys.executable, "-m", "server", "chat", "--url", peer.url, "-q", "-"],
-            cwd=ROOT,
-            input="from a pipe",
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = steploop("chat", "--url", peer.url, "-q", "-", typed="from a pipe")
     assert done.returncode == 0
     assert peer.asked[0]["messages"][0]["content"] == "from a pipe"
 

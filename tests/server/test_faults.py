@@ -23,7 +23,7 @@ from server.gate.quota import Quotas, Ticket
 from server.gate.tenants import Limits, Tenant
 from server.generation import Generation
 from server.ledger.ledger import Entry
-from server.ledger.store import LedgerStore, State
+from server.ledger.store import LedgerStore, RowState
 from server.listening.listener import Listener
 from server.observing.accounting import Accounting
 from server.observing.metrics import Histogram, Metrics
@@ -333,7 +333,7 @@ class Crowd:
         self.server.run_for(60.0)
         self.server.close()
         found = rows(self.ledger)
-        assert {row.state for row in found} == {State.SETTLED}
+        assert {row.state for row in found} == {RowState.SETTLED}
         assert len({row.request_id for row in found}) == len(found)
 
 

@@ -13,7 +13,7 @@ from core.types import Cost, FinishReason, Usage
 from server.gate.quota import Moment
 from server.gate.tenants import Limits, Tenant
 from server.ledger.ledger import CHECKPOINT_S, PRUNE_S, End, Ledger, Subject
-from server.ledger.store import PRUNED_ROWS, Checkpoint, Prune, State
+from server.ledger.store import PRUNED_ROWS, Checkpoint, Prune, RowState
 from server.ledger.usage import ModelPrice, Prices
 from tests.server.fakes import MemoryTransport
 from tests.server.inline_ledger import COMMIT_S, InlineWriter, rows
@@ -44,7 +44,7 @@ def test_row_says_whose_it_was_what_it_took_and_what_it_cost(path: Path, fields:
         "/v1/chat/completions",
         "length",
         200,
-        State.SETTLED,
+        RowState.SETTLED,
     )
     assert row.key_id is not None
     assert row.device_us > 0
@@ -79,10 +79,10 @@ def test_end_waits_until_it_is_settled(path: Path, fields: dict[str, Any]) -> No
     server.ledger_writer.is_stuck = True
     server.run_for(10.0)
     assert not any(answer.is_complete for answer in answers(bytes(transport.received)))
-    assert [row.state for row in rows(path)] == [State.RESERVED]
+    assert [row.state for row in rows(path)] == [RowState.RESERVED]
     server.ledger_writer.is_stuck = False
     server.ledger_writer.commit()
-    assert [row.state for row in rows(path)] == [State.SETTLED]
+    assert [row.state for row in rows(path)] == [RowState.SETTLED]
     server.run()
     (answer,) = answers(bytes(transport.received))
     assert answer.is_complete
@@ -103,7 +103,7 @@ def test_client_that_left_is_billed_for_what_was_said(path: Path) -> None:
     server.run()
     server.close()
     (row,) = rows(path)
-    assert (row.state, row.status, row.finish_reason, row.error_code) == (State.SETTLED, 499, "cancelled", None)
+    assert (row.state, row.status, row.finish_reason, row.error_code) == (RowState.SETTLED, 499, "cancelled", None)
     assert 0 < row.completion_tokens < 60
     assert row.price_micro == 2 * row.prompt_tokens + 10 * row.completion_tokens
 
@@ -115,7 +115,7 @@ def test_request_called_off_says_so(path: Path) -> None:
     server.run()
     server.close()
     (row,) = rows(path)
-    assert (row.state, row.status, row.error_code) == (State.SETTLED, 499, "request_cancelled")
+    assert (row.state, row.status, row.error_code) == (RowState.SETTLED, 499, "request_cancelled")
 
 
 def test_engine_that_fails_is_billed_for_what_came(path: Path) -> None:
@@ -125,7 +125,7 @@ def test_engine_that_fails_is_billed_for_what_came(path: Path) -> None:
     server.run()
     server.close()
     (row,) = rows(path)
-    assert (row.state, row.status, row.error_code) == (State.SETTLED, 500, "engine_error")
+    assert (row.state, row.status, row.error_code) == (RowState.SETTLED, 500, "engine_error")
     assert row.completion_tokens > 0
 
 
@@ -167,7 +167,7 @@ def test_what_runs_at_shutdown_is_closed_where_it_is(path: Path) -> None:
     ledger.close()
     loop.close()
     (row,) = rows(path)
-    assert (row.state, row.status, row.error_code) == (State.ABORTED, 503, "shutdown")
+    assert (row.state, row.status, row.error_code) == (RowState.ABORTED, 503, "shutdown")
     assert (row.prompt_tokens, row.completion_tokens, row.counted_tokens, row.price_micro) == (10, 3, 3, 50)
 
 
@@ -192,9 +192,9 @@ def test_request_whose_progress_cannot_be_told_keeps_no_other_from_its_row(
     ledger.close()
     loop.close()
     assert {one.request_id: one.state for one in rows(path)} == {
-        "r0": State.RESERVED,  # the next process closes it
-        "r1": State.ABORTED,
-        "r2": State.ABORTED,
+        "r0": RowState.RESERVED,  # the next process closes it
+        "r1": RowState.ABORTED,
+        "r2": RowState.ABORTED,
     }
     assert caplog.text.count("ZeroDivisionError") == 3
 
@@ -275,7 +275,7 @@ def test_every_request_is_settled_once_whatever_becomes_of_it(path: Path, seed: 
     for request_id, row in found.items():
         usage = usages[request_id]
         assert usage is not None
-        assert row.state is State.SETTLED
+        assert row.state is RowState.SETTLED
         assert (row.prompt_tokens, row.cached_tokens) == (usage.num_prompt_tokens, usage.num_cached_tokens)
         assert row.completion_tokens <= usage.num_completion_tokens
         assert row.status != 200 or row.completion_tokens == usage.num_completion_tokens

@@ -11,7 +11,7 @@ import pytest
 
 from server.gate.tenants import Limits, Tenant
 from server.ledger.ledger import HEARTBEAT_S, PROBE_S, STUCK_S
-from server.ledger.store import LedgerRow, State
+from server.ledger.store import LedgerRow, RowState
 from server.observing.metrics import TenantCounts
 from tests.server.inline_ledger import InlineWriter, rows
 from tests.server.simulated_server import MODEL, STREAM, Answer, SimulatedServer, answers, chat, request
@@ -48,7 +48,7 @@ def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Pat
     server.run()
     (answer,) = answers(bytes(running.received))
     assert answer.events[-1] == "[DONE]"  # what ran is settled all the same
-    assert [row.state for row in rows(path)] == [State.RESERVED]
+    assert [row.state for row in rows(path)] == [RowState.RESERVED]
     ready = server.ask(request("GET", "/ready"), "GET")
     assert (ready.status, ready.json["error"]["code"]) == (503, "ledger_unavailable")
     assert "locked" in ready.json["error"]["message"]
@@ -64,7 +64,7 @@ def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Pat
     assert samples[f'steploop_requests_failed_total{{model_name="{MODEL}",reason="ledger_unavailable"}}'] == 1
     server.close()
     found = {row.request_id: row for row in rows(path)}
-    assert (found["r1"].state, found["r1"].completion_tokens) == (State.SETTLED, 60)
+    assert (found["r1"].state, found["r1"].completion_tokens) == (RowState.SETTLED, 60)
     assert found.keys() == {"r1", "r7"}  # what was refused leaves no row
 
 
@@ -178,7 +178,7 @@ def test_deadlines_hold_while_the_reservation_hangs(
     go_on(server)
     server.close()
     row = the_row(path)
-    assert (row.state, row.status, row.error_code) == (State.SETTLED, 504, "deadline_exceeded")
+    assert (row.state, row.status, row.error_code) == (RowState.SETTLED, 504, "deadline_exceeded")
     assert row.completion_tokens == 12
 
 
@@ -206,7 +206,7 @@ def test_deadline_holds_while_the_settlement_hangs_and_its_row_tells_it(
     server = SimulatedServer(ledger=path)
     transport = server.send(chat(deadlines={"total_ms": 1000}, **fields))
     server.run_for(0.02)
-    assert the_row(path).state is State.RESERVED
+    assert the_row(path).state is RowState.RESERVED
     hang(server)
     server.run_for(1.1)
     late = told(transport.received)
@@ -221,7 +221,7 @@ def test_deadline_holds_while_the_settlement_hangs_and_its_row_tells_it(
     server.run_for(2 * PROBE_S)
     server.close()
     row = the_row(path)
-    assert (row.state, row.status, row.error_code) == (State.SETTLED, 504, "deadline_exceeded")
+    assert (row.state, row.status, row.error_code) == (RowState.SETTLED, 504, "deadline_exceeded")
     assert row.completion_tokens == 12
 
 
@@ -236,7 +236,7 @@ def test_client_that_goes_while_its_settlement_hangs_is_not_waited_for(path: Pat
     go_on(server)
     server.close()
     row = the_row(path)
-    assert (row.state, row.status, row.completion_tokens) == (State.SETTLED, 499, 12)
+    assert (row.state, row.status, row.completion_tokens) == (RowState.SETTLED, 499, 12)
 
 
 def ended_in_a_fault(path: Path, lock: sqlite3.Connection) -> tuple[SimulatedServer, bytes, Answer]:

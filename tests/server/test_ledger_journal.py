@@ -23,8 +23,8 @@ from server.ledger.store import (
     Progress,
     Prune,
     Reserve,
+    RowState,
     Settle,
-    State,
     StoredAnswer,
     Write,
 )
@@ -48,7 +48,7 @@ def row(name: str = "a", **fields: object) -> LedgerRow:
 
 
 def settled(name: str = "a", **fields: object) -> Settle:
-    return Settle(row(name, **{"state": State.SETTLED, "completion_tokens": 7, "updated_us": 9} | fields))
+    return Settle(row(name, **{"state": RowState.SETTLED, "completion_tokens": 7, "updated_us": 9} | fields))
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ def test_orphan_closes_at_its_last_checkpoint_and_not_at_its_reservation(path: P
     open_journal(path, NUM_RECORDS).close()
     found = rows(path)
     a, b = found["a"], found["b"]
-    assert (a.state, a.prompt_tokens, a.completion_tokens, a.counted_tokens) == (State.ABORTED, 20, 4, 24)
+    assert (a.state, a.prompt_tokens, a.completion_tokens, a.counted_tokens) == (RowState.ABORTED, 20, 4, 24)
     assert (a.cached_tokens, a.price_micro, a.updated_us) == (16, 12, 6)
-    assert (b.state, b.prompt_tokens, b.completion_tokens, b.price_micro) == (State.ABORTED, 0, 0, 0)
+    assert (b.state, b.prompt_tokens, b.completion_tokens, b.price_micro) == (RowState.ABORTED, 0, 0, 0)
 
 
 def test_what_is_settled_stays_as_it_is(path: Path, journal: Journal) -> None:
@@ -177,7 +177,7 @@ def test_full_disk_is_no_end_of_what_runs(path: Path, journal: Journal) -> None:
     assert journal.write([settled(f"r{i}", stages_ms="y" * 1000) for i in range(4)]).are_durable == [True] * 4
     store.execute(f"PRAGMA max_page_count = {num_pages + 1000}")
     assert journal.write([Probe()]).fault is None
-    assert [one.state for one in rows(path).values()] == [State.SETTLED] * 4
+    assert [one.state for one in rows(path).values()] == [RowState.SETTLED] * 4
 
 
 def test_next_server_puts_down_what_was_spilled_once(path: Path) -> None:
@@ -190,7 +190,7 @@ def test_next_server_puts_down_what_was_spilled_once(path: Path) -> None:
     content = spilled(path)
     journal.close()
     open_journal(path, NUM_RECORDS).close()
-    assert {name: one.state for name, one in rows(path).items()} == {"a": State.SETTLED, "b": State.ABORTED}
+    assert {name: one.state for name, one in rows(path).items()} == {"a": RowState.SETTLED, "b": RowState.ABORTED}
     spill = path.parent / f"{path.name}-spill"
     spill.write_bytes(content.ljust(spill.stat().st_size, b"\0"))  # killed before the journal was cleared
     before = rows(path)

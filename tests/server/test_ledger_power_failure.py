@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.ledger.store import Checkpoint, LedgerRow, LedgerStore, Progress, Reserve, Settle, State, Write
+from server.ledger.store import Checkpoint, LedgerRow, LedgerStore, Progress, Reserve, RowState, Settle, Write
 from tests.server.power_failure import Disk
 
 PATH = Path("/ledger.db")
@@ -38,7 +38,7 @@ def batches(rng: random.Random) -> list[list[Write]]:
             batch.append(Checkpoint(tuple(Progress(f"r{i}", i, 5, 0, 7, 12, 0) for i in running)))
         while running and rng.random() < 0.45:
             ended = running.pop(rng.randrange(len(running)))
-            batch.append(Settle(row(ended, state=State.SETTLED, completion_tokens=ended)))
+            batch.append(Settle(row(ended, state=RowState.SETTLED, completion_tokens=ended)))
         made.append(batch)
     return made
 
@@ -77,7 +77,7 @@ def test_what_was_committed_outlives_a_power_failure(seed: int) -> None:
         assert found.keys() == begun_in(writes)
         promised = settled_in(writes)
         assert {name: found[name] for name in promised} == promised
-        assert {one.state for name, one in found.items() if name not in promised} <= {State.ABORTED}
+        assert {one.state for name, one in found.items() if name not in promised} <= {RowState.ABORTED}
         left = left.after_power_failure(rng)
 
 
@@ -86,7 +86,7 @@ def test_disk_forgets_what_is_not_synced() -> None:
     disk = Disk()
     store = LedgerStore(PATH, disk.connect)
     store._database.execute("PRAGMA synchronous = OFF")
-    store.commit([Settle(row(1, state=State.SETTLED))])
+    store.commit([Settle(row(1, state=RowState.SETTLED))])
     assert [one.request_id for one in store.rows()] == ["r1"]
     after = LedgerStore(PATH, disk.after_power_failure(random.Random(3)).connect)
     assert after.rows() == []

@@ -12,11 +12,11 @@ from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
 from server.ledger.journal import DURABLE_S, CommitPace, Item, Journal, LedgerThread, Written, open_journal, tell_batch
 from server.ledger.ledger import open_ledger
-from server.ledger.store import LedgerStore, Reserve, Settle, State, Write
+from server.ledger.store import LedgerStore, Reserve, RowState, Settle, Write
 from tests.server.test_ledger_journal import row, settled
 
 
-def states(path: Path) -> dict[str, State]:
+def states(path: Path) -> dict[str, RowState]:
     store = LedgerStore(path)
     found = {one.request_id: one.state for one in store.rows()}
     store.close()
@@ -35,7 +35,7 @@ def test_each_is_told_on_the_loop_in_order_once_it_is_durable(tmp_path: Path) ->
         def tell(number: int, is_durable: bool) -> None:
             told.append((number, is_durable, threading.get_ident()))
             if len(told) == 1:
-                assert states(path)["r0"] is State.RESERVED
+                assert states(path)["r0"] is RowState.RESERVED
             if number == 49:
                 done.set_result(None)
 
@@ -99,7 +99,7 @@ def test_close_writes_what_was_submitted_and_lets_the_next_server_in(tmp_path: P
 
     asyncio.run(run())
     open_journal(path, 10).close()
-    assert set(states(path).values()) == {State.SETTLED}
+    assert set(states(path).values()) == {RowState.SETTLED}
     assert len(states(path)) == 20
 
 

@@ -53,6 +53,13 @@ def metadata() -> dict[str, Any]:
     return {**byte_level_metadata(tokenizer, "qwen2", **ends), "tokenizer.chat_template": CHATML}
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def refusal(file: Path) -> StartupError:
     with pytest.raises(StartupError) as caught:
         parse_config(file, read_model_files(file).config)
@@ -248,28 +255,19 @@ def rewritten(file: Path, fields: dict[str, Any]) -> Path:
             writer.add_uint32(key, value)
     for tensor in old.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file.with_name("rewritten.gguf")
 
 
 def test_unknown_architectures_and_formats_are_named(tmp_path: Path, directory: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "falcon.gguf", "falcon")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert "'falcon' is not supported" in refusal(tmp_path / "falcon.gguf").cause
     assert "llama, qwen2, qwen3" in refusal(tmp_path / "falcon.gguf").fix
     writer = gguf.GGUFWriter(tmp_path / "q2.gguf", "llama")
     rows = np.zeros((2, 84), np.uint8)
     writer.add_tensor("output.weight", rows, raw_dtype=gguf.GGMLQuantizationType.Q2_K)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert "output.weight is stored as Q2_K; supported are F32, F16, BF16, Q8_0" in refusal(tmp_path / "q2.gguf").cause
 
 
@@ -278,10 +276,7 @@ def test_every_truncation_of_the_header_is_an_error(tmp_path: Path) -> None:
     writer.add_array("texts", ["one", "two"])
     writer.add_array("numbers", [1.5, 2.5])
     writer.add_tensor("output.weight", np.zeros((2, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     whole = (tmp_path / "m.gguf").read_bytes()
     assert parse_gguf(memoryview(whole), "m").metadata["texts"] == ["one", "two"]
     for size in range(len(whole)):

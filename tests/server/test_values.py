@@ -141,5 +141,5 @@ def test_names_with_little_in_common_are_not_near(name: str, other: str, tmp_pat
 
 def test_a_home_that_nobody_has_is_told() -> None:
     for parse in (model_source, existing_directory, file_value):
-        with pytest.raises(BadValueError, match="home directory ~nobody-here"):
+        with pytest.raises(BadValueError, match="there is no home directory ~nobody-here"):
             parse("~nobody-here/model")
