@@ -1,22 +1,33 @@
-"""A quantised checkpoint's description is understood, or refused by the name of what is not."""
+"""What config.json says of a prequantized checkpoint is understood, or refused by the name of what is not."""
 
 from typing import Any
 
 import pytest
 
 from core.errors import BadCheckpoint, UnsupportedModel
-from core.prequantized import PackedConfig, parse_packed, refuse_other_methods
+from core.prequantized import Fp8Config, PackedConfig, parse_fp8, parse_packed, refuse_other_methods
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def parse(**fields: Any) -> PackedConfig | None:
-    return parse_packed({"quantization_config": fields})
+def parse(**fields: Any) -> PackedConfig | Fp8Config | None:
+    config = {"quantization_config": fields}
+    refuse_other_methods(config)
+    return parse_packed(config) or parse_fp8(config)
+
+
+def compressed(weights: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    arguments = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": arguments}
+    found = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return {**found, **fields}
 
 
 def test_a_plain_model_has_none() -> None:
-    assert parse_packed({}) is None
+    assert parse_packed({}) is parse_fp8({}) is None
+    assert parse_fp8({"quantization_config": GPTQ}) is parse_packed({"quantization_config": FP8}) is None
     refuse_other_methods({"quantization_config": None})
 
 
@@ -35,7 +46,7 @@ def test_awqs_older_names_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "is_kept"),
+    ("fields", "is_served"),
     [
         (GPTQ, True),
         ({**GPTQ, "group_size": -1}, True),
@@ -45,10 +56,29 @@ def test_awqs_older_names_are_read() -> None:
         (AWQ, True),
     ],
 )
-def test_four_bits_in_groups_of_neighbours_are_kept(fields: dict[str, Any], is_kept: bool) -> None:
+def test_four_bits_in_groups_of_neighbours_are_served(fields: dict[str, Any], is_served: bool) -> None:
     packed = parse(**fields)
-    assert packed is not None
-    assert packed.is_kept == is_kept
+    assert isinstance(packed, PackedConfig)
+    assert packed.is_served == is_served
+
+
+@pytest.mark.parametrize(
+    ("fields", "block"),
+    [
+        (FP8, (128, 128)),
+        ({**FP8, "weight_block_size": None}, None),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, None),
+        ({**FP8, "scale_fmt": "ue8m0"}, (128, 128)),
+        (compressed({}), None),
+        (compressed({"strategy": "tensor"}), None),
+        (compressed({"strategy": "block", "block_structure": [128, 64]}), (128, 64)),
+        (compressed({"strategy": "block", "block_structure": "128x128"}), (128, 128)),
+        (compressed({}, sparsity_config={"format": "dense"}, transform_config={}), None),
+    ],
+)
+def test_what_shares_a_scale_is_known(fields: dict[str, Any], block: tuple[int, int] | None) -> None:
+    assert parse(**fields) == Fp8Config(block)
+    assert Fp8Config(block).group_size == (block and block[1])
 
 
 @pytest.mark.parametrize(
@@ -64,6 +94,18 @@ def test_four_bits_in_groups_of_neighbours_are_kept(fields: dict[str, Any], is_k
         ({**AWQ, "checkpoint_format": "gemv_fast"}, "checkpoint_format='gemv_fast'"),
         ({**AWQ, "zero_point": False}, "zero_point"),
         ({**AWQ, "bits": 8}, "bits=8"),
+        ({**FP8, "fmt": "e5m2"}, r"fmt='e5m2' is not supported. Fix: .*fmt as: 'e4m3'"),
+        ({**FP8, "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
+        ({**FP8, "scale_fmt": "e3m4"}, "scale_fmt"),
+        (compressed({}, format="pack-quantized"), "format='pack-quantized'.* as: 'float-quantized'"),
+        (compressed({}, format="nvfp4-pack-quantized"), "nvfp4"),
+        (compressed({}, format="mixed-precision"), "mixed-precision"),
+        (compressed({}, transform_config={"config_groups": {"R1": {}}}), "transform_config"),
+        (compressed({}, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
+        (compressed({"num_bits": 4}), "num_bits=4"),
+        (compressed({"type": "int"}), "type='int'"),
+        (compressed({"strategy": "group"}), "strategy='group'"),
+        (compressed({"symmetric": False}), "symmetric=False"),
     ],
 )
 def test_variants_that_are_not_read_are_named(fields: dict[str, Any], named: str) -> None:
@@ -82,3 +124,27 @@ def test_other_methods_are_named(given: object) -> None:
 def test_a_group_size_that_cannot_be_is_refused(size: object) -> None:
     with pytest.raises(BadCheckpoint, match="group_size"):
         parse(**{**GPTQ, "group_size": size})
+
+
+def test_groups_that_are_scaled_in_different_ways_are_named() -> None:
+    (channels,) = compressed({})["config_groups"].values()
+    (blocks,) = compressed({"strategy": "block", "block_structure": [128, 128]})["config_groups"].values()
+    with pytest.raises(UnsupportedModel, match="block_structure"):
+        parse(**compressed({}, config_groups={"a": channels, "b": blocks}))
+    assert parse(**compressed({}, config_groups={"a": channels, "b": channels})) == Fp8Config(None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({**FP8, "weight_block_size": size} for size in ([128], [128, 0], [True, 128], "128", 128, ["128", "x"])),
+        compressed({"strategy": "block"}),
+        compressed({}, config_groups={}),
+        compressed({}, config_groups=None),
+        compressed({}, config_groups={"group_0": {"weights": None}}),
+        compressed({}, config_groups={"group_0": None}),
+    ],
+)
+def test_what_no_one_can_read_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadCheckpoint, match=r"weight_block_size|config_groups"):
+        parse(**fields)
