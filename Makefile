@@ -138,7 +138,7 @@ crash: $(VENV)/.installed
 
 .PHONY: storm
 storm: $(VENV)/.installed-test
-	$(VENV)/bin/python -m tests.e2e.client_storm 2500
+	$(VENV)/bin/python -m tests.e2e.test_client_storm 2500
 	$(VENV)/bin/python -m tests.server.cancel_storm 1000000
 
 .PHONY: simulate

@@ -25,7 +25,8 @@ from gpu.linear import Linear, make_linear
 from gpu.operators import Operators
 from gpu.parameters import ExpertWeights
 from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
-from gpu.sampler import Sampler, SamplingSlots
+from gpu.rows import DeviceTables, RowOperators, StepInputs
+from gpu.sampler import LaunchedSampler, Sampler, SamplingSlots
 from gpu.scores import Scores
 
 EPS = 1e-6
@@ -217,69 +218,77 @@ def embed(draw: Draw, rows: int, vocab: int, width: int) -> Problem:
 
 @builder
 def decoding_rows(draw: Draw, rows: int, slots: int, width: int) -> Problem:
-    """What a step of decodes reads; the last row is padding, every other token is what its slot drew last."""
-    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_rows
-
-    tables, last = draw.below(1000, slots, width).int(), draw.below(1000, slots)
-    step = torch.stack([draw.order(slots)[:rows]] * 3).int()
-    step[1], step[2] = draw.below(width * BLOCK, rows), draw.below(1000, rows)
-    step[2, ::2] = -1
-    step[:, -1] = -1
-    filled = empty_rows(rows, rows, width, step.new_zeros((2, rows)).long())
-    real, positions, spare = step[0, :-1].long(), step[1, :-1].long(), SpareBlocks(1000, 1001)
+    """Block tables of a step's rows; the last is padding."""
+    blocks = draw.below(1000, slots, width).int()
+    inputs, filled = _step_inputs(draw, rows, slots, width), _rows_over(blocks, rows)
 
     def reference() -> tuple[Tensor, ...]:
-        is_used = torch.arange(width, device=step.device) <= (positions // BLOCK)[:, None]
-        blocks = torch.where(is_used, tables[real], spare.scratch)
-        first = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
-        tokens = torch.where(step[2, :-1] < 0, last[real], step[2, :-1])
-        wanted = (tokens, first, positions + 1, F.pad(blocks, (0, 0, 0, 1), value=spare.scratch))
-        return tuple(part.float() for part in wanted)
+        is_used = torch.arange(width, device=draw.device) * BLOCK < inputs.ends[:, None]
+        return (torch.where(is_used, blocks[inputs.slots.long()], SCRATCH).float(),)
 
     return draw.problem(
-        lambda: fill_rows(filled, step, tables, last, spare),
+        lambda: filled.tables_of(inputs, width),
         reference,
-        2 * filled.tables.nbytes,
-        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.ends[:-1], filled.tables),
+        2 * rows * width * blocks.element_size(),
+        outputs=lambda _: (filled.tables_of(inputs, width),),
         tolerance=0.0,
     )
 
 
 @builder
 def prompt_tokens(draw: Draw, tokens: int, slots: int, width: int) -> Problem:
-    """What tokens of prompts read; the last is padding."""
-    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_tokens
-
-    tables, last = draw.below(1000, slots, width).int(), draw.below(1000, slots)
-    step = torch.stack([draw.below(slots, tokens), draw.below(width * BLOCK, tokens), draw.below(1000, tokens)]).int()
-    step[:, -1] = -1
-    filled = empty_rows(1, tokens, width, step.new_zeros((2, 1)).long())
-    real, positions = step[0, :-1].long(), step[1, :-1].long()
+    """What a step's tokens read; the last is padding, every other one what its slot sampled last."""
+    blocks = draw.below(1000, slots, width).int()
+    inputs, filled = _step_inputs(draw, tokens, slots, width), _rows_over(blocks, tokens)
+    slot, position, token_id = (part[:-1].long() for part in inputs.tokens)
 
     def reference() -> tuple[Tensor, ...]:
-        places = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
-        return tuple(part.float() for part in (step[2, :-1], places, positions))
+        places = blocks[slot, position // BLOCK].long() * BLOCK + position % BLOCK
+        wanted = (torch.where(token_id < 0, slot + LAST_TOKEN, token_id), places, position)
+        return tuple(part.float() for part in wanted)
+
+    def found(_: Any) -> tuple[Tensor, ...]:
+        read = filled.tokens_of(inputs)
+        return read.token_ids[:-1], read.kv_slots[:-1], read.positions[:-1]
 
     return draw.problem(
-        lambda: fill_tokens(filled, 0, step, tables, last, SpareBlocks(1000, 1001)),
+        lambda: filled.tokens_of(inputs),
         reference,
-        step.nbytes + 20 * tokens,
-        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.positions[:-1]),
+        inputs.tokens.nbytes + 20 * tokens,
+        outputs=found,
         tolerance=0.0,
     )
+
+
+SCRATCH, LAST_TOKEN = 1000, 7
+
+
+def _rows_over(blocks: Tensor, num_tokens: int) -> RowOperators:
+    """Slot i has sampled the token LAST_TOKEN + i last."""
+    from gpu.kernels.device_rows import DeviceRows
+
+    last = torch.arange(len(blocks), device=blocks.device) + LAST_TOKEN
+    return DeviceRows(DeviceTables(blocks, last, SCRATCH, SCRATCH + 1), num_tokens, num_tokens)
+
+
+def _step_inputs(draw: Draw, rows: int, slots: int, width: int) -> StepInputs:
+    """Of rows of a token each, the last of them padding."""
+    tokens = torch.stack([draw.below(slots, rows), draw.below(width * BLOCK, rows), draw.below(1000, rows)]).int()
+    tokens[2, ::2] = -1
+    tokens[:, -1] = -1
+    none = tokens.new_empty(0)
+    return StepInputs(tokens[0], tokens[1] + 1, none, none, none, tokens)
 
 
 @builder
 def clear(draw: Draw, layers: int, blocks: int, cleared: int, width: int) -> Problem:
     """Others' content stays."""
-    from gpu.kernels.device_rows import clear_blocks
-
     cache = draw.noise(layers, 2, blocks, BLOCK, 1, width)
     which = draw.order(blocks)[:cleared].int()
-    wanted = cache.clone()
+    wanted, rows = cache.clone(), _rows_over(which.new_zeros((1, 1)), 1)
     wanted[:, :, which.long()] = 0
     return draw.problem(
-        lambda: clear_blocks(cache, which),
+        lambda: rows.clear_blocks(cache, which),
         lambda: (wanted,),
         cache.nbytes * cleared / blocks,
         outputs=lambda _: (cache,),
@@ -547,9 +556,9 @@ def sample(draw: Draw, rows: int, vocab: int, asks: str) -> Problem:
         asked.start(start)
         by_torch.start(start)
     kernel, slots, positions = DeviceSampler(asked), np.arange(rows), np.full(rows, len(PROMPT + OUTPUT))
-    kernel.place(slots, positions)
+    placed = _placed(kernel, rows)
     return draw.problem(
-        lambda: kernel.launch(logits),
+        lambda: kernel.launch(logits, placed),
         lambda: (by_torch.sample(logits.float(), slots, positions).token_ids,),
         logits.nbytes,
         outputs=lambda _: (kernel.token_ids[:rows],),
@@ -566,7 +575,7 @@ def logprobs(draw: Draw, rows: int, vocab: int) -> Problem:
     for start in _starts(rows, ASKS["all"], {"num_logprobs": 0}):
         asked.start(start)
     kernel = DeviceSampler(asked)
-    kernel.place(np.arange(rows), np.full(rows, len(PROMPT + OUTPUT)))
+    placed = _placed(kernel, rows)
 
     def reference() -> tuple[Tensor, Tensor]:
         exact = logits.double().log_softmax(-1)
@@ -577,8 +586,15 @@ def logprobs(draw: Draw, rows: int, vocab: int) -> Problem:
         return drawn, logits - top.unsqueeze(1) - log_total.unsqueeze(1)
 
     return draw.problem(
-        lambda: kernel.launch(logits), reference, logits.nbytes, outputs=found, tolerance=LOGPROB_TOLERANCE
+        lambda: kernel.launch(logits, placed), reference, logits.nbytes, outputs=found, tolerance=LOGPROB_TOLERANCE
     )
+
+
+def _placed(kernel: LaunchedSampler, rows: int) -> Tensor:
+    """Slots and positions on the device, where what has started is too."""
+    device = kernel.token_ids.device
+    kernel.put_started([torch.from_numpy(part.reshape(-1)).to(device) for part in kernel.take_started()])
+    return torch.stack([torch.arange(rows), torch.full((rows,), len(PROMPT + OUTPUT))]).to(device, torch.int32)
 
 
 def _logits(draw: Draw, rows: int, vocab: int) -> Tensor:

@@ -7,8 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fuzz import corpus
-from fuzz.run import TARGETS
+from fuzz.run import TARGETS, load_inputs, save_inputs
 
 _FOUND = Path(__file__).parent / "found"
 _MAX_BYTES = 4096  # of an input that it makes itself; saved ones may be longer
@@ -46,14 +45,14 @@ def _fuzz(target: str, seconds: int, keeps: bool) -> bool:
     with tempfile.TemporaryDirectory() as directory:
         inputs = Path(directory) / "inputs"
         inputs.mkdir()
-        for number, data in enumerate(corpus.load(target)):
+        for number, data in enumerate(load_inputs(target)):
             (inputs / str(number)).write_bytes(data)
         has_held = _run(target, inputs, f"-max_total_time={seconds}", f"-max_len={_MAX_BYTES}")
         if keeps and has_held:
             least = Path(directory) / "least"
             least.mkdir()
             if _run(target, "-merge=1", least, inputs):
-                corpus.save(target, [path.read_bytes() for path in least.iterdir()])
+                save_inputs(target, [path.read_bytes() for path in least.iterdir()])
     return has_held
 
 

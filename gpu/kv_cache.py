@@ -51,10 +51,6 @@ class KVCache:
         """Copy whole blocks, all layers: sources[i] to targets[i]; no target is also a source. Both: [copies]."""
         self.tensor.index_copy_(2, targets, self.tensor.index_select(2, sources))
 
-    def clear_blocks(self, blocks: Tensor) -> None:
-        """Zero whole blocks, all layers: an earlier owner's NaN must not reach the next. blocks: [cleared]."""
-        self.tensor.index_fill_(2, blocks, 0)
-
     def make_finite(self, blocks: Tensor) -> None:
         """Zero what is NaN or infinite in whole blocks, all layers, and leave the rest: others may share it."""
         found = self.tensor.index_select(2, blocks)

@@ -471,7 +471,7 @@ def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int
 
 
 def _may_have_device_rows(model: ModelConfig, device: DeviceChoice) -> bool:
-    """Whether the model's decodes may go by device_steps.py; an old device without kernels has room to spare."""
+    """Whether the model's decodes may be graphs; an old device without kernels has room to spare."""
     return device.device.type == "cuda" and why_no_attention(model, device.dtype) is None
 
 

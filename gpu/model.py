@@ -11,14 +11,29 @@ import torch
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
-from gpu.batch import DeviceBatch
+from gpu.attention import RaggedRows
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.layers import Block, Experts, Mlp, Rope
 from gpu.linear import Embed, Linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
+from gpu.rows import StepTokens
 from gpu.scores import Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's inputs.
+
+    Args:
+        attending: by the window of a layer.
+        asked: [some], index of the tokens whose logits are wanted; None: all, in order.
+    """
+
+    tokens: StepTokens
+    attending: dict[int | None, RaggedRows]
+    asked: Tensor | None
 
 
 @dataclass(slots=True)
@@ -65,19 +80,19 @@ class Model:
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self._residual_scale = float(torch.tensor(config.residual_scale, dtype=dtype))
 
-    def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens; returns what logits() wants of those that are asked for: [asked, hidden]."""
-        x = self._embed(batch.token_ids)  # [tokens, hidden]
+        x = self._embed(batch.tokens.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
-        rotations = [rope.rotation(batch.positions) for rope in self.ropes]  # [tokens, 1, head_dim / 2] each
+        rotations = [rope.rotation(batch.tokens.positions) for rope in self.ropes]  # [tokens, 1, head_dim / 2] each
         first_norm = self.layers[0].attention_norm
         normed = x if first_norm is None else self._operators.norm(x, first_norm)
         for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
             added = self._attention(layer, normed, rotations, batch, kv)
             if layer is self.layers[-1]:  # nobody asks for the others' output from here on
-                if batch.asked_tokens is not None:
-                    x, added = x.index_select(0, batch.asked_tokens), added.index_select(0, batch.asked_tokens)
+                if batch.asked is not None:
+                    x, added = x.index_select(0, batch.asked), added.index_select(0, batch.asked)
                 if not len(x):
                     return x
             x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
@@ -131,12 +146,12 @@ class Model:
                 break
         return found
 
-    def _attention(self, layer: Layer, x: Tensor, rotations: list[Tensor], batch: DeviceBatch, kv: LayerKV) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, rotations: list[Tensor], batch: Batch, kv: LayerKV) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
         operators = self._operators
         qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         rotation = None if layer.rope is None else rotations[layer.rope]
-        query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), rotation, kv, batch.kv_slots)
+        query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), rotation, kv, batch.tokens.kv_slots)
         attending = batch.attending[layer.window]
         added = layer.output(operators.attention.attend(query, kv, attending, layer.scores))
         return added if operators.ranks is None else operators.ranks.sum(added)

@@ -18,7 +18,8 @@ from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make
 from gpu.parallel.ranks import Ranks
 from gpu.parameters import ExpertWeights
 from gpu.quant import QuantizedWeight, SlabLinear, Weight
-from gpu.sampler import SamplerChoice
+from gpu.rows import RowOperators
+from gpu.sampler import MakeSampler
 
 HeadNorms = tuple[Tensor, Tensor]
 """Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
@@ -33,8 +34,9 @@ class Operators:
     """
 
     matmuls: MatmulChoices | None = None  # None: there is nothing to choose
-    sampler: SamplerChoice | None = None  # None: torch samples
-    has_device_rows = False  # whether steps may go by device_steps.py
+    sampler: MakeSampler | None = None  # None: torch samples
+    has_device_rows = False  # whether a graph may hold a step, as all its rows are read where they always lie
+    make_rows: type[RowOperators] = RowOperators
     ranks: Ranks | None = None  # None: this process computes the whole model
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:

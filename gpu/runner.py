@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,24 +17,20 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
-from core.types import TokenLogprobs
-from gpu.batch import BatchBuilder, DrawnTokens, OnTheirWay, SampledRows
 from gpu.checkpoint import Checkpoint
-from gpu.device import FEW_TOKENS, last_level_cache_bytes, trim_heap
+from gpu.device import FEW_TOKENS, last_level_cache_bytes, to_device, trim_heap
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_store import CopyTicket, KVOffload, open_offload
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
 from gpu.parameters import ModelWeights
-from gpu.sampler import Drawn, PromptScores, RowLogprobs, Sampler, score
-from gpu.step_graphs import CountedGraphs, Progress, TrialParts, count_graphs
-from gpu.step_shapes import max_decodes, step_shapes
+from gpu.sampler import OnTheirWay, PromptScores, Sampler, TokensToHost
+from gpu.step_graphs import CountedGraphs, Progress, StepGraphs, count_graphs
+from gpu.step_shapes import StepShapes, max_decodes, step_shapes
+from gpu.steps import SentStep, StepParts, Steps
 from gpu.streams import open_streams
 from gpu.tune import Measured, Tuning, find_recorder
-
-if TYPE_CHECKING:
-    from gpu.device_steps import DeviceSteps, SentStep
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +41,11 @@ MIN_PROBE_BYTES, MAX_PROBE_BYTES = 80 * 1024**2, 512 * 1024**2
 
 @dataclass(slots=True)
 class StepTicket:
-    """A step on its way.
+    """A step on its way: computed, then its tokens to the host, beside copies of blocks."""
 
-    Args:
-        logits: [sampled, vocab], float32; not beyond the next step's forward(), where rows stay on the device.
-        sent: what it is, where its rows stay on the device.
-    """
-
-    sampled: SampledRows
-    logits: Tensor
-    sent: "SentStep | None" = None
-    drawn: OnTheirWay | None = None
+    sent: SentStep
+    tokens: OnTheirWay | None = None
     host_copies: CopyTicket | None = None
-    prompt_scores: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +85,12 @@ class ModelRunner:
         self._engine, self._operators = engine, operators
         self.captured = Captured()
         self.offload: KVOffload | None = None
+        self.memory = memory
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
             self._streams = open_streams(device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
-            self._drawn = DrawnTokens(engine.max_sequences, self._streams, self._sampler.last_tokens)
+            self._to_host = TokensToHost(engine.max_sequences, self._streams)
             with _device_errors():
                 self._tuning = self._tune(memory)
             self._recorder = find_recorder(engine, memory.device, operators)
@@ -110,8 +98,8 @@ class ModelRunner:
             self.memory = memory = counted.memory
             self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=self._recorder is not None)
             with _device_errors():
-                layer = self._cache.layers[0]
-                operators.attention.reserve(max_decodes(engine), memory.max_model_len, config.num_heads, layer)
+                self._steps = self._open_steps(self._cache, counted.shapes)
+        self._steps.graphs.most_graphs = counted.most_graphs
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
@@ -124,16 +112,6 @@ class ModelRunner:
             prompt_tile=operators.attention.prompt_tile,
             few_tokens=FEW_TOKENS[device.type],
         )
-        self._builder = BatchBuilder(
-            engine.max_sequences,
-            memory.max_model_len,
-            self._cache.scratch_block,
-            device,
-            operators.attention,
-            config.windows,
-        )
-        has_device_rows = operators.has_device_rows and operators.ranks is None
-        self._steps = self._open_steps(counted) if has_device_rows else None
 
     def _tune(self, memory: MemoryPlan) -> Tuning:
         operators = self._operators
@@ -155,29 +133,28 @@ class ModelRunner:
 
     def _count_graphs(self, memory: MemoryPlan) -> CountedGraphs:
         """Before keys and values get what is left; without graphs, as it was planned."""
-        shapes = step_shapes(self.config, self._engine)
         if self._recorder is None:
-            return CountedGraphs(memory, shapes, 0)
-        parts = TrialParts(self._model, self._sampler, self._streams, self._operators.attention)
+            return CountedGraphs(memory, step_shapes(self.config, self._engine), 0)
+
+        def open_graphs(cache: KVCache, shapes: StepShapes) -> StepGraphs:
+            return self._open_steps(cache, shapes).graphs
+
         with _device_errors():
-            counted = count_graphs(parts, self._engine, memory, shapes, self._recorder)
+            counted = count_graphs(open_graphs, self.config, self._engine, memory, self._recorder)
         if not counted.most_graphs:
             self._recorder = None
         return counted
 
-    def _open_steps(self, counted: CountedGraphs) -> "DeviceSteps":
-        from gpu.device_steps import DeviceSteps  # imports triton
-
-        parts = (self._model, self._cache, self._sampler, self._builder.tables, self._streams)
-        with torch.inference_mode():
-            steps = DeviceSteps(*parts, counted.shapes, self._engine.max_batch_tokens)
-        steps.graphs.most_graphs = counted.most_graphs
-        return steps
+    def _open_steps(self, cache: KVCache, shapes: StepShapes) -> Steps:
+        operators, engine, max_model_len = self._operators, self._engine, self.memory.max_model_len
+        operators.attention.reserve(max_decodes(engine), max_model_len, self.config.num_heads, cache.layers[0])
+        parts = StepParts(self._model, self._sampler, operators, self._streams, engine, max_model_len, shapes)
+        return Steps(parts, cache)
 
     @property
     def captures_lazily(self) -> bool:
         """Whether a step's graph is captured when the first step of its shape comes."""
-        return self._steps is not None and self._recorder is not None and self._engine.graphs == "lazy"
+        return self._recorder is not None and self._engine.graphs == "lazy"
 
     def open_graphs(self, progress: Progress) -> None:
         """Send steps by CUDA graphs from now on, where there are any.
@@ -188,7 +165,7 @@ class ModelRunner:
         Raises:
             DeviceError: the device is lost.
         """
-        if self._steps is None or self._recorder is None:
+        if self._recorder is None:
             return
         graphs, started_s = self._steps.graphs, time.perf_counter()
         graphs.recorder = self._recorder
@@ -222,22 +199,7 @@ class ModelRunner:
             for start in plan.sequence_starts:
                 self._sampler.start(start)
             host_copies = self._start_host_copies(plan)
-            if self._steps is not None and (known := self._steps.read(plan)) is not None:
-                step = self._steps.forward(known)
-                return StepTicket(step.sampled, step.logits, step, host_copies=host_copies)
-            batch = self._builder.build(plan)
-            if batch.copy_sources is not None and batch.copy_targets is not None:
-                self._cache.copy_blocks(batch.copy_sources, batch.copy_targets)
-            if batch.cleared_blocks is not None:
-                self._cache.clear_blocks(batch.cleared_blocks)
-            self._drawn.fill_pending(batch)
-            hidden = self._model.forward(batch, self._cache)  # [sampled + scored, hidden]
-            num_sampled = len(batch.sampled_rows)
-            ticket = StepTicket(batch.sampled, self._model.logits(hidden[:num_sampled]), host_copies=host_copies)
-            if plan.prompt_targets:
-                scored = hidden[num_sampled:]
-                ticket.prompt_scores = score(scored, plan, self._model.logits, self.config.vocab_size, self._streams)
-            return ticket
+            return StepTicket(self._steps.forward(plan), host_copies=host_copies)
 
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
         if plan.host_copies is None:
@@ -246,47 +208,43 @@ class ModelRunner:
         return self.offload.start(plan.host_copies)
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Draws nothing."""
+        """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Samples nothing."""
         with _device_errors(), torch.inference_mode():
-            batch = self._builder.build(plan)
-            batch.asked_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
-            return self._model.logits(self._model.forward(batch, self._cache))
+            return self._steps.forward(plan, wants_all=True).logits
 
     def sample(self, ticket: StepTicket) -> None:
-        """Draw a token per sampling row. They stay on the device for the next step, and start for the host."""
-        if len(ticket.sampled.rows):
-            with _device_errors(), torch.inference_mode():
-                ticket.drawn = self._drawn.send(self._draw(ticket))
-
-    def _draw(self, ticket: StepTicket) -> Drawn:
-        if ticket.sent is None:
-            return self._sampler.sample(ticket.logits, ticket.sampled.slots, ticket.sampled.positions)
-        assert self._steps is not None, "it has sent the step"
-        return self._steps.draw(ticket.sent)
+        """Sample a token per sampling row. They stay on the device for the next step, and start for the host."""
+        if not len(ticket.sent.sampled.rows):
+            return
+        ranks = self._operators.ranks
+        with _device_errors(), torch.inference_mode():
+            if ranks is None or ranks.rank == 0:
+                ticket.tokens = self._to_host.send(self._steps.sample(ticket.sent))
+            if ranks is not None and self.limits.max_in_flight > 1:  # otherwise the next plan has them
+                ranks.share(self._sampler.last_tokens)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
-        """Wait for the drawn tokens; they come in the order of the plan's rows.
+        """Wait for the sampled tokens; they come in the order of the plan's rows.
 
         Raises:
             DeviceError: the device is lost.
         """
-        output = self._collect_drawn(ticket)
-        if ticket.prompt_scores is not None:
-            self._collect_scores(ticket.prompt_scores, output)
+        output = self._collect_tokens(ticket)
+        if ticket.sent.scores is not None:
+            self._collect_scores(ticket.sent.scores, output)
         if ticket.host_copies is not None:
             assert self.offload is not None, "it has started them"
             with _device_errors():
                 output.host_copy_s = self.offload.finish(ticket.host_copies)
         return output
 
-    def _collect_drawn(self, ticket: StepTicket) -> StepOutput:
-        sampled, drawn = ticket.sampled, ticket.drawn
-        if drawn is None:
+    def _collect_tokens(self, ticket: StepTicket) -> StepOutput:
+        sampled, tokens = ticket.sent.sampled, ticket.tokens
+        if tokens is None:
             return StepOutput(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
         with _device_errors(), torch.inference_mode():
-            drawn.wait()
-            is_finite, token_ids = drawn.is_finite.numpy(), drawn.token_ids.numpy()
-            logprobs = _logprobs_by_row(drawn.logprobs, token_ids) if drawn.logprobs is not None else {}
+            tokens.wait()
+            is_finite, token_ids, logprobs = tokens.is_finite.numpy(), tokens.token_ids.numpy(), tokens.told()
             self.make_finite(sampled.slots[~is_finite].tolist())
         order = np.argsort(sampled.rows, kind="stable")  # back to the plan's
         order = order[is_finite[order]]
@@ -311,7 +269,8 @@ class ModelRunner:
         """Zero what is not finite in the blocks of these: others may come to share them."""
         with torch.inference_mode():
             for slot in slots:
-                self._streams.current.run(partial(self._cache.make_finite, self._builder.blocks_of(slot)))
+                blocks = to_device(self._steps.tables.of(slot), self._cache.tensor.device)
+                self._streams.current.run(partial(self._cache.make_finite, blocks))
 
 
 def steps_in_flight(overlap: str, device: torch.device) -> int:
@@ -320,19 +279,6 @@ def steps_in_flight(overlap: str, device: torch.device) -> int:
         overlap: see EngineConfig. On a CPU the host computes the step itself: there is nothing to gain.
     """
     return 2 if overlap == "on" or (overlap == "auto" and device.type == "cuda") else 1
-
-
-def _logprobs_by_row(found: RowLogprobs, token_ids: np.ndarray[Any, Any]) -> dict[int, TokenLogprobs]:
-    """Row among the sampled ones -> its logprobs."""
-    drawn, top, top_ids = found.drawn.tolist(), found.top.tolist(), found.top_ids.tolist()
-    return {
-        row: TokenLogprobs(
-            token_id=int(token_ids[row]),
-            logprob=drawn[index],
-            top=tuple(zip(top_ids[index][:num_top], top[index][:num_top], strict=True)),
-        )
-        for index, (row, num_top) in enumerate(zip(found.rows.tolist(), found.num_top, strict=True))
-    }
 
 
 @contextmanager

@@ -15,11 +15,12 @@ the tokens seen and the last one change as tokens are sampled.
 """
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -216,24 +217,14 @@ NOISE_CHUNK_CPU = 1 << 17  # elements of noise computed at once: its int64 fits 
 NOISE_CHUNK_CUDA = 1 << 24
 
 
-@dataclass(slots=True)
-class RowLogprobs:
-    """Log probabilities of some rows, still on the device."""
-
-    rows: IntArray  # [some]: index into the drawn rows
-    num_top: list[int]  # [some]: how many of top each one asked for
-    drawn: Tensor  # [some]
-    top: Tensor  # [some, most asked for], likeliest first
-    top_ids: Tensor  # [some, most asked for]
-
-
 @dataclass(frozen=True, slots=True)
 class AskedLogprobs:
     """Log probabilities that some rows ask for.
 
     Args:
-        most: likeliest tokens that any of them asks for.
-        find: starts to compute what RowLogprobs has of them: (drawn, top, top_ids).
+        rows: index into the sampled rows.
+        num_top: how many of the likeliest each one asks for; most: the most that any of them does.
+        find: starts to compute, on the device: of the sampled token [some], of the likeliest [some, most], their ids.
     """
 
     rows: IntArray  # [some]
@@ -241,51 +232,63 @@ class AskedLogprobs:
     most: int
     find: Callable[[], tuple[Tensor, Tensor, Tensor]]
 
-    def found(self) -> RowLogprobs:
-        return RowLogprobs(self.rows, self.num_top, *self.find())
-
 
 @dataclass(slots=True)
-class Drawn:
-    """What was drawn, still on the device."""
+class Sampled:
+    """What was sampled, still on the device."""
 
     token_ids: Tensor  # [rows]
     is_finite: Tensor  # [rows]: False: the logits are broken and the token means nothing
     logprobs: AskedLogprobs | None
 
 
-class DrawRows(Protocol):
-    """A kernel that does what _draw_rows does. It is bound to the slots that it reads, and counts what it draws.
+SampleRows = Callable[[Tensor, IntArray, IntArray], tuple[Tensor, Tensor]]
+"""A kernel that the host calls with float32 logits [rows, vocab], slots and positions of the tokens to sample.
+
+Returns token ids, int64 [rows], and whether the logits are finite, bool [rows]. It is bound to the slots that it reads,
+counts what it samples, and leaves the logits as they were.
+"""
+
+
+class LaunchedSampler(ABC):
+    """A kernel that reads its rows, and what their slots ask for, on the device: a step launches it, or its graph does.
+
+    It is bound to the slots that it reads, counts what it samples, and notes what slots sampled last.
 
     Args:
-        keeps_last: notes what slots draw last, too.
+        token_ids, is_finite: of the rows that were launched last.
+        logprobs: of those that ask for them, [rows at least, 3], float32: the sampled token's, and what to subtract
+            from any logit, one after the other, to have that token's.
     """
 
-    keeps_last: bool
+    token_ids: Tensor
+    is_finite: Tensor
+    logprobs: Tensor
 
-    @property
-    def logprobs(self) -> Tensor | None:
-        """Of the rows that were drawn last and ask for them, [rows at least, 3], float32; None: torch computes them.
+    @abstractmethod
+    def can_sample(self, slots: IntArray) -> bool:
+        """Whether it has room for all that these ask for; torch samples where it has not."""
 
-        The drawn token's, and what to subtract from any logit, one after the other, to have that token's.
+    @abstractmethod
+    def take_started(self) -> list[Int32Array]:
+        """What slots that have started since ask for, as integers; the first: which slots."""
+
+    @abstractmethod
+    def put_started(self, parts: list[Tensor]) -> None:
+        """parts: what take_started gave last, on the device."""
+
+    @abstractmethod
+    def launch(self, logits: Tensor, rows: Tensor) -> None:
+        """Sample a token per row. May be captured in a CUDA graph.
+
+        Args:
+            logits: [rows, vocab], float32, bfloat16 or float16, contiguous; not changed.
+            rows: [2, at least rows]: slots, < 0 for padding, and positions of the tokens to sample.
         """
-        ...
-
-    def can_draw(self, slots: IntArray) -> bool:
-        """Whether it knows all that these ask for; torch draws where it does not."""
-        ...
-
-    def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> tuple[Tensor, Tensor]:
-        """(token ids: int64 [rows], whether the logits are finite: bool [rows]); logits are as before afterwards."""
-        ...
 
 
-@dataclass(slots=True)
-class SamplerChoice:
-    """Who draws: a kernel, or torch, as measured; both draw the same."""
-
-    make_kernel: Callable[[SamplingSlots], DrawRows]
-    uses_kernel: bool = True
+MakeSampler = Callable[[SamplingSlots], SampleRows | LaunchedSampler]
+"""A kernel that samples what slots ask for, the same tokens as torch"""
 
 
 class Sampler:
@@ -293,69 +296,69 @@ class Sampler:
 
     Args:
         vocab_size: the logits' width.
-        choice: None: there is no kernel.
+        make_kernel: None: torch samples.
+
+    launched: the kernel that steps launch; None: sample() has to be called.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, device: torch.device, choice: SamplerChoice | None = None
+        self, num_slots: int, vocab_size: int, device: torch.device, make_kernel: MakeSampler | None = None
     ) -> None:
-        self._choice = choice
         self._vocab_size = vocab_size
         self._device = device
         self._asked = SamplingSlots(num_slots, vocab_size, device)
-        self.kernel = None if choice is None else choice.make_kernel(self._asked)
-
-    @property
-    def _uses_kernel(self) -> bool:
-        return self._choice is not None and self._choice.uses_kernel
+        kernel = None if make_kernel is None else make_kernel(self._asked)
+        self.launched = kernel if isinstance(kernel, LaunchedSampler) else None
+        self._called = None if isinstance(kernel, LaunchedSampler) else kernel
 
     @property
     def last_tokens(self) -> Tensor:
-        """What each slot drew last: int64 [slots]."""
+        """What each slot sampled last: int64 [slots]."""
         return self._asked.last_tokens
 
     def start(self, start: SequenceStart) -> None:
         """Give the slot to a new sequence."""
         self._asked.start(start)
 
-    def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Drawn:
-        """Draw a token per row.
+    def can_launch(self, slots: IntArray) -> bool:
+        """Whether a launch samples all rows of these."""
+        return self.launched is not None and self.launched.can_sample(slots)
+
+    def launched_tokens(self, logits: Tensor, slots: IntArray) -> Sampled:
+        """What was sampled by the last launch."""
+        kernel = self.launched
+        assert kernel is not None
+        find = partial(_logprobs_with, kernel.logprobs[: len(slots)], logits)
+        return Sampled(
+            kernel.token_ids[: len(slots)], kernel.is_finite[: len(slots)], self._asked_logprobs(slots, find)
+        )
+
+    def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
+        """Sample a token per row, here and now.
 
         Args:
             logits: [rows, vocab], float32; not changed.
             slots: [rows]
-            positions: [rows], of the token to draw in its sequence.
+            positions: [rows], of the token to sample in its sequence.
         """
-        if self.kernel is not None and self._uses_kernel and self.kernel.can_draw(slots):
-            token_ids, is_finite = self.kernel(logits, slots, positions)
-            has_kept, logprobs = self.kernel.keeps_last, self.kernel.logprobs
+        if self._called is not None:
+            token_ids, is_finite = self._called(logits, slots, positions)
         else:
             is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
             token_ids = self._draw_rows(logits, slots, positions)
-            has_kept, logprobs = False, None
-        if not has_kept:
-            self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
-        return self.told(logits, token_ids, is_finite, slots, logprobs)
+        self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
+        return Sampled(token_ids, is_finite, self._asked_logprobs(slots, partial(_logprobs, logits, token_ids)))
 
-    def told(
-        self, logits: Tensor, token_ids: Tensor, is_finite: Tensor, slots: IntArray, logprobs: Tensor | None
-    ) -> Drawn:
-        """What was drawn, with the logprobs that these slots ask for.
-
-        Args:
-            logprobs: the kernel's, see DrawRows.
-        """
-        features = self._numbers(slots, Number.FEATURES)  # [rows]
-        rows = np.flatnonzero(features & Feature.LOGPROBS)
+    def _asked_logprobs(
+        self, slots: IntArray, find: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    ) -> AskedLogprobs | None:
+        """find: with (rows, most likely ones asked for)."""
+        rows = np.flatnonzero(self._numbers(slots, Number.FEATURES) & Feature.LOGPROBS)
         if not len(rows):
-            return Drawn(token_ids, is_finite, None)
+            return None
         num_top: list[int] = self._asked.num_logprobs[slots[rows]].tolist()
         most = min(max(num_top), self._vocab_size)
-        if logprobs is None:
-            find = partial(_logprobs, logits, token_ids, rows, most)
-        else:
-            find = partial(_logprobs_with, logprobs, logits, rows, most)
-        return Drawn(token_ids, is_finite, AskedLogprobs(rows, num_top, most, find))
+        return AskedLogprobs(rows, num_top, most, partial(find, rows, most))
 
     def _draw_rows(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
         features = self._numbers(slots, Number.FEATURES)  # [rows]
@@ -454,7 +457,7 @@ def _logprobs(logits: Tensor, token_ids: Tensor, rows: IntArray, most: int) -> t
 
 
 def _logprobs_with(made: Tensor, logits: Tensor, rows: IntArray, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with what a kernel has made: see DrawRows."""
+    """The same with what a kernel has made: see LaunchedSampler."""
     made = _some_of(made, rows)  # [some, 3]
     if not most:
         return made[:, 0], made[:, :0], made[:, :0].long()
@@ -554,3 +557,72 @@ def _to_host(found: Tensor, streams: Streams) -> Tensor:
     kept = streams.pinned(found.nbytes).view(found.dtype).view(found.shape)
     streams.current.run(lambda: kept.copy_(found, non_blocking=True))
     return kept
+
+
+NUM_BUFFERS = 2  # steps whose tokens may be on their way
+
+
+@dataclass(slots=True)
+class OnTheirWay:
+    """What one step sampled, on the host once the event has come."""
+
+    token_ids: Tensor  # [rows], int64
+    is_finite: Tensor  # [rows]
+    asked: AskedLogprobs | None
+    logprobs: tuple[Tensor, ...]  # what `asked` finds
+    event: Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def told(self) -> dict[int, TokenLogprobs]:
+        """Row among the sampled ones -> its logprobs."""
+        if self.asked is None:
+            return {}
+        logprobs, top, top_ids = (found.tolist() for found in self.logprobs)
+        return {
+            row: TokenLogprobs(
+                token_id=int(self.token_ids[row]),
+                logprob=logprobs[index],
+                top=tuple(zip(top_ids[index][:num_top], top[index][:num_top], strict=True)),
+            )
+            for index, (row, num_top) in enumerate(zip(self.asked.rows.tolist(), self.asked.num_top, strict=True))
+        }
+
+
+class TokensToHost:
+    """Sampled tokens on their way to the host, while they stay on the device for the next step.
+
+    They come down into one of two buffers in turn, behind an event: who waits for step N does not wait for N+1, which
+    was sent after it. On a CPU all is done when it is asked for, and there is nothing to wait for.
+
+    Args:
+        num_slots: rows of a step, at most.
+    """
+
+    def __init__(self, num_slots: int, streams: Streams) -> None:
+        self._streams = streams
+        self._buffers = [
+            (self._host(num_slots, torch.int64), self._host(num_slots, torch.bool)) for _ in range(NUM_BUFFERS)
+        ]
+
+    def send(self, sampled: Sampled) -> OnTheirWay:
+        """Start the way of what was sampled to the host."""
+        self._buffers.reverse()
+        token_ids, is_finite = (buffer[: len(sampled.token_ids)] for buffer in self._buffers[0])
+        sources, targets, asked = [sampled.token_ids, sampled.is_finite], [token_ids, is_finite], sampled.logprobs
+        if asked is not None:
+            num_rows, size = len(asked.rows), len(asked.rows) * asked.most
+            targets += [self._host(num_rows, torch.float32), self._host(size, torch.float32).view(num_rows, -1)]
+            targets.append(self._host(size, torch.int64).view(num_rows, -1))
+
+        def send() -> None:
+            found = sources if asked is None else [*sources, *asked.find()]
+            for source, target in zip(found, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        self._streams.current.run(send)
+        return OnTheirWay(token_ids, is_finite, asked, tuple(targets[2:]), self._streams.current.record())
+
+    def _host(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return self._streams.pinned(num_elements * dtype.itemsize).view(dtype)

@@ -24,14 +24,10 @@ import torch
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory
-from gpu.attention import AttentionKernels
-from gpu.batch import BlockTables
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.memory_plan import MemoryPlan, plan_memory
-from gpu.model import Model
-from gpu.sampler import Sampler
-from gpu.step_shapes import StepShape, StepShapes, max_decodes
-from gpu.streams import Streams, recording
+from gpu.step_shapes import StepShape, StepShapes, step_shapes
+from gpu.streams import recording
 
 logger = logging.getLogger(__name__)
 
@@ -271,37 +267,27 @@ class CountedGraphs:
     most_graphs: int
 
 
-@dataclass(frozen=True, slots=True)
-class TrialParts:
-    """What a runner's steps are made of, but for their cache."""
-
-    model: Model
-    sampler: Sampler
-    streams: Streams
-    attention: AttentionKernels
-
-
 def count_graphs(
-    parts: TrialParts, engine: EngineConfig, memory: MemoryPlan, shapes: StepShapes, recorder: GraphRecorder
+    open_graphs: Callable[[KVCache, StepShapes], StepGraphs],
+    model: ModelConfig,
+    engine: EngineConfig,
+    memory: MemoryPlan,
+    recorder: GraphRecorder,
 ) -> CountedGraphs:
-    """Capture a few on a cache that nobody uses, and plan anew with what all will take."""
-    from gpu.device_steps import DeviceSteps  # imports triton
+    """Capture a few on a cache that nobody uses, and plan anew with what all will take.
 
-    device = memory.device
-    cache = KVCache(parts.model.config, 1, device.dtype, device.device, has_padding=True)
-    rows, heads = max_decodes(engine), parts.model.config.num_heads
-    parts.attention.reserve(rows, memory.max_model_len, heads, cache.layers[0])
-    tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
-    steps = DeviceSteps(parts.model, cache, parts.sampler, tables, parts.streams, shapes, engine.max_batch_tokens)
-    steps.graphs.recorder = recorder
-    taken, shapes = measure_graphs(steps.graphs), steps.graphs.shapes
-    steps.graphs.drop()
-    del steps, cache
+    Args:
+        open_graphs: those of steps over a cache.
+    """
+    cache = KVCache(model, 1, memory.device.dtype, memory.device.device, has_padding=True)
+    graphs = open_graphs(cache, step_shapes(model, engine))
+    graphs.recorder = recorder
+    taken, shapes = measure_graphs(graphs), graphs.shapes
+    graphs.drop()
+    del graphs, cache
     gc.collect()  # steps and their graphs know each other
     recorder.give_back()
-    if taken is None:
-        return CountedGraphs(memory, shapes, 0)
-    return plan_with(taken, parts.model.config, engine, memory, shapes)
+    return CountedGraphs(memory, shapes, 0) if taken is None else plan_with(taken, model, engine, memory, shapes)
 
 
 def measure_graphs(graphs: StepGraphs) -> GraphBytes | None:

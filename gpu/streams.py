@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,47 +22,54 @@ from gpu.device import synchronize
 from gpu.parameters import Target
 
 
-class Event(Protocol):
-    """A point in the work of a stream."""
+class Event:
+    """A point in the work of a stream: on a CPU it has come."""
+
+    def __init__(self) -> None:
+        self.at_s = time.perf_counter()
 
     def synchronize(self) -> None:
         """Have the host wait for it."""
-        ...
 
-    def seconds_since(self, earlier: "Event") -> float:
+    def seconds_since(self, earlier: Self) -> float:
         """What the device was at between two that were recorded as timed; waits for this one."""
-        ...
+        return self.at_s - earlier.at_s
 
 
-class Stream(Protocol):
+class Stream:
     """Work of a device, in order; that of two streams is in no order but by events."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Start what this starts on the device: operators, and copies to and from pinned memory that do not block."""
-        ...
+        work()
 
     def record(self, is_timed: bool = False) -> Event:
         """After all that was started so far."""
-        ...
+        return Event()
 
     def wait(self, event: Event) -> None:
         """Have what is started from now on wait for it; the host does not."""
-        ...
 
 
-class Streams(Protocol):
-    """
+class Streams:
+    """A CPU's: what they are asked to do is done when they are asked.
+
     Args:
+        is_host: the device is the host: what it writes is there at once.
         current: where operators of torch run.
         side: where copies run beside them.
     """
 
+    is_host = True
     current: Stream
     side: Stream
 
+    def __init__(self) -> None:
+        self.current = self.side = Stream()
+
     def pinned(self, size_bytes: int) -> Tensor:
         """Memory of the host that a device copies from and to by itself: bytes. For small ones, that may go again."""
-        ...
+        return torch.empty(size_bytes, dtype=torch.uint8)
 
     def pinned_for_good(self, size_bytes: int) -> Tensor:
         """The same of exactly so many bytes, until the process ends.
@@ -70,31 +77,32 @@ class Streams(Protocol):
         Raises:
             OSError, RuntimeError: it cannot be had.
         """
-        ...
+        return self.pinned(size_bytes)
 
     def on_device(self, size_bytes: int) -> Tensor:
         """Memory of the device: bytes. What was sent to `current` before may still use it, for whoever had it."""
-        ...
+        return torch.empty(size_bytes, dtype=torch.uint8)
 
 
-class CudaEvent:
-    """Implements Event. event: recorded."""
+class CudaEvent(Event):
+    """event: recorded."""
 
     def __init__(self, event: Any) -> None:
-        self.event = event
+        self._event = event
 
     def synchronize(self) -> None:
-        self.event.synchronize()
+        self._event.synchronize()
 
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, CudaEvent)
-        self.event.synchronize()
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
+    def seconds_since(self, earlier: Self) -> float:
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream wait for it."""
+        stream.wait_event(self._event)
 
 
-class CudaStream:
-    """Implements Stream."""
-
+class CudaStream(Stream):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
@@ -109,16 +117,16 @@ class CudaStream:
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.event)
+        event.hold(self._stream)
 
 
-class CudaStreams:
-    """Implements Streams."""
+class CudaStreams(Streams):
+    is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.current: Stream = CudaStream(torch.cuda.current_stream(device))
-        self.side: Stream = CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        self.current = CudaStream(torch.cuda.current_stream(device))
+        self.side = CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def pinned(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
@@ -130,56 +138,15 @@ class CudaStreams:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
 
-class HostEvent:
-    """Implements Event."""
-
-    def __init__(self) -> None:
-        self.at_s = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """It has come."""
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, HostEvent)
-        return self.at_s - earlier.at_s
-
-
-class HostStream:
-    """Implements Stream."""
-
-    def run(self, work: Callable[[], object]) -> None:
-        work()
-
-    def record(self, is_timed: bool = False) -> Event:
-        return HostEvent()
-
-    def wait(self, event: Event) -> None:
-        """It has come."""
-
-
-class HostStreams:
-    """Implements Streams."""
-
-    def __init__(self) -> None:
-        self.current: Stream = HostStream()
-        self.side: Stream = HostStream()
-
-    def pinned(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def pinned_for_good(self, size_bytes: int) -> Tensor:
-        return self.pinned(size_bytes)
-
-    def on_device(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-
 def open_streams(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 def pinned_for_good(size_bytes: int) -> Tensor:
-    """Bytes, zero at first.
+    """Host memory that a CUDA device copies from and to by itself: bytes, zero at first.
+
+    Torch's own allocator of it rounds up to a power of two, as suits small buffers that come and go: of 70 GiB it makes
+    128. This is ordinary memory that the driver is told to pin, and stays until the process ends.
 
     Raises:
         OSError: the system has no such memory.
@@ -228,7 +195,7 @@ class StagedCopies:
     def __init__(self, streams: Streams, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._streams = streams
         self._buffer_bytes = buffer_bytes
-        self._buffers = self._make_buffers()
+        self._buffers = [] if streams.is_host else self._make_buffers()
 
     def send(self, size_bytes: int, write: Callable[[Tensor], object], use: Callable[[Tensor], object]) -> None:
         """Copy what `write` puts into pinned bytes, and send `use`, which gets them on the device and keeps nothing."""
@@ -248,9 +215,12 @@ class StagedCopies:
         buffer.used = current.record()
 
     def send_integers(self, parts: Sequence[Int32Array], use: Callable[[list[Tensor]], object]) -> None:
-        """What a step changes: `use` gets the parts on the device, flat."""
+        """What a step changes: `use` gets the parts on the device, flat. On a CPU they are there."""
         sizes = [part.size for part in parts]
         found = np.concatenate([part.reshape(-1) for part in parts])
+        if self._streams.is_host:
+            use(list(torch.split(torch.from_numpy(found), sizes)))
+            return
 
         def write(pinned: Tensor) -> None:
             pinned.numpy().view(np.int32)[:] = found

@@ -32,7 +32,7 @@ from gpu.device import DeviceChoice, cpu_flags, cpu_model
 from gpu.kernels import sizes as cuda
 from gpu.linear import Linear, MatmulChoices, MatmulShape, Served, keeps_rows
 from gpu.operators import Operators
-from gpu.sampler import SamplerChoice
+from gpu.sampler import MakeSampler
 from gpu.step_graphs import CudaRecorder, GraphRecorder
 from gpu.step_shapes import step_shapes
 from gpu.streams import NEVER_S, Timer, graph_seconds, seconds_or_never
@@ -89,17 +89,17 @@ def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
     return found
 
 
-def find_sampler(config: ModelConfig, choice: DeviceChoice) -> SamplerChoice | None:
+def find_sampler(config: ModelConfig, choice: DeviceChoice) -> MakeSampler | None:
     """The kernel of the model's device; None: torch samples."""
     if why_no_sampling_kernel(config, choice) is not None:
         return None
     if choice.device.type == "cuda":
         from gpu.kernels.sampler import DeviceSampler
 
-        return SamplerChoice(DeviceSampler)
+        return DeviceSampler
     from gpu.cpu_kernels.row_sampler import RowSampler
 
-    return SamplerChoice(RowSampler)
+    return RowSampler
 
 
 def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operators) -> GraphRecorder | None:

@@ -690,9 +690,6 @@ class ServerConfig:
             found.append((cause, "--kv-offload-memory 1GiB, or as much as is to be kept"))
         if self.tensor_parallel > 1:
             asked = f"--tensor-parallel {self.tensor_parallel}"
-            if self.overlap == "on":
-                cause = f"--overlap on and {asked}: each rank gets a step's tokens with the next plan, not before"
-                found.append((cause, "leave --overlap out"))
             if self.graphs in ("on", "lazy"):
                 cause = f"--graphs {self.graphs} and {asked}: ranks send steps without CUDA graphs"
                 found.append((cause, "leave --graphs out"))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import corpus
-from fuzz.run import TARGETS, load_check
+from fuzz import run
+from fuzz.run import TARGETS, load_check, load_inputs, save_inputs
 
 EVERY_BYTE = bytes(range(256))
 
@@ -13,7 +13,7 @@ EVERY_BYTE = bytes(range(256))
 @pytest.mark.parametrize("target", TARGETS)
 def test_target_holds_for_its_saved_inputs(target: str) -> None:
     check = load_check(target)
-    inputs = corpus.load(target)
+    inputs = load_inputs(target)
     assert len(inputs) > 10
     for data in inputs:
         check(data)
@@ -27,7 +27,7 @@ def test_target_holds_for_no_input_and_any_byte(target: str) -> None:
 
 
 def test_saved_input_is_what_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(corpus, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(run, "CORPUS", tmp_path)
     inputs = [b"", EVERY_BYTE, b"\\r\\n\r\n\x85\xa0", b"a"]
-    corpus.save("any", inputs)
-    assert corpus.load("any") == sorted(inputs, key=len)
+    save_inputs("any", inputs)
+    assert load_inputs("any") == sorted(inputs, key=len)

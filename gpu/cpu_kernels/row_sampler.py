@@ -12,23 +12,16 @@ from gpu.sampler import Feature, IntArray, Number, SamplingSlots
 class RowSampler:
     """With as many threads as torch has, and there are rows. Not for two threads at once: the arguments are its own.
 
-    A sampler.DrawRows.
+    A sampler.SampleRows.
     """
-
-    keeps_last = False
-    logprobs = None  # torch computes them
 
     def __init__(self, asked: SamplingSlots) -> None:
         self._asked = asked
         self._kernel, self._arguments = Kernel(sample_rows), Arguments()
         self._scratch = np.empty(0, dtype=np.uint8)
 
-    def can_draw(self, slots: IntArray) -> bool:
-        """Whatever they ask for."""
-        return True
-
     def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> tuple[Tensor, Tensor]:
-        """See DrawRows."""
+        """See SampleRows."""
         asked = self._asked
         logits = logits.contiguous()
         num_rows, vocab_size = logits.shape

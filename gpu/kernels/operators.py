@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
-from gpu.kernels.device_rows import embed_rows
+from gpu.kernels.device_rows import DeviceRows, embed_rows
 from gpu.kernels.matmul import GroupedExperts, Matmul, can_group, can_multiply, stored_as
 from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, HEAD_WARPS, heads_at_once, next_power_of_two, row_warps
 from gpu.kv_cache import LayerKV
@@ -189,8 +189,7 @@ class TritonOperators(Operators):
     ) -> None:
         super().__init__(dtype, device, config.rms_norm_eps)
         if attention is not None:
-            self.attention = attention
-        self.has_device_rows = attention is not None
+            self.attention, self.has_device_rows, self.make_rows = attention, True, DeviceRows
         self.matmuls: MatmulChoices = MatmulChoices()
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:

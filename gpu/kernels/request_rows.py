@@ -53,57 +53,32 @@ def clear(
     tl.store(cache + place + columns, tl.zeros([BLOCK], cache.dtype.element_ty), mask=columns < width)
 
 
-@triton.jit(do_not_specialize=["step_stride"])
-def lay_out_rows(
-    step,  # int32 [3, step_stride]: of each row its slot (< 0: padding), its token's position, and the token's id, or
-    # < 0: what the slot drew last
-    step_stride,
-    tables,  # int32 [slots, width]: blocks, from a row's first
-    last_tokens,  # int64 [slots]
-    token_ids,  # int64 [rows], written, as are all below
-    positions,  # float32 [rows]
-    kv_slots,  # int64 [rows]: where a token's keys and values go
-    ends,  # int32 [rows]: one past its position; 0: padding, which sees nothing
-    row_tables,  # int32 [rows, width]: scratch_block beyond a row's end
-    drawn_slots,  # int64 [rows]: < 0: padding
-    drawn_positions,  # int64 [rows]: of the token that is drawn
+@triton.jit
+def lay_out_tables(
+    slots,  # int32 [rows], < 0: padding
+    ends,  # int32 [rows]: one past the last new token's position; 0: padding
+    tables,  # [slots, width]: blocks, from a row's first
+    row_tables,  # int32 [rows, width], written: scratch_block beyond a row's end
     width,
     scratch_block,
-    padding_block,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What decoding rows read, from what stays on the device. Program: a row, and BLOCK columns of its table."""
+    """Block tables of rows, from what stays on the device. Program: a row, and BLOCK columns of its table."""
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(step + row).to(tl.int64)
-    position = tl.load(step + step_stride + row).to(tl.int64)
-    token = tl.load(step + 2 * step_stride + row).to(tl.int64)
-    is_real = slot >= 0
-    table = tables + tl.maximum(slot, 0) * width  # padding reads another's, and drops it
-    index = tl.maximum(position, 0) // BLOCK_TOKENS
-    num_used = tl.where(is_real, index + 1, 0)
+    table = tables + tl.maximum(tl.load(slots + row).to(tl.int64), 0) * width  # padding reads another's, and drops it
+    num_used = tl.cdiv(tl.load(ends + row), BLOCK_TOKENS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
     blocks = tl.load(table + columns, mask=is_inside, other=0)
     tl.store(row_tables + row * width + columns, tl.where(columns < num_used, blocks, scratch_block), mask=is_inside)
-    if tl.program_id(1) == 0:
-        block = tl.where(is_real, tl.load(table + index).to(tl.int64), padding_block)
-        token = tl.where(token < 0, tl.load(last_tokens + tl.maximum(slot, 0)), token)
-        tl.store(token_ids + row, tl.where(is_real, token, 0))
-        tl.store(positions + row, tl.where(is_real, position, 0).to(tl.float32))
-        tl.store(kv_slots + row, block * BLOCK_TOKENS + tl.where(is_real, position % BLOCK_TOKENS, 0))
-        tl.store(ends + row, tl.where(is_real, position + 1, 0).to(tl.int32))
-        tl.store(drawn_slots + row, slot)
-        tl.store(drawn_positions + row, position + 1)
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["step", "token_ids", "positions", "kv_slots"]
-)
+@triton.jit(do_not_specialize=["num_tokens"])
 def lay_out_tokens(
     step,  # int32 [3, num_tokens]: of each token its slot (< 0: padding), its position, and its id, or < 0: what the
-    # slot drew last
-    tables,  # int32 [slots, width]
+    # slot sampled last
+    tables,  # [slots, width]: blocks
     last_tokens,  # int64 [slots]
     token_ids,  # int64 [num_tokens], written, as are all below
     positions,  # float32 [num_tokens]
@@ -114,7 +89,7 @@ def lay_out_tokens(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What tokens of prompts read, from what stays on the device. Program: BLOCK tokens."""
+    """What tokens read, from what stays on the device. Program: BLOCK tokens."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = tokens < num_tokens
     slot = tl.load(step + tokens, mask=is_inside, other=-1).to(tl.int64)

@@ -2,9 +2,9 @@
 
 A row is read once: adjusted, summed for logprobs, its segments' maxima found, and a token taken where nothing filters.
 What top_k, top_p and min_p keep is sampled afterwards: from the maxima alone follows, mostly, which few segments hold
-what is kept, and only those are read again; nothing is sorted. Either one program does all of a row (`sample_rows`), or
-several read it, a range of segments each (`scan_rows`), and one ends it (`end_rows`): the tokens are the same. Nothing
-depends on the host: what slots ask for, positions and all results are on the device.
+what is kept, and only those are read again; nothing is sorted. Programs read a row, a range of segments each
+(`scan_rows`), and one ends it (`end_rows`): the tokens are the same, however many read it. Nothing depends on the host:
+what slots ask for, positions and all results are on the device.
 
 The rules are gpu/sampling_rules.py's, operation by operation, so that a token is the same to the last bit as torch's:
 divisions are rounded as IEEE 754 has it, and these are launched with enable_fp_fusion=False.
@@ -28,7 +28,7 @@ LOGPROBS, ADJUSTED = tl.constexpr(int(Feature.LOGPROBS)), tl.constexpr(int(_ADJU
 FEATURES, TOP_K, SEED, FREE_FROM, NUM_BIASES, NUM_STOP_IDS = (tl.constexpr(int(n)) for n in Number)
 INVERSE, SLOPE, TOP_P, LEAST, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(int(f)) for f in Factor)
 NUM_NUMBERS, NUM_FACTORS = tl.constexpr(len(Number)), tl.constexpr(len(Factor))
-NUM_LOGPROBS = tl.constexpr(3)  # of a row: see sampler.DrawRows
+NUM_LOGPROBS = tl.constexpr(3)  # of a row: see sampler.LaunchedSampler
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -514,82 +514,42 @@ def _finish(
 
 
 @triton.jit
-def sample_rows(
+def _row_at(index, slot, logits, positions, numbers, factors, scratch, maxima, vocab_size):
+    """The index-th row of the step."""
+    numbers += slot * NUM_NUMBERS
+    return Row(
+        logits + index * vocab_size, scratch + index * vocab_size, maxima + index * tl.cdiv(vocab_size, SEGMENT),
+        numbers, factors + slot * NUM_FACTORS, tl.load(numbers + FEATURES), tl.load(positions + index), vocab_size,
+    )  # fmt: skip
+
+
+@triton.jit
+def scan_rows(
     logits,  # [rows, vocab]
     slots,  # int64 [rows]
-    positions,  # int64 [rows], of the tokens to draw
+    positions,  # int64 [rows], of the tokens to sample
     numbers,  # int64 [slots, Number]
     factors,  # float32 [slots, Factor]
     biases,  # float32 [slots, MAX_BIASES]
     bias_ids,  # int32 [slots, MAX_BIASES]
     stop_ids,  # int32 [slots, MAX_STOP_IDS]
-    seen,  # int32 [slots, vocab], written; see SamplingSlots
-    scratch,  # float32 [rows, vocab]
-    maxima,  # float32 [rows, segments]
-    listed,  # int32 [rows, segments]
-    values,  # float32 [rows, GROUP * SEGMENT]
-    tokens_kept,  # int32 [rows, GROUP * SEGMENT]
-    token_ids,  # int64 [rows], written
-    is_finite,  # int8 [rows], written
-    logprobs,  # float32 [rows, NUM_LOGPROBS]: written where the slot asks; see sampler.DrawRows
-    last_tokens,  # int64 [slots], written: what the slot drew last
-    vocab_size,
-    MAX_BIASES: tl.constexpr,
-    MAX_STOP_IDS: tl.constexpr,
-    GROUP: tl.constexpr,  # segments read at once
-    SEGMENTS: tl.constexpr,  # >= those of a row
-):
-    """Program: a row."""
-    index = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + index)
-    if slot >= 0:
-        num_segments = tl.cdiv(vocab_size, SEGMENT)
-        numbers += slot * NUM_NUMBERS
-        row = Row(
-            logits + index * vocab_size, scratch + index * vocab_size, maxima + index * num_segments, numbers,
-            factors + slot * NUM_FACTORS, tl.load(numbers + FEATURES), tl.load(positions + index), vocab_size,
-        )  # fmt: skip
-        seen += slot * vocab_size
-        top, total = 0.0, 1.0
-        if row.features & LOGPROBS:
-            top, total = sum_exponentials(row.logits, 0, vocab_size, GROUP * SEGMENT)
-        if row.features & ADJUSTED:
-            adjust(
-                row, seen, biases + slot * MAX_BIASES, bias_ids + slot * MAX_BIASES, stop_ids + slot * MAX_STOP_IDS,
-                0, vocab_size, MAX_BIASES, MAX_STOP_IDS, GROUP * SEGMENT,
-            )  # fmt: skip
-        _, token, num_broken = scan(row, 0, vocab_size, GROUP)
-        tl.debug_barrier()
-        if (row.features & FILTERS != 0) & (num_broken == 0):
-            token = draw_filtered(
-                row, listed + index * num_segments, values + index * GROUP * SEGMENT,
-                tokens_kept + index * GROUP * SEGMENT, GROUP, SEGMENTS,
-            )  # fmt: skip
-        _finish(row, index, slot, token, num_broken, top, total, seen, token_ids, is_finite, logprobs, last_tokens)
-
-
-@triton.jit
-def scan_rows(
-    logits, slots, positions, numbers, factors, biases, bias_ids, stop_ids, seen, scratch, maxima,
+    seen,  # int32 [slots, vocab]; see SamplingSlots
+    scratch,  # float32 [rows, vocab], written
+    maxima,  # float32 [rows, segments], written
     found,  # float32 [rows, splits, 3], written: the range's best, the largest raw logit and its sum of exponentials
     found_tokens,  # int32 [rows, splits, 2], written: the best's token, and how many logits are not finite
     vocab_size,
     range_size,  # tokens of a split, whole groups of segments
     MAX_BIASES: tl.constexpr,
     MAX_STOP_IDS: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """Program: a row, and a range of its tokens. Others: see sample_rows."""
+    GROUP: tl.constexpr,  # segments read at once
+):
+    """Program: a row, and a range of its tokens."""
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     slot = tl.load(slots + index)
     if slot >= 0:
-        num_segments = tl.cdiv(vocab_size, SEGMENT)
-        numbers += slot * NUM_NUMBERS
-        row = Row(
-            logits + index * vocab_size, scratch + index * vocab_size, maxima + index * num_segments, numbers,
-            factors + slot * NUM_FACTORS, tl.load(numbers + FEATURES), tl.load(positions + index), vocab_size,
-        )  # fmt: skip
+        row = _row_at(index, slot, logits, positions, numbers, factors, scratch, maxima, vocab_size)
         first = split * range_size
         end = tl.minimum(first + range_size, vocab_size)
         top, total = 0.0, 1.0
@@ -611,24 +571,26 @@ def scan_rows(
 
 @triton.jit
 def end_rows(
-    logits, slots, positions, numbers, factors, seen, scratch, maxima, listed, values, tokens_kept,
-    found, found_tokens, token_ids, is_finite, logprobs, last_tokens,
+    logits, slots, positions, numbers, factors, seen, scratch, maxima,
+    listed,  # int32 [rows, segments], written
+    values,  # float32 [rows, GROUP * SEGMENT], written
+    tokens_kept,  # int32 [rows, GROUP * SEGMENT], written
+    found, found_tokens,
+    token_ids,  # int64 [rows], written
+    is_finite,  # int8 [rows], written
+    logprobs,  # float32 [rows, NUM_LOGPROBS]: written where the slot asks; see sampler.LaunchedSampler
+    last_tokens,  # int64 [slots], written: what the slot sampled last
     vocab_size,
     num_splits,
     SPLITS: tl.constexpr,  # >= num_splits
     GROUP: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,  # >= those of a row
 ):  # fmt: skip
     """Program: a row, whose ranges scan_rows has read; what it found is put together in their order."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + index)
     if slot >= 0:
-        num_segments = tl.cdiv(vocab_size, SEGMENT)
-        numbers += slot * NUM_NUMBERS
-        row = Row(
-            logits + index * vocab_size, scratch + index * vocab_size, maxima + index * num_segments, numbers,
-            factors + slot * NUM_FACTORS, tl.load(numbers + FEATURES), tl.load(positions + index), vocab_size,
-        )  # fmt: skip
+        row = _row_at(index, slot, logits, positions, numbers, factors, scratch, maxima, vocab_size)
         splits = tl.arange(0, SPLITS)
         places, is_inside = index * num_splits + splits, splits < num_splits
         bests = tl.load(found + places * 3, mask=is_inside, other=MINUS_INFINITY)
@@ -640,6 +602,7 @@ def end_rows(
         top = tl.max(tops, 0)
         total = tl.sum(totals * tl.exp(tops - top), 0)
         if (row.features & FILTERS != 0) & (num_broken == 0):
+            num_segments = tl.cdiv(vocab_size, SEGMENT)
             token = draw_filtered(
                 row, listed + index * num_segments, values + index * GROUP * SEGMENT,
                 tokens_kept + index * GROUP * SEGMENT, GROUP, SEGMENTS,

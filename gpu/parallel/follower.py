@@ -149,7 +149,7 @@ def follow(orders: IO[bytes], answers: IO[bytes]) -> None:
     write_message(answers, Answer())
     while (step := read_message(orders, Step)) is not None:
         runner.make_finite(step.broken_slots)
-        runner.forward(step.plan)
+        runner.sample(runner.forward(step.plan))
 
 
 def _refuse(answers: IO[bytes], refusal: Refusal) -> NoReturn:

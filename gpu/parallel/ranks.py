@@ -64,6 +64,11 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
+    def share(self, x: Tensor) -> None:
+        """Give all ranks what the first one has of x, in place."""
+        with _lost_ranks():
+            dist.broadcast(x, 0)
+
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         """What all ranks have side by side, for the first; the others get zeros of that shape.
 
@@ -80,7 +85,7 @@ class Ranks:
             dist.gather(part, parts)
         if parts is None:
             return x.new_zeros(()).expand(len(x), num_columns)
-        return torch.cat(parts, 1)[:, :num_columns]
+        return torch.cat(parts, 1)[:, :num_columns].contiguous()
 
 
 def is_member() -> bool:

@@ -1,8 +1,9 @@
 """Computes steps on several devices: the Runner of core.plan, over ranks that are processes. Thread: engine.
 
 This process is rank 0: it has the scheduler, samples all tokens and tells the others each plan, once a step and before
-its own part of it. They need no sampled tokens: a plan that is made once the last step's are known has them all, so no
-step is sent before they are (--overlap off), and none by a graph: one rank's might have to be sent without.
+its own part of it. Where steps overlap, it shares the tokens that slots sampled last behind each step, on the devices:
+the next plan asks for them before the host has read them. No step is sent by a graph: where one rank could not capture
+a shape that another replays, they would wait for each other for ever.
 
 A step that raises here is no longer the same step everywhere: unlike on one device it breaks the engine. The other
 ranks end with this process (the kernel kills them, and their pipes end); one that ends before is a device that is lost.
@@ -144,7 +145,7 @@ def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -
         StartupError: the model, its files or the devices are not for so many ranks.
     """
     num_ranks = engine.tensor_parallel
-    engine = replace(engine, overlap="off", graphs="off")  # see gpu.parallel.runner
+    engine = replace(engine, graphs="off")  # see this file's beginning
     chosen = choose_device(engine)
     check_shards(model, num_ranks, prequantized_scheme(model, engine.quantize, chosen.device) is not None)
     choice = rank_choice(chosen, engine, rank)

@@ -349,7 +349,6 @@ class ChunkedBody:
 
 
 LAST_CHUNK = b"0\r\n\r\n"
-_NUM_CHUNK_HEADS = 64  # kept, for each of a stream's choices
 
 
 class _Reading(enum.Enum):
@@ -369,23 +368,6 @@ class _Sending(enum.Enum):
 
 
 _CHUNKED = _Sending.CHUNKED  # looked up for every token: a member of an enum costs 70 ns, a global 7
-
-
-class ChunkHeads(dict[int, bytes]):
-    """Of chunks with the same head: what comes before the rest of each, by how many bytes that rest has.
-
-    Args:
-        head: of their data.
-    """
-
-    def __init__(self, head: bytes) -> None:
-        self._head = head
-
-    def __missing__(self, num_bytes: int) -> bytes:
-        if len(self) >= _NUM_CHUNK_HEADS:
-            self.clear()
-        start = self[num_bytes] = b"%x\r\n%b" % (len(self._head) + num_bytes, self._head)
-        return start
 
 
 class Http1Protocol:

@@ -13,7 +13,7 @@ from h2.exceptions import ProtocolError
 
 from core.errors import ErrorKind, ServiceError
 from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
-from server.wire.http1 import CONTINUE, SWITCH_TO_HTTP2, ChunkHeads, Http1Protocol
+from server.wire.http1 import CONTINUE, SWITCH_TO_HTTP2, Http1Protocol
 from server.wire.http2 import upgrade_settings
 from server.wire.http2_exchanges import Http2Exchanges
 from server.wire.messages import (
@@ -232,14 +232,14 @@ class Http1Exchanges(Exchanges):
             return partial(stream.send_text, frame)
         batch, encoded, transport = self._batch, frame.encoded, self._connection.transport
         is_closing, write_out = transport.is_closing, transport.write
-        heads, tail = ChunkHeads(frame.head), frame.tail + b"\r\n"
-        num_more = len(frame.tail)
+        head, tail = frame.head, frame.tail
+        num_more = len(head) + len(tail)
 
         def write(text: str) -> None:
             if not stream.is_open:
                 return
             said = encoded[text]
-            data = heads[len(said) + num_more] + said + tail
+            data = b"%x\r\n%b%b%b\r\n" % (len(said) + num_more, head, said, tail)
             if self._is_dirty:
                 self._out.append(data)
             elif not is_closing():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.e2e.server_process import ServerProcess
-from tests.server.test_proxy_protocol import HEADERS
+from tests.server.test_clients import HEADERS
 
 GET = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 

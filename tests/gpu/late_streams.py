@@ -9,31 +9,29 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from gpu.streams import Event
+from gpu.streams import Event, Stream, Streams
 
 
 @dataclass(frozen=True)
-class LateEvent:
+class LateEvent(Event):
     stream: "LateStream"
     number: int  # of the stream's work, how much comes before it
 
     def synchronize(self) -> None:
         self.stream.run_until(self.number)
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: Self) -> float:
         """Of each piece of work, work_s."""
-        assert isinstance(earlier, LateEvent)
         self.synchronize()
         return self.stream.work_s * (self.number - earlier.number)
 
 
-class LateStream:
-    """Implements gpu.streams.Stream."""
-
+class LateStream(Stream):
     def __init__(self, work_s: float = 1.0) -> None:
         self.work_s = work_s
         self._late: deque[Callable[[], object]] = deque()
@@ -67,13 +65,14 @@ class LateStream:
 
 
 @dataclass
-class LateStreams:
-    """Implements gpu.streams.Streams; lists the sizes of what was allocated.
+class LateStreams(Streams):
+    """Lists the sizes of what was allocated.
 
     Args:
         work_s: that each piece of work takes.
     """
 
+    is_host = False
     work_s: float = 1.0
     current: LateStream = field(init=False)
     side: LateStream = field(init=False)

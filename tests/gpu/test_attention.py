@@ -8,9 +8,9 @@ import torch
 
 from core.plan import SequenceStart
 from gpu.attention import DecodeGroup, PromptGroup, TorchAttention
-from gpu.batch import BatchBuilder
 from gpu.kv_cache import LayerKV
 from gpu.scores import PLAIN
+from tests.gpu.built import Builder
 from tests.gpu.driver import GREEDY, make_plan
 
 CPU = torch.device("cpu")
@@ -58,10 +58,10 @@ def test_mixed_rows_attend_as_the_textbook_says(
         tables=[(slot, i, block) for slot, table in enumerate(tables) for i, block in enumerate(table)],
         sequence_starts=[SequenceStart(slot, (1,), num_prompt_tokens, GREEDY, 0, ()) for slot in range(len(rows))],
     )
-    batch = BatchBuilder(len(rows), 160, NUM_BLOCKS, CPU, TORCH, (None, window)).build(plan)
+    batch = Builder(160, (None, window), scratch=NUM_BLOCKS).build(plan)
     query = torch.randn(plan.num_tokens, num_heads, HEAD_DIM, generator=generator)
     got = TORCH.attend(query, kv, batch.attending[window], PLAIN)
-    places = {slot: token for token, slot in enumerate(batch.kv_slots.tolist())}
+    places = {slot: token for token, slot in enumerate(batch.tokens.kv_slots.tolist())}
     for row, (start, length) in enumerate(rows):
         context = both[:, tables[row]].flatten(1, 2)  # [2, context, kv_heads, dim]
         for position in range(start, start + length):
@@ -80,9 +80,7 @@ def test_groups_cover_the_tokens_in_order() -> None:
         tables=[(slot, i, slot * 6 + i) for slot in range(4) for i in range(6)],
         sequence_starts=[SequenceStart(slot, (1,), length, GREEDY, 0, ()) for slot, length in enumerate(prompts)],
     )
-    rows_of_all = BatchBuilder(4, 160, NUM_BLOCKS, CPU, TORCH).build(plan).attending[None]
-    assert rows_of_all.host is not None
-    groups = TORCH.groups_of(rows_of_all.host, rows_of_all.num_decodes, None)
+    groups = Builder(160, scratch=NUM_BLOCKS).build(plan).groups()
     ranges = [(type(group), group.first_token, group.end_token) for group in groups]
     decodes = [(DecodeGroup, 0, 1), (DecodeGroup, 1, 15)]  # padded to 128 tokens, and to 64
     assert ranges == [*decodes, (PromptGroup, 15, 18), (PromptGroup, 18, 22)]

@@ -65,7 +65,7 @@ def logits_of(directory: Path, engine: Any = ENGINE) -> torch.Tensor:
     """At every position of the prompt."""
     runner, tables = open_runner(directory, engine), [(0, 0, 0), (0, 1, 1)]
     rows = [make_plan([(0, place, [token], True)], tables=tables) for place, token in enumerate(PROMPT)]
-    return torch.cat([runner.forward(row).logits for row in rows])
+    return torch.cat([runner.forward(row).sent.logits for row in rows])
 
 
 def tokens_of(directory: Path, **engine: Any) -> list[list[int]]:

@@ -50,12 +50,6 @@ def test_copied_blocks_are_equal_in_all_layers(cache: KVCache) -> None:
     assert contents(cache) == [1, 4, 3, 4, 1, 0]
 
 
-def test_cleared_blocks_are_zero_whatever_they_held(cache: KVCache) -> None:
-    cache.tensor[1, 0, 2, 5] = math.nan
-    cache.clear_blocks(torch.tensor([2, 0]))
-    assert contents(cache) == [0, 2, 0, 4, 5, 0]
-
-
 def test_make_finite_leaves_finite_values_alone(cache: KVCache) -> None:
     cache.tensor[1, 0, 2, 5, 0, 0], cache.tensor[0, 1, 2, 6, 1, 1] = math.nan, -math.inf
     cache.make_finite(torch.tensor([2]))

@@ -20,7 +20,7 @@ from core.types import ClearCache, Message, Request, SamplingParams, Submit
 from gpu.kv_cache import KVCache
 from gpu.kv_store import SUFFIX, HostMemory
 from gpu.runner import ModelRunner
-from gpu.streams import HostStreams
+from gpu.streams import Streams
 from tests.fakes import DeliveryLog, FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.late_streams import LateStreams
@@ -310,10 +310,10 @@ def test_too_little_memory_for_a_block_is_refused_with_the_least_that_helps(dire
 def test_memory_that_the_driver_does_not_pin_is_told_with_its_fix(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(streams: HostStreams, size_bytes: int) -> torch.Tensor:
+    def refuse(streams: Streams, size_bytes: int) -> torch.Tensor:
         raise RuntimeError("out of memory (2)")
 
-    monkeypatch.setattr(HostStreams, "pinned_for_good", refuse)
+    monkeypatch.setattr(Streams, "pinned_for_good", refuse)
     with pytest.raises(StartupError, match=r"cannot be pinned for the device: out of memory \(2\)") as caught:
         open_runner(directory, HOST)
     assert (caught.value.fix, caught.value.exit_code) == ("less --kv-offload-memory.", ExitCode.MEMORY)

@@ -36,8 +36,8 @@ def test_logits_agree_with_the_oracle(runner: ModelRunner, oracle: Oracle) -> No
     prompt = make_prompt(1, 70)
     want = oracle.logits(prompt)
     tables = [(0, index, index) for index in range(5)]
-    whole = runner.forward(make_plan([(0, 0, prompt, True)], tables=tables)).logits
-    got = [runner.forward(make_plan([(0, i, [t], True)])).logits for i, t in enumerate(prompt)]
+    whole = runner.forward(make_plan([(0, 0, prompt, True)], tables=tables)).sent.logits
+    got = [runner.forward(make_plan([(0, i, [t], True)])).sent.logits for i, t in enumerate(prompt)]
     for logits, reference in ((torch.cat(got), want), (whole, want[-1:])):
         assert (logits - reference).abs().max() <= 1e-4 * reference.abs().max()
 

@@ -118,7 +118,7 @@ def test_pending_tokens_are_those_that_the_slots_drew_last(llama_runner: ModelRu
         second = make_plan([rows[0], (3, 0, [9, 9], True), *rows[1:]])
         ticket = runner.forward(second)
         runner.sample(ticket)
-        logits = ticket.logits.sum(-1).tolist()
+        logits = ticket.sent.logits.sum(-1).tolist()
         return runner.collect(ticket).token_ids.tolist(), logits
 
     assert start(pending=True) == start(pending=False)

@@ -102,9 +102,9 @@ def test_logits_are_there_a_piece_at_a_time(llama_runner: ModelRunner, monkeypat
     sizes: list[int] = []
     logits = llama_runner._model.logits
 
-    def counted(x: torch.Tensor) -> torch.Tensor:
+    def counted(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         sizes.append(len(x))
-        return logits(x)
+        return logits(x, out)
 
     monkeypatch.setattr(llama_runner._model, "logits", counted)
     monkeypatch.setattr(gpu.sampler, "PIECE_BYTES", 4 * 300 * 9)

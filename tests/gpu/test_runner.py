@@ -165,8 +165,8 @@ def test_idle_work_settles_the_threads_of_the_next_step_and_gives_memory_back(
 def test_bfloat16_follows_float32_closely(family: str, model_directory) -> None:
     engine = EngineConfig(device="cpu", dtype="bfloat16", kv_memory_bytes=2**22, threads=1)
     plan = make_plan([(0, 0, PROMPT, True)], tables=[(0, 0, 0), (0, 1, 1), (0, 2, 2)])
-    exact = open_runner(model_directory(family)).forward(plan).logits
-    rounded = open_runner(model_directory(family), engine).forward(plan).logits
+    exact = open_runner(model_directory(family)).forward(plan).sent.logits
+    rounded = open_runner(model_directory(family), engine).forward(plan).sent.logits
     assert torch.corrcoef(torch.cat([exact, rounded]))[0, 1] > 0.995
 
 

@@ -9,7 +9,7 @@ import torch
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.sampler import Drawn, Number, Sampler
+from gpu.sampler import Number, Sampled, Sampler
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def random_logits(rows: int, vocab: int = VOCAB, scale: float = 2.0) -> torch.Te
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * scale
 
 
-def draw(sampler: Sampler, logits: torch.Tensor, position: int = 3) -> Drawn:
+def draw(sampler: Sampler, logits: torch.Tensor, position: int = 3) -> Sampled:
     rows = logits.shape[0]
     return sampler.sample(logits, np.arange(rows), np.full(rows, position))
 
@@ -171,13 +171,13 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     sampler = make_sampler(params(), asked, params(num_logprobs=0))
     asked_for = draw(sampler, logits).logprobs
     assert asked_for is not None
-    found = asked_for.found()
+    sampled, top, top_ids = asked_for.find()
     want = logits[1].log_softmax(-1)
-    assert found.rows.tolist() == [1, 2]
-    assert found.num_top == [2, 0]
-    assert torch.allclose(found.drawn[0], want[5])
-    assert torch.allclose(found.top[0], want.topk(2).values)
-    assert torch.equal(found.top_ids[0], want.topk(2).indices)
+    assert asked_for.rows.tolist() == [1, 2]
+    assert asked_for.num_top == [2, 0]
+    assert torch.allclose(sampled[0], want[5])
+    assert torch.allclose(top[0], want.topk(2).values)
+    assert torch.equal(top_ids[0], want.topk(2).indices)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

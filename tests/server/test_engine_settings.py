@@ -97,7 +97,6 @@ def test_offload_that_could_hold_nothing_is_refused(flags: dict[str, str | list[
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        ({"overlap": "on"}, "--overlap on and --tensor-parallel 2: each rank gets"),
         ({"graphs": "on"}, "--graphs on and --tensor-parallel 2: ranks send steps without"),
         ({"lazy_graphs": "true"}, "--graphs lazy and --tensor-parallel 2: ranks send steps without"),
         ({"kv_offload_bytes": "1GiB"}, "--kv-offload-memory and --tensor-parallel 2: the ranks keep no"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.wire.connection import HttpDate
-from server.wire.http1 import ChunkHeads, Http1Protocol
+from server.wire.http1 import Http1Protocol
 from server.wire.limits import HeadLimits
 from server.wire.messages import (
     BodyChunk,
@@ -277,21 +277,6 @@ def test_response_out_of_order_is_our_bug() -> None:
     protocol.send_end()
     with pytest.raises(ResponseError):
         protocol.send_end()
-
-
-def test_chunk_heads_are_what_send_data_puts_before_their_chunks() -> None:
-    heads = ChunkHeads(b"head")
-    for num_bytes in [*range(300), 9, 299]:
-        chunk = chunk_of(b"head" + bytes(num_bytes))
-        assert heads[num_bytes] + bytes(num_bytes) + b"\r\n" == chunk
-    assert len(heads) < 100  # whatever is said
-
-
-def chunk_of(data: bytes) -> bytes:
-    protocol = new_protocol()
-    protocol.receive(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    protocol.send_head(ResponseHead(200, ()))
-    return protocol.send_data(data)
 
 
 def test_date_is_made_once_a_second() -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzz import corpus
 from fuzz.http1_head import check, read
+from fuzz.run import load_inputs
 from server.wire.http1 import HeadReader
 from server.wire.limits import HeadLimits
 from tests.server.framing_cases import Understood, load_cases
@@ -59,7 +59,7 @@ def test_white_space_within_a_value_is_gone_through_once(space: bytes) -> None:
 def test_every_case_and_mutant_is_read_as_h11_reads_it() -> None:
     """Also what stands behind a head, and however the bytes are split."""
     cases = load_cases()
-    sent = [case.sent for case in cases] + list(ATTACKS.values()) + corpus.load("http1")
+    sent = [case.sent for case in cases] + list(ATTACKS.values()) + load_inputs("http1")
     sent += [data[data.index(b"\r\n\r\n") + 4 :] for data in sent if b"\r\n\r\n" in data]
     sent += [case.data for case in mutants(cases, NUM_MUTANTS, seed=7, read=lambda data: Understood((), ""))]
     for data in sent:

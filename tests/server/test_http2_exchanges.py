@@ -16,8 +16,9 @@ from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, POST, Http2Client, fields
 from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
-from tests.server.raw_http2 import END_STREAM, data, frame, get, rst, wire
+from tests.server.raw_http2 import END_STREAM, data, frame, get, rst, window_update, wire
 from tests.server.raw_http2 import post as raw_post
+from tests.server.raw_http2 import settings as raw_settings
 from tests.server.raw_peer import MemoryPeer, respond
 
 
@@ -476,3 +477,21 @@ def test_any_cut_of_the_input_and_any_window_gives_the_same_bytes(
         got = [(client.responses[i].status, client.responses[i].body) for i in ids]
         assert got == [(200, bytes([65 + n]) * size) for n, size in enumerate(sizes)]
         assert all(client.responses[i].is_complete for i in ids)
+
+
+@pytest.mark.parametrize("ending", ["window", "reset"])
+def test_answers_that_nobody_reads_keep_further_handlers_from_beginning(ending: str) -> None:
+    streams = range(1, 513, 2)
+    with contextlib.closing(MemoryServer(respond)) as server:
+        peer = MemoryPeer(server)
+        peer.feed(raw_settings((INITIAL_WINDOW, 0)).encode(0))
+        peer.feed(wire(get(b"/large", stream) for stream in streams))
+        assert len(peer.seen.statuses) == 256 * 1024 // 10_000 + 1
+        begun = tuple(peer.seen.statuses)
+        if ending == "window":
+            peer.feed(wire([window_update(2**24), *(window_update(10_000, stream) for stream in streams)]))
+            assert peer.seen.statuses == dict.fromkeys(streams, 200)
+            assert all(len(peer.seen.body(stream)) == 10_000 for stream in streams)
+        else:
+            peer.feed(wire(rst(stream=stream) for stream in begun[:10]))
+            assert len(peer.seen.statuses) == len(begun) + 10

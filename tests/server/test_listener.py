@@ -1,18 +1,21 @@
-"""The listener on real loopback sockets, on ephemeral ports."""
+"""The listener on real loopback sockets, on ephemeral ports; and its acceptor, short of descriptors."""
 
 import asyncio
 import contextlib
 import itertools
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import uvloop
 
 from core.errors import ExitCode, StartupError
 from server.listening.clients import MAX_CONNECTIONS, Refusals
-from server.listening.listener import ACCEPTS_PER_WAKEUP, Listener, ListenerConfig
+from server.listening.listener import ACCEPTS_PER_WAKEUP, Acceptor, Listener, ListenerConfig
 from server.listening.sockets import Bind, PassedSocket, TcpAddress, UnixAddress
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
@@ -301,3 +304,74 @@ def test_refusals_are_told_in_one_line_now_and_then(caplog: pytest.LogCaptureFix
     refusals.add(MAX_CONNECTIONS, PEER)
     assert caplog.records[-1].getMessage().startswith("3 connections refused, the last from")
     assert refusals.counts[MAX_CONNECTIONS] == 4
+
+
+REPOSITORY = Path(__file__).parents[2]
+# Fills the table of descriptors, has a client connect, and frees two: counts how often the loop came round meanwhile
+EXHAUST = """
+import asyncio, os, resource, socket, sys
+import uvloop
+from server.listening.listener import Acceptor
+
+async def main():
+    loop = asyncio.get_running_loop()
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setblocking(False)
+    accepted = loop.create_future()
+    acceptor = Acceptor(loop, listening, lambda sock, address: accepted.set_result(sock))
+    client = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+    acceptor.start()
+    client.connect(listening.getsockname())
+    while not acceptor.num_pauses:
+        await asyncio.sleep(0)
+    os.close(taken.pop())
+    os.close(taken.pop())  # accept(2) takes one before it looks whether there is anybody left
+    sock = await accepted
+    assert sock.getpeername() == client.getsockname()
+    acceptor.stop()
+    print(acceptor.num_pauses)
+
+uvloop.run(asyncio.wait_for(main(), 30))
+"""
+
+
+def test_without_descriptors_it_pauses_and_goes_on_once_there_is_one() -> None:
+    run = subprocess.run([sys.executable, "-c", EXHAUST], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert run.stdout == "1\n", run.stderr
+    assert run.stderr.count("no connection can be accepted now") == 1
+
+
+def test_connection_that_cannot_be_taken_is_closed_and_the_next_comes_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        welcomed = loop.create_future()
+        names: list[Any] = []
+
+        def welcome(accepted: socket.socket, address: Any) -> None:
+            names.append(address)
+            if len(names) == 1:
+                raise ZeroDivisionError
+            welcomed.set_result(accepted)
+
+        with contextlib.ExitStack() as stack:
+            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            listening.setblocking(False)
+            first, second = (stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(2))
+            acceptor = Acceptor(loop, listening, welcome)
+            acceptor.start()
+            stack.enter_context(await welcomed)
+            acceptor.stop()
+            assert names == [first.getsockname(), second.getsockname()]
+            assert first.recv(1) == b""
+
+    uvloop.run(asyncio.wait_for(scenario(), 30))
+    assert "ZeroDivisionError" in caplog.text

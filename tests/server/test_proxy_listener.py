@@ -26,8 +26,8 @@ from server.wire.tls import ServerTls, TlsFiles
 from tests.certificates import make_certificate, needs_openssl
 from tests.server.fakes import refuse
 from tests.server.memory_connection import answer
+from tests.server.test_clients import HEADERS
 from tests.server.test_listener import run
-from tests.server.test_proxy_protocol import HEADERS
 from tests.server.tls_server import trusting, wait_until
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"

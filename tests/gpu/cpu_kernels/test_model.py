@@ -52,7 +52,7 @@ def logits(directory: Path, dtype: str) -> torch.Tensor:
             rows.append((sequence.slot, position, [sequence.token_ids[-1]], True))
             sequence.token_ids.append(0)
         ticket = runner.forward(make_plan(rows, tables=tables))
-        found.append(ticket.logits[torch.as_tensor(ticket.sampled.rows.argsort())])
+        found.append(ticket.sent.logits[torch.as_tensor(ticket.sent.sampled.rows.argsort())])
     return torch.stack(found)
 
 

@@ -12,7 +12,7 @@ from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.cpu_kernels import sampling
 from gpu.cpu_kernels.row_sampler import RowSampler
-from gpu.sampler import Sampler, SamplerChoice
+from gpu.sampler import Sampler
 from gpu.sampling_rules import gumbel_noise
 from tests.gpu.filter_cases import FilterCase, filter_cases
 from tests.gpu.test_sampler import assert_distributed_as
@@ -37,7 +37,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def make_sampler(asked: tuple[dict[str, Any], ...], vocab: int, uses_kernel: bool) -> Sampler:
-    sampler = Sampler(len(asked), vocab, CPU, SamplerChoice(RowSampler) if uses_kernel else None)
+    sampler = Sampler(len(asked), vocab, CPU, RowSampler if uses_kernel else None)
     for slot, fields in enumerate(asked):
         params = SamplingParams(max_tokens=64, **fields)
         sampler.start(SequenceStart(slot, (1, 2, 3, 3, 9), 3, params, seed=2**64 - 1 - slot, stop_ids=STOP_IDS))
@@ -112,7 +112,7 @@ def test_nothing_is_drawn_that_torch_drops_and_each_draw_is_torchs(case: FilterC
     row, drawn = case.row, []
     if not row.isfinite().all():
         row = row.masked_fill(row == float("-inf"), -1e30)  # a model's are finite; -inf is what min_tokens forbids
-    for choice in (None, SamplerChoice(RowSampler)):
+    for choice in (None, RowSampler):
         sampler = Sampler(1, len(case.logits), CPU, choice)
         sampler.start(SequenceStart(0, (0,), 1, params, seed=1, stop_ids=()))
         rows = row.expand(16, -1).contiguous()

@@ -255,13 +255,12 @@ def sampling_cases() -> list[Case]:
         cases.append(Case(kernel, types, constants, multiples_of_16=multiples, **options))
 
     multiples = ("vocab_size", "range_size")
-    split, whole = SHAPES[0][1], SHAPES[-1][1]
+    split = SHAPES[0][1]
     for segments in (256, 1024, 2048):
-        add("sample_rows", "*fp32", whole, lists | {"SEGMENTS": segments}, multiples)
-        for shape in {shape.num_splits: shape for _, shape in SHAPES if shape.num_splits > 1}.values():
-            add("end_rows", "*fp32", shape, {"SEGMENTS": segments, "SPLITS": shape.num_splits}, multiples)
+        for shape in {shape.num_splits: shape for _, shape in SHAPES}.values():
+            alone = {"num_splits": 1} if shape.num_splits == 1 else {}  # 1 is a constant
+            add("end_rows", "*fp32", shape, {"SEGMENTS": segments, "SPLITS": shape.num_splits} | alone, multiples)
     add("scan_rows", "*fp32", split, lists, multiples)
-    add("sample_rows", "*bf16", whole, lists | {"SEGMENTS": 2048})
     add("scan_rows", "*bf16", split, lists)
     add("end_rows", "*fp16", split, {"SEGMENTS": 2048, "SPLITS": split.num_splits})
     return cases
@@ -281,12 +280,10 @@ def row_cases() -> list[Case]:
     for width in (1, 12, 512):  # a table's entries, and what slots ask of sampling; 1 is a constant
         constants: dict[str, Any] = {"BLOCK": next_power_of_two(width)} | ({"width": 1} if width == 1 else {})
         cases.append(Case(f"{module}:scatter", numbers, constants))
-    ints = ("step", "tables", "ends", "row_tables")
-    longs = ("last_tokens", "token_ids", "kv_slots", "drawn_slots", "drawn_positions")
+    ints, longs = ("step", "slots", "ends", "tables", "row_tables"), ("last_tokens", "token_ids", "kv_slots")
     types = dict.fromkeys(ints, "*i32") | dict.fromkeys(longs, "*i64") | {"positions": "*fp32"}
-    types |= dict.fromkeys(("step_stride", "width", "scratch_block", "padding_block"), "i32")
+    types |= dict.fromkeys(("num_tokens", "width", "scratch_block", "padding_block"), "i32")
     for constants in ({}, {"scratch_block": 1}):  # of a cache of one block, on which graphs are tried
-        cases.append(Case(f"{module}:lay_out_rows", types, constants | {"BLOCK_TOKENS": 16, "BLOCK": 1024}))
-    tokens = types | {"num_tokens": "i32"}
-    cases.append(Case(f"{module}:lay_out_tokens", tokens, {"BLOCK_TOKENS": 16, "BLOCK": TOKENS}))
+        cases.append(Case(f"{module}:lay_out_tables", types, constants | {"BLOCK_TOKENS": 16, "BLOCK": 1024}))
+    cases.append(Case(f"{module}:lay_out_tokens", types, {"BLOCK_TOKENS": 16, "BLOCK": TOKENS}))
     return cases

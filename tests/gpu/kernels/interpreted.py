@@ -6,7 +6,6 @@ from gpu.kernels.attention import PagedAttention
 from gpu.kernels.operators import TritonOperators
 from gpu.kernels.sampler import DeviceSampler
 from gpu.operators import Operators
-from gpu.sampler import SamplerChoice
 
 NUM_PROGRAMS = 3  # that decode: each takes several splits
 
@@ -14,5 +13,5 @@ NUM_PROGRAMS = 3  # that decode: each takes several splits
 def find_interpreted(config: ModelConfig, choice: DeviceChoice) -> Operators:
     """See gpu.loading.FindOperators."""
     operators = TritonOperators(config, choice.dtype, choice.device, PagedAttention(NUM_PROGRAMS))
-    operators.sampler = SamplerChoice(DeviceSampler)
+    operators.sampler = DeviceSampler
     return operators

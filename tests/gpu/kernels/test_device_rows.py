@@ -3,17 +3,8 @@
 import pytest
 import torch
 
-from gpu.kernels.device_rows import (
-    CLEARED_COLUMNS,
-    TOKENS,
-    SpareBlocks,
-    clear_blocks,
-    embed_rows,
-    empty_rows,
-    fill_rows,
-    fill_tokens,
-    scatter_rows,
-)
+from gpu.kernels.device_rows import CLEARED_COLUMNS, TOKENS, DeviceRows, embed_rows, scatter_rows
+from gpu.rows import DeviceTables, RowOperators, StepInputs
 
 FORMATS = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
 WIDTHS = (1, 48, 1024, 1100)
@@ -49,45 +40,64 @@ def test_blocks_are_cleared_in_all_layers_and_others_kept(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
     cache = torch.full((3, 2, 5, 16, 1, head_dim), float("nan"), dtype=dtype, device=device)
-    clear_blocks(cache, torch.tensor([4, 1], dtype=torch.int32, device=device))
+    rows_over(torch.zeros(1, 1, dtype=torch.int32, device=device)).clear_blocks(
+        cache, torch.tensor([4, 1], dtype=torch.int32, device=device)
+    )
     assert (cache[:, :, [1, 4]] == 0).all()
     assert cache[:, :, [0, 2, 3]].isnan().all()
 
 
+def rows_over(blocks: torch.Tensor, make: type[RowOperators] = DeviceRows, num_tokens: int = 300) -> RowOperators:
+    last_tokens = torch.arange(7, 7 + len(blocks), device=blocks.device)
+    return make(DeviceTables(blocks, last_tokens, scratch=500, padding=501), 4, num_tokens)
+
+
+def inputs_of(device: torch.device, ends: list[int], slots: list[int], tokens: list[list[int]]) -> StepInputs:
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    found = (torch.tensor(part, dtype=torch.int32, device=device) for part in (slots, ends, tokens))
+    slots_there, ends_there, tokens_there = found
+    return StepInputs(slots_there, ends_there, none, none, none, tokens_there)
+
+
 @pytest.mark.parametrize("width", [3, 1100])
-def test_decoding_rows_are_filled_in_from_what_stays_on_the_device(device: torch.device, width: int) -> None:
-    """The second row's token is the one that its slot drew last; the third is padding."""
-    tables = torch.arange(4 * width, dtype=torch.int32, device=device).view(4, width)
-    last_tokens = torch.tensor([7, 8, 9, 10], device=device)
-    step = torch.tensor([[3, 1, -1, 5], [17, 32, -1, 5], [40, -1, -1, 5]], dtype=torch.int32, device=device)
-    rows = empty_rows(4, 5, width, torch.full((2, 4), -7, device=device))
-    rows.tables.fill_(-7)
-    rows.ends.fill_(-7)
-    fill_rows(rows.first(3, 3), step[:, :3], tables, last_tokens, SpareBlocks(scratch=500, padding=501))
-    assert rows.token_ids[:3].tolist() == [40, 8, 0]
-    assert rows.positions[:3].tolist() == [17.0, 32.0, 0.0]
-    assert rows.kv_slots[:3].tolist() == [(3 * width + 1) * 16 + 1, (width + 2) * 16, 501 * 16]
-    assert rows.ends.tolist() == [18, 33, 0, -7]
-    assert rows.drawn[0].tolist() == [3, 1, -1, -7]
-    assert rows.drawn[1, :2].tolist() == [18, 33]
+def test_a_rows_table_is_its_slots_up_to_its_end(device: torch.device, width: int) -> None:
+    """The third row is padding."""
+    blocks = torch.arange(4 * width, dtype=torch.int32, device=device).view(4, width)
+    rows = rows_over(blocks)
+    rows.tables_of(inputs_of(device, [48] * 4, [0] * 4, [[], [], []]), width)
+    found = rows.tables_of(inputs_of(device, [18, 33, 0], [3, 1, -1], [[], [], []]), width)
     used = [3 * width, 3 * width + 1], [width, width + 1, width + 2], []
-    assert rows.tables[:3].tolist() == [[*blocks, *[500] * (width - len(blocks))] for blocks in used]
-    assert (rows.tables[3] == -7).all()
+    assert found.tolist() == [[*blocks, *[500] * (width - len(blocks))] for blocks in used]
 
 
-@pytest.mark.parametrize("num_padding", [1, TOKENS])
-def test_tokens_of_prompts_are_filled_in_behind_the_rows(device: torch.device, num_padding: int) -> None:
-    """Of slot 2 in its second block, of slot 1 one that is known and one that it drew last; then padding."""
+@pytest.mark.parametrize("num_padding", [0, 1, TOKENS])
+def test_tokens_read_what_stays_on_the_device(device: torch.device, num_padding: int) -> None:
+    """Of slot 2 in its second block, of slot 1 one that is known and one that it sampled last; then padding."""
     width = 3
-    tables = torch.arange(4 * width, dtype=torch.int32, device=device).view(4, width)
-    last_tokens = torch.tensor([7, 8, 9, 10], device=device)
-    known = torch.tensor([[2, 2, 1, 1], [31, 32, 4, 5], [40, 41, 42, -1]], dtype=torch.int32)
-    step = torch.cat([known, torch.full((3, num_padding), -1, dtype=torch.int32)], 1).to(device)
-    rows = empty_rows(2, 3 + step.shape[1], width, torch.full((2, 2), -7, device=device))
-    for written in (rows.token_ids, rows.positions, rows.kv_slots):
-        written.fill_(-7)
-    fill_tokens(rows, 2, step, tables, last_tokens, SpareBlocks(scratch=500, padding=501))
-    assert rows.token_ids.tolist() == [-7, -7, 40, 41, 42, 8, *[0] * num_padding, -7]
-    assert rows.positions.tolist() == [-7, -7, 31, 32, 4, 5, *[0] * num_padding, -7]
+    blocks = torch.arange(4 * width, dtype=torch.int32, device=device).view(4, width)
+    known = [[2, 2, 1, 1], [31, 32, 4, 5], [40, 41, 42, -1]]
+    inputs = inputs_of(device, [], [], [[*part, *[-1] * num_padding] for part in known])
+    found = rows_over(blocks).tokens_of(inputs)
+    assert found.token_ids.tolist() == [40, 41, 42, 8, *[0] * num_padding]
+    assert found.positions.tolist() == [31, 32, 4, 5, *[0] * num_padding]
     places = [(2 * width + 1) * 16 + 15, (2 * width + 2) * 16, width * 16 + 4, width * 16 + 5]
-    assert rows.kv_slots.tolist() == [-7, -7, *places, *[501 * 16] * num_padding, -7]
+    assert found.kv_slots.tolist() == [*places, *[501 * 16] * num_padding]
+
+
+def test_they_are_torchs(device: torch.device) -> None:
+    """Tables of a random step without padding, as a CPU computes them; and changes, and blocks that are cleared."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 99, (5, 9), generator=generator).to(device, torch.int32)
+    tokens = torch.stack([torch.randint(0, most, (70,), generator=generator) for most in (5, 9 * 16, 300)])
+    tokens[2, ::3] = -1
+    inputs = inputs_of(device, [144, 130, 129], [4, 0, 2], tokens.tolist())
+    found = []
+    for make in (DeviceRows, RowOperators):
+        kept, cache = blocks.clone(), torch.ones(2, 2, 6, 16, 1, 3, device=device)
+        rows = rows_over(kept, make)
+        rows.change_tables(*torch.tensor([[7, 44], [501, 502]], dtype=torch.int32, device=device))
+        rows.clear_blocks(cache, torch.tensor([5, 0], dtype=torch.int32, device=device))
+        read = rows.tokens_of(inputs)
+        parts = (kept, cache, read.token_ids, read.positions, read.kv_slots, rows.tables_of(inputs, 9))
+        found.append([part.tolist() for part in parts])
+    assert found[0] == found[1]

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import BLOCK_SIZE, EngineConfig, parse_model_config
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
 from core.plan import PENDING
 from core.types import Request, SamplingParams
-from gpu import device_steps
-from gpu.device_steps import DeviceSteps
-from gpu.kernels.device_rows import StepRows
+from gpu.kernels.device_rows import DeviceRows
 from gpu.kernels.sampler import MAX_BIASES
 from gpu.loading import load_runner
 from gpu.memory_plan import MemoryPlan
+from gpu.rows import StepInputs, StepTokens
 from gpu.runner import ModelRunner
 from gpu.step_graphs import CaptureError, CountedGraphs, Graph, count_graphs
-from gpu.step_shapes import StepShape, StepShapes
+from gpu.step_shapes import StepShape, step_shapes
+from gpu.steps import Steps
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
 from tests.gpu.fake_cuda_graphs import FakeRecorder
@@ -45,7 +45,8 @@ def on_a_cpu(device: torch.device) -> None:
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs take is found out elsewhere (tests/gpu/test_graph_memory.py): it would take most of the time here."""
 
-    def count(parts: Any, engine: Any, memory: MemoryPlan, shapes: StepShapes, recorder: Any) -> CountedGraphs:
+    def count(_: Any, model: ModelConfig, engine: EngineConfig, memory: MemoryPlan, recorder: Any) -> CountedGraphs:
+        shapes = step_shapes(model, engine)
         return CountedGraphs(dataclasses.replace(memory, graph_bytes=1 << 30), shapes, len(shapes.in_order) + 9)
 
     monkeypatch.setattr("gpu.runner.count_graphs", count)
@@ -63,8 +64,7 @@ def open_with(directory: Path, engine: EngineConfig) -> ModelRunner:
     )
 
 
-def steps_of(runner: ModelRunner) -> DeviceSteps:
-    assert runner._steps is not None
+def steps_of(runner: ModelRunner) -> Steps:
     return runner._steps
 
 
@@ -333,12 +333,15 @@ def test_a_chunk_whose_length_the_host_reads_is_refused_and_decodes_are_not(
     model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a device it would be that of the capture for ever."""
-    directory, fill = model_directory("llama3"), device_steps.fill_tokens
+    directory, read_all = model_directory("llama3"), DeviceRows.tokens_of
 
-    def read(rows: StepRows, first: int, step: torch.Tensor, *others: Any) -> None:
-        fill(rows, first, step[:, : int((step[0] >= 0).sum())], *others)
+    def read(rows: DeviceRows, inputs: StepInputs) -> StepTokens:
+        (inputs.tokens[0] >= 0).sum().item()
+        return read_all(rows, inputs)
 
-    monkeypatch.setattr("gpu.device_steps.fill_tokens", read)
+    monkeypatch.setattr(
+        DeviceRows, "tokens_of", lambda rows, inputs: (read if len(inputs.asked) else read_all)(rows, inputs)
+    )
     with caplog.at_level(logging.WARNING):
         runner = open_runner(directory, "on")
     assert [record.getMessage()[:26] for record in caplog.records] == ["no CUDA graphs of prompts:"]
@@ -403,33 +406,5 @@ def test_a_model_that_the_kernels_do_not_know_has_no_graphs(
     engine = dataclasses.replace(ENGINE, graphs="on")
     with caplog.at_level(logging.WARNING):
         runner = load_runner(directory, parse_model_config(read_config(directory)), engine, no_progress)
-    assert runner._steps is None
+    assert runner.captured.num_graphs == 0
     assert "no CUDA graphs" in caplog.text
-
-
-def test_a_step_that_brings_more_than_usual_is_one_copy_too(
-    model_directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts of many blocks, slots that start with lists, and tables whose slots were another's before."""
-    runner = open_runner(model_directory("llama3"), "off", max_sequences=16, max_model_len=256)
-    steps, driver = steps_of(runner), Driver(runner)
-    sizes: list[int] = []
-    inner = steps._uploads.send
-
-    def send(parts: Any, use: Any) -> None:
-        sizes.append(sum(part.size for part in parts))
-        inner(parts, use)
-
-    monkeypatch.setattr(steps._uploads, "send", send)
-    room = steps._uploads._buffers[0].pinned.numel()
-    sampling = SamplingParams(temperature=1.0, logit_bias=((5, 1.0),), presence_penalty=0.5, max_tokens=9)
-    for _ in range(2):
-        sequences = [driver.add([5] * (3 + number), sampling) for number in range(16)]
-        driver.step(dict.fromkeys((one.slot for one in sequences), 2), *sequences)
-        tables = [(one.slot, place, driver.free_blocks.pop()) for one in sequences for place in range(1, 16)]
-        steps._tables.grow(make_plan([], tables=tables))
-        driver.step(dict.fromkeys((one.slot for one in sequences), 1), *sequences)
-        assert steps._device_tables.tolist() == steps._tables.blocks.tolist()
-        for one in sequences:
-            driver.remove(one)
-    assert [size > room for size in sizes] == [True] * 4

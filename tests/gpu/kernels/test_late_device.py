@@ -13,10 +13,12 @@ import torch
 
 from core.config import EngineConfig
 from core.plan import StepPlan
+from core.types import SamplingParams
 from gpu.runner import ModelRunner, StepTicket
 from gpu.step_graphs import Graph
-from gpu.streams import HostStreams
+from gpu.streams import Streams
 from tests.gpu.conftest import ENGINE
+from tests.gpu.driver import Driver, make_plan
 from tests.gpu.fake_cuda_graphs import FakeRecorder
 from tests.gpu.kernels.test_device_steps import (  # noqa: F401  # fixtures are found by their names
     draw_workload,
@@ -63,7 +65,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
 
 def open_at_once(directory: Path, engine: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     with monkeypatch.context() as plain:
-        plain.setattr("gpu.runner.open_streams", lambda device: HostStreams())
+        plain.setattr("gpu.runner.open_streams", lambda device: Streams())
         return open_with(directory, engine)
 
 
@@ -106,3 +108,23 @@ def test_blocks_go_to_the_host_and_back_in_the_steps_order(
     for turn in range(2):
         assert [served.ask(f"{turn}.{i}", prompt)[0] for i, prompt in enumerate(PROMPTS[:3])] == expected
     assert served.scheduler.stats().num_restored_blocks > 0
+
+
+def test_a_step_that_brings_more_than_usual_is_one_copy_too(model_directory: Directory, streams: LateStreams) -> None:
+    """Slots that start with lists, tables of many blocks, and such as were another's before."""
+    engine = dataclasses.replace(SMALL, max_sequences=16, max_model_len=256, graphs="off")
+    runner = open_with(model_directory("llama3"), engine)
+    driver, copies, tables = Driver(runner), runner._steps._copies, runner._steps.tables
+    usual, num_copies = copies._buffers[0].pinned.numel(), streams.side.num_started
+    sampling = SamplingParams(temperature=1.0, logit_bias=((5, 1.0),), presence_penalty=0.5, max_tokens=9)
+    for _ in range(2):
+        sequences = [driver.add([5] * (3 + number), sampling) for number in range(16)]
+        driver.step(dict.fromkeys((one.slot for one in sequences), 2), *sequences)
+        grown = [(one.slot, place, driver.free_blocks.pop()) for one in sequences for place in range(1, 16)]
+        driver.run(make_plan([(one.slot, 2, [5], False) for one in sequences], tables=grown))
+        streams.finish()
+        assert runner._steps._rows._tables.blocks.tolist() == tables.blocks.tolist()
+        for one in sequences:
+            driver.remove(one)
+    assert copies._buffers[0].pinned.numel() > usual
+    assert streams.side.num_started - num_copies == 4

@@ -1,4 +1,4 @@
-"""Triton's kernels draw what torch draws, to the last bit, however a row is divided."""
+"""Triton's kernels sample what torch samples, to the last bit, however a row is divided."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, NO_SLOT, SHAPES, DeviceSampler, Shape, shape_of
-from gpu.sampler import Sampler, SamplerChoice, SamplingSlots
+from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, DeviceSampler, Shape, shape_of
+from gpu.rows import NO_SLOT
+from gpu.sampler import IntArray, Sampled, Sampler, SamplingSlots
 
 ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "num_logprobs": 3},
@@ -43,10 +44,21 @@ def make_samplers(
         return made[0]
 
     by_torch = Sampler(len(asked), vocab, device)
-    by_kernel = Sampler(len(asked), vocab, device, SamplerChoice(make))
+    by_kernel = Sampler(len(asked), vocab, device, make)
     start_all(by_torch, asked)
     start_all(by_kernel, asked)
     return by_torch, by_kernel, made[0]
+
+
+def launch(sampler: Sampler, logits: torch.Tensor, slots: IntArray, positions: IntArray) -> Sampled:
+    """What a step does, of as many rows as there are logits: those without a slot are padding."""
+    kernel = sampler.launched
+    assert kernel is not None
+    kernel.put_started([torch.from_numpy(part.reshape(-1)).to(logits.device) for part in kernel.take_started()])
+    rows = torch.full((2, len(logits)), NO_SLOT, dtype=torch.int32, device=logits.device)
+    rows[:, : len(slots)] = torch.from_numpy(np.stack([slots, positions])).to(rows)
+    kernel.launch(logits, rows)
+    return sampler.launched_tokens(logits, slots)
 
 
 CASES = (
@@ -69,19 +81,20 @@ def test_a_sampler_draws_the_same_tokens_with_it(
     rows = np.arange(len(ASKED))
     for step in range(2 if vocab == 50 else 1):
         want = by_torch.sample(logits.float(), rows, rows * 0 + 5 + step)
-        drawn = by_kernel.sample(logits, rows, rows * 0 + 5 + step)
+        drawn = launch(by_kernel, logits, rows, rows * 0 + 5 + step)
         assert drawn.token_ids.tolist() == want.token_ids.tolist()
         assert drawn.is_finite.all()
         assert torch.equal(by_kernel.last_tokens, want.token_ids)
         assert want.logprobs is not None
         assert drawn.logprobs is not None
-        told, expected = drawn.logprobs.found(), want.logprobs.found()
-        assert told.rows.tolist() == expected.rows.tolist()
-        assert (told.num_top, told.top_ids.tolist()) == (expected.num_top, expected.top_ids.tolist())
-        assert torch.allclose(told.drawn, expected.drawn, atol=1e-5)
-        assert torch.allclose(told.top, expected.top, atol=1e-5)
-        assert torch.equal(told.drawn, launcher.logprobs[told.rows, 0])
-        assert told.drawn[0] == told.top[0, 0]  # the likeliest is told as such
+        rows_told = drawn.logprobs.rows
+        assert (rows_told.tolist(), drawn.logprobs.num_top) == (want.logprobs.rows.tolist(), want.logprobs.num_top)
+        told, expected = drawn.logprobs.find(), want.logprobs.find()
+        assert told[2].tolist() == expected[2].tolist()
+        assert torch.allclose(told[0], expected[0], atol=1e-5)
+        assert torch.allclose(told[1], expected[1], atol=1e-5)
+        assert torch.equal(told[0], launcher.logprobs[rows_told, 0])
+        assert told[0][0] == told[1][0, 0]  # the likeliest is told as such
     assert torch.equal(by_kernel._asked.write_seen(), by_torch._asked.write_seen())
     assert torch.equal(logits, before)
 
@@ -94,12 +107,10 @@ def test_rows_come_in_any_order_and_padding_draws_nothing(shape: Shape, device: 
     want = by_torch.sample(logits[:3], slots, positions).token_ids
     launcher.token_ids.fill_(-3)
     by_kernel.last_tokens.fill_(-3)
-    launcher.place(slots, positions)
-    launcher.launch(logits)  # of one row more than were placed
+    launch(by_kernel, logits, slots, positions)  # of one row more than there are slots
     assert launcher.token_ids[:4].tolist() == [*want.tolist(), -3]
     assert by_kernel.last_tokens[[5, 0, 8]].tolist() == want.tolist()
     assert (by_kernel.last_tokens == -3).sum() == len(ASKED) - 3
-    assert launcher.rows[0, 3:].eq(NO_SLOT).all()
 
 
 @pytest.mark.parametrize("shape", [ONE, SPLIT], ids=str)
@@ -111,7 +122,7 @@ def test_a_row_that_is_not_finite_is_told_and_harms_no_other(shape: Shape, bad: 
     rows = np.arange(3)
     want = by_torch.sample(logits, rows, rows + 5).token_ids
     logits[1, 260] = bad
-    drawn = by_kernel.sample(logits, rows, rows + 5)
+    drawn = launch(by_kernel, logits, rows, rows + 5)
     assert drawn.is_finite.tolist() == [True, False, True]
     assert drawn.token_ids[[0, 2]].tolist() == want[[0, 2]].tolist()
     assert 0 <= drawn.token_ids[1] < 300
@@ -122,22 +133,22 @@ def test_a_slot_that_starts_anew_is_brought_up_and_the_others_stay(device: torch
     asked: tuple[dict[str, Any], ...] = ({"temperature": 0.0, "logit_bias": ((9, 5.0),)},) * 2
     _, by_kernel, _ = make_samplers(64, ONE, device, asked)
     rows = np.arange(2)
-    assert by_kernel.sample(logits, rows, rows + 5).token_ids.tolist() == [9, 9]
+    assert launch(by_kernel, logits, rows, rows + 5).token_ids.tolist() == [9, 9]
     params = SamplingParams(max_tokens=4, temperature=0.0, logit_bias=((11, 1.0), (12, 2.0)), min_tokens=3)
     by_kernel.start(SequenceStart(1, (1,), 1, params, seed=1, stop_ids=(12,)))
-    assert by_kernel.sample(logits, rows, rows + 2).token_ids.tolist() == [9, 11]
+    assert launch(by_kernel, logits, rows, rows + 2).token_ids.tolist() == [9, 11]
 
 
 def test_longer_lists_than_it_has_room_for_are_torchs(device: torch.device) -> None:
     biases = tuple((token_id, -1.0) for token_id in range(MAX_BIASES + 1))
     asked: tuple[dict[str, Any], ...] = ({"temperature": 0.0, "logit_bias": biases}, {"temperature": 0.0})
     _, by_kernel, launcher = make_samplers(MAX_BIASES + 9, ONE, device, asked)
-    assert [launcher.can_draw(np.array(rows)) for rows in ([0], [1], [0, 1])] == [False, True, False]
+    assert [launcher.can_sample(np.array(rows)) for rows in ([0], [1], [0, 1])] == [False, True, False]
     drawn = by_kernel.sample(torch.zeros(2, MAX_BIASES + 9, device=device), np.arange(2), np.full(2, 5))
     assert drawn.token_ids.tolist() == [MAX_BIASES + 1, 0]
     stop_ids = tuple(range(MAX_STOP_IDS + 1))
     by_kernel.start(SequenceStart(1, (1,), 1, SamplingParams(max_tokens=4), seed=1, stop_ids=stop_ids))
-    assert not launcher.can_draw(np.array([1]))
+    assert not launcher.can_sample(np.array([1]))
 
 
 def test_a_rows_division_depends_on_the_batchs_size_alone() -> None:

@@ -47,6 +47,9 @@ class ThreadRanks(Ranks):
         self._meeting.num_sums += self.rank == 0
         return x.copy_(torch.stack(self._meeting.exchange(self.rank, x)).sum(0))
 
+    def share(self, x: Tensor) -> None:
+        x.copy_(self._meeting.exchange(self.rank, x)[0])
+
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         parts = self._meeting.exchange(self.rank, x)
         return torch.zeros(len(x), num_columns) if self.rank else torch.cat(parts, 1)
@@ -66,6 +69,7 @@ class Lockstep:
             self.runners.append(load_planned(room.checkpoint, model, engine, memory, no_progress, room.shard, ranks))
         self.limits = self.runners[0].limits
         self._threads = ThreadPoolExecutor(num_ranks)
+        self._others: list[StepTicket] = []  # of the step that was sent last
 
     def forward(self, plan: StepPlan) -> StepTicket:
         def step(runner: ModelRunner) -> StepTicket:
@@ -75,11 +79,11 @@ class Lockstep:
                 self.meeting.barrier.abort()
                 raise
 
-        first, *_ = self._threads.map(step, self.runners)
+        first, *self._others = self._threads.map(step, self.runners)
         return first
 
     def sample(self, ticket: StepTicket) -> None:
-        self.runners[0].sample(ticket)
+        list(self._threads.map(ModelRunner.sample, self.runners, [ticket, *self._others]))
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         return self.runners[0].collect(ticket)

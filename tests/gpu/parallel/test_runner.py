@@ -1,6 +1,7 @@
 """Two ranks in processes of their own, over gloo: the tokens of one, and what becomes of all when one is lost."""
 
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.gpu.test_model import make_prompt
+from tests.gpu.test_overlap import draw_workload, run
 from tests.oracle import read_config
 
 TWO = replace(ENGINE, tensor_parallel=2)
@@ -58,6 +60,20 @@ def tokens_of(runner: Any) -> list[list[int]]:
     first = driver.add(make_prompt(1, 37))
     driver.generate(4, first)
     return driver.generate(NUM_TOKENS, driver.add(make_prompt(2, 20)), first)
+
+
+def test_overlapped_steps_of_two_processes_sample_the_same(
+    model_directory: Callable[[str], Path], open_parallel: Callable[..., ParallelRunner]
+) -> None:
+    """The first rank alone samples; the other gets the tokens before the host has read them."""
+    workload = draw_workload(random.Random(1))
+    runner: Any = open_parallel(model_directory("llama3"), overlap="on")
+    assert runner.limits.max_in_flight == 2
+    expected, num_pending, _ = run(runner, workload, 1)
+    assert num_pending == 0
+    outcomes, num_pending, _ = run(runner, workload, 2)
+    assert outcomes == expected
+    assert num_pending > 30
 
 
 def test_two_processes_share_packed_integers(tmp_path: Path, open_parallel: Callable[..., ParallelRunner]) -> None:

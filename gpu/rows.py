@@ -1,0 +1,99 @@
+"""What a step's rows and tokens read, from tables that stay on the device: torch's operators. Thread: engine.
+
+kernels/device_rows.py has Triton's, whose results lie where they always lie, so that a graph may hold them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.config import BLOCK_SIZE
+
+NO_SLOT = -1  # of padding
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Integers that the host sends of a step; padding has no slot: it sees nothing, samples nothing, is no row's.
+
+    Args:
+        slots: [rows]
+        ends: [rows], one past the last new token's position; 0: padding.
+        offsets: [rows + 1]: where a row's tokens begin.
+        asked: whose hidden states are wanted: of rows that sample, then of prompts' targets; of padding any.
+        sampled: [2, rows]: slots and positions of the tokens that are sampled.
+        tokens: [3, tokens]: slot, position, and id or < 0: what the slot sampled last.
+    """
+
+    slots: Tensor
+    ends: Tensor
+    offsets: Tensor
+    asked: Tensor
+    sampled: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """
+    Args:
+        kv_slots: block * 16 + offset, where each token's keys and values go.
+    """
+
+    token_ids: Tensor  # int64 [tokens]
+    positions: Tensor  # float32 [tokens]: what RoPE multiplies
+    kv_slots: Tensor  # int64 [tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTables:
+    """What stays on the device between steps.
+
+    Args:
+        blocks: [slots, blocks of a sequence], contiguous.
+        last_tokens: int64 [slots]: what each slot sampled last.
+        scratch: the block that pads tables, and is never written.
+        padding: the block that takes the keys and values of padding, and is never read.
+    """
+
+    blocks: Tensor
+    last_tokens: Tensor
+    scratch: int
+    padding: int
+
+
+class RowOperators:
+    """Torch's: they know no padding.
+
+    Args:
+        num_rows, num_tokens: of a step, at most.
+    """
+
+    def __init__(self, tables: DeviceTables, num_rows: int, num_tokens: int) -> None:
+        self._tables = tables
+
+    def tokens_of(self, inputs: StepInputs) -> StepTokens:
+        """What the step's tokens read."""
+        blocks = self._tables.blocks
+        slots, positions, token_ids = inputs.tokens.long()  # [tokens] each
+        token_ids = torch.where(token_ids < 0, self._tables.last_tokens[slots], token_ids)
+        offsets = blocks[slots, positions // BLOCK_SIZE].long() * BLOCK_SIZE
+        return StepTokens(token_ids, positions.float(), offsets.add_(positions % BLOCK_SIZE))
+
+    def tables_of(self, inputs: StepInputs, num_blocks: int) -> Tensor:
+        """The rows' block tables, [rows, num_blocks]."""
+        return self._tables.blocks[:, :num_blocks].index_select(0, inputs.slots)
+
+    def change_tables(self, places: Tensor, blocks: Tensor) -> None:
+        """Write these blocks at places of all tables, end to end."""
+        self._tables.blocks.view(-1).index_copy_(0, places.long(), blocks.to(self._tables.blocks.dtype))
+
+    def clear_blocks(self, cache: Tensor, blocks: Tensor) -> None:
+        """Zero whole blocks, all layers: an earlier owner's NaN must not reach the next.
+
+        Args:
+            cache: [layers, 2, blocks, 16, kv_heads, head_dim], contiguous.
+            blocks: [cleared], at least one.
+        """
+        cache.index_fill_(2, blocks.long(), 0)

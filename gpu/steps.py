@@ -1,0 +1,407 @@
+"""The one way of a step: rows that stay where they are computed, on a CPU or a GPU, eager or captured. Thread: engine.
+
+Of a step the host sends what has changed, in one copy: slots, positions and known tokens of its rows, what requests
+that start ask of sampling, and the blocks that tables have grown by. All else is read on the device: tables, and the
+tokens that slots sampled last. A step is therefore the same kernels on the same buffers, whatever its rows, and is sent
+by a graph of a shape that it is padded to, or by Python as it is:
+
+    forward: lay_out (the order of its tokens) -> _bring_up (one copy) -> a graph, or _compute: rows, Model, sampling
+    sample:  what the step has not sampled itself
+
+Tokens are put in an order of their own: first those that a sequence has sampled itself, longest context first, each
+attending alone; then prompts, row by row, in tiles. A token's matmuls have the same shapes whoever shares the step and
+however its prompt was cut into chunks, so that it is rounded the same way.
+
+Rows that a graph has too many see nothing, sample nothing, and write to a block of their own; so do tokens of prompts.
+Where prompts' tokens begin and end is read on the device too: attention's grid has room for as many tiles as the tokens
+of the shape can make, and those that they do not make end at once. What attention leaves of a token that is padding is
+any number, and goes no further than its own row.
+
+No graph: steps that tell logprobs of prompts, and those of which the sampling kernel does not know all, as more biases
+than it has room for: torch samples these. All that requests may ask for by default it knows, in one form: nothing is
+compiled or captured for the first of them that asks for something.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.config import BLOCK_SIZE, EngineConfig
+from core.plan import Int32Array, StepPlan
+from gpu.attention import HostRows, IntArray, RaggedRows
+from gpu.kv_cache import KVCache, num_blocks_for
+from gpu.model import Batch, Model
+from gpu.operators import Operators
+from gpu.rows import NO_SLOT, DeviceTables, StepInputs
+from gpu.sampler import PromptScores, Sampled, Sampler, score, scored_tokens
+from gpu.step_graphs import StepGraphs
+from gpu.step_shapes import StepShape, StepShapes
+from gpu.streams import StagedCopies, Streams
+
+INT_BYTES, ALIGNMENT = 4, 4  # each part of a step's integers begins at a multiple of 16 bytes
+CHANGES_PER_ROW = 4  # of tables, in a usual copy: a decode's is one in 16 steps
+NOTHING = np.empty(0, dtype=np.int32)
+
+
+class BlockTables:
+    """Which blocks each slot's sequence has, in order, as plans tell it: differences only. On the host.
+
+    Args:
+        scratch_block: is where a sequence has no block yet.
+    """
+
+    def __init__(self, max_sequences: int, max_model_len: int, scratch_block: int) -> None:
+        self.width = num_blocks_for(max_model_len)
+        self.scratch_block = scratch_block
+        self.blocks = np.full((max_sequences, self.width), scratch_block, dtype=np.int64)  # [slots, width]
+        self.num_prompt_tokens = np.zeros(max_sequences, dtype=np.int64)  # [slots]
+
+    def grow(self, plan: StepPlan) -> None:
+        """Reset the slots that start, and note the plan's new blocks."""
+        for start in plan.sequence_starts:
+            self.blocks[start.slot] = self.scratch_block
+            self.num_prompt_tokens[start.slot] = start.num_prompt_tokens
+        self.blocks[plan.table_slots, plan.table_positions] = plan.table_blocks
+
+    def changes(self, plan: StepPlan) -> tuple[Int32Array, Int32Array]:
+        """(place in all tables end to end, its block now), for who has a copy of them; each place once."""
+        places = plan.table_slots * np.int32(self.width) + plan.table_positions
+        _, lasts = np.unique(places[::-1], return_index=True)
+        lasts = len(places) - 1 - lasts
+        return places[lasts], plan.table_blocks[lasts]
+
+    def of(self, slot: int) -> IntArray:
+        """The blocks of a slot, in order."""
+        table = self.blocks[slot]
+        found: IntArray = table[table != self.scratch_block]
+        return found
+
+    def rows_of(self, layout: "StepLayout") -> HostRows:
+        """Who attends to what, for who lays it out on the host."""
+        tables = self.blocks[layout.slots, : num_blocks_for(int(layout.ends.max(initial=0)))]
+        offsets = np.concatenate([np.arange(layout.num_own + 1), layout.num_own + np.cumsum(layout.lengths)])
+        return HostRows(tables, layout.ends, offsets, self.scratch_block)
+
+    def fresh_blocks(self, plan: StepPlan) -> IntArray:
+        """Blocks whose first token is written now but whose last is not: the rest still has another's content."""
+        ends = plan.starts + plan.lengths
+        last_block = (ends - 1) // BLOCK_SIZE
+        is_fresh = (last_block * BLOCK_SIZE >= plan.starts) & (ends % BLOCK_SIZE != 0)
+        found: IntArray = self.blocks[plan.slots[is_fresh], last_block[is_fresh]]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Rows of a step that sample, in the order of their logits."""
+
+    rows: IntArray  # [sampled]: the plan's row
+    slots: IntArray  # [sampled]
+    positions: IntArray  # [sampled]: of the token that is sampled
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """A step's rows and tokens in the order in which they are computed: own tokens, a row each, then prompts.
+
+    Args:
+        slots, ends: [rows]; ends: one past the last new token's position.
+        lengths: [prompts], tokens of each.
+        tokens: [3, tokens]: see StepInputs.
+        asked: index of the tokens behind which rows sample, then of those whose next ones prompts' targets name; None:
+            of all tokens, in order.
+    """
+
+    num_own: int
+    slots: IntArray
+    ends: IntArray
+    lengths: IntArray
+    tokens: Int32Array
+    asked: IntArray | None
+    sampled: SampledRows
+
+    @property
+    def shape(self) -> StepShape:
+        """Without padding."""
+        return StepShape(self.num_own, len(self.lengths), self.tokens.shape[1] - self.num_own)
+
+
+def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) -> StepLayout:
+    """
+    Args:
+        num_prompt_tokens: [slots]
+        are_own_alone: several own tokens of a sequence are rows of one token each. False: they count as a prompt's.
+    """
+    lengths, ends = plan.lengths, plan.starts + plan.lengths
+    num_tokens, before = plan.num_tokens, np.cumsum(lengths) - lengths  # [rows]
+    row_of = np.repeat(np.arange(plan.num_rows), lengths)  # [tokens]
+    positions = np.arange(num_tokens) + (plan.starts - before)[row_of]
+    is_own = positions >= num_prompt_tokens[plan.slots[row_of]]
+    if not are_own_alone:
+        is_own &= ((lengths == 1) & plan.samples)[row_of]
+    own = np.flatnonzero(is_own)
+    own = own[np.argsort(-positions[own], kind="stable")]
+    others = np.flatnonzero(~is_own)
+    order = np.concatenate([own, others])
+    place = np.empty_like(order)
+    place[order] = np.arange(num_tokens)
+    num_others = np.bincount(row_of[others], minlength=plan.num_rows)  # [rows]
+    prompts = np.flatnonzero(num_others)
+    lasts = place[before + lengths - 1]  # [rows]
+    sampled = np.flatnonzero(plan.samples)
+    sampled = sampled[np.argsort(lasts[sampled])]
+    asked = None
+    if len(prompts) or plan.prompt_targets or len(sampled) < num_tokens:
+        asked = np.concatenate([lasts[sampled], place[scored_tokens(plan, before)]])
+    slots, positions = plan.slots[row_of[order]], positions[order]
+    return StepLayout(
+        num_own=len(own),
+        slots=np.concatenate([slots[: len(own)], plan.slots[prompts]]),
+        ends=np.concatenate([positions[: len(own)] + 1, (plan.starts + num_others)[prompts]]),
+        lengths=num_others[prompts],
+        tokens=np.stack([slots, positions.astype(np.int32), plan.token_ids[order]]),
+        asked=asked,
+        sampled=SampledRows(sampled, plan.slots[sampled], ends[sampled]),
+    )
+
+
+def part_sizes(shape: StepShape, num_asked: int) -> list[int]:
+    """Of StepInputs' fields, in their order: integers."""
+    rows = shape.num_rows
+    return [rows, rows, rows + 1, num_asked, 2 * rows, 3 * shape.num_tokens]
+
+
+def num_inputs(shape: StepShape, num_asked: int) -> int:
+    """Integers that they take in one piece."""
+    return sum(map(_aligned, part_sizes(shape, num_asked)))
+
+
+def inputs_in(piece: Any, shape: StepShape, num_asked: int) -> StepInputs:
+    """Views of the parts of one piece of integers, a tensor or an array: their places depend on the shape alone."""
+    parts, first = [], 0
+    for size in part_sizes(shape, num_asked):
+        parts.append(piece[first : first + size])
+        first += _aligned(size)
+    slots, ends, offsets, asked, sampled, tokens = parts
+    return StepInputs(slots, ends, offsets, asked, sampled.reshape(2, -1), tokens.reshape(3, -1))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def pack(layout: StepLayout | None, shape: StepShape, num_asked: int) -> Int32Array:
+    """In one piece, padded to a shape; no layout: all is padding."""
+    piece = np.full(num_inputs(shape, num_asked), NO_SLOT, dtype=np.int32)
+    inputs: Any = inputs_in(piece, shape, num_asked)
+    num_decodes = shape.num_decodes
+    inputs.ends[:] = inputs.asked[:] = 0
+    inputs.offsets[:] = np.minimum(np.arange(shape.num_rows + 1), num_decodes)
+    if layout is None:
+        return piece
+    own, rows = layout.num_own, len(layout.slots)
+    for found, kept in ((inputs.slots, layout.slots), (inputs.ends, layout.ends)):
+        found[:own], found[num_decodes : num_decodes + rows - own] = kept[:own], kept[own:]
+    inputs.tokens[:, :own] = layout.tokens[:, :own]
+    if rows > own:
+        num_prompt_tokens = int(layout.lengths.sum())
+        inputs.tokens[:, num_decodes : num_decodes + num_prompt_tokens] = layout.tokens[:, own:]
+        inputs.offsets[num_decodes + 1 :] = num_decodes + num_prompt_tokens
+        inputs.offsets[num_decodes + 1 : num_decodes + 1 + rows - own] = num_decodes + np.cumsum(layout.lengths)
+    if layout.asked is not None:
+        asked = layout.asked
+        inputs.asked[: len(asked)] = np.where(asked < own, asked, asked + (num_decodes - own))
+    sampled = layout.sampled
+    inputs.sampled[:, : len(sampled.rows)] = sampled.slots, sampled.positions
+    return piece
+
+
+@dataclass(slots=True)
+class SentStep:
+    """A step on its way.
+
+    Args:
+        sampled: its rows that sample, without padding.
+        logits: of these, [rows, vocab], float32, until the next step is sent.
+        is_sampled: by what computed it.
+        scores: of its prompts' targets.
+    """
+
+    sampled: SampledRows
+    logits: Tensor
+    is_sampled: bool
+    scores: PromptScores | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What steps are made of, but for their cache.
+
+    Args:
+        shapes: that steps are padded to, where there are graphs.
+    """
+
+    model: Model
+    sampler: Sampler
+    operators: Operators
+    streams: Streams
+    engine: EngineConfig
+    max_model_len: int
+    shapes: StepShapes
+
+
+class Steps:
+    """Sends steps over a cache, and keeps block tables between them."""
+
+    def __init__(self, parts: StepParts, cache: KVCache) -> None:
+        self._model, self._sampler, self._streams = parts.model, parts.sampler, parts.streams
+        self._operators, self._cache = parts.operators, cache
+        engine, device, attention = parts.engine, cache.tensor.device, parts.operators.attention
+        max_rows, max_tokens = parts.shapes.decodes[-1], engine.max_batch_tokens
+        self.tables = BlockTables(engine.max_sequences, parts.max_model_len, cache.scratch_block)
+        self._is_host = parts.streams.is_host  # what the host writes is there at once
+        blocks = torch.from_numpy(self.tables.blocks)
+        if not self._is_host:
+            blocks = blocks.to(device, torch.int32, copy=True)
+        on_device = DeviceTables(blocks, self._sampler.last_tokens, cache.scratch_block, cache.padding_block)
+        shapes = [
+            *parts.shapes.chunks,
+            StepShape(max_tokens if attention.are_own_tokens_alone else max_rows, 0, max_tokens),
+        ]
+        self._rows = parts.operators.make_rows(on_device, max_rows, max(shape.num_tokens for shape in shapes))
+        most_inputs = max(num_inputs(shape, shape.num_rows + max_tokens) for shape in shapes)
+        self._inputs = torch.full((most_inputs,), NO_SLOT, dtype=torch.int32, device=device)
+        ranks = parts.operators.ranks
+        self._samples = ranks is None or ranks.rank == 0
+        self._logits: Tensor | None = None  # where graphs leave them
+        if parts.operators.has_device_rows and ranks is None:
+            self._logits = torch.empty((max_rows, self._model.config.vocab_size), device=device)
+        usual_inputs = num_inputs(StepShape(max_rows, 0, 0), 0) + (2 * CHANGES_PER_ROW + 1 + 2) * max_rows
+        self._copies = StagedCopies(parts.streams, INT_BYTES * usual_inputs)
+        self.graphs = StepGraphs(self._compute_padded, self._pad, parts.shapes)
+
+    def forward(self, plan: StepPlan, wants_all: bool = False) -> SentStep:
+        """Compute a step, and sample unless sample() must.
+
+        Args:
+            wants_all: the logits of all its tokens, in the order in which they are computed; nothing is sampled.
+        """
+        self.tables.grow(plan)
+        layout = lay_out(plan, self.tables.num_prompt_tokens, self._operators.attention.are_own_tokens_alone)
+        if wants_all:
+            layout = replace(layout, asked=None)
+        samples = self._samples and not wants_all and self._sampler.can_launch(layout.sampled.slots)
+        may_pad = not (plan.prompt_targets or wants_all) and (samples or self._sampler.launched is None)
+        padded = self.graphs.of(layout.shape) if may_pad else None
+        if padded is not None:
+            self.graphs.prepare(padded)
+            num_asked = _num_asked(padded)
+        else:
+            num_asked = 0 if layout.asked is None else len(layout.asked)
+        self._bring_up(plan, pack(layout, padded or layout.shape, num_asked))
+        num_logits = layout.shape.num_tokens if wants_all else len(layout.sampled.rows)
+        if self._logits is None or wants_all:
+            step = SentStep(layout.sampled, self._inputs[:0], samples)
+        else:
+            step = SentStep(layout.sampled, self._logits[:num_logits], samples)
+        if padded is not None:
+            self._streams.current.run(partial(self._replay, padded))
+        else:
+            self._streams.current.run(partial(self._send, step, plan, layout, num_logits, self.tables.rows_of(layout)))
+        return step
+
+    def sample(self, step: SentStep) -> Sampled:
+        """A token per row. Comes before the next step's forward()."""
+        rows = step.sampled
+        if step.is_sampled:
+            return self._sampler.launched_tokens(step.logits, rows.slots)
+        return self._sampler.sample(step.logits, rows.slots, rows.positions)
+
+    def _replay(self, shape: StepShape) -> None:
+        if not self.graphs.replay(shape):
+            self._compute_padded(shape)
+
+    def _compute_padded(self, shape: StepShape) -> None:
+        """What a graph holds: kernels alone, that read and write what stays where it is."""
+        assert self._logits is not None, "it is known where rows stay on the device"
+        num_asked = _num_asked(shape)
+        inputs, logits = inputs_in(self._inputs, shape, num_asked), self._logits[: shape.num_rows]
+        hidden = self._hidden(inputs, shape, self.tables.width, inputs.asked if num_asked else None, None)
+        self._model.logits(hidden, logits)
+        if self._sampler.launched is not None:
+            self._sampler.launched.launch(logits, inputs.sampled)
+
+    def _send(self, step: SentStep, plan: StepPlan, layout: StepLayout, num_logits: int, rows: HostRows) -> None:
+        """As it is, by Python."""
+        shape, num_asked = layout.shape, 0 if layout.asked is None else len(layout.asked)
+        inputs, num_blocks = inputs_in(self._inputs, shape, num_asked), num_blocks_for(int(layout.ends.max(initial=1)))
+        hidden = self._hidden(inputs, shape, num_blocks, None if layout.asked is None else inputs.asked, rows)
+        out = self._logits[:num_logits] if self._logits is not None and num_logits == len(step.logits) else None
+        step.logits = self._model.logits(hidden[:num_logits], out)
+        if step.is_sampled:
+            assert self._sampler.launched is not None
+            self._sampler.launched.launch(step.logits, inputs.sampled)
+        if plan.prompt_targets:
+            vocab_size = self._model.config.vocab_size
+            step.scores = score(hidden[num_logits:], plan, self._model.logits, vocab_size, self._streams)
+
+    def _hidden(
+        self, inputs: StepInputs, shape: StepShape, num_blocks: int, asked: Tensor | None, host: HostRows | None
+    ) -> Tensor:
+        """
+        Args:
+            num_blocks: of the longest context, at least.
+            host: the rows, where they are known there.
+        """
+        dtype, tables = self._operators.attention.index_dtype, self._rows.tables_of(inputs, num_blocks)
+        columns = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
+        rows = RaggedRows(
+            *columns, num_decodes=shape.num_decodes, window=None, host=host
+        )  # of one step: see its layout
+        attending = rows_by_window(rows, self._model.config.windows, self.tables.width * BLOCK_SIZE)
+        return self._model.forward(Batch(self._rows.tokens_of(inputs), attending, asked), self._cache)
+
+    def _bring_up(self, plan: StepPlan, inputs: Int32Array) -> None:
+        """Put on the device what the plan changes, in one copy."""
+        cleared = self.tables.fresh_blocks(plan).astype(np.int32)
+        places, blocks = (NOTHING, NOTHING) if self._is_host else self.tables.changes(plan)
+        launched = self._sampler.launched
+        started = [] if launched is None else launched.take_started()
+        parts = (inputs, places, blocks, plan.copy_sources, plan.copy_targets, cleared, *started)
+        self._copies.send_integers(parts, self._change)
+
+    def _change(self, parts: list[Tensor]) -> None:
+        """Launches nothing for what is empty, which most parts are in most steps."""
+        inputs, places, blocks, sources, targets, cleared, *started = parts
+        if len(sources):
+            self._cache.copy_blocks(sources.long(), targets.long())
+        if len(places):
+            self._rows.change_tables(places, blocks)
+        if len(cleared):
+            self._rows.clear_blocks(self._cache.tensor, cleared)
+        if started and len(started[0]):
+            assert self._sampler.launched is not None
+            self._sampler.launched.put_started(started)
+        self._inputs[: len(inputs)].copy_(inputs)
+
+    def _pad(self, shape: StepShape) -> None:
+        piece = pack(None, shape, _num_asked(shape))
+        self._copies.send_integers([piece], lambda parts: self._inputs[: len(parts[0])].copy_(parts[0]))
+
+
+def _num_asked(shape: StepShape) -> int:
+    """Of a shape that is padded to: without prompts all tokens are asked for, in order."""
+    return shape.num_rows if shape.num_prompts else 0
+
+
+def rows_by_window(
+    rows: RaggedRows, windows: tuple[int | None, ...], max_model_len: int
+) -> dict[int | None, RaggedRows]:
+    """By the window of a layer: those that hide nothing share their rows."""
+    hiding = {window: window if window and window < max_model_len else None for window in windows}
+    found = {window: replace(rows, window=window) for window in set(hiding.values())}
+    return {window: found[hidden] for window, hidden in hiding.items()}
