@@ -79,8 +79,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     Raises:
         InvalidRequest: it is not one; the message says where it breaks.
     """
-    may_be_deep = body.count(b"[") + body.count(b"{") > MAX_DEPTH
-    decoder = _StepwiseDecoder() if may_be_deep or len(body) >= LONG_BYTES else _DECODER
+    in_steps = len(body) >= LONG_BYTES or body.count(b"[") + body.count(b"{") > MAX_DEPTH  # what may be deep, too
+    decoder = _StepwiseDecoder() if in_steps else _DECODER
     try:
         value = decoder.decode(body.decode())
     except UnicodeDecodeError as error:
