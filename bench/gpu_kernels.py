@@ -193,7 +193,7 @@ def _of_matrices(model: Sizes, rows: Iterable[int], forms: Iterable[str], dtype:
 
 
 def _least_width(form: str) -> int:
-    """That rows of matrices in this form are a multiple of; see gpu.quantize.can_quantize."""
+    """That rows of matrices in this form are a multiple of; see gpu.quant.can_quantize."""
     scheme, _, group = form.partition(" by ")
     return int(group) if group else 32 if scheme == "int4" else 1
 

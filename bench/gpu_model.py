@@ -45,10 +45,8 @@ from bench.limits import ModelWork, count_work, decode_limit_s, prefill_limit_s
 from bench.make_model import PRESETS, tensor_shapes
 from bench.results import Cell, percentile
 from bench.stepped import Streams, random_runner
-from core.config import EngineConfig, ModelConfig, parse_model_config
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
 from core.errors import StartupError
-from core.plan import SequenceStart, StepPlan
-from core.types import SamplingParams
 from gpu.device import DeviceChoice
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import FindOperators, load_runner
@@ -235,18 +233,21 @@ def _family_rows(family: str, context: Context, directory: Path) -> Iterator[Row
 
 def _logits_error(runner: ModelRunner, wanted: torch.Tensor, prompt: list[int]) -> float:
     """The largest difference at any place of the prompt, of the largest logit."""
-    found = runner.logits(_prompt_plan(prompt)).float().cpu()
+    found = _logits(runner, prompt).float().cpu()
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def _prompt_plan(prompt: Sequence[int]) -> StepPlan:
-    """All of a prompt in one step, in the first slot and blocks."""
+def _logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
+    """At every place of a prompt, in the first slot and blocks, in steps as large as the runner's: [tokens, vocab]."""
     from tests.gpu.driver import make_plan
 
-    tables = [(0, index, index) for index in range(-(-len(prompt) // 16))]
-    greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    start = SequenceStart(0, tuple(prompt), len(prompt), greedy, seed=0, stop_ids=())
-    return make_plan([(0, 0, list(prompt), True)], tables=tables, sequence_starts=[start])
+    parts, size = [], runner.limits.max_batch_tokens
+    for start in range(0, len(prompt), size):
+        chunk = list(prompt[start : start + size])
+        blocks = range(-(-start // BLOCK_SIZE), -(-(start + len(chunk)) // BLOCK_SIZE))  # that no chunk before has
+        plan = make_plan([(0, start, chunk, True)], tables=[(0, index, index) for index in blocks])
+        parts.append(runner.logits(plan).clone())
+    return torch.cat(parts)
 
 
 def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -308,7 +309,7 @@ def _torchs(config: ModelConfig, choice: DeviceChoice) -> Operators:
 
 def _off(exact: ModelRunner, prompt: Sequence[int], answer: Sequence[int]) -> float:
     """How far an answer's tokens are from the likeliest, at most: of the largest logit."""
-    logits = exact.logits(_prompt_plan([*prompt, *answer[:-1]]))[len(prompt) - 1 :]  # [answer, vocab]
+    logits = _logits(exact, [*prompt, *answer[:-1]])[len(prompt) - 1 :]  # [answer, vocab]
     chosen = logits.gather(1, torch.tensor(answer, device=logits.device).unsqueeze(1)).squeeze(1)
     return ((logits.amax(-1) - chosen) / logits.abs().amax(-1)).max().item()
 

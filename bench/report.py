@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,17 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS_DIR, help="where report.md and the pictures go")
     arguments = parser.parse_args(argv)
     files = arguments.files or sorted(RESULTS_DIR.glob("*.json"))
-    if not files:
-        print(f"bench.report: no results in {RESULTS_DIR}\nFix: run a bench with --json", file=sys.stderr)
-        return 2
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    draws = find_spec("matplotlib") is not None
+    if not draws:
         fix = f"{sys.executable} -m pip install matplotlib"
         print(f"bench.report: no pictures, matplotlib is missing\nFix: {fix}", file=sys.stderr)
-        draws = False
-    else:
-        draws = True
     try:
         page = write_report(files, arguments.out, draws)
     except (OSError, msgspec.MsgspecError) as error:

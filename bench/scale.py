@@ -16,7 +16,7 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -135,58 +135,52 @@ def _busyness(share_of_day: float, zone: int) -> float:
 
 @dataclass(slots=True)
 class _Watch:
-    """What the engine is at, by bucket of simulated time."""
+    """What the engine is at, by bucket of simulated time: the longest queue, and each step's seconds and sequences."""
 
     bucket_s: float
-    waiting: dict[int, int]
-    steps: dict[int, list[tuple[float, int]]]
+    waiting: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
 
-    def __call__(self, scheduler: Scheduler, now: float) -> None:
+    def look(self, scheduler: Scheduler, now: float) -> None:
         stats, bucket = scheduler.stats(), int(now / self.bucket_s)
         self.waiting[bucket] = max(self.waiting.get(bucket, 0), stats.num_waiting)
         self.steps.setdefault(bucket, []).append((stats.step_s, stats.num_running))
 
 
 def simulate(requests: list[Request], bucket_s: float) -> tuple[list[RequestTrace], _Watch, Simulation]:
-    watch = _Watch(bucket_s, {}, {})
+    watch = _Watch(bucket_s)
     simulation = Simulation(
         LIMITS,
         RooflineCost(),
         requests,
-        on_step=lambda scheduler: watch(scheduler, simulation.clock.now),
+        on_step=lambda scheduler: watch.look(scheduler, simulation.clock.now),
         runner=TimedRunner,
     )
     return simulation.run(), watch, simulation
 
 
+def _percentiles(values: Sequence[float], *qs: int) -> list[float]:
+    return [float(np.percentile(values, q)) for q in qs]
+
+
 def measure_rush(load: Load) -> list[Table]:
     traces, watch, simulation = simulate(_Requests(load).rush(), bucket_s=1e9)
-    stats = simulation.scheduler.stats()
-    ttfts, ends = _ttfts(traces), [trace.end_s or 0.0 for trace in traces]
-    step_s = [1e3 * seconds for seconds, _ in watch.steps[0]]
-    by_tenant: dict[str, float] = {}
-    for trace, end_s in zip(traces, ends, strict=True):
-        by_tenant[trace.request.tenant] = max(by_tenant.get(trace.request.tenant, 0.0), end_s)
+    stats, ttfts = simulation.scheduler.stats(), _ttfts(traces)
+    by_tenant: dict[str, float] = {}  # when the tenant's last stream has ended
+    for trace in traces:
+        tenant = trace.request.tenant
+        by_tenant[tenant] = max(by_tenant.get(tenant, 0.0), trace.end_s or 0.0)
+    end_s = max(by_tenant.values())
     row: tuple[Cell, ...] = (
-        len(traces),
-        max(ends),
-        stats.num_generated_tokens / max(ends),
-        watch.waiting[0],
-        *(float(np.percentile(ttfts, q)) for q in (50, 99)),
-        max(ttfts),
-        *(float(np.percentile(step_s, q)) for q in (50, 99)),
-        max(by_tenant.values()) / min(by_tenant.values()),
-        stats.num_preemptions,
+        *(len(traces), end_s, stats.num_generated_tokens / end_s, watch.waiting[0]),
+        *_percentiles(ttfts, 50, 99, 100),
+        *_percentiles([1e3 * seconds for seconds, _ in watch.steps[0]], 50, 99),
+        *(end_s / min(by_tenant.values()), stats.num_preemptions),
     )
     columns = ("streams", "all done s", "tokens/s", "queue at most", "TTFT p50 s", "p99 s", "max s", "step p50 ms")
     more = ("p99 ms", "last tenant done / first", "preemptions")
-    return [
-        Table(
-            f"{len(traces):,} streams of {load.num_tenants:,} tenants at once, simulated H200",
-            (*columns, *more),
-            (row,),
-        )
-    ]
+    title = f"{len(traces):,} streams of {load.num_tenants:,} tenants at once, simulated H200"
+    return [Table(title, (*columns, *more), (row,))]
 
 
 def measure_day(load: Load) -> list[Table]:
@@ -195,7 +189,14 @@ def measure_day(load: Load) -> list[Table]:
     by_hour: dict[int, list[RequestTrace]] = {}
     for trace in traces:
         by_hour.setdefault(int(trace.request.arrival_s / hour_s), []).append(trace)
-    rows = tuple(_hour(hour, hour_s, by_hour[hour], watch) for hour in sorted(by_hour.keys() & watch.steps))
+    rows: list[tuple[Cell, ...]] = []
+    for hour in sorted(by_hour.keys() & watch.steps):
+        steps_s, running = zip(*watch.steps[hour], strict=True)
+        gaps_s = [gap_s for gap_s in map(_mean_gap_s, by_hour[hour]) if gap_s is not None]
+        times_s = [*_percentiles(_ttfts(by_hour[hour]), 50, 99), *_percentiles(gaps_s, 50, 99)]
+        times_ms = [1e3 * seconds for seconds in [*times_s, *_percentiles(steps_s, 99)]]
+        busy = (float(np.mean(running)), watch.waiting[hour], sum(steps_s) / hour_s)
+        rows.append((hour, len(by_hour[hour]) / hour_s, *times_ms, *busy))
     columns = ("hour", "requests/s", "TTFT p50 ms", "p99 ms", "token to token p50 ms", "p99 ms of means")
     more = ("step p99 ms", "running", "queue at most", "busy")
     stats = simulation.scheduler.stats()
@@ -203,25 +204,9 @@ def measure_day(load: Load) -> list[Table]:
     total = (len(traces), stats.num_steps, stats.num_generated_tokens, cached, stats.num_preemptions)
     names = ("requests", "steps", "tokens", "prompt tokens cached", "preemptions")
     return [
-        Table("A day at 1/100, simulated H200, hour by hour of arrival", (*columns, *more), rows),
+        Table("A day at 1/100, simulated H200, hour by hour of arrival", (*columns, *more), tuple(rows)),
         Table("The whole day", names, (total,)),
     ]
-
-
-def _hour(hour: int, hour_s: float, traces: list[RequestTrace], watch: _Watch) -> tuple[Cell, ...]:
-    ttfts = [1e3 * ttft_s for ttft_s in _ttfts(traces)]
-    gaps = [1e3 * gap for gap in map(_mean_gap_s, traces) if gap is not None]
-    steps = watch.steps[hour]
-    return (
-        hour,
-        len(traces) / hour_s,
-        *(float(np.percentile(ttfts, q)) for q in (50, 99)),
-        *(float(np.percentile(gaps, q)) for q in (50, 99)),
-        1e3 * float(np.percentile([seconds for seconds, _ in steps], 99)),
-        float(np.mean([running for _, running in steps])),
-        watch.waiting[hour],
-        sum(seconds for seconds, _ in steps) / hour_s,
-    )
 
 
 def _ttfts(traces: Sequence[RequestTrace]) -> list[float]:

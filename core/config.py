@@ -68,7 +68,7 @@ class EngineConfig:
         quantize_cache_bytes: how much of what was quantised is kept on disk; 0: nothing.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: how many times what its decodes alone would take a step with prompts in it may take, by
-            the step-cost model, unless the prompts came together with all that decode (core/burst.py); None: as long
+            the step-cost model, unless the prompts came together with all that decode (core/queue.py); None: as long
             as max_batch_tokens makes it.
         overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
         tensor_parallel: devices of this machine that compute the model together.

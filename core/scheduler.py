@@ -105,6 +105,7 @@ class Scheduler:
         self._landed_s = 0.0  # when the last step came back
         self._outlook: Outlook | None = None
         self._looked_s = -math.inf
+        self._look_ahead(-math.inf)  # where steps were timed at start
         self.states.outbox.take(self.stats())  # what the loop knows already
 
     # What the loop asks

@@ -191,7 +191,7 @@ class SequenceStates:
             self.unsettled[sequence] = None
         self.give_back(sequence)
         if sequence.num_own_tokens:
-            self.mean_answer_tokens += ANSWER_RATE * (sequence.num_billed_tokens - self.mean_answer_tokens)
+            self.mean_answer_tokens += ANSWER_RATE * (max(1, sequence.num_billed_tokens) - self.mean_answer_tokens)
         group.num_live -= 1
         is_last = group.num_live == 0
         self.outbox.chunks.append(

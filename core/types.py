@@ -61,7 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         tenant: whose share of the engine it takes; "" is one like any other.
         share: of the engine against other tenants: 2 gets twice what 1 gets, while both have work.
-        priority: its class, of LOWEST_CLASS to TOP_CLASS (core/waiting.py); higher goes first.
+        priority: its class, of LOWEST_CLASS to TOP_CLASS (core/queue.py); higher goes first.
         deadline_s: monotonic; when its first token is due, for its order in the queue: nothing is cancelled by it.
         tells_progress: its prompt's chunks are told as they are computed (Prefilling).
         cache_domain: whose cached prompts it may use, and who may use its own: those of the same domain.

@@ -1,6 +1,6 @@
 """Keys and values of all sequences, in blocks of 16 tokens. Thread: engine.
 
-Which block belongs to whom is the scheduler's to decide (core/blocks.py); here is only their content. One block more
+Which block belongs to whom is the scheduler's to decide (core/kv_cache.py); here is only their content. One block more
 than there is room for stays zero for ever: SCRATCH pads block tables in a batch of rows of different lengths. Where
 batches are padded with rows, another one takes what these write, and is never read.
 """

@@ -122,7 +122,7 @@ def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
     if NEEDED_FLAG not in cpu_flags():
         return f"the CPU has no {NEEDED_FLAG}"
     if config.num_parameters < MIN_KERNEL_PARAMETERS:
-        return "the model is too small to repay loading them"
+        return "the model is too small to repay loading the kernels"
     return _why_no_numba()
 
 
@@ -145,7 +145,7 @@ def why_no_sampling_kernel(config: ModelConfig, choice: DeviceChoice) -> str | N
     """What speaks against it, as a phrase; None: nothing. It knows float32 logits, whatever else computes."""
     if choice.device.type == "cpu":
         is_small = config.num_parameters < MIN_KERNEL_PARAMETERS
-        return "the model is too small to repay loading it" if is_small else _why_no_numba()
+        return "the model is too small to repay loading the kernel" if is_small else _why_no_numba()
     if choice.device.type != "cuda" or torch.version.hip is not None:
         return f"it is not tested on {choice.device.type}"
     if find_spec("triton") is None:
@@ -169,14 +169,14 @@ def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
     is_cuda = choice.device.type == "cuda"
     why = why_no_kernels(config, choice)
     why = why or (cuda.why_no_attention(config, choice.dtype) if is_cuda else why_no_cpu_attention(config))
-    return f"torch's: {why}" if why else f"{'Triton' if is_cuda else 'numba'}'s kernel over block tables"
+    return f"torch's operators: {why}" if why else f"{'Triton' if is_cuda else 'numba'}'s kernel over block tables"
 
 
 def describe_matmuls(config: ModelConfig, choice: DeviceChoice) -> str:
     """What multiplies with the layers' matrices, and computes all that lies between them."""
     why = why_no_kernels(config, choice)
     if why is not None:
-        return f"torch's: {why}"
+        return f"torch's operators: {why}"
     if choice.device.type == "cuda":
         return "Triton's kernels or cuBLAS, as measured"
     return "numba's kernel" if keeps_rows() else "oneDNN, by AMX; int8 and int4 by numba's kernel"

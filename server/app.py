@@ -13,12 +13,12 @@ from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
+from server.access import Gate
 from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.clock import Clock
 from server.exchange import AppState, Exchange, Readiness
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import OwnDeadlineExceeded
-from server.gate.gate import Gate
 from server.gate.identity import mask_keys
 from server.gate.quota import limit_headers
 from server.listening.clients import DENIED

@@ -322,7 +322,8 @@ class RequestHandle:
 
     def _take_chunk(self, sequence: RequestSequence, chunk: TokenChunk, now_s: float) -> None:
         num_before = sequence.num_tokens
-        text = "".join(map(sequence.push, chunk.token_ids))
+        ids = chunk.token_ids
+        text = sequence.push(ids[0]) if len(ids) == 1 else "".join(map(sequence.push, ids))
         if sequence.logprobs is not None and chunk.logprobs:
             sequence.logprobs.extend(chunk.logprobs[: sequence.num_tokens - num_before])
         if chunk.finish_reason is None or sequence.detokenizer.is_stopped:

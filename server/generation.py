@@ -126,7 +126,7 @@ TABLE: dict[State, Row] = {  # an event that has no place in its state's row is 
         Event.CLOSED: (State.DONE, "_close_books"),
     },
 }
-OPEN = frozenset({State.RESERVING, State.QUEUED, State.STREAMING, State.SETTLING})
+OPEN = (State.STREAMING, State.RESERVING, State.QUEUED, State.SETTLING)  # a tuple: an Enum's hash is Python code
 
 T = TypeVar("T")
 

@@ -22,7 +22,8 @@ class StreamedOutput:
         self._timings = timings
 
     def add_text(self, choice: int, text: str) -> None:
-        self._open()
+        if self._stream.status is None:
+            self._open()
         self._stream.send(self._reply.text(choice, text))
 
     def text_writer(self, choice: int) -> TextWriter:
@@ -31,17 +32,21 @@ class StreamedOutput:
         return stream.text_writer(frame) if frame is not None else lambda text: stream.send(reply.text(choice, text))
 
     def add(self, choice: int, delta: Delta) -> None:
-        self._open()
+        if self._stream.status is None:
+            self._open()
         self._stream.send(self._reply.delta(choice, delta))
 
     def comment(self, line: bytes) -> None:
         """Send what parsers of events skip, where the reader has not enough to read anyway."""
-        if not self._stream.is_blocked:
+        if self._stream.is_blocked:
+            return
+        if self._stream.status is None:
             self._open()
-            self._stream.send(line)
+        self._stream.send(line)
 
     def complete(self, usage: Usage, extras: Extras) -> None:
-        self._open()
+        if self._stream.status is None:
+            self._open()
         self._stream.send(self._reply.end(usage, extras | _timings_of(self._call, self._timings)))
         self._stream.end(((b"server-timing", self._timings.server_timing()), _usage_trailer(usage)))
 
@@ -52,8 +57,6 @@ class StreamedOutput:
             self._stream.end()
 
     def _open(self) -> None:
-        if self._stream.head_sent:
-            return
         headers = (
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"x-accel-buffering", b"no"),

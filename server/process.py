@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import StepDelivery
+from server.access import Gate
 from server.app import App
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
 from server.clock import Clock
@@ -27,9 +28,12 @@ from server.engine_thread import EngineThread
 from server.exchange import Readiness
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
-from server.gate.gate import Gate
+from server.gate.quota import DAY_S, UsedTokens
 from server.generation import Generations
-from server.ledger.ledger import open_ledger
+from server.ledger.idempotency import Idempotency
+from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
+from server.ledger.ledger import MAX_SPILLED, Ledger
+from server.ledger.store import MICRO
 from server.ledger.usage import ANY_MODEL
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
@@ -457,3 +461,41 @@ def warn_of_models(config: ServerConfig, served: str) -> None:
         for model in tenant.models or ():
             if model != served:
                 logger.warning("the tenant %s may use the model %r, and %s", tenant.name, model, hint)
+
+
+class OpenLedger(NamedTuple):
+    """
+    Args:
+        ledger: None: none is configured.
+        used_today: what it knows of the day.
+        idempotency: with the answers that it has.
+    """
+
+    ledger: Ledger | None
+    used_today: UsedTokens
+    idempotency: Idempotency
+
+
+def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop) -> OpenLedger:
+    """The ledger that is configured, and what is made of it.
+
+    Raises:
+        StartupError: see open_journal.
+    """
+    if config.ledger is None:
+        if any(one.limits.tokens_per_day or one.key_limits.tokens_per_day for one in config.tenants):
+            logger.warning("without --ledger FILE, tokens_per_day begins anew with each start of the server")
+        return OpenLedger(None, {}, Idempotency(clock.unix))
+    journal = open_journal(config.ledger, min(config.max_queue, MAX_SPILLED))
+    return opened(journal, LedgerThread(journal, loop), config, clock, loop)
+
+
+def opened(
+    journal: Journal, writer: Writer, config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop
+) -> OpenLedger:
+    """What is read of the journal is read now: it is the writer's from then on."""
+    midnight_s = int(clock.unix()) // DAY_S * DAY_S
+    used_today, answers = journal.store.used_since(midnight_s * MICRO), journal.store.answers()
+    assert config.ledger is not None
+    ledger = Ledger(config.ledger, writer, config.prices, clock.unix, loop, config.ledger_keep_s)
+    return OpenLedger(ledger, used_today, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))

@@ -88,12 +88,9 @@ def test_cpu_times_see_this_process_work() -> None:
     assert used.main_s >= 0.04
 
 
-def test_cpu_times_of_no_process_are_an_error() -> None:
+def test_cpu_times_of_no_process_are_an_error_and_subtract_field_by_field() -> None:
     with pytest.raises(OSError, match="No such file"):
         cpu_times(2**22 + 1)
-
-
-def test_cpu_times_subtract_field_by_field() -> None:
     assert CpuTimes(4, 3, 2, 1) - CpuTimes(1, 1, 1, 1) == CpuTimes(3, 2, 1, 0)
 
 

@@ -35,6 +35,7 @@ CHUNKED = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     b"5\r\nhello\r\n1a;name=value\r\n, a chunk with \r\n inside..\r\n0\r\nx-trailer: 1\r\n\r\n"
 )
+CHUNKED_BODY = b"hello, a chunk with \r\n inside.."
 SIZED = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbusy"
 EVENTS = (
     b": a comment\n\ndata: one\n\nevent: message\ndata:two\n\n\n\r\ndata: three\r\nid: 7\r\n\r\ndata: a\n"
@@ -42,7 +43,7 @@ EVENTS = (
 )
 
 
-def feed_response(pieces: list[bytes]) -> tuple[ResponseParser, bytes]:
+def feed_response(*pieces: bytes) -> tuple[ResponseParser, bytes]:
     parser = ResponseParser()
     return parser, b"".join([parser.feed(piece) for piece in pieces])
 
@@ -51,24 +52,17 @@ def bytewise(data: bytes) -> list[bytes]:
     return [data[i : i + 1] for i in range(len(data))]
 
 
-@pytest.mark.parametrize("data", [CHUNKED, SIZED])
-def test_response_whole_equals_byte_by_byte(data: bytes) -> None:
-    whole, whole_body = feed_response([data])
-    split, split_body = feed_response(bytewise(data))
-    assert whole.is_complete
-    assert split.is_complete
-    assert (whole.head, whole_body) == (split.head, split_body)
-
-
-def test_response_splits_anywhere_in_two() -> None:
-    for i in range(len(CHUNKED)):
-        parser, body = feed_response([CHUNKED[:i], CHUNKED[i:]])
+@pytest.mark.parametrize(("data", "status", "body"), [(CHUNKED, 200, CHUNKED_BODY), (SIZED, 503, b"busy")])
+def test_response_whole_equals_byte_by_byte_and_cut_in_two_anywhere(data: bytes, status: int, body: bytes) -> None:
+    for pieces in ([data], bytewise(data), *([data[:i], data[i:]] for i in range(1, len(data)))):
+        parser, found = feed_response(*pieces)
         assert parser.is_complete
-        assert body == b"hello, a chunk with \r\n inside.."
+        assert parser.head is not None
+        assert (parser.head.status, found) == (status, body)
 
 
 def test_response_keeps_what_comes_after_its_end() -> None:
-    parser, body = feed_response([SIZED + b"more"])
+    parser, body = feed_response(SIZED + b"more")
     assert body == b"busy"
     assert parser.surplus == b"more"
     assert parser.head is not None
@@ -76,7 +70,7 @@ def test_response_keeps_what_comes_after_its_end() -> None:
 
 
 def test_response_without_a_length_ends_with_the_connection() -> None:
-    parser, body = feed_response([b"HTTP/1.1 200 OK\r\n\r\n", b"to the ", b"end"])
+    parser, body = feed_response(b"HTTP/1.1 200 OK\r\n\r\n", b"to the ", b"end")
     assert body == b"to the end"
     assert not parser.is_complete
     parser.feed_eof()
@@ -85,7 +79,7 @@ def test_response_without_a_length_ends_with_the_connection() -> None:
 
 @pytest.mark.parametrize("cut", [3, 40, len(CHUNKED) - 1])
 def test_response_cut_short_is_an_error(cut: int) -> None:
-    parser, _ = feed_response([CHUNKED[:cut]])
+    parser, _ = feed_response(CHUNKED[:cut])
     with pytest.raises(BadResponse, match="closed in the middle"):
         parser.feed_eof()
 
@@ -107,7 +101,7 @@ def test_response_cut_short_is_an_error(cut: int) -> None:
 def test_nonsense_is_an_error_whole_and_byte_by_byte(data: bytes) -> None:
     for pieces in ([data], bytewise(data)):
         with pytest.raises(BadResponse):
-            feed_response(pieces)
+            feed_response(*pieces)
 
 
 def test_events_whole_equal_byte_by_byte() -> None:

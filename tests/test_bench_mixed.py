@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from bench import fairness, mixed, scheduler
 from bench.results import read_result
 from tests.oracle import save_random_model
@@ -16,11 +14,6 @@ def test_mixed_measures_every_policy_on_one_runner(tmp_path: Path) -> None:
     (table,) = read_result(out).tables
     assert [row[0] for row in table.rows] == [policy.name for policy in mixed.POLICIES]
     assert all(isinstance(cell, float) and cell >= 0 for row in table.rows for cell in row[1:6])
-
-
-def test_mixed_refuses_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert mixed.main(["--model", str(tmp_path), "--quick"]) == 2
-    assert "Fix: name a model directory" in capsys.readouterr().err
 
 
 def test_fairness_compares_the_same_light_requests_with_and_without_the_flood(tmp_path: Path) -> None:

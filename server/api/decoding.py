@@ -79,8 +79,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     Raises:
         InvalidRequest: it is not one; the message says where it breaks.
     """
-    may_be_deep = body.count(b"[") + body.count(b"{") > MAX_DEPTH
-    decoder = _StepwiseDecoder() if may_be_deep or len(body) >= LONG_BYTES else _DECODER
+    in_steps = len(body) >= LONG_BYTES or body.count(b"[") + body.count(b"{") > MAX_DEPTH  # what may be deep, too
+    decoder = _StepwiseDecoder() if in_steps else _DECODER
     try:
         value = decoder.decode(body.decode())
     except UnicodeDecodeError as error:
@@ -98,15 +98,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) == len(pairs):
-        return result
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
+    """In Python, so that other threads run meanwhile: dict() of 90,000 takes 10 ms."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
             raise _bad_json(f"the key {key[:64]!r} appears twice in one object")
-        seen.add(key)
-    raise AssertionError("fewer keys than pairs, and none twice")
+        result[key] = value
+    return result
 
 
 def _ascii_int(digits: str) -> int:
@@ -166,7 +164,10 @@ class _StepwiseDecoder(json.JSONDecoder):
             raise json.JSONDecodeError("Expecting value", text, at)
         values, at = _json_decoder.JSONArray((text, at), self._counted(scan))
         self._depth -= 1
-        return ids + values if ids else values, at
+        if not ids:
+            return values, at
+        ids += values  # the few that follow the last run: those before are not copied
+        return ids, at
 
     def _enter(self) -> None:
         self._depth += 1

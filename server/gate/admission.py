@@ -65,14 +65,13 @@ class SharedRoom:
         self.held: dict[str, float] = {}
 
     def take(self, tenant: str, num: float) -> None:
+        """Let it hold so much more; negative: less."""
         self.total += num
-        self.held[tenant] = self.held.get(tenant, 0.0) + num
-
-    def give(self, tenant: str, num: float) -> None:
-        self.total -= num
-        left = self.held.pop(tenant, 0.0) - num
-        if left:
-            self.held[tenant] = left
+        held = self.held.get(tenant, 0.0) + num
+        if held:
+            self.held[tenant] = held
+        else:
+            self.held.pop(tenant, None)
 
     def lacks(self, num: float) -> float:
         """How much must go first, whoever asks."""
@@ -276,16 +275,19 @@ class Admission:
             ServiceError: overloaded.
         """
         self.check(tenant, num_bytes)
+        wanted = {self._requests: 1, self._bytes: num_bytes}
+        for room, num in wanted.items():
+            self._make_room(room, tenant, num)
         place = Place(self, tenant)
-        self._take(place, self._requests, 1)
-        self._take(place, self._bytes, num_bytes)
+        for room, num in wanted.items():  # once there is all of it
+            place.take(room, num)
         self._places[place] = None
         return place
 
     def release(self, place: "Place") -> None:
         """Others may have its room."""
         for room, num in place.held.items():
-            room.give(place.tenant, num)
+            room.take(place.tenant, -num)
         del self._places[place]
         self._paused.pop(place, None)
         now_s = self._clock()
@@ -299,23 +301,16 @@ class Admission:
     def resume(self, place: "Place") -> None:
         self._paused.pop(place, None)
 
-    def _take(self, place: "Place", room: SharedRoom, num: float) -> None:
-        """
-        Raises:
-            ServiceError: overloaded.
-        """
-        for victim in self._victims(room, place.tenant, num):
-            victim.give_way(
-                self._overloaded(victim.tenant, "is full, and gave this request's place to another's tenant")
-            )
-        room.take(place.tenant, num)
-        place.held[room] = num
+    def _make_room(self, room: SharedRoom, tenant: str, num: float) -> None:
+        """Let others go until there is so much for the tenant. Raises ServiceError, overloaded: as _victims."""
+        for victim in self._victims(room, tenant, num):
+            shown = "is full, and gave this request's place to another's tenant"
+            victim.give_way(self._overloaded(victim.tenant, shown))
 
     def _victims(self, room: SharedRoom, tenant: str, num: float) -> list["Place"]:
         """Who has to go so that the tenant may have so much more of the room.
 
-        Raises:
-            ServiceError: overloaded: the tenant has its share, or all of them would not be enough.
+        Raises ServiceError, overloaded: the tenant has its share, or all of them would not be enough.
         """
         if room.exceeds_share(tenant, num):
             shown = f"gives one tenant {MOST_PART:.0%} of the room that others leave: yours has "
@@ -351,10 +346,7 @@ class Admission:
         return f"{held:,.0f} {room.what}, of {room.capacity:,.0f} that it takes{more}"
 
     def _overloaded(self, tenant: str, shown: str) -> ServiceError:
-        """
-        Args:
-            shown: what the server has or does.
-        """
+        """A refusal that says what the server has or does, and when to come back."""
         now_s = self._clock()
         if now_s > self._refused_s + MOST_RETRY_S:  # what was measured is no measure for the next rush
             self._departures_s.clear()
@@ -457,7 +449,9 @@ class Admission:
         Raises:
             ServiceError: overloaded.
         """
-        self._take(place, self._tokens, sum(own.prompt_tokens for own in backlogs))
+        num_tokens = sum(own.prompt_tokens for own in backlogs)
+        self._make_room(self._tokens, asker.tenant, num_tokens)
+        place.take(self._tokens, num_tokens)
         line = self._lines.setdefault((asker.priority, asker.tenant, asker.is_due), _Line(asker))
         line.asker = asker
         entries = [_Entry(line, own) for own in backlogs]
@@ -473,8 +467,7 @@ class Admission:
         line.total.add(entry.backlog, -1.0)
         if not line.entries:
             self._lines = {key: other for key, other in self._lines.items() if other is not line}
-        self._tokens.give(place.tenant, entry.backlog.prompt_tokens)
-        place.held[self._tokens] -= entry.backlog.prompt_tokens
+        place.take(self._tokens, -entry.backlog.prompt_tokens)
 
 
 def backlog_of(num_prompt_tokens: int, num_sequences: int) -> Backlog:
@@ -508,6 +501,11 @@ class Place:
         self._entries: dict[int, _Entry] = {}  # that wait, by prompt
         self._expected_s = math.inf  # when its first token was to come, of which nobody has told the margin
         self._num_decoding = 0  # choices that have had their first token, and go on
+
+    def take(self, room: SharedRoom, num: float) -> None:
+        """Hold so much more of a room; negative: give it back."""
+        room.take(self.tenant, num)
+        self.held[room] = self.held.get(room, 0.0) + num
 
     def admit(self, requests: list[Request], ttft_due_s: float, now_s: float) -> None:
         """Let it wait for the engine.

@@ -9,7 +9,7 @@ import resource
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,7 +279,10 @@ class Metrics:
             build={__version__: 1},
         )
         labels = _pairs({"model_name": self.model_name})
-        body = ("\n".join(line for family in FAMILIES for line in _lines_of(family, now, labels)) + "\n").encode()
+        lines: list[str] = []
+        for family in FAMILIES:
+            _add_family(lines, family, now, labels)
+        body = ("\n".join(lines) + "\n").encode()
         self.scrape_s = self._clock() - began_s
         return body
 
@@ -427,40 +430,38 @@ def _value_of(now: Any, path: Sequence[str]) -> Any:
     for name in path:
         if now is None:
             return None
-        if isinstance(now, Mapping):
+        if isinstance(now, dict):
             now = {key: getattr(one, name) for key, one in now.items() if getattr(one, name) is not None}
         else:
             now = now[int(name)] if name.isdecimal() else getattr(now, name)
     return now
 
 
-def _lines_of(family: MetricFamily, now: _Now, labels: str) -> Iterator[str]:
+def _add_family(lines: list[str], family: MetricFamily, now: _Now, labels: str) -> None:
     """
     Args:
         labels: of every sample.
     """
-    yield f"# HELP {family.name} {family.text}"
-    yield f"# TYPE {family.name} {family.kind}"
+    lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
     value = _value_of(now, family.path)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         keys = value if family.kind == "histogram" else sorted(value)
         samples = {f"{labels},{_pairs({family.label: str(key)})}": value[key] for key in keys}
     else:
         samples = {} if value is None else {labels: value}
     for pairs, one in samples.items():
         if isinstance(one, Histogram):
-            yield from _buckets(family.name, pairs, one)
+            _add_buckets(lines, family.name, pairs, one)
         else:
-            yield f"{family.name}{{{pairs}}} {float(one) if isinstance(one, bool) else one}"
+            lines.append(f"{family.name}{{{pairs}}} {float(one) if isinstance(one, bool) else one}")
 
 
-def _buckets(name: str, labels: str, histogram: Histogram) -> Iterator[str]:
+def _add_buckets(lines: list[str], name: str, labels: str, histogram: Histogram) -> None:
     count = 0
     for bound, in_bucket in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
         count += in_bucket
-        yield f'{name}_bucket{{{labels},le="{bound}"}} {count}'
-    yield f"{name}_sum{{{labels}}} {histogram.total}"
-    yield f"{name}_count{{{labels}}} {count}"
+        lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {count}')
+    lines += [f"{name}_sum{{{labels}}} {histogram.total}", f"{name}_count{{{labels}}} {count}"]
 
 
 def _pairs(labels: Mapping[str, str]) -> str:

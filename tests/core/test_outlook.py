@@ -1,11 +1,16 @@
 """What is expected of the scheduler: first tokens, and the ends of those that decode."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.outlook import Backlog, Outlook, tokens_left
+from core.plan import TimedRow
+from core.scheduler import Scheduler
 from core.sequence_states import FIRST_GUESS_TOKENS
+from core.step_cost import LEAST_STEPS
 from core.types import Submit
 from server.gate.admission import backlog_of
 from tests.fakes import EngineUnderTest, make_request, small_limits
@@ -118,3 +123,12 @@ def test_the_scheduler_tells_what_those_that_run_have_left_once_steps_were_measu
     under_test.run()
     assert last.end_s(0) is None
     assert under_test.scheduler.states.mean_answer_tokens > 1.5 * FIRST_GUESS_TOKENS
+
+
+def test_steps_that_were_timed_at_start_tell_before_any_was_computed() -> None:
+    rows = [TimedRow(0, 8, 8, 0.03), TimedRow(8, 9, 8, 0.02)] * LEAST_STEPS
+    scheduler = Scheduler(replace(small_limits(), timed_rows=tuple(rows)), (), lambda: 0)
+    outlook = scheduler.stats().outlook
+    assert outlook is not None
+    assert outlook.ttft_s(0, NOBODY, backlog_of(8, 1)) == pytest.approx(0.03, rel=1.0)
+    assert scheduler.flush() is None

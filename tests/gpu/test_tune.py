@@ -436,7 +436,7 @@ def without(missing: str) -> object:
 def test_a_cpu_needs_numba_and_a_model_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "find_spec", without("triton"))
     assert why_no_sampling_kernel(LARGE, CPU) is None
-    assert why_no_sampling_kernel(SMALL, CPU) == "the model is too small to repay loading it"
+    assert why_no_sampling_kernel(SMALL, CPU) == "the model is too small to repay loading the kernel"
     assert find_sampler(SMALL, CPU) is None
     monkeypatch.setattr(tune, "find_spec", without("numba"))
     assert why_no_sampling_kernel(LARGE, CPU) == "numba is not installed"

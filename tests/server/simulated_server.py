@@ -23,6 +23,7 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, StepDelivery
+from server.access import Gate
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App
@@ -33,14 +34,13 @@ from server.exchange import Readiness
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import Deadlines
-from server.gate.gate import Gate
 from server.gate.tenants import Tenant
 from server.generation import Generations
 from server.ledger.idempotency import Idempotency
-from server.ledger.ledger import OpenLedger, opened
 from server.ledger.usage import NO_PRICES, Prices
 from server.listening.clients import ClientRules
 from server.observing.metrics import Metrics
+from server.process import OpenLedger, opened
 from server.prompts import PromptReader
 from server.wire.limits import ConnectionLimits
 from tests.core.chat_templates import CHATML

@@ -326,7 +326,7 @@ def test_a_tenant_alone_has_all_of_the_room_and_others_find_some_of_what_is_left
     assert room.lacks(1) == 1
     assert room.borrower() == "a"
     assert not room.exceeds_share("b", 1)
-    room.give("a", 4)
+    room.take("a", -4)
     assert room.borrower() is None
     room.take("b", 1)
     assert room.exceeds_share("a", 1)
@@ -358,7 +358,7 @@ def test_however_many_take_all_they_may_there_is_room_for_one_who_comes(num_tena
 def test_who_has_left_holds_nothing() -> None:
     room = SharedRoom(4)
     room.take("a", 3)
-    room.give("a", 3)
+    room.take("a", -3)
     assert (room.total, room.held) == (0, {})
 
 

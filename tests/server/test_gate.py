@@ -13,12 +13,12 @@ from msgspec import structs
 
 from core.errors import StartupError
 from core.types import Submit
+from server.access import Gate, load_directory
 from server.api.models import ServerCard
 from server.banner import Endpoint, public_addresses
 from server.clock import Clock
 from server.config import ServerConfig
 from server.config_sources import load_config
-from server.gate.gate import Gate, load_directory
 from server.gate.identity import Scope
 from server.gate.tenants import Tenant
 from server.listening.sockets import TcpAddress, UnixAddress

@@ -11,8 +11,8 @@ from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
 from server.ledger.journal import DURABLE_S, CommitPace, Item, Journal, LedgerThread, Written, open_journal, tell_batch
-from server.ledger.ledger import open_ledger
 from server.ledger.store import LedgerStore, Reserve, RowState, Settle, Write
+from server.process import open_ledger
 from tests.server.test_ledger_journal import row, settled
 
 

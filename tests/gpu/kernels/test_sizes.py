@@ -53,7 +53,9 @@ def test_an_old_device_is_left_to_torch(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert why_no_kernels(CONFIG, CUDA) == why
     assert (type(find_operators(CONFIG, CUDA)) is Operators) == (why is not None)
-    assert describe_matmuls(CONFIG, CUDA) == (f"torch's: {why}" if why else "Triton's kernels or cuBLAS, as measured")
+    assert describe_matmuls(CONFIG, CUDA) == (
+        f"torch's operators: {why}" if why else "Triton's kernels or cuBLAS, as measured"
+    )
 
 
 @pytest.mark.parametrize(("capability", "is_known"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
@@ -101,7 +103,7 @@ def test_heads_that_attention_does_not_know_are_left_to_torch(
     found = find_operators(config, CUDA)
     assert type(found) is TritonOperators
     assert type(found.attention) is TorchAttention
-    assert describe_attention(config, CUDA).startswith(f"torch's: {why}")
+    assert describe_attention(config, CUDA).startswith(f"torch's operators: {why}")
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_what_sends_decodes_is_told() -> None:
 def test_a_cpu_has_its_own() -> None:
     cpu = dataclasses.replace(CUDA, device=torch.device("cpu"), dtype=torch.float32)
     assert "they know bfloat16 on a CPU" in (why_no_kernels(CONFIG, cpu) or "")
-    assert describe_matmuls(CONFIG, cpu).startswith("torch's: float32 on cpu")
-    assert describe_attention(CONFIG, cpu).startswith("torch's: float32 on cpu")
+    assert describe_matmuls(CONFIG, cpu).startswith("torch's operators: float32 on cpu")
+    assert describe_attention(CONFIG, cpu).startswith("torch's operators: float32 on cpu")
 
 
 def test_neither_triton_nor_numba_is_imported_in_vain() -> None:

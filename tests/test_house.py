@@ -1,0 +1,108 @@
+"""The house keeps its order: the rooms of the server import in one direction, and no files import in a circle."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("server", "core", "gpu")
+
+# server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
+ROOMS = (
+    ("values", "clock"),
+    ("wire",),
+    ("listening",),
+    ("gate",),
+    ("api",),
+    ("ledger", "observing"),
+    ("config", "access"),
+    ("prompts", "output", "engine_client", "engine_thread", "generation"),
+    ("exchange", "routes", "app"),
+    ("banner", "supervision", "loaded_engine", "process"),
+    ("address_space", "config_sources", "model_files", "commands", "engine_loader", "cli", "__main__"),
+)
+
+
+def modules_of(package: str) -> dict[str, Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    return {_name(path): path for path in files if "demo" not in path.relative_to(ROOT).parts}
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(modules: Mapping[str, Path]) -> dict[str, set[str]]:
+    """The modules of the same package that each imports, wherever in the file it does."""
+    return {name: set(_imports(name, path, modules)) for name, path in modules.items()}
+
+
+def _imports(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [one if one in modules else node.module or "" for one in found]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from (one for one in found if one in modules and one != name)
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of nodes that reach one another: Tarjan's strongly connected components, of two or more."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in sorted(imports.get(node, ())):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == order[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in imports:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize("package", ["server", "core"])
+def test_no_files_import_one_another_in_a_circle(package: str) -> None:
+    assert circles(imports_of(modules_of(package))) == []
+
+
+def room_of(module: str) -> str:
+    """server.gate.quota is of the room gate, server.app of app."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_the_rooms_of_the_server_import_in_one_direction() -> None:
+    ranks = {name: rank for rank, names in enumerate(ROOMS) for name in names}
+    modules = modules_of("server")
+    unknown = sorted({room_of(name) for name in modules} - ranks.keys() - {""})
+    assert not unknown, f"ROOMS does not place {unknown}"
+    found = [
+        f"{name} imports {other}"
+        for name, others in imports_of(modules).items()
+        for other in sorted(others)
+        if room_of(name) and room_of(other) and ranks[room_of(other)] > ranks[room_of(name)]
+    ]
+    assert not found
