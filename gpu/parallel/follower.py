@@ -1,107 +1,20 @@
-"""`python -m gpu.parallel.follower`: a rank that does as the first one says, and the messages between them.
+"""`python -m gpu.parallel.follower`: a rank that does as the first one says, until it says no more.
 
-Computes its part of every step and samples nothing. A Job comes by stdin, then what to Load, then one Step after the
-other; it answers the first two on stdout, and whatever else is printed goes to stderr. It outlives no parent: not one
-that is killed either.
+Computes its part of every step and samples nothing. Orders come by stdin, answers go to stdout; whatever else is
+printed goes to stderr. It outlives no parent: not one that is killed either.
 """
 
 import ctypes
 import logging
 import os
 import signal
-import struct
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn, TypeVar
+from typing import IO, NoReturn
 
-from core.config import EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
-from core.plan import StepPlan, decode, encode
-
-_LENGTH = struct.Struct("<I")
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a rank is to be.
-
-    Args:
-        path: of the checkpoint.
-        model: all of it.
-        meeting: see Ranks.
-    """
-
-    rank: int
-    path: str
-    model: ModelConfig
-    engine: EngineConfig
-    meeting: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Load, with so much free memory on each rank's device."""
-
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Compute a step.
-
-    Args:
-        broken_slots: whose blocks are made finite before.
-    """
-
-    plan: StepPlan
-    broken_slots: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A StartupError, or what came instead."""
-
-    cause: str
-    fix: str
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """It is done, or refused.
-
-    Args:
-        free_bytes: of a Job: on the rank's device.
-    """
-
-    free_bytes: int = 0
-    refusal: Refusal | None = None
-
-
-M = TypeVar("M", Job, Load, Step, Answer)
-
-
-def write_message(pipe: IO[bytes], message: Job | Load | Step | Answer) -> None:
-    """
-    Raises:
-        OSError: nobody reads any more.
-    """
-    body = encode(message)
-    pipe.write(_LENGTH.pack(len(body)) + body)
-    pipe.flush()
-
-
-def read_message(pipe: IO[bytes], kind: type[M]) -> M | None:
-    """None: whoever wrote has ended."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    body = pipe.read(length)
-    return decode(body, kind) if len(body) == length else None
-
+from gpu.parallel.messages import Answer, Job, Load, Refusal, Step, read_message, write_message
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
