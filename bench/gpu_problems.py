@@ -203,7 +203,7 @@ def gate(draw: Draw, rows: int, width: int, activation: str) -> Problem:
 
 @builder
 def embed(draw: Draw, rows: int, vocab: int, width: int) -> Problem:
-    from gpu.kernels.device_rows import embed_rows
+    from gpu.kernels.rows import embed_rows
 
     table = draw.noise(vocab, width)
     token_ids = draw.below(vocab, rows)
@@ -265,7 +265,7 @@ SCRATCH, LAST_TOKEN = 1000, 7
 
 def _rows_over(blocks: Tensor, num_tokens: int) -> RowOperators:
     """Slot i has sampled the token LAST_TOKEN + i last."""
-    from gpu.kernels.device_rows import DeviceRows
+    from gpu.kernels.rows import DeviceRows
 
     last = torch.arange(len(blocks), device=blocks.device) + LAST_TOKEN
     return DeviceRows(DeviceTables(blocks, last, SCRATCH, SCRATCH + 1), num_tokens, num_tokens)
@@ -300,7 +300,7 @@ def clear(draw: Draw, layers: int, blocks: int, cleared: int, width: int) -> Pro
 @builder
 def scatter(draw: Draw, rows: int, slots: int, width: int) -> Problem:
     """One row is padding."""
-    from gpu.kernels.device_rows import scatter_rows
+    from gpu.kernels.rows import scatter_rows
 
     table, new = draw.noise(slots, width), draw.noise(rows, width)
     places = draw.order(slots)[:rows]

@@ -1,6 +1,6 @@
 """What a step's rows and tokens read, from tables that stay on the device: torch's operators. Thread: engine.
 
-kernels/device_rows.py has Triton's, whose results lie where they always lie, so that a graph may hold them.
+kernels/rows.py has Triton's, whose results lie where they always lie, so that a graph may hold them.
 """
 
 from dataclasses import dataclass
@@ -75,11 +75,13 @@ class RowOperators:
 
     def tokens_of(self, inputs: StepInputs) -> StepTokens:
         """What the step's tokens read."""
-        blocks = self._tables.blocks
-        slots, positions, token_ids = inputs.tokens.long()  # [tokens] each
-        token_ids = torch.where(token_ids < 0, self._tables.last_tokens[slots], token_ids)
-        offsets = blocks[slots, positions // BLOCK_SIZE].long() * BLOCK_SIZE
-        return StepTokens(token_ids, positions.float(), offsets.add_(positions % BLOCK_SIZE))
+        tables = self._tables
+        slots, positions, token_ids = inputs.tokens.long().unbind()  # [tokens] each
+        token_ids = torch.where(token_ids < 0, tables.last_tokens.index_select(0, slots), token_ids)
+        places = slots * tables.blocks.shape[1] + positions // BLOCK_SIZE
+        kv_slots = positions % BLOCK_SIZE
+        kv_slots.add_(tables.blocks.view(-1).index_select(0, places), alpha=BLOCK_SIZE)
+        return StepTokens(token_ids, positions.float(), kv_slots)
 
     def tables_of(self, inputs: StepInputs, num_blocks: int) -> Tensor:
         """The rows' block tables, [rows, num_blocks]."""

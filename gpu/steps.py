@@ -24,7 +24,7 @@ compiled or captured for the first of them that asks for something.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from gpu.step_graphs import StepGraphs
 from gpu.step_shapes import StepShape, StepShapes
 from gpu.streams import StagedCopies, Streams
 
-INT_BYTES, ALIGNMENT = 4, 4  # each part of a step's integers begins at a multiple of 16 bytes
+INT_BYTES = 4
 CHANGES_PER_ROW = 4  # of tables, in a usual copy: a decode's is one in 16 steps
 NOTHING = np.empty(0, dtype=np.int32)
 
@@ -137,9 +137,13 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
         are_own_alone: several own tokens of a sequence are rows of one token each. False: they count as a prompt's.
     """
     lengths, ends = plan.lengths, plan.starts + plan.lengths
-    num_tokens, before = plan.num_tokens, np.cumsum(lengths) - lengths  # [rows]
-    row_of = np.repeat(np.arange(plan.num_rows), lengths)  # [tokens]
-    positions = np.arange(num_tokens) + (plan.starts - before)[row_of]
+    num_tokens = plan.num_tokens
+    before = row_of = np.arange(plan.num_rows, dtype=np.int64)  # [rows]: of its first token; [tokens]
+    positions = plan.starts
+    if num_tokens > plan.num_rows:
+        before = np.cumsum(lengths) - lengths
+        row_of = np.repeat(row_of, lengths)
+        positions = np.arange(num_tokens) + (plan.starts - before)[row_of]
     is_own = positions >= num_prompt_tokens[plan.slots[row_of]]
     if not are_own_alone:
         is_own &= ((lengths == 1) & plan.samples)[row_of]
@@ -156,7 +160,7 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
     sampled = sampled[np.argsort(lasts[sampled])]
     asked = None
     if len(prompts) or plan.prompt_targets or len(sampled) < num_tokens:
-        asked = np.concatenate([lasts[sampled], place[scored_tokens(plan, before)]])
+        asked = np.concatenate([lasts[sampled], place[scored_tokens(plan, before.astype(np.int32))]])
     slots, positions = plan.slots[row_of[order]], positions[order]
     return StepLayout(
         num_own=len(own),
@@ -170,53 +174,45 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
 
 
 def part_sizes(shape: StepShape, num_asked: int) -> list[int]:
-    """Of StepInputs' fields, in their order: integers."""
+    """Of StepInputs' fields, in their order: integers in one piece, at places that depend on the shape alone."""
     rows = shape.num_rows
     return [rows, rows, rows + 1, num_asked, 2 * rows, 3 * shape.num_tokens]
 
 
 def num_inputs(shape: StepShape, num_asked: int) -> int:
-    """Integers that they take in one piece."""
-    return sum(map(_aligned, part_sizes(shape, num_asked)))
+    return sum(part_sizes(shape, num_asked))
 
 
-def inputs_in(piece: Any, shape: StepShape, num_asked: int) -> StepInputs:
-    """Views of the parts of one piece of integers, a tensor or an array: their places depend on the shape alone."""
-    parts, first = [], 0
-    for size in part_sizes(shape, num_asked):
-        parts.append(piece[first : first + size])
-        first += _aligned(size)
-    slots, ends, offsets, asked, sampled, tokens = parts
-    return StepInputs(slots, ends, offsets, asked, sampled.reshape(2, -1), tokens.reshape(3, -1))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def inputs_in(piece: Tensor, shape: StepShape, num_asked: int) -> StepInputs:
+    """Views of the parts of one piece."""
+    sizes = part_sizes(shape, num_asked)
+    slots, ends, offsets, asked, sampled, tokens = torch.split(piece[: sum(sizes)], sizes)
+    return StepInputs(slots, ends, offsets, asked, sampled.view(2, -1), tokens.view(3, -1))
 
 
 def pack(layout: StepLayout | None, shape: StepShape, num_asked: int) -> Int32Array:
     """In one piece, padded to a shape; no layout: all is padding."""
-    piece = np.full(num_inputs(shape, num_asked), NO_SLOT, dtype=np.int32)
-    inputs: Any = inputs_in(piece, shape, num_asked)
-    num_decodes = shape.num_decodes
-    inputs.ends[:] = inputs.asked[:] = 0
-    inputs.offsets[:] = np.minimum(np.arange(shape.num_rows + 1), num_decodes)
+    sizes, num_decodes = part_sizes(shape, num_asked), shape.num_decodes
+    piece = np.full(sum(sizes), NO_SLOT, dtype=np.int32)
+    parts = (piece[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
+    slots, ends, offsets, asked, sampled, tokens = parts
+    sampled, tokens = sampled.reshape(2, -1), tokens.reshape(3, -1)
+    ends[:] = asked[:] = 0
+    offsets[:] = np.minimum(np.arange(shape.num_rows + 1), num_decodes)
     if layout is None:
         return piece
     own, rows = layout.num_own, len(layout.slots)
-    for found, kept in ((inputs.slots, layout.slots), (inputs.ends, layout.ends)):
+    for found, kept in ((slots, layout.slots), (ends, layout.ends)):
         found[:own], found[num_decodes : num_decodes + rows - own] = kept[:own], kept[own:]
-    inputs.tokens[:, :own] = layout.tokens[:, :own]
+    tokens[:, :own] = layout.tokens[:, :own]
     if rows > own:
         num_prompt_tokens = int(layout.lengths.sum())
-        inputs.tokens[:, num_decodes : num_decodes + num_prompt_tokens] = layout.tokens[:, own:]
-        inputs.offsets[num_decodes + 1 :] = num_decodes + num_prompt_tokens
-        inputs.offsets[num_decodes + 1 : num_decodes + 1 + rows - own] = num_decodes + np.cumsum(layout.lengths)
+        tokens[:, num_decodes : num_decodes + num_prompt_tokens] = layout.tokens[:, own:]
+        offsets[num_decodes + 1 :] = num_decodes + num_prompt_tokens
+        offsets[num_decodes + 1 : num_decodes + 1 + rows - own] = num_decodes + np.cumsum(layout.lengths)
     if layout.asked is not None:
-        asked = layout.asked
-        inputs.asked[: len(asked)] = np.where(asked < own, asked, asked + (num_decodes - own))
-    sampled = layout.sampled
-    inputs.sampled[:, : len(sampled.rows)] = sampled.slots, sampled.positions
+        asked[: len(layout.asked)] = np.where(layout.asked < own, layout.asked, layout.asked + (num_decodes - own))
+    sampled[:, : len(layout.sampled.rows)] = layout.sampled.slots, layout.sampled.positions
     return piece
 
 
@@ -260,6 +256,7 @@ class Steps:
     def __init__(self, parts: StepParts, cache: KVCache) -> None:
         self._model, self._sampler, self._streams = parts.model, parts.sampler, parts.streams
         self._operators, self._cache = parts.operators, cache
+        self._windows = self._model.config.windows
         engine, device, attention = parts.engine, cache.tensor.device, parts.operators.attention
         max_rows, max_tokens = parts.shapes.decodes[-1], engine.max_batch_tokens
         self.tables = BlockTables(engine.max_sequences, parts.max_model_len, cache.scratch_block)
@@ -362,7 +359,7 @@ class Steps:
         rows = RaggedRows(
             *columns, num_decodes=shape.num_decodes, window=None, host=host
         )  # of one step: see its layout
-        attending = rows_by_window(rows, self._model.config.windows, self.tables.width * BLOCK_SIZE)
+        attending = rows_by_window(rows, self._windows, self.tables.width * BLOCK_SIZE)
         return self._model.forward(Batch(self._rows.tokens_of(inputs), attending, asked), self._cache)
 
     def _bring_up(self, plan: StepPlan, inputs: Int32Array) -> None:

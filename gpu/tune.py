@@ -97,7 +97,7 @@ def find_sampler(config: ModelConfig, choice: DeviceChoice) -> MakeSampler | Non
         from gpu.kernels.sampler import DeviceSampler
 
         return DeviceSampler
-    from gpu.cpu_kernels.row_sampler import RowSampler
+    from gpu.cpu_kernels.sampling import RowSampler
 
     return RowSampler
 

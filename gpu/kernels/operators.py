@@ -15,8 +15,8 @@ from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
-from gpu.kernels.device_rows import DeviceRows, embed_rows
 from gpu.kernels.matmul import GroupedExperts, Matmul, can_group, can_multiply, stored_as
+from gpu.kernels.rows import DeviceRows, embed_rows
 from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, HEAD_WARPS, heads_at_once, next_power_of_two, row_warps
 from gpu.kv_cache import LayerKV
 from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.plan import Int32Array
-from gpu.kernels.device_rows import scatter_rows
+from gpu.kernels.rows import scatter_rows
 from gpu.kernels.sampling import NUM_LOGPROBS, SEGMENT, end_rows, scan_rows
 from gpu.rows import NO_SLOT
 from gpu.sampler import Factor, IntArray, LaunchedSampler, Number, SamplingSlots

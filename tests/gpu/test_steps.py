@@ -257,12 +257,10 @@ def test_prompts_lie_behind_as_many_decodes_as_the_shape_has() -> None:
     assert found.sampled.tolist() == [[0, 4, 2, -1, -1, -1], [21, 10, 19, -1, -1, -1]]
 
 
-def test_padding_alone_asks_for_nothing_and_every_part_is_aligned() -> None:
+def test_padding_alone_asks_for_nothing() -> None:
     shape = StepShape(2, 2, 4)
     piece = torch.from_numpy(pack(None, shape, 4))
     assert len(piece) == num_inputs(shape, 4)
     found = inputs_in(piece, shape, 4)
-    parts = (found.slots, found.ends, found.offsets, found.asked, found.sampled, found.tokens)
-    assert all(part.storage_offset() % 4 == 0 for part in parts)
     assert all((part[0] == -1).all() for part in (found.sampled, found.tokens))
     assert (found.ends.tolist(), found.offsets.tolist(), found.asked.tolist()) == ([0] * 4, [0, 1, 2, 2, 2], [0] * 4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.cpu_kernels import sampling
-from gpu.cpu_kernels.row_sampler import RowSampler
+from gpu.cpu_kernels.sampling import RowSampler
 from gpu.sampler import Sampler
 from gpu.sampling_rules import gumbel_noise
 from tests.gpu.filter_cases import FilterCase, filter_cases

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from gpu.kernels.device_rows import CLEARED_COLUMNS, TOKENS
 from gpu.kernels.matmul import GROUPED, INT4, PLAIN, SCALED, Matrix
 from gpu.kernels.operators import ACTIVATIONS
+from gpu.kernels.rows import CLEARED_COLUMNS, TOKENS
 from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
 from gpu.kernels.sizes import (
     MAX_SPLITS,
@@ -268,7 +268,7 @@ def sampling_cases() -> list[Case]:
 
 def row_cases() -> list[Case]:
     """Rows of tables, in formats that serve, and what steps read."""
-    module, cases = "gpu.kernels.request_rows", []
+    module, cases = "gpu.kernels.rows", []
     for dtype in (torch.bfloat16, torch.float32, torch.int64):
         rows = {"table": pointer(dtype), "out": pointer(dtype), "rows": pointer(dtype), "slots": "*i64", "width": "i32"}
         ids = {"token_ids": "*i64"}

@@ -13,7 +13,7 @@ import torch
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
 from core.plan import PENDING
 from core.types import Request, SamplingParams
-from gpu.kernels.device_rows import DeviceRows
+from gpu.kernels.rows import DeviceRows
 from gpu.kernels.sampler import MAX_BIASES
 from gpu.loading import load_runner
 from gpu.memory_plan import MemoryPlan

@@ -2,7 +2,7 @@
 
 import torch
 
-from gpu.kernels.device_rows import embed_rows, scatter_rows
+from gpu.kernels.rows import embed_rows, scatter_rows
 from tests.gpu.fake_cuda_graphs import open_recorder
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpu.kernels.device_rows import CLEARED_COLUMNS, TOKENS, DeviceRows, embed_rows, scatter_rows
+from gpu.kernels.rows import CLEARED_COLUMNS, TOKENS, DeviceRows, embed_rows, scatter_rows
 from gpu.rows import DeviceTables, RowOperators, StepInputs
 
 FORMATS = (torch.float32, torch.bfloat16, torch.int32, torch.int64)

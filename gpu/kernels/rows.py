@@ -1,0 +1,202 @@
+"""What a step's rows and tokens read, from tables that stay on a CUDA device: @triton.jit, and what launches it.
+
+A table is [slots, width] of any numbers; a step is some of its slots, in an order of its own. Thread: engine.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core.config import BLOCK_SIZE
+from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, next_power_of_two
+from gpu.rows import DeviceTables, RowOperators, StepInputs, StepTokens
+
+
+@triton.jit
+def embed(
+    token_ids,  # [tokens], integers
+    table,  # [vocab, width]
+    out,  # [tokens, width]
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Rows of the embedding. Program: a token, and BLOCK of its columns."""
+    token = tl.program_id(0).to(tl.int64)
+    token_id = tl.load(token_ids + token).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < width
+    tl.store(out + token * width + columns, tl.load(table + token_id * width + columns, mask=is_inside), mask=is_inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "rows"])
+def scatter(table, slots, rows, width, BLOCK: tl.constexpr):
+    """table[slots[i]] = rows[i]; a slot < 0 is left out, and no slot comes twice.
+
+    Program: a row, and BLOCK of its columns.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        is_inside = columns < width
+        found = tl.load(rows + row * width + columns, mask=is_inside)
+        tl.store(table + slot * width + columns, found, mask=is_inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
+def clear(
+    cache,  # [parts, num_blocks, width]
+    blocks,  # [some], integers
+    num_blocks,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Zero some blocks of all parts. Program: a block, a part, and BLOCK of its columns there."""
+    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    place = (tl.program_id(1).to(tl.int64) * num_blocks + block) * width
+    tl.store(cache + place + columns, tl.zeros([BLOCK], cache.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "ends"])
+def lay_out_tables(
+    slots,  # int32 [rows], < 0: padding
+    ends,  # int32 [rows]: one past the last new token's position; 0: padding
+    tables,  # [slots, width]: blocks, from a row's first
+    row_tables,  # int32 [rows, width], written: scratch_block beyond a row's end
+    width,
+    scratch_block,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Block tables of rows, from what stays on the device. Program: a row, and BLOCK columns of its table."""
+    row = tl.program_id(0).to(tl.int64)
+    table = tables + tl.maximum(tl.load(slots + row).to(tl.int64), 0) * width  # padding reads another's, and drops it
+    num_used = tl.cdiv(tl.load(ends + row), BLOCK_TOKENS)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < width
+    blocks = tl.load(table + columns, mask=is_inside, other=0)
+    tl.store(row_tables + row * width + columns, tl.where(columns < num_used, blocks, scratch_block), mask=is_inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["step"])
+def lay_out_tokens(
+    step,  # int32 [3, num_tokens]: of each token its slot (< 0: padding), its position, and its id, or < 0: what the
+    # slot sampled last
+    tables,  # [slots, width]: blocks
+    last_tokens,  # int64 [slots]
+    token_ids,  # int64 [num_tokens], written, as are all below
+    positions,  # float32 [num_tokens]
+    kv_slots,  # int64 [num_tokens]: where a token's keys and values go
+    num_tokens,
+    width,
+    padding_block,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What tokens read, from what stays on the device. Program: BLOCK tokens."""
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = tokens < num_tokens
+    slot = tl.load(step + tokens, mask=is_inside, other=-1).to(tl.int64)
+    is_real = slot >= 0
+    position = tl.load(step + num_tokens + tokens, mask=is_real, other=0).to(tl.int64)
+    token = tl.load(step + 2 * num_tokens + tokens, mask=is_real, other=0).to(tl.int64)
+    last = tl.load(last_tokens + slot, mask=is_real & (token < 0), other=0)
+    block = tl.load(tables + slot * width + position // BLOCK_TOKENS, mask=is_real, other=0).to(tl.int64)
+    tl.store(token_ids + tokens, tl.where(token < 0, last, token), mask=is_inside)
+    tl.store(positions + tokens, position.to(tl.float32), mask=is_inside)
+    place = tl.where(is_real, block, padding_block) * BLOCK_TOKENS + position % BLOCK_TOKENS
+    tl.store(kv_slots + tokens, place, mask=is_inside)
+
+
+TOKENS = 128  # that a program lays out
+CLEARED_COLUMNS = 4096  # by a program
+
+
+def embed_rows(table: Tensor, token_ids: Tensor) -> Tensor:
+    """Rows of a table [vocab, width]: [tokens, width]. token_ids: [tokens], integers."""
+    width = table.shape[1]
+    out = table.new_empty((len(token_ids), width))
+    embed[_grid(len(token_ids), width)](token_ids, table, out, width, BLOCK=_columns(width), num_warps=COLUMN_WARPS)
+    return out
+
+
+def scatter_rows(table: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """table[slots] = rows, without those whose slot is < 0: padding; no slot comes twice.
+
+    Args:
+        table: [slots, ...]; rows: [rows, ...]; both contiguous, of one format.
+    """
+    assert rows.dtype == table.dtype
+    assert rows.is_contiguous()
+    assert table.is_contiguous()
+    width = table.stride(0)
+    scatter[_grid(len(slots), width)](table, slots, rows, width, BLOCK=_columns(width), num_warps=COLUMN_WARPS)
+
+
+class DeviceRows(RowOperators):
+    """RowOperators whose results lie where they always lie, of padding too: a graph may hold them."""
+
+    def __init__(self, tables: DeviceTables, num_rows: int, num_tokens: int) -> None:
+        super().__init__(tables, num_rows, num_tokens)
+        blocks = tables.blocks
+        self._tokens = StepTokens(
+            token_ids=blocks.new_zeros(num_tokens, dtype=torch.int64),
+            positions=blocks.new_zeros(num_tokens, dtype=torch.float32),
+            kv_slots=blocks.new_zeros(num_tokens, dtype=torch.int64),
+        )
+        self._row_tables = blocks.new_zeros((num_rows, blocks.shape[1]), dtype=torch.int32)
+
+    def tokens_of(self, inputs: StepInputs) -> StepTokens:
+        tables, step, tokens = self._tables, inputs.tokens, self._tokens
+        num_tokens = step.shape[1]
+        assert step.is_contiguous()
+        lay_out_tokens[(-(-num_tokens // TOKENS),)](
+            step,
+            tables.blocks,
+            tables.last_tokens,
+            tokens.token_ids,
+            tokens.positions,
+            tokens.kv_slots,
+            num_tokens,
+            tables.blocks.shape[1],
+            tables.padding,
+            BLOCK_TOKENS=BLOCK_SIZE,
+            BLOCK=TOKENS,
+            num_warps=COLUMN_WARPS,
+        )
+        return StepTokens(tokens.token_ids[:num_tokens], tokens.positions[:num_tokens], tokens.kv_slots[:num_tokens])
+
+    def tables_of(self, inputs: StepInputs, num_blocks: int) -> Tensor:
+        tables, num_rows, width = self._tables, len(inputs.slots), self._row_tables.shape[1]
+        lay_out_tables[_grid(num_rows, width)](
+            inputs.slots,
+            inputs.ends,
+            tables.blocks,
+            self._row_tables,
+            width,
+            tables.scratch,
+            BLOCK_TOKENS=BLOCK_SIZE,
+            BLOCK=_columns(width),
+            num_warps=COLUMN_WARPS,
+        )
+        return self._row_tables[:num_rows, :num_blocks]
+
+    def change_tables(self, places: Tensor, blocks: Tensor) -> None:
+        scatter_rows(self._tables.blocks.view(-1), places, blocks)
+
+    def clear_blocks(self, cache: Tensor, blocks: Tensor) -> None:
+        """In one launch: torch takes one for each 2 GiB that a cache's layers lie apart."""
+        num_blocks, width = cache.shape[2], cache.stride(2)
+        size = min(CLEARED_COLUMNS, next_power_of_two(width))
+        grid = (len(blocks), cache.shape[0] * cache.shape[1], -(-width // size))
+        clear[grid](cache, blocks, num_blocks, width, BLOCK=size, num_warps=COLUMN_WARPS)
+
+
+def _columns(width: int) -> int:
+    return min(COLUMNS, next_power_of_two(width))
+
+
+def _grid(num_rows: int, width: int) -> tuple[int, int]:
+    return num_rows, -(-width // _columns(width))
