@@ -47,6 +47,7 @@ from bench.results import Cell, percentile
 from bench.stepped import Streams, random_runner
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
 from core.errors import StartupError
+from core.plan import SequenceStart
 from gpu.device import DeviceChoice
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import FindOperators, load_runner
@@ -239,13 +240,15 @@ def _logits_error(runner: ModelRunner, wanted: torch.Tensor, prompt: list[int]) 
 
 def _logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
     """At every place of a prompt, in the first slot and blocks, in steps as large as the runner's: [tokens, vocab]."""
-    from tests.gpu.driver import make_plan
+    from tests.gpu.driver import GREEDY, make_plan
 
     parts, size = [], runner.limits.max_batch_tokens
     for start in range(0, len(prompt), size):
         chunk = list(prompt[start : start + size])
         blocks = range(-(-start // BLOCK_SIZE), -(-(start + len(chunk)) // BLOCK_SIZE))  # that no chunk before has
-        plan = make_plan([(0, start, chunk, True)], tables=[(0, index, index) for index in blocks])
+        starts = [SequenceStart(0, tuple(prompt), len(prompt), GREEDY, seed=0, stop_ids=())] if start == 0 else []
+        tables = [(0, index, index) for index in blocks]
+        plan = make_plan([(0, start, chunk, True)], tables=tables, sequence_starts=starts)
         parts.append(runner.logits(plan).clone())
     return torch.cat(parts)
 

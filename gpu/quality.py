@@ -56,8 +56,9 @@ def predict(runner: ModelRunner, token_ids: Sequence[int]) -> Predictions:
         token_ids: at least two, and less than the runner's max_model_len.
     """
     surprises, choices = [], []
-    for start in range(0, len(token_ids) - 1, CHUNK_TOKENS):
-        chunk = token_ids[start : min(start + CHUNK_TOKENS, len(token_ids) - 1)]
+    size = min(CHUNK_TOKENS, runner.limits.max_batch_tokens)
+    for start in range(0, len(token_ids) - 1, size):
+        chunk = token_ids[start : min(start + size, len(token_ids) - 1)]
         logits = runner.logits(_plan(chunk, start, len(token_ids))).cpu()  # [tokens, vocab], float32
         wanted = torch.tensor(token_ids[start + 1 : start + 1 + len(chunk)])
         surprises.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
