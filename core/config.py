@@ -1,4 +1,4 @@
-"""What the engine is asked to be, and what a model is: frozen, validated once, at start. Any thread.
+"""The engine's settings and the model's (its config.json): frozen, validated once, at start. Any thread.
 
 A model's config.json is understood completely or refused: a field that would change the output and is not computed
 here is an error that names it. Families are data (families.py); transformers 5 writes `rope_parameters`, earlier ones

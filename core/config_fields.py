@@ -1,4 +1,4 @@
-"""Typed reads from a model's config.json, and how it is refused: by the name of the field. Any thread."""
+"""Typed reads of a config.json's fields, with errors that name the field. Any thread."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""One step: inbox, plan, forward, sample, collect, inbox again, apply, deliver. Thread: engine, but it needs none.
+"""Drives one step after another: inbox, plan, forward, sample, collect, apply, deliver. Thread: engine; it starts none.
 
 Where the runner allows two steps in flight, the next one is planned and sent before the oldest is collected: the device
 has work while the host reads and plans. What only a result shows (an end, a failed row) takes effect one step late.

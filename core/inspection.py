@@ -1,4 +1,4 @@
-"""A look at the scheduler's insides: for an operator (snapshot_of), and to see that they add up (check_conservation).
+"""Reads the scheduler's state: a snapshot for operators, and a check that its books balance.
 
 Thread: engine, between two calls of the scheduler. Nothing here changes anything.
 """

@@ -1,4 +1,4 @@
-"""Text that knows who wrote each of its characters, so that nobody but the template writes a chat's control tokens.
+"""A str that records which characters a request wrote, so that users cannot inject a chat's control tokens.
 
 Requests' strings enter a chat template as MarkedText and keep their marks through all that templates do to strings:
 joined, cut, split, replaced, formatted or upper-cased, they compare and count as any str. What an operation that is

@@ -1,4 +1,4 @@
-"""What the scheduler expects of its next steps: when who comes now has its first token, and how soon answers end.
+"""Estimates when a request that arrives now would get its first token, and how soon running answers end.
 
 The scheduler tells it with its counts; who asks says what it has handed over since (Backlog). It is meant to be right
 where it matters, under load: there the prompts ahead are computed beside a full batch of decodes, and slots or blocks

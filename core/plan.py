@@ -1,4 +1,4 @@
-"""One step, as columns: what the scheduler asks of a runner, and what it gets back. Thread: engine.
+"""What scheduler and runner exchange: StepPlan (columns) out, StepOutput back. Thread: engine.
 
 A step's rows are sequences, each with some new tokens to compute: no prefill or decode, one rule. A sequence lives in
 a *slot* of the runner (0..max_sequences-1) from its SequenceStart until the slot is started anew; the runner keeps

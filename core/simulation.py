@@ -1,4 +1,4 @@
-"""Requests, a clock and a cost model around the real scheduler and engine: thousands of steps a second, no model.
+"""The real scheduler and engine with a simulated clock, cost model and runner: thousands of steps a second.
 
 The simulated runner keeps its KV in blocks like a real one, and what it samples is a hash of what it finds there. So a
 wrong table, a lost copy or a block reused too early gives other tokens than the reference, which sees the tokens alone.

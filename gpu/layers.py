@@ -1,7 +1,7 @@
-"""A layer's MLP and its rotary position embedding. Thread: engine.
+"""The parts of a layer beside attention: MLP, experts and rotary position embedding. Thread: engine.
 
 The MLP is gated: one, or several experts of which each token goes through a few. RoPE: frequencies at start, one
-rotation a step, one multiplication a layer. A pair that turns lies side by side (weights.interleave_halves); dimensions
+rotation a step, one multiplication a layer. A pair that turns lies side by side (parameters.interleave_halves); dimensions
 that do not turn have the frequency 0, so that a part of a head costs what the whole costs.
 """
 

@@ -1,4 +1,4 @@
-"""What a layer is computed with, between its matrices and its cache: torch's operators. Thread: engine.
+"""The operators of a layer, by torch: the interface that kernels stand behind, and their oracle. Thread: engine.
 
 They serve on every device, and are what the kernels of cpu_kernels/ and kernels/ are held against, which stand in for
 them one by one. Norms and RoPE are computed in float32.

@@ -1,4 +1,4 @@
-"""How much worse a model says a held text when its weights are quantised. Thread: engine (the doctor's).
+"""Measures how much quantisation worsens a model's predictions of a fixed text. Thread: engine (the doctor's).
 
 The text is this project's own, so that no model was trained on it: prose, speech, a recipe, code, minutes. Each token
 is predicted from all before it; the model itself, in the serving format, is the measure.

@@ -1,4 +1,4 @@
-"""What a step's rows and tokens read, from tables that stay on the device: torch's operators. Thread: engine.
+"""Looks up a step's rows and tokens in tables that stay on the device, by torch's operators. Thread: engine.
 
 kernels/rows.py has Triton's, whose results lie where they always lie, so that a graph may hold them.
 """

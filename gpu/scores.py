@@ -1,4 +1,4 @@
-"""Attention written out, for what torch's own does not know: capped scores, and sinks. Thread: engine."""
+"""Attention step by step, for capped scores and sinks, which torch's own does not support. Thread: engine."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What steps are padded to, so that a few graphs serve them: rows that decode, and tokens of prompts. Thread: any.
+"""The shapes that steps are padded to, in rows and prompt tokens, so that a few CUDA graphs serve all. Thread: any.
 
 Decodes go by how many they are, in steps small enough that padding costs little beside reading the weights; where
 prompts are computed too, both are padded. How far the ladder of prompts goes is arithmetic, not measurement: a graph

@@ -1,4 +1,4 @@
-"""The one way of a step: rows that stay where they are computed, on a CPU or a GPU, eager or captured. Thread: engine.
+"""How a step is computed: what changed goes up in one copy, rows stay on the device, eager or captured. Thread: engine.
 
 Of a step the host sends what has changed, in one copy: slots, positions and known tokens of its rows, what requests
 that start ask of sampling, and the blocks that tables have grown by. All else is read on the device: tables, and the

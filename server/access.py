@@ -1,4 +1,4 @@
-"""Who may ask and how much, as the configuration says it, and as it says it anew on SIGHUP. Thread: loop."""
+"""Builds the gate (tenants, keys, quotas) from the configuration, and rebuilds it on SIGHUP. Thread: loop."""
 
 import logging
 import tomllib

@@ -1,4 +1,4 @@
-"""What `ulimit -v` refuses, told with a fix instead of a traceback. Imports next to nothing. Any thread."""
+"""Recognises failures that `ulimit -v` causes, and tells a fix instead of a traceback. Imports little. Any thread."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""What time it is, as an argument, so that tests can say; and one timer for many deadlines. Threads: loop, main."""
+"""The clock, passed in so that tests control it, and a timer that serves many deadlines. Threads: loop, main."""
 
 import asyncio
 from collections.abc import Callable

@@ -456,7 +456,7 @@ class ServerConfig:
         30.0, _duration(0.1, 3600), "time for a request's body; --min-body-rate adds to it"
     )
 
-    # What one connection may take: DESIGN's table of limits.
+    # What one connection may take: the table of docs/limits.md.
 
     handshake_timeout_s: float = _CONNECTION(
         5.0, _duration(0.1, 3600), "time for a TLS handshake, from the accept, and for a PROXY header"

@@ -1,4 +1,4 @@
-"""The engine as the loop has it: requests go into its inbox, its tokens become text on its way out. Thread: loop.
+"""The loop's side of the engine: requests go into its inbox, and the tokens that come back become text. Thread: loop.
 
     step's rows ─▶ RequestSequence: text of a token ─▶ its writer, or its request's sink ─▶ the stream's frames
 
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 # share a connection share its write. 16, 32, 64, 128, 256 rows cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average
 # over both protocols and 64 and 256 streams (on a busy machine): from 64 on, nothing shows any more.
 SLICE_ROWS = 64
-SLICE_CONNECTIONS = 16  # DESIGN, The way through it
+SLICE_CONNECTIONS = 16
 
 LOOK_S, MOST_LOOKS = 0.05, 200  # while the files of a cleared cache are deleted
 _CLEARED = "No request finds now what was computed before"
@@ -388,7 +388,7 @@ class LoopWork:
         return busy_s * num_tokens / num if num else 0.0
 
 
-class Output(Protocol):
+class WriteQueue(Protocol):
     """Where deltas end up: the connections, each with what it has to write. WriteBatch implements it."""
 
     @property
@@ -423,7 +423,7 @@ class EngineClient:
         post: Callable[[Message], None],
         table: TokenTable,
         full_table: TokenTable,
-        output: Output,
+        output: WriteQueue,
         call_soon: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
         on_delivered: Callable[[], None],

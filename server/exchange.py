@@ -1,4 +1,4 @@
-"""One request on its way through the app, and the server as its handler finds it. Thread: loop."""
+"""What a handler is given: one request with what is known of it, and the server's shared state. Thread: loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -45,7 +45,7 @@ from server.wire.stream import HttpStream
 logger = logging.getLogger(__name__)
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
-KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
+KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out
 NEWS_EVERY_S = 0.1  # at most, of a place in the queue
 
 

@@ -1,4 +1,4 @@
-"""What the engine thread has loaded, and what clients are told and served of it. Thread: main, at start."""
+"""What loading a model results in: the engine, and what clients are shown of it. Thread: main, at start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

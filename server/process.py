@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL from one that waits (PERFORMANCE.md, The GIL)
+SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL from one that waits
 # Collections stall every stream: what start made is frozen, and what lives long is looked at seldom. But the youngest
 # are collected soon: of connections that end at once, by the thousand, 100,000 objects took 160 ms.
 GC_THRESHOLDS = (5_000, 20, 5_000)

@@ -1,4 +1,4 @@
-"""The pulse of the process: once a tick the engine is watched, and the service manager is told. Thread: loop.
+"""Watches the engine once a tick, and reports to systemd: ready, reloading, watchdog. Thread: loop.
 
 It decides nothing about requests: that the engine is silent, or lost, goes to the one who made this. systemd is told by
 hand, one datagram a message: sd_notify(3), systemd.service(5) (Type=notify, WatchdogSec=).

@@ -1,4 +1,4 @@
-"""The kernels in the place of torch's operators, for bf16 on a CPU; here those between a layer's matmuls.
+"""numba's kernels for what lies between a layer's matmuls (norms, RoPE, gates), for bf16 on a CPU.
 
 Norms, RoPE with the writing of keys and values, and gates take one pass over their rows each: numbers are computed as
 float32 and rounded to bf16 where torch's operators round. A piece of work is a token. Kernels: any thread, without the

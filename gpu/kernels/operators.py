@@ -1,4 +1,4 @@
-"""Triton's kernels in the place of torch's operators, on a CUDA device; here those between a layer's matmuls.
+"""Triton's kernels for what lies between a layer's matmuls (norms, RoPE, gates), on a CUDA device.
 
 Each takes one pass over its rows. Numbers are computed as float32 and rounded where torch's operators round. Rows are
 of any width: a block is the next power of two, and what is beyond a row is masked. Sums are of one row, in one order

@@ -1,4 +1,4 @@
-"""What a step's rows and tokens read, from tables that stay on a CUDA device: @triton.jit, and what launches it.
+"""Looks up a step's rows and tokens in tables on a CUDA device, as gpu/rows.py does: kernels, and what launches them.
 
 A table is [slots, width] of any numbers; a step is some of its slots, in an order of its own. Thread: engine.
 """

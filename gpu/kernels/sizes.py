@@ -1,4 +1,4 @@
-"""How the kernels' work is cut, as data, and which models and devices they know. Imports no triton. Any thread.
+"""Tile sizes of Triton's kernels, and the models and devices that they support. Imports no triton. Any thread.
 
 Nothing here depends on how many rows a step has, but for the two sizes of a matmul's tile, and nothing on the device: a
 row's sums are cut in the same way in any company, and on any machine. Shared memory holds tiles of operands on their

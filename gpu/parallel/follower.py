@@ -1,4 +1,4 @@
-"""`python -m gpu.parallel.follower`: a rank that does as the first one says, until it says no more.
+"""`python -m gpu.parallel.follower`: a worker of tensor parallelism, every rank but the first.
 
 Computes its part of every step and samples nothing. Orders come by stdin, answers go to stdout; whatever else is
 printed goes to stderr. It outlives no parent: not one that is killed either.

@@ -1,4 +1,4 @@
-"""Every field of a request's body that the field's servers know, and what this one does with it: one table.
+"""Every body field that OpenAI's API and servers like it define, and what this server does with it: one table.
 
 The surfaces are decoded by it, docs/api.md shows it, and tests hold both to it. A field that is in no row is ignored,
 counted and logged. Thread: any; frozen.

@@ -1,7 +1,7 @@
 """What every generating surface (chat, completions, responses) is to a generation: a parser, and writers of answers.
 
 A surface knows JSON and nothing else: no sockets, no engine, no clock. Parsing is strict where a field would change the
-output and lenient where the field is unknown (API.md, Parameters). Thread: loop.
+output and lenient where the field is unknown (docs/api.md). Thread: loop.
 """
 
 from collections.abc import Callable, Sequence, Set

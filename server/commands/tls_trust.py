@@ -1,4 +1,4 @@
-"""Which certificates a client of a server takes: steploop chat, steploop bench serve. Thread: main."""
+"""Which server certificates `steploop chat` and `steploop bench serve` trust. Thread: main."""
 
 import argparse
 import ssl

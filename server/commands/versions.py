@@ -1,4 +1,4 @@
-"""Which versions of others' code run here, and below which ones we refuse to: known holes, not taste. Runs at start.
+"""Checks library versions at start, and refuses those with known vulnerabilities.
 
 Thread: main.
 """

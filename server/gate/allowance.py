@@ -1,4 +1,4 @@
-"""What the choices of one answer may still say: topped up as they go on, paused where nothing is left. Thread: loop.
+"""Reserves quota for an answer's next tokens as it goes on, and pauses it when none is left. Thread: loop.
 
 Nothing is said that was not reserved before. A sequence is asked about when AHEAD_TOKENS are left to it, and when none
 are; in between, what is in flight when it is paused still has its place. Where less than a top-up is left, its choices

@@ -1,4 +1,4 @@
-"""What browsers ask before a page of one origin may read answers of another. Thread: loop.
+"""CORS: which web pages of other origins may read answers, and the replies to their preflights. Thread: loop.
 
 Source: the Fetch standard, HTTP-CORS protocol. Of cookies nothing is said: keys travel in a field of the page's own.
 """

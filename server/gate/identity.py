@@ -320,7 +320,7 @@ class Directory:
     """All who may ask, as one value: a reload replaces it whole.
 
     Args:
-        keys: by SHA-256: a look-up by digest tells nothing of a key by its timing (THREATS.md).
+        keys: by SHA-256: a look-up by digest tells nothing of a key by its timing.
         certificates: by subjectAltName.
         is_open: nobody need show anything.
     """

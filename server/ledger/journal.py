@@ -1,4 +1,4 @@
-"""The ledger as it is written: database and spill file as one, and the thread that has them both.
+"""The ledger's writer: one thread that owns the database and the spill file.
 
 Thread: ledger, the third beside loop and engine; at start, main. It shares no mutable state with them: frozen writes go
 in through a queue, one transaction takes all that have come meanwhile, and what became of them goes back by one

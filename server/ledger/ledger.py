@@ -1,4 +1,4 @@
-"""The ledger as the loop has it: an entry per request, reserved as it begins, settled as it ends. Thread: loop.
+"""The loop's side of the ledger: one entry per request, reserved as it begins, settled as it ends. Thread: loop.
 
     reserve ── durable ──▶ the answer's first byte        settle ── durable ──▶ its final event
 

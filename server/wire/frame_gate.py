@@ -2,9 +2,9 @@
 
 h2 4.4 holds 15 MiB sent as one frame before it complains, and counts nothing. Here each frame is judged by its nine
 bytes of header before its payload is buffered, and by its payload before it is let through. Verdicts and bytes are
-the same however the input is split. h2 sees of them what it takes as RFC 9113 does: no GOAWAY (it would end everything:
-THREATS, h2 cannot drain), no PRIORITY and no padding of header blocks, no unknown frames. Of settings it sees each
-known one once, at its last value: it would not judge the others, and keeps unknown ones for good.
+the same however the input is split. h2 sees of them what it takes as RFC 9113 does: no GOAWAY (h2 would end all
+streams), no PRIORITY and no padding of header blocks, no unknown frames. Of settings it sees each known one once, at
+its last value: it would not judge the others, and keeps unknown ones for good.
 """
 
 import struct

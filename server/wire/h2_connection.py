@@ -1,4 +1,4 @@
-"""h2's connection as a server's: what it must not decide is taken from it, and what it is slow at. Thread: loop.
+"""An h2 connection for servers: what h2 decides wrongly is overridden, and what it does slowly replaced. Thread: loop.
 
 The methods with an underscore that are replaced here are h2's own, of the versions it is pinned to; that they are still
 what this file takes them for is tried by tests/server/test_http2_conformance.py. Responses are framed by hand: DATA in

@@ -1,4 +1,4 @@
-"""What the wire's parts say to each other: requests, responses, peers; the same for HTTP/1.1 and HTTP/2. Thread: loop.
+"""What the parts of wire/ exchange: requests, response heads, peers; one form for both protocols. Thread: loop.
 
 `stream_id` is 1, 2, 3... on HTTP/1.1 (the n-th request of the connection), the stream's own on HTTP/2.
 """

@@ -1,4 +1,4 @@
-"""One exchange: a request's body in, its answer out, and word of a peer that leaves or reads slowly. Thread: loop.
+"""One request's stream: its body in, its answer out, word of a peer that leaves or reads slowly. Thread: loop.
 
 It knows neither HTTP/1.1 nor HTTP/2: the connection below it frames and writes. Nothing here waits for the peer to
 read; whoever produces is told by on_blocked to stop, and by on_unblocked to go on.

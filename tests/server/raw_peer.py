@@ -82,7 +82,7 @@ class MemoryPeer:
         return self.seen.has_pong(b"%08d" % self._num_pings) and not self.transport.has_sent_eof
 
     def outcome(self, stream: int = 1) -> str:
-        """How the connection or its stream ended, as DESIGN's table says it; `passes` if neither has."""
+        """How the connection or its stream ended, as docs/limits.md says it; `passes` if neither has."""
         if self.seen.goaway is not None:
             return f"GOAWAY {self.seen.goaway.name}"
         if stream in self.seen.resets:

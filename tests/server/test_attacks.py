@@ -1,4 +1,4 @@
-"""THREATS.md's attacks on a connection: the code that ends each, the bytes it makes us hold, the work it costs.
+"""Attacks on a connection: the code that ends each, the bytes it makes us hold, the work it costs.
 
 Work is counted, never timed: functions of ours and of the libraries entered for each frame of the attack, frames sent
 back, handlers begun. Each attack goes on for ever; how many of its frames are read before the end is part of the table.

@@ -255,7 +255,7 @@ def test_broken_body_after_the_head_aborts(serve: Serve) -> None:
     assert len(transport.writes) == 1
 
 
-# Clocks: DESIGN's table, in virtual time.
+# Clocks: docs/limits.md's table, in virtual time.
 
 
 def test_slow_head_gets_408_at_its_absolute_deadline(serve: Serve) -> None:

@@ -1,4 +1,4 @@
-"""DESIGN's table of limits, row by row: the default, what passes at the limit, what one past it gets.
+"""docs/limits.md's table, row by row: the default, what passes at the limit, what one past it gets.
 
 HTTP/1.1's own limits on lines and heads are in http1_framing_cases.toml.
 """
@@ -36,10 +36,10 @@ JUST_BEFORE, JUST_AFTER = -0.01, 0.01  # s
 
 @dataclass(frozen=True)
 class Row:
-    """A limit of DESIGN's table.
+    """A limit of docs/limits.md.
 
     Args:
-        default: as it is set; `limit`: as DESIGN says.
+        default: as it is set; `limit`: as it says.
         probe: tells what comes of an amount.
         within, past: the last amount that is let through, and the first that is not.
         at_limit: what comes of the last, where another limit is lower.
