@@ -1,8 +1,8 @@
 """The parts of a layer beside attention: MLP, experts and rotary position embedding. Thread: engine.
 
 The MLP is gated: one, or several experts of which each token goes through a few. RoPE: frequencies at start, one
-rotation a step, one multiplication a layer. A pair that turns lies side by side (parameters.interleave_halves); dimensions
-that do not turn have the frequency 0, so that a part of a head costs what the whole costs.
+rotation a step, one multiplication a layer. A pair that turns lies side by side (parameters.interleave_halves);
+dimensions that do not turn have the frequency 0, so that a part of a head costs what the whole costs.
 """
 
 import math
