@@ -7,7 +7,6 @@ numbers of the host come to the device, large pages, and giving memory back that
 import ctypes
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from core.config import EngineConfig
 from core.errors import DeviceUnavailable
+from gpu.host_memory import host_bytes, host_room_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Instructions that multiply bf16 natively: without them bf16 is slower than float32.
@@ -32,10 +32,6 @@ BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16")
 FEW_TOKENS = {"cpu": 8, "cuda": 128}
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
-MEMORY_INFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # where all that is called cgroup is mounted
-PROCESS_CGROUPS, PROCESS_SIZES = Path("/proc/self/cgroup"), Path("/proc/self/statm")
-UNLIMITED = 1 << 62
 MIN_PROBE_BYTES = 256 * 1024**2  # on a GPU, and where the cache's size is not told
 PROBE_CACHES = 2  # a probe's size in last-level caches: of one, read in order again and again, little would be found
 PROBE_MEMORY_SHARE = 8  # of what is free, a probe takes at most one part of so many
@@ -176,79 +172,12 @@ def free_memory_bytes(device: torch.device) -> int:
     """What can still be allocated: on CUDA as the driver says, on a CPU also within control groups and ulimit -v."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(_available_bytes(), _cgroup_room_bytes(), _address_room_bytes())
+    return host_room_bytes()
 
 
 def total_memory_bytes(device: torch.device) -> int:
     """The device's, whoever has it."""
-    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else _host_bytes()
-
-
-def _available_bytes() -> int:
-    """Source: proc(5), MemAvailable: free plus what the kernel can drop, in KiB."""
-    try:
-        for line in MEMORY_INFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: POSIX knows the total only
-    return _host_bytes()
-
-
-def _host_bytes() -> int:
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _cgroup_room_bytes() -> int:
-    """The least room under the limits of the process's own control group and all above it, of cgroup v1 and v2.
-
-    Source: cgroups(7), /proc/[pid]/cgroup. In a container its path may be the host's: what is not there has no limit,
-    and the root of what is mounted is the container's own.
-    """
-    try:
-        lines = PROCESS_CGROUPS.read_text().splitlines()
-    except OSError:
-        lines = []
-    room_bytes = UNLIMITED
-    for line in [*lines, "0::/"]:
-        _, controllers, path = line.split(":", 2)
-        parts = Path(path.lstrip("/"))
-        groups = (parts, *parts.parents)
-        if controllers == "":
-            names = ("memory.max", "memory.current", "inactive_file")
-            for root in (CGROUP, CGROUP / "unified"):  # alone, or beside those of v1
-                room_bytes = min([room_bytes, *(_room_of(root / group, *names) for group in groups)])
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            room_bytes = min([room_bytes, *(_room_of(CGROUP / "memory" / group, *names) for group in groups)])
-    return room_bytes
-
-
-def _room_of(group: Path, limit_name: str, used_name: str, dropped_name: str) -> int:
-    """What a control group leaves; files that the kernel can drop do not count."""
-    try:
-        limit, used_bytes = (group / limit_name).read_text().strip(), int((group / used_name).read_text())
-    except (OSError, ValueError):
-        return UNLIMITED
-    if limit == "max":
-        return UNLIMITED
-    dropped_bytes = 0
-    with suppress(OSError, ValueError, StopIteration):
-        lines = (group / "memory.stat").read_text().splitlines()
-        dropped_bytes = int(next(line.split()[1] for line in lines if line.startswith(f"{dropped_name} ")))
-    return max(0, int(limit) - max(0, used_bytes - dropped_bytes))
-
-
-def _address_room_bytes() -> int:
-    """What ulimit -v leaves beside what is mapped already."""
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit_bytes == resource.RLIM_INFINITY:
-        return UNLIMITED
-    try:
-        mapped_bytes = int(PROCESS_SIZES.read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        mapped_bytes = 0
-    return max(0, limit_bytes - mapped_bytes)
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host_bytes()
 
 
 def measure_bandwidth(device: torch.device) -> float:

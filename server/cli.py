@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.address_space import as_memory_error, check_address_space
+from server.memory_limits import as_memory_error, check_address_space, check_memory_room
 
 if TYPE_CHECKING:
     from server.config import ServerConfig
@@ -118,7 +118,10 @@ def _run(argv: list[str]) -> int:
         by_command["bench"].error("what to measure? steploop bench serve --help")
     config = load_config(flags_given(arguments), os.environ)
     if name in IMPORT_TORCH:
+        from gpu.host_memory import host_room_bytes
+
         check_address_space()
+        check_memory_room(host_room_bytes())
     if name == "serve" and not arguments.estimate:
         return _serve(arguments, config)
     for warning in config.warnings:

@@ -16,12 +16,12 @@ from core.engine import Engine
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.types import StepDelivery
-from server.address_space import as_memory_error, check_address_space
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, byte_progress, count_progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine
+from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import ModelFiles, is_gguf, parse_config, read_model_files
 from server.observing.logs import LoggedLines, LogHandler
 from server.values import HubId

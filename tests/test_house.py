@@ -24,7 +24,7 @@ BUDGETS = {
     "server/observing": (1820, 7),
     "server/wire": (5160, 13),
     "core": (8310, 25),
-    "gpu": (8060, 28),
+    "gpu": (8080, 29),
     "gpu/cpu_kernels": (2770, 9),
     "gpu/kernels": (2860, 8),
     "gpu/parallel": (780, 5),
@@ -43,8 +43,8 @@ ROOMS = (
     ("config", "access"),
     ("prompts", "output", "engine_client", "engine_thread", "generation"),
     ("exchange", "routes", "app"),
-    ("banner", "supervision", "loaded_engine", "process"),
-    ("address_space", "config_sources", "model_files", "commands", "engine_loader", "cli", "__main__"),
+    ("banner", "model_files", "supervision", "loaded_engine", "process"),
+    ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),
 )
 
 

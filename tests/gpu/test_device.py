@@ -7,7 +7,7 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import DeviceUnavailable
-from gpu import device
+from gpu import device, host_memory
 
 CPU = torch.device("cpu")
 
@@ -79,9 +79,9 @@ def test_free_memory_is_the_lesser_of_machine_and_control_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n")
-    monkeypatch.setattr(device, "MEMORY_INFO", tmp_path / "meminfo")
-    monkeypatch.setattr(device, "CGROUP", tmp_path)
-    monkeypatch.setattr(device, "PROCESS_CGROUPS", tmp_path / "none")
+    monkeypatch.setattr(host_memory, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "PROCESS_CGROUPS", tmp_path / "none")
     assert device.free_memory_bytes(CPU) == 5000 * 1024
     limit_group(tmp_path, "max", 1000)
     assert device.free_memory_bytes(CPU) == 5000 * 1024
@@ -123,9 +123,9 @@ def test_the_smallest_of_all_control_groups_limits_holds(
 ) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable: 5000 kB\n")
     (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{cgroups}\n")
-    monkeypatch.setattr(device, "MEMORY_INFO", tmp_path / "meminfo")
-    monkeypatch.setattr(device, "PROCESS_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(device, "CGROUP", tmp_path / "mounted")
+    monkeypatch.setattr(host_memory, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "PROCESS_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "mounted")
     for group, found in limits.items():
         limit_group(tmp_path / "mounted" / group, *found, version=1 if group.startswith("memory") else 2)
     assert device.free_memory_bytes(CPU) == room
@@ -133,9 +133,9 @@ def test_the_smallest_of_all_control_groups_limits_holds(
 
 def test_what_ulimit_leaves_beside_what_is_mapped_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "statm").write_text("3 2 1 1 0 1 0\n")
-    monkeypatch.setattr(device, "PROCESS_SIZES", tmp_path / "statm")
-    page_bytes = device.resource.getpagesize()
-    monkeypatch.setattr(device.resource, "getrlimit", lambda which: (5 * page_bytes, -1))
+    monkeypatch.setattr(host_memory, "PROCESS_SIZES", tmp_path / "statm")
+    page_bytes = host_memory.resource.getpagesize()
+    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: (5 * page_bytes, -1))
     assert device.free_memory_bytes(CPU) == 2 * page_bytes
 
 

@@ -1,4 +1,4 @@
-"""Recognises failures that `ulimit -v` causes, and tells a fix instead of a traceback. Imports little. Any thread."""
+"""Tells a fix, not a traceback or a SIGKILL, where limits leave torch too little memory. Imports little. Any thread."""
 
 import resource
 
@@ -13,6 +13,7 @@ REFUSED_MEMORY = (
     "bad_alloc",
 )
 MIN_ADDRESS_SPACE_BYTES = 1024**3  # torch and the embedded model map 0.7 GB
+MIN_ROOM_BYTES = 160 * 1024**2  # importing torch takes 130 MB that the kernel cannot drop
 
 
 def check_address_space() -> None:
@@ -24,6 +25,22 @@ def check_address_space() -> None:
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes != resource.RLIM_INFINITY and limit_bytes < MIN_ADDRESS_SPACE_BYTES:
         raise _too_little_address_space(limit_bytes, f"torch needs {MIN_ADDRESS_SPACE_BYTES // 1024} KiB")
+
+
+def check_memory_room(room_bytes: int) -> None:
+    """Before torch is imported: the kernel would kill the process in the middle of it, without a word.
+
+    Args:
+        room_bytes: what the host and control groups leave.
+
+    Raises:
+        StartupError: that is too little.
+    """
+    if room_bytes < MIN_ROOM_BYTES:
+        left = f"{room_bytes // 1024**2} MiB of memory are left for this process"
+        cause = f"{left}, and importing torch alone takes {MIN_ROOM_BYTES // 1024**2} MiB"
+        fix = "raise the limit of its control group (MemoryMax= of a systemd unit, docker -m), or end other processes"
+        raise StartupError(cause, fix, ExitCode.MEMORY)
 
 
 def as_memory_error(error: BaseException) -> StartupError | None:
