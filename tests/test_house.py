@@ -19,7 +19,7 @@ BUDGETS = {
     "server/api": (2550, 11),
     "server/commands": (2260, 11),
     "server/gate": (2770, 10),
-    "server/ledger": (1670, 6),
+    "server/ledger": (1680, 6),
     "server/listening": (1250, 4),
     "server/observing": (1820, 7),
     "server/wire": (5160, 13),

@@ -42,6 +42,7 @@ from server.ledger.store import (
 
 logger = logging.getLogger(__name__)
 
+ROOM_AFTER_FULL_BYTES = 4 * 1024**2  # that a disk which was full has again, before anything is let in
 DURABLE_S = 0.005  # after it came a write is durable, where the disk can: a lone one sooner, others are gathered
 SLOW_KEPT = 0.998  # of how long the slowest commit took, at each that follows: those that count are one in a hundred
 CLOSE_S = 5.0
@@ -200,7 +201,7 @@ class Journal:
         return Disk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
     def _write(self, writes: Sequence[Write]) -> Written:
-        if self._fault is None or any(isinstance(write, Probe) for write in writes):
+        if self._fault is None or (any(isinstance(write, Probe) for write in writes) and not self._is_still_full()):
             try:
                 self._replay()
                 are_durable = self._commit(writes)
@@ -211,6 +212,11 @@ class Journal:
                 self._fault = str(error)
         has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle | Amend)])
         return Written([has_spilled and isinstance(write, Settle | Amend) for write in writes], self._fault)
+
+    def _is_still_full(self) -> bool:
+        """A disk that was full takes a probe's one page before it takes a batch: it would be full again at once."""
+        disk = self.disk() if "full" in str(self._fault) else None
+        return disk is not None and disk.free_bytes < min(ROOM_AFTER_FULL_BYTES, disk.size_bytes // 16)
 
     def tidy(self) -> None:
         """What may wait until those are told whose writes are durable. Never raises."""

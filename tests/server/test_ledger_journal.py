@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.ledger.journal import RECORD_BYTES, Journal, Spill, SpillFull, open_journal
+from server.ledger.journal import RECORD_BYTES, ROOM_AFTER_FULL_BYTES, Disk, Journal, Spill, SpillFull, open_journal
 from server.ledger.store import (
     CHECKPOINT_WRITES,
     PRUNED_ROWS,
@@ -178,6 +178,23 @@ def test_full_disk_is_no_end_of_what_runs(path: Path, journal: Journal) -> None:
     store.execute(f"PRAGMA max_page_count = {num_pages + 1000}")
     assert journal.write([Probe()]).fault is None
     assert [one.state for one in rows(path).values()] == [RowState.SETTLED] * 4
+
+
+def test_disk_that_was_full_is_trusted_once_it_has_room_for_more_than_a_probe(
+    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = journal.store._database
+    num_pages = next(iter(store.execute("PRAGMA page_count")))[0]
+    store.execute(f"PRAGMA max_page_count = {num_pages}")
+    assert "full" in str(journal.write([Reserve(row(f"r{i}", path="x" * 500)) for i in range(100)]).fault)
+    store.execute(f"PRAGMA max_page_count = {num_pages + 1000}")
+    free_bytes = ROOM_AFTER_FULL_BYTES - 1
+    monkeypatch.setattr(Journal, "disk", lambda _: Disk(free_bytes, 100 * ROOM_AFTER_FULL_BYTES))
+    assert "full" in str(journal.write([Probe()]).fault)
+    assert journal.write([settled("a")]).are_durable == [True]  # what runs is spilled
+    free_bytes += 1
+    assert journal.write([Probe()]).fault is None
+    assert rows(path).keys() == {"a"}
 
 
 def test_next_server_puts_down_what_was_spilled_once(path: Path) -> None:
