@@ -59,6 +59,10 @@ class StreamCase:
     num_tokens: int
     step_rate: float
 
+    def __str__(self) -> str:
+        pace = f"{self.step_rate:g} steps/s" if self.step_rate else "unpaced"
+        return f"{self.server}, {self.num_streams} streams on {self.num_connections}, {pace}"
+
     def load(self, port: int, num_tokens: int) -> StreamLoad:
         return StreamLoad(port, self.is_http2, self.num_connections, self.num_streams, num_tokens)
 
@@ -73,6 +77,9 @@ class RequestCase:
     duration_s: float
     step_rate: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.server}, plain requests over {'HTTP/2' if self.is_http2 else 'HTTP/1.1'}"
+
 
 @dataclass(frozen=True, slots=True)
 class HealthCase:
@@ -82,6 +89,9 @@ class HealthCase:
     num_streams: int
     step_rate: float
     duration_s: float
+
+    def __str__(self) -> str:
+        return f"{self.server}, /health beside {self.num_streams} streams"
 
 
 Case = StreamCase | RequestCase | HealthCase
