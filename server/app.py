@@ -13,8 +13,8 @@ from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
-from server.access import Gate
 from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
+from server.callers import Gate
 from server.clock import Clock
 from server.exchange import AppState, Exchange, Readiness
 from server.gate.cross_origin import CrossOrigin

@@ -18,9 +18,9 @@ from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import StepDelivery
-from server.access import Gate
 from server.app import App
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
+from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient

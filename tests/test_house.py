@@ -40,7 +40,7 @@ ROOMS = (
     ("gate",),
     ("api",),
     ("ledger", "observing"),
-    ("config", "access"),
+    ("config", "callers"),
     ("prompts", "output", "engine_client", "engine_thread", "generation"),
     ("exchange", "routes", "app"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),

@@ -13,9 +13,9 @@ from msgspec import structs
 
 from core.errors import StartupError
 from core.types import Submit
-from server.access import Gate, load_directory
 from server.api.models import ServerCard
 from server.banner import Endpoint, public_addresses
+from server.callers import Gate, load_directory
 from server.clock import Clock
 from server.config import ServerConfig
 from server.config_sources import load_config

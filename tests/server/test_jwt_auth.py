@@ -17,7 +17,7 @@ from joserfc import jws, jwt
 from joserfc.jwk import ECKey, OctKey, OKPKey, RSAKey
 
 from core.errors import ErrorKind, ServiceError, StartupError
-from server.access import Gate
+from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.jwt import (

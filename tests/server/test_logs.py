@@ -1,5 +1,6 @@
 """Log lines: a request id in each, one access line, nothing forged."""
 
+import importlib.util
 import io
 import json
 import logging
@@ -17,6 +18,7 @@ from server.observing.logs import (
     AccessRecord,
     LogHandler,
     access_line,
+    access_logger,
     configure_logging,
     current_request_id,
     log_access,
@@ -211,3 +213,7 @@ def test_what_is_said_whatever_the_level_is_json_beside_json() -> None:
     log.flush()
     assert json.loads(other.getvalue())["message"] == "steploop\n  URL"
     assert stream.getvalue() == ""
+
+
+def test_no_module_logs_by_the_name_of_the_access_log() -> None:
+    assert importlib.util.find_spec(access_logger.name) is None
