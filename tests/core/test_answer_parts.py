@@ -1,0 +1,351 @@
+"""Tool calls: what was rendered is what is parsed, whole or in pieces; broken calls lose no text."""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.answer_parts import (
+    AnswerParser,
+    Arguments,
+    CallBegin,
+    Event,
+    HarmonyParser,
+    Reasoning,
+    Text,
+    ThoughtParser,
+    ToolCallParser,
+)
+from core.tool_formats import FORMATS, THOUGHTS
+
+Call = tuple[str, dict[str, Any]]
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "scale": {"type": "number"},
+            "exact": {"type": "boolean"},
+            "where": {"type": "object"},
+            "hours": {"type": "array"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "größe": {"$ref": "#/$defs/size"},
+        },
+        "$defs": {"size": {"enum": ["S", "M"]}},
+    },
+    "now": {"type": "object", "properties": {}},
+    "calc.add-2": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+}
+TEXTS = [
+    "",
+    "a",
+    "Köln",
+    "x\ny",
+    '"quoted"',
+    "back\\slash",
+    "tab\there",
+    "</tool",
+    "{}",
+    "[1]",
+    "日本",
+    "😀",
+    "it's",
+    "<a>",
+    "a, b",
+    "1 = 2",
+]
+
+
+def random_value(rng: random.Random, kind: str, depth: int = 0) -> Any:
+    match kind:
+        case "string":
+            return "".join(rng.choices(TEXTS, k=rng.randrange(4)))
+        case "integer":
+            return rng.choice([0, -1, 7, 10**12])
+        case "number":
+            return rng.choice([0.5, -2.25, 1e30, 3, 1e-7])
+        case "boolean":
+            return rng.random() < 0.5
+        case "null":
+            return None
+        case "size":
+            return rng.choice("SM")
+        case "array":
+            return [random_any(rng, depth + 1) for _ in range(rng.randrange(4))]
+        case _:
+            return {
+                rng.choice(["k", "ü", "a b", 'q"', ""]): random_any(rng, depth + 1) for _ in range(rng.randrange(3))
+            }
+
+
+def random_any(rng: random.Random, depth: int) -> Any:
+    kinds = ["string", "integer", "number", "boolean", "null"] + ["array", "object"] * (depth < 3)
+    return random_value(rng, rng.choice(kinds), depth)
+
+
+def random_call(rng: random.Random) -> Call:
+    name = rng.choice(list(SCHEMAS))
+    kinds = {
+        key: rng.choice(["string", "null"]) if key == "note" else schema.get("type", "size")
+        for key, schema in SCHEMAS[name]["properties"].items()
+    }
+    chosen = [key for key in kinds if rng.random() < 0.6]
+    rng.shuffle(chosen)
+    return name, {key: random_value(rng, kinds[key]) for key in chosen}
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def in_json(call: Call, key: str = "arguments") -> str:
+    return f'{{"name": {dumped(call[0])}, "{key}": {dumped(call[1])}}}'
+
+
+def bare(value: Any) -> str:
+    return value if isinstance(value, str) else dumped(value) if isinstance(value, dict | list) else str(value)
+
+
+def tagged(call: Call) -> str:
+    args = "".join(f"<parameter={key}>\n{bare(value)}\n</parameter>\n" for key, value in call[1].items())
+    return f"<function={call[0]}>\n{args}</function>"
+
+
+def glm(call: Call) -> str:
+    args = (f"<arg_key>{key}</arg_key>\n<arg_value>{bare_json(value)}</arg_value>\n" for key, value in call[1].items())
+    return f"<tool_call>{call[0]}\n{''.join(args)}</tool_call>"
+
+
+def bare_json(value: Any) -> str:
+    return value if isinstance(value, str) else dumped(value)
+
+
+def gemma_value(value: Any) -> str:
+    match value:
+        case str():
+            return f"<escape>{value}<escape>"
+        case dict():
+            return "{" + ",".join(f"<escape>{key}<escape>:{gemma_value(one)}" for key, one in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(gemma_value, value)) + "]"
+        case _:
+            return dumped(value)
+
+
+def gemma(call: Call) -> str:
+    args = ",".join(f"{key}:{gemma_value(value)}" for key, value in call[1].items())
+    return f"<start_function_call>call:{call[0]}{{{args}}}<end_function_call>"
+
+
+def python(call: Call) -> str:
+    return f"{call[0]}({', '.join(f'{key}={value!r}' for key, value in call[1].items())})"
+
+
+RENDER: Mapping[str, Callable[[Sequence[Call]], str]] = {
+    "hermes": lambda calls: "\n".join(f"<tool_call>\n{in_json(call)}\n</tool_call>" for call in calls),
+    "xml": lambda calls: "\n".join(f"<tool_call>\n{tagged(call)}\n</tool_call>" for call in calls),
+    "glm": lambda calls: "\n".join(map(glm, calls)),
+    "llama": lambda calls: "; ".join(in_json(call, "parameters") for call in calls),
+    "pythonic": lambda calls: f"[{', '.join(map(python, calls))}]",
+    "mistral-list": lambda calls: f"[TOOL_CALLS] [{', '.join(map(in_json, calls))}]",
+    "mistral": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{dumped(args)}" for name, args in calls),
+    "granite": lambda calls: f"<|tool_call|>[{', '.join(map(in_json, calls))}]",
+    "phi4": lambda calls: f"<|tool_call|>[{', '.join(map(in_json, calls))}]<|/tool_call|>",
+    "gemma": lambda calls: "".join(map(gemma, calls)),
+}
+
+
+def parsed(form: str, pieces: Sequence[str]) -> list[Event]:
+    parser = ToolCallParser(FORMATS[form], SCHEMAS)
+    return [event for piece in pieces for event in parser.feed(piece)] + parser.close()
+
+
+def text_of(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def calls_of(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """Name and arguments of each; asserts that each begins once, and in order."""
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            assert event.index == len(calls)
+            calls.append((event.name, ""))
+        elif isinstance(event, Arguments):
+            assert event.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+    return calls
+
+
+def cut(rng: random.Random, text: str) -> list[str]:
+    """At random places, seldom or often."""
+    chance = rng.choice([0.02, 0.2, 0.7])
+    pieces = [""]
+    for char in text:
+        if rng.random() < chance:
+            pieces.append("")
+        pieces[-1] += char
+    return pieces
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_is_rendered_is_parsed_whole_and_in_any_pieces(form: str) -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        calls = [random_call(rng) for _ in range(rng.choice([1, 1, 2, 3]))]
+        lead = rng.choice(["", "Let me look.", "a < b\n\n"]) if not FORMATS[form].opens_answer else ""
+        before = FORMATS[form].before if lead else ""
+        tail = rng.choice(["", "", "\n", "\nDone."]) if FORMATS[form].end else ""
+        text = lead + before + RENDER[form](calls) + tail
+        for pieces in ([text], list(text), cut(rng, text)):
+            events = parsed(form, pieces)
+            assert [(name, json.loads(args)) for name, args in calls_of(events)] == calls, text
+            assert text_of(events) == lead + (tail if tail.strip() else ""), text
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_arguments_come_as_they_are_written(form: str) -> None:
+    """A long string's characters are not held back."""
+    calls: list[Call] = [("get_weather", {"city": "x" * 50})]
+    text = RENDER[form](calls)
+    parser = ToolCallParser(FORMATS[form], SCHEMAS)
+    end = text.index("x" * 50) + 30
+    events = parser.feed(text[:end])
+    assert calls_of(events)[0][1].endswith("x" * 30)
+
+
+CUT_MARKS = ("\n</parameter>", "</arg_value>", "<escape>")  # begun, these may as well be text
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_call_that_is_cut_off_keeps_what_it_has(form: str) -> None:
+    text = RENDER[form]([("get_weather", {"city": "Köln am Rhein"}), ("now", {})])
+    for end in range(len(text)):
+        events = parsed(form, [text[:end]])
+        whole = calls_of(parsed(form, [text]))
+        found = calls_of(events)
+        assert len(found) <= len(whole)
+        for (name, args), (whole_name, whole_args) in zip(found, whole, strict=False):
+            assert name == whole_name
+            marks = [mark[:num] for mark in CUT_MARKS for num in range(1, len(mark))]
+            mark = max((one for one in marks if args.endswith(dumped(one)[1:-1])), key=len, default="")
+            assert whole_args.startswith(args.removesuffix(dumped(mark)[1:-1]).rstrip('}"'))
+        if not found:
+            assert text_of(events) == text[:end]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@given(data=st.data())
+def test_broken_calls_raise_nothing_and_lose_no_text(form: str, data: st.DataObject) -> None:
+    """And the pieces do not matter."""
+    rng = random.Random(data.draw(st.integers(0, 10**6)))
+    text = "ab" * (not FORMATS[form].opens_answer) + RENDER[form]([random_call(rng), random_call(rng)])
+    at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
+    noise = data.draw(
+        st.sampled_from(["", "}", '"', "\\", "<tool_call>", "{", "]", "(", "=", "\\u12", ",", "\n", "name"])
+    )
+    broken = text[:at] + noise + text[end:]
+    whole = parsed(form, [broken])
+    pieces = parsed(form, cut(rng, broken))
+    assert calls_of(whole) == calls_of(pieces)
+    assert text_of(whole) == text_of(pieces)
+    if not calls_of(whole):
+        assert text_of(whole) == broken
+
+
+@given(st.text(), st.sampled_from(sorted(FORMATS)))
+def test_text_without_calls_is_text(text: str, form: str) -> None:
+    assert text_of(parsed(form, list(text))) == text or calls_of(parsed(form, [text]))
+
+
+# Thoughts
+
+
+def thought_and_text(text: str, is_open: bool, markers: str = "think") -> tuple[str, str]:
+    found = set()
+    for pieces in ([text], list(text), cut(random.Random(len(text)), text)):
+        parser = ThoughtParser(THOUGHTS[markers], is_open)
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.close()
+        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+        found.add((thought, text_of(events)))
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("<think>\nhm\n\nso\n</think>\n\nYes.\n", False, ("hm\n\nso", "Yes.\n")),
+        ("\n<think>hm</think>Yes", False, ("hm", "Yes")),
+        ("<think>\n\n</think>\n\nYes", False, ("", "Yes")),
+        ("hm\n</think>\n\nYes", True, ("hm", "Yes")),
+        ("<think>\nhm\n</think>\n\nYes", True, ("hm", "Yes")),
+        ("hm </thin", True, ("hm </thin", "")),
+        ("hm\n\n", True, ("hm\n\n", "")),
+        ("", True, ("", "")),
+        ("<think>", False, ("", "")),
+        ("<thi", False, ("", "<thi")),
+        (" \n ", False, ("", " \n ")),
+        ("Yes, <think>no</think>", False, ("", "Yes, <think>no</think>")),
+        ("  Yes", False, ("", "  Yes")),
+        ("<think>a</think>b<think>c</think>", False, ("a", "b<think>c</think>")),
+    ],
+)
+def test_a_thought_is_told_from_the_text(text: str, is_open: bool, expected: tuple[str, str]) -> None:
+    assert thought_and_text(text, is_open) == expected
+
+
+def test_a_call_within_the_thought_is_thought() -> None:
+    call = RENDER["hermes"]([("now", {})])
+    parser = AnswerParser(ThoughtParser(THOUGHTS["think"], True), ToolCallParser(FORMATS["hermes"], SCHEMAS))
+    events = [event for piece in f"maybe {call}?</think>\n\n{call}" for event in parser.feed(piece)] + parser.close()
+    assert "".join(event.text for event in events if isinstance(event, Reasoning)) == f"maybe {call}?"
+    assert calls_of(events) == [("now", "{}")]
+
+
+# Harmony
+
+
+def harmony(text: str) -> tuple[str, str, list[tuple[str, str]]]:
+    found = []
+    for pieces in ([text], list(text), cut(random.Random(len(text)), text)):
+        parser = HarmonyParser()
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.close()
+        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+        found.append((thought, text_of(events), calls_of(events)))
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>final<|message|>Yes<|return|>", ("", "Yes", [])),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
+            ("hm", "Yes", []),
+        ),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.now "
+            "<|constrain|>json<|message|>{}<|call|>",
+            ("hm", "", [("now", "{}")]),
+        ),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.get_weather<|channel|>commen"
+            'tary <|constrain|>json<|message|>{"city": "<b>"}<|call|>',
+            ("", "I look.", [("get_weather", '{"city": "<b>"}')]),
+        ),
+        ("<|channel|>commentary to=python<|message|>1+1<|call|>", ("1+1", "", [])),
+        (" to=functions.now<|channel|>commentary<|message|>{", ("", "", [("now", "{")])),
+        ("Just text", ("", "Just text", [])),
+        ("<|channel|>fin", ("", "<|channel|>fin", [])),
+    ],
+)
+def test_channels_become_parts(text: str, expected: tuple[str, str, list[tuple[str, str]]]) -> None:
+    assert harmony(text) == expected
