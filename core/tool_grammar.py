@@ -1,0 +1,234 @@
+"""Writes the grammar of tool calls from a format's description, in llguidance's Lark.
+
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Whatever the grammar takes, core/answer_parts.py
+reads as calls whose arguments fit the functions' schemas. No I/O. Thread: any.
+"""
+
+import json
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.tool_formats import JsonCall, LiteralArguments, TaggedArguments, ToolFormat
+
+Schema = Mapping[str, Any]
+
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Of a string that is written bare or as a literal, only these can be held; of an integer or a number none
+_STRING_KEYWORDS = {"minLength", "maxLength", "pattern"}
+_HELD_KEYWORDS = {"type", "enum", "const", "properties", "required", "items", "additionalProperties"}
+_IGNORED_KEYWORDS = {"title", "description", "default", "examples", "$comment"}
+_TERMINALS = r"""
+TEXT: /(?s:.*)/
+INTEGER: /-?(0|[1-9][0-9]{0,17})/
+NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
+PYTHON_STRING: /"([^"\\\x00-\x1f]|\\["'\\nrt])*"/
+"""
+
+
+class CannotHold(Exception):
+    """The format cannot hold a model to this keyword of a schema.
+
+    Args:
+        path: of the schema, within the function's parameters.
+    """
+
+    def __init__(self, path: str, keyword: str) -> None:
+        super().__init__(f"{path} has the keyword {keyword!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a request offers.
+
+    Args:
+        schema: of its parameters, which are an object.
+    """
+
+    name: str
+    schema: Schema
+
+
+def required_calls(
+    form: ToolFormat, tools: Sequence[Tool], special: Container[str] = (), most_calls: int | None = None
+) -> str:
+    """The grammar of answers that are calls and nothing else, at least one.
+
+    Args:
+        special: texts that are one special token of the model's vocabulary each.
+        most_calls: None: any number.
+
+    Raises:
+        CannotHold
+    """
+    writer = _Writer(form, special, most_calls)
+    call = writer.call(tools)
+    return writer.grammar(writer.section(call, "" if form.opens_answer else writer.begin))
+
+
+def allowed_calls(
+    form: ToolFormat, tools: Sequence[Tool], special: Container[str] = (), most_calls: int | None = None
+) -> str:
+    """The grammar of answers that are text until the model begins a call. The format must have a text that begins one.
+
+    Args, Raises: as required_calls.
+    """
+    writer = _Writer(form, special, most_calls)
+    call = writer.call(tools)
+    if writer.begin in special:
+        lead = f"TEXT {writer.literal(writer.begin)}"
+    else:
+        lead = writer.rule("lead[lazy]", f"TEXT {_quoted(writer.begin)}")
+    return writer.grammar(f"TEXT | {lead} {writer.section(call, '')}")
+
+
+class _Writer:
+    def __init__(self, form: ToolFormat, special: Container[str], most_calls: int | None) -> None:
+        self.begin = next((one for one in form.begins if one in special), form.begins[0])
+        self._form = form
+        self._special = special
+        self._more = "*" if most_calls is None else f"{{0,{most_calls - 1}}}"
+        self._rules: list[str] = []
+
+    def grammar(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, _TERMINALS])
+
+    def rule(self, head: str, body: str) -> str:
+        """Its name."""
+        self._rules.append(f"{head}: {body}")
+        return head.partition("[")[0]
+
+    def literal(self, text: str) -> str:
+        """Special tokens are no text to the grammar."""
+        if text in self._special:
+            return text if text.startswith("<") else f"<{text}>"
+        return _quoted(text)
+
+    def section(self, call: str, begin: str) -> str:
+        form = self._form
+        end = f"{_quoted(form.pad)} {self.literal(form.end)}" if form.end and not form.opens_answer else '""'
+        if form.brackets is None:
+            body = f"{_quoted(form.pad)} {call} {end}"
+            return (
+                f"{self.literal(begin)} {body} ({_quoted(form.before)} {self.literal(self.begin)} {body}){self._more}"
+            )
+        marks = form.brackets
+        more = f"({_quoted(marks.separator + ' ')} {call}){self._more}"
+        return f"{self.literal(begin)} {_quoted(form.pad + marks.begin)} {call} {more} {_quoted(marks.end)} {end}"
+
+    def call(self, tools: Sequence[Tool]) -> str:
+        """The rule of any call of any of the tools."""
+        return self.rule("call", " | ".join(self.rule(f"call_{i}", self._call(one)) for i, one in enumerate(tools)))
+
+    def _call(self, tool: Tool) -> str:
+        call = self._form.call
+        if isinstance(call, JsonCall):
+            head = f'{{"name": {_json(tool.name)}, "{call.arguments_key}": '
+            return f"{_quoted(head)} {_inline_json(tool.schema)} {_quoted('}')}"
+        head = f"{_quoted(call.begin + tool.name)} {self.literal(call.name_end)}"
+        match call.arguments:
+            case TaggedArguments():
+                arguments = self._tagged(call.arguments, tool)
+            case LiteralArguments():
+                pairs = self._pairs(call.arguments, tool.schema, tool.name, call.arguments.assign, "")
+                arguments = f"{pairs} {_quoted(call.arguments.end)}"
+            case _:
+                arguments = _inline_json(tool.schema)
+        return f"{head} {arguments} {_quoted(call.end)}"
+
+    def _tagged(self, form: TaggedArguments, tool: Tool) -> str:
+        required = tool.schema.get("required", ())
+        gap = "\n" if form.has_newlines else ""
+        parts = []
+        for name, schema in tool.schema.get("properties", {}).items():
+            begin = form.key_begin + name + form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
+            value = self._tagged_value(schema, gap + form.value_end + "\n", f"{tool.name}.{name}", tool.schema)
+            parts.append(f"({_quoted(begin)} {value}){'' if name in required else '?'}")
+        return " ".join(parts)
+
+    def _tagged_value(self, schema: Schema, end: str, path: str, root: Schema) -> str:
+        """Strings are written bare, other types as JSON."""
+        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        if values:
+            texts = [one if isinstance(one, str) else _json(one) for one in values]
+            return f"({' | '.join(map(_quoted, texts))}) {_quoted(end)}"
+        if schema.get("type") == "string":
+            _check(schema, path, _STRING_KEYWORDS)
+            regex = _string_regex(schema)
+            return self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", f"/{regex}/")
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return f"{_inline_json({**definitions, **schema})} {_quoted(end)}"
+
+    def _pairs(self, form: LiteralArguments, schema: Schema, path: str, assign: str, quote: str) -> str:
+        """The properties in the schema's order: `first` of those that begin there, `rest` behind another."""
+        required = schema.get("required", ())
+        separator = _quoted(", " if form.has_escapes else ",")
+        first = rest = '""'
+        for name, one in reversed(schema.get("properties", {}).items()):
+            value = self._literal_value(form, one, f"{path}.{name}")
+            pair = self.rule(f"pair_{len(self._rules)}", f"{_quoted(quote + name + quote + assign)} {value}")
+            is_required = name in required
+            first = f"{pair} {rest}" + ("" if is_required else f" | {first}")
+            rest = f"{separator} {pair} {rest}" if is_required else f"({separator} {pair})? {rest}"
+            first, rest = (self.rule(f"pairs_{len(self._rules)}", one) for one in (first, rest))
+        return first
+
+    def _literal_value(self, form: LiteralArguments, schema: Schema, path: str) -> str:
+        _check(schema, path, set())
+        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        if values:
+            return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
+        kinds = schema.get("type")
+        if not isinstance(kinds, str):
+            names = kinds or ("string", "number", "boolean", "null")
+            return f"({' | '.join(self._literal_value(form, {**schema, 'type': one}, path) for one in names)})"
+        match kinds:
+            case "string" if form.has_escapes:
+                return "PYTHON_STRING"
+            case "string":
+                quote = form.quotes[0]
+                text = self.rule(f"text_{len(self._rules)}[suffix={_quoted(quote)}]", "TEXT")
+                return f"{_quoted(quote)} {text}"
+            case "boolean" | "null":
+                values = [True, False] if kinds == "boolean" else [None]
+                return f"({' | '.join(_quoted(_literal(form, one)) for one in values)})"
+            case "array":
+                separator = _quoted(", " if form.has_escapes else ",")
+                item = self.rule(f"item_{len(self._rules)}", self._literal_value(form, schema.get("items", {}), path))
+                return f"{_quoted('[')} ({item} ({separator} {item})*)? {_quoted(']')}"
+            case "object":
+                quote, assign = form.quotes[-1], ": " if form.has_escapes else ":"
+                return f"{_quoted('{')} {self._pairs(form, schema, path, assign, quote)} {_quoted('}')}"
+            case _:
+                return "INTEGER" if kinds == "integer" else "NUMBER"
+
+
+def _check(schema: Schema, path: str, others: set[str]) -> None:
+    for keyword in schema:
+        if keyword not in _HELD_KEYWORDS | _IGNORED_KEYWORDS | others:
+            raise CannotHold(path, keyword)
+
+
+def _string_regex(schema: Schema) -> str:
+    if "pattern" in schema:
+        return str(schema["pattern"]).replace("/", r"\/")
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"(?s:.{{{least},{most}}})"
+
+
+def _literal(form: LiteralArguments, value: Any) -> str:
+    if isinstance(value, str):
+        return _json(value) if form.has_escapes else form.quotes[0] + value + form.quotes[0]
+    return repr(value) if form.has_escapes else _json(value)
+
+
+def _inline_json(schema: Schema) -> str:
+    return f"%json {_json({**schema, 'x-guidance': JSON_STYLE})}"
+
+
+def _quoted(text: str) -> str:
+    return _json(text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
