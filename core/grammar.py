@@ -47,6 +47,22 @@ ENFORCED = frozenset(
         " exclusiveMinimum exclusiveMaximum multipleOf",
     )
 )
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DATE = (
+    r"[1-9][0-9]{3}-"
+    r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+# What a format is held by: the library's own dates have 29 February in any year, its times leap seconds at any hour,
+# and some of its texts no limit
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "email": {"format": "email", "maxLength": 254},
+    "hostname": {"format": "hostname", "maxLength": 253},
+    "uri": {"format": "uri", "maxLength": 2048},
+    **{name: {"format": name} for name in ("duration", "ipv4", "ipv6", "uuid")},
+}
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
@@ -89,7 +105,9 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
             raise InvalidRequest(f"{path} has the keyword {keyword!r}. {hint}", param)
         if keyword == "$ref" and not (isinstance(value, str) and value.startswith("#")):
             raise InvalidRequest(f"{path}.$ref must point into the same schema, as '#/$defs/NAME' does.", param)
-    source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        if keyword == "format" and value not in FORMATS:
+            raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
+    source = json.dumps(_with_formats(schema), ensure_ascii=False, separators=(",", ":"))
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
@@ -152,6 +170,27 @@ def _keywords(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str, An
                 yield from _keywords(one, f"{at}[{i}]", depth + 1)
         elif keyword in _SCHEMAS:
             yield from _keywords(value, at, depth + 1)
+
+
+def _with_formats(schema: Any) -> Any:
+    """Each format as what it is held by."""
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS_BY_NAME:
+            made[keyword] = {name: _with_formats(one) for name, one in value.items()}
+        elif keyword in _SCHEMA_LISTS:
+            made[keyword] = [_with_formats(one) for one in value]
+        elif keyword in _SCHEMAS:
+            made[keyword] = _with_formats(value)
+    if "format" in made:
+        held_by = FORMATS[made.pop("format")]
+        if made.keys() & held_by.keys():
+            made["allOf"] = [*made.get("allOf", ()), {"type": "string", **held_by}]
+        else:
+            made |= held_by
+    return made
 
 
 class GrammarState:
@@ -258,7 +297,8 @@ class GrammarCompiler:
         source = spec.source
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:
-                text = LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)  # type: ignore[arg-type]  # its type lacks whitespace_pattern
+                options: Any = JSON_OPTIONS  # the library's type for them is behind
+                text = LLMatcher.grammar_from_json_schema(source, overrides=options)
             case GrammarKind.REGEX:
                 text = LLMatcher.grammar_from_regex(source)
             case GrammarKind.LARK:

@@ -87,7 +87,7 @@ class _Writer:
         self.begin = next((one for one in form.begins if one in special), form.begins[0])
         self._form = form
         self._special = special
-        self._more = "*" if most_calls is None else f"{{0,{most_calls - 1}}}"
+        self._most_calls = most_calls
         self._rules: list[str] = []
 
     def grammar(self, start: str) -> str:
@@ -109,12 +109,17 @@ class _Writer:
         end = f"{_quoted(form.pad)} {self.literal(form.end)}" if form.end and not form.opens_answer else '""'
         if form.brackets is None:
             body = f"{_quoted(form.pad)} {call} {end}"
-            return (
-                f"{self.literal(begin)} {body} ({_quoted(form.before)} {self.literal(self.begin)} {body}){self._more}"
-            )
+            more = self._more(f"{_quoted(form.before)} {self.literal(self.begin)} {body}")
+            return f"{self.literal(begin)} {body} {more}"
         marks = form.brackets
-        more = f"({_quoted(marks.separator + ' ')} {call}){self._more}"
+        more = self._more(f"{_quoted(marks.separator + ' ')} {call}")
         return f"{self.literal(begin)} {_quoted(form.pad + marks.begin)} {call} {more} {_quoted(marks.end)} {end}"
+
+    def _more(self, call: str) -> str:
+        """Behind the first."""
+        if self._most_calls == 1:
+            return ""
+        return f"({call})*" if self._most_calls is None else f"({call}){{0,{self._most_calls - 1}}}"
 
     def call(self, tools: Sequence[Tool]) -> str:
         """The rule of any call of any of the tools."""

@@ -1,0 +1,289 @@
+"""Grammars: whatever a model samples, a finished answer is valid; what cannot be held is refused by name."""
+
+import json
+import random
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from core.answer_parts import Arguments, CallBegin, Text, ToolCallParser
+from core.errors import InvalidRequest
+from core.grammar import (
+    FORMATS,
+    MAX_CHOICES,
+    MAX_DEPTH,
+    MAX_SOURCE_BYTES,
+    Grammar,
+    GrammarCompiler,
+    GrammarFault,
+    GrammarKind,
+    GrammarSpec,
+    choice,
+    json_schema,
+    lark,
+    regex,
+)
+from core.tokenizer import Tokenizer
+from core.tool_formats import FORMATS as TOOL_FORMATS
+from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
+from tests.core.random_schemas import SchemaMaker
+
+MODEL = Path("gpu/demo/model")
+PARAM = "response_format"
+Validator = jsonschema.Draft202012Validator
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    config = json.loads((MODEL / "tokenizer_config.json").read_text())
+    return Tokenizer((MODEL / "tokenizer.json").read_bytes(), config)
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    known = tokenizer()
+    assert known.eos_id is not None
+    token_bytes = [known.bytes_of(i) for i in range(known.vocab_size)]
+    return GrammarCompiler(token_bytes, known.special_ids, [known.eos_id], lambda text: known.encode(text, False))
+
+
+def sampled(grammar: Grammar, rng: random.Random, most: int = 600) -> str | None:
+    """An answer of which every token that may come is as likely; None: it is longer than `most` tokens."""
+    state = grammar.start()
+    mask = np.zeros(grammar.num_words, np.int32)
+    token_ids: list[int] = []
+    while len(token_ids) < most:
+        state.fill_mask(mask)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+        token_id = int(allowed[rng.randrange(len(allowed))])
+        if token_id == tokenizer().eos_id:
+            assert state.is_complete
+            return tokenizer().decode(token_ids)
+        token_ids.append(token_id)
+        state.accept(token_id)
+    return None
+
+
+def check(text: str, schema: Any) -> None:
+    Validator(schema, format_checker=Validator.FORMAT_CHECKER).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_every_finished_answer_is_valid(is_bounded: bool) -> None:
+    """500 schemas; of those whose answers are bounded nearly all finish."""
+    num_finished = 0
+    for seed in range(250):
+        rng = random.Random(seed)
+        schema = SchemaMaker(rng, is_bounded).schema()
+        text = sampled(compiler().compile(json_schema(schema, PARAM)), rng)
+        if text is not None:
+            num_finished += 1
+            check(text, schema)
+    assert num_finished >= (248 if is_bounded else 200)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_held(name: str) -> None:
+    for extra in ({}, {"maxLength": 40, "pattern": "[0-9a-zA-Z]$"}):
+        schema = {"type": "string", "format": name, **extra}
+        grammar = compiler().compile(json_schema(schema, PARAM))
+        for seed in range(30):
+            if (text := sampled(grammar, random.Random(seed))) is not None:
+                check(text, schema)
+
+
+def test_json_is_not_filled_with_blanks() -> None:
+    grammar = compiler().compile(json_schema({"type": "object", "properties": {"a": {}}, "required": ["a"]}, PARAM))
+    state = grammar.start()
+    for token_id in tokenizer().encode("{" + "\n" + " " * 24, False):
+        state.accept(token_id)
+    (blank,) = tokenizer().encode(" ", False)
+    with pytest.raises(GrammarFault):
+        state.accept(blank)
+
+
+def test_expressions_choices_and_grammars_are_held() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        assert re.fullmatch(r"[a-c]{2,4}\d", sampled(compiler().compile(regex(r"[a-c]{2,4}\d", PARAM)), rng) or "")
+        texts = ["yes", "no (a|b)", "ü.*", "a\nb"]
+        assert sampled(compiler().compile(choice(texts, PARAM)), rng) in texts
+        for source in ('start: "a" start | "b"', 'root ::= "a" root | "b"'):
+            assert re.fullmatch("a*b", sampled(compiler().compile(lark(source, PARAM)), rng) or "b")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "object", "properties": {"a": {"not": {}}}}, "response_format.properties.a has the keyword 'not'"),
+        ({"anyOf": [{}, {"uniqueItems": True}]}, "response_format.anyOf[1] has the keyword 'uniqueItems'"),
+        ({"colour": "red"}, "response_format has the keyword 'colour'"),
+        ({"$ref": "https://example.org/s.json"}, "response_format.$ref must point into the same schema"),
+        ({"type": "string", "format": "iban"}, "response_format.format must be one of date, date-time"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
+        ({"type": "strin"}, "strin"),
+        ({"items": 3}, "response_format.items must be a schema"),
+        ({"properties": []}, "response_format.properties must be an object of schemas"),
+        ({"anyOf": []}, "response_format.anyOf must be a list of schemas"),
+        ({"$ref": "#/$defs/none"}, "none"),
+        ({"type": "string", "pattern": "(a"}, "unclosed group"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
+        ({"enum": ["x" * MAX_SOURCE_BYTES]}, "is larger than 512 KiB"),
+        ([], "must be a JSON schema"),
+        (None, "must be a JSON schema"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_by_name(schema: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
+        compiler().compile(json_schema(schema, PARAM))
+    assert refused.value.param == PARAM
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: regex("(a", PARAM), "unclosed group"),
+        (lambda: regex("(?=a)b", PARAM), "look-around"),
+        (lambda: choice([], PARAM), "must have 1 to 4096 choices"),
+        (lambda: choice(["x"] * (MAX_CHOICES + 1), PARAM), "must have 1 to 4096 choices"),
+        (lambda: lark("start: (", PARAM), "1 | start: ("),
+        (lambda: lark("root ::= (", PARAM), "cannot be read as GBNF"),
+    ],
+)
+def test_a_broken_expression_or_grammar_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
+        compiler().compile(make())
+    assert refused.value.param == PARAM
+
+
+def test_tokens_that_have_to_come_are_told() -> None:
+    state = compiler().compile(json_schema({"const": "a long constant text"}, PARAM)).start()
+    assert tokenizer().decode(state.forced()) == '"a long constant text"'
+
+
+def test_a_token_is_taken_back() -> None:
+    state = compiler().compile(choice(["ab", "cd"], PARAM)).start()
+    (a,) = tokenizer().encode("a", False)
+    (c,) = tokenizer().encode("c", False)
+    state.accept(a)
+    state.roll_back(1)
+    state.accept(c)
+    assert state.num_accepted == 1
+
+
+# Tools
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "x"},
+            "days": {"type": "integer"},
+            "scale": {"enum": ["C", "F", 3, None]},
+            "exact": {"type": "boolean"},
+            "hours": {"type": "array", "items": {"type": "number"}},
+            "where": {
+                "type": "object",
+                "properties": {"lat": {"type": "number"}, "name": {"type": "string"}},
+                "required": ["lat"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["city", "exact"],
+        "additionalProperties": False,
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+    "optional": {
+        "type": "object",
+        "properties": {"a": {"type": ["string", "null"]}, "b": {"type": "integer"}, "c": {"type": "boolean"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [Tool(name, schema) for name, schema in SCHEMAS.items()]
+
+
+def calls_in(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    parser = ToolCallParser(TOOL_FORMATS[form], SCHEMAS)
+    names: list[str] = []
+    arguments: list[str] = []
+    said = ""
+    for event in parser.feed(text) + parser.close():
+        match event:
+            case CallBegin():
+                names.append(event.name)
+                arguments.append("")
+            case Arguments():
+                arguments[event.index] += event.text
+            case Text():
+                said += event.text
+    return said, [(name, json.loads(one)) for name, one in zip(names, arguments, strict=True)]
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_required_calls_are_read_as_calls_that_fit_their_schemas(form: str) -> None:
+    source = required_calls(TOOL_FORMATS[form], TOOLS, most_calls=3)
+    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    num_calls = 0
+    for seed in range(40):
+        text = sampled(grammar, random.Random(seed), most=300)
+        if text is None:
+            continue
+        said, calls = calls_in(form, text)
+        assert said == ""
+        assert 1 <= len(calls) <= 3
+        for name, arguments in calls:
+            Validator(SCHEMAS[name]).validate(arguments)
+        num_calls += len(calls)
+    assert num_calls > 10
+
+
+@pytest.mark.parametrize("form", [name for name, one in TOOL_FORMATS.items() if not one.opens_answer])
+def test_a_call_that_the_model_begins_is_held_and_text_is_free(form: str) -> None:
+    source = allowed_calls(TOOL_FORMATS[form], TOOLS, most_calls=1)
+    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    for lead in ("", "Let me see. <"):
+        whole = sampled_behind(grammar, lead + TOOL_FORMATS[form].begins[0])
+        said, calls = calls_in(form, whole)
+        assert said == lead
+        for name, arguments in calls:
+            Validator(SCHEMAS[name]).validate(arguments)
+        assert len(calls) == 1
+    assert calls_in(form, sampled_behind(grammar, "No call"))[1] == []
+
+
+def sampled_behind(grammar: Grammar, begin: str) -> str:
+    """An answer that begins so, once one of them is short enough."""
+    for seed in range(200):
+        state = grammar.start()
+        token_ids = tokenizer().encode(begin, False)
+        for token_id in token_ids:
+            state.accept(token_id)
+        rng, mask = random.Random(seed), np.zeros(grammar.num_words, np.int32)
+        for _ in range(200):
+            state.fill_mask(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+            token_id = int(allowed[rng.randrange(len(allowed))])
+            if token_id == tokenizer().eos_id:
+                return tokenizer().decode(token_ids)
+            token_ids.append(token_id)
+            state.accept(token_id)
+    raise AssertionError("none ends")
+
+
+def test_what_a_format_cannot_hold_is_named() -> None:
+    tools = [Tool("f", {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}})]
+    with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'minimum'")):
+        required_calls(TOOL_FORMATS["pythonic"], tools)
+    required_calls(TOOL_FORMATS["hermes"], tools)
