@@ -1,0 +1,110 @@
+"""Finds how a model writes tool calls from what its chat template renders for one. No I/O. Thread: any.
+
+Two conversations that differ only in the assistant's turn, one with text and one with calls, differ in what the
+template writes for the calls.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from core.answer_parts import Arguments, CallBegin, HarmonyParser, Parser, Text, ToolCallParser
+from core.errors import InvalidRequest
+from core.tool_formats import FORMATS
+
+HARMONY = "harmony"
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
+
+_MARK = "Zq7"
+_ARGUMENTS = {"place": "Zq8 Zq9", "num_days": 3}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"place": {"type": "string"}, "num_days": {"type": "integer"}},
+    "required": ["place", "num_days"],
+}
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "A probe.", "parameters": _PARAMETERS}}
+    for name in ("probe_one", "probe_two")
+]
+
+
+class ToolStyle(NamedTuple):
+    """How a model's template writes calls.
+
+    Args:
+        format: a name of FORMATS, or HARMONY.
+        has_text_arguments: the template wants a call's arguments as JSON text, not as an object.
+        most_calls: of one turn, that the template renders: 1 or 2, which stands for any number.
+    """
+
+    format: str
+    has_text_arguments: bool
+    most_calls: int
+
+
+def detect(render: Render) -> ToolStyle | None:
+    """
+    Args:
+        render: the prompt of messages and tools; raises InvalidRequest where the template refuses them.
+
+    Returns:
+        None: the template renders no calls, or in a way that is not known.
+    """
+    for most_calls in (2, 1):
+        for has_text_arguments in (False, True):
+            calls = [_call(name, has_text_arguments) for name in ("probe_one", "probe_two")[:most_calls]]
+            region = _region(render, calls)
+            found = None if region is None else _format_of(region, most_calls)
+            if found is not None:
+                return ToolStyle(found, has_text_arguments, most_calls)
+    return None
+
+
+def _call(name: str, has_text_arguments: bool) -> dict[str, Any]:
+    arguments = json.dumps(_ARGUMENTS) if has_text_arguments else _ARGUMENTS
+    return {
+        "type": "function",
+        "id": f"{name:a<9.9}".replace("_", "x"),
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _region(render: Render, calls: list[dict[str, Any]]) -> str | None:
+    """What the template writes for the calls, and after them."""
+    question = {"role": "user", "content": "?"}
+    try:
+        with_text = render([question, {"role": "assistant", "content": _MARK}], _TOOLS)
+        with_calls = render([question, {"role": "assistant", "content": "", "tool_calls": calls}], _TOOLS)
+    except InvalidRequest:
+        return None
+    return str(with_calls[_num_equal(with_text, with_calls) :])
+
+
+def _num_equal(first: str, second: str) -> int:
+    """Characters at the beginning."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _format_of(region: str, num_calls: int) -> str | None:
+    schemas = dict.fromkeys(("probe_one", "probe_two"), _PARAMETERS)
+    candidates: dict[str, Parser] = {name: ToolCallParser(form, schemas) for name, form in FORMATS.items()}
+    candidates[HARMONY] = HarmonyParser()
+    found: dict[str, int] = {}  # -> characters that are no part of the calls
+    for name, parser in candidates.items():
+        events = parser.feed(region) + parser.close()
+        begun = [event.name for event in events if isinstance(event, CallBegin)]
+        arguments = [
+            "".join(event.text for event in events if isinstance(event, Arguments) and event.index == index)
+            for index in range(len(begun))
+        ]
+        if begun == ["probe_one", "probe_two"][:num_calls] and all(map(_is_whole, arguments)):
+            found[name] = sum(len(event.text) for event in events if isinstance(event, Text))
+    return min(found, key=found.__getitem__, default=None)
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        return bool(json.loads(arguments) == _ARGUMENTS)
+    except ValueError:
+        return False

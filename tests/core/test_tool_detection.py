@@ -1,0 +1,40 @@
+"""A model's format of tool calls is found from its template."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from core.chat_template import ChatTemplate
+from core.tool_detection import ToolStyle, detect
+from tests.core.chat_templates import CHATML, LLAMA2
+from tests.core.tool_templates import TOOL_TEMPLATES
+
+
+def style_of(source: str) -> ToolStyle | None:
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, context_limit=4096)
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        return template.render(messages, now=datetime(2026, 1, 1), tools=tools, add_generation_prompt=False)
+
+    return detect(render)
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_the_format_is_found(name: str) -> None:
+    style = style_of(TOOL_TEMPLATES[name])
+    assert style is not None
+    assert style.format == name.partition(",")[0]
+    assert style.has_text_arguments == (name == "mistral")
+    assert style.most_calls == (1 if name in ("llama", "harmony") else 2)
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA2])
+def test_a_template_without_calls_has_none(source: str) -> None:
+    assert style_of(source) is None
+
+
+def test_a_format_that_is_not_known_is_none() -> None:
+    calls = "{% for call in m.tool_calls %}CALL {{ call.function.name }}{% endfor %}"
+    assert style_of("{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}") is None
