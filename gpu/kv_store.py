@@ -1,4 +1,4 @@
-"""Blocks of keys and values beyond the device: slots in host memory, and a directory of files that outlives the process.
+"""Blocks of keys and values beyond the device: slots in host memory, and files that outlive the process.
 
 core/kv_cache.py decides which block is copied where. Copies run on the stream of the steps, between pinned memory and
 the device: each is done before the next step's rows are computed, and none blocks the host. Thread: engine. A thread of
