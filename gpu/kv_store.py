@@ -13,6 +13,7 @@ and never served. Only their owner can read the files: they hold prompts.
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -23,12 +24,11 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ class BadFile(Exception):
     """The file is not a whole file of this model."""
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class Header:
     """
     Args:
         name: of the file, without its suffix.
@@ -72,12 +73,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
-_HEADERS = msgspec.json.Decoder(Header)
-
-
 def encode_header(header: Header) -> bytes:
     """Everything before a file's keys and values."""
-    head = msgspec.json.encode(header)
+    head = json.dumps(asdict(header)).encode()
     return MAGIC + LENGTH.pack(len(head)) + head
 
 
@@ -92,12 +90,18 @@ def decode_header(raw: bytes) -> tuple[Header, int]:
         raise BadFile("it is of another format")
     end = start + LENGTH.unpack_from(raw, len(MAGIC))[0]
     try:
-        header = _HEADERS.decode(raw[start:end])
-        num_bytes = len(bytes.fromhex(header.content))
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        match fields := json.loads(raw[start:end]):
+            case {"parent": None, "domain": [str(tenant), str(salt)]}:
+                header = Header(**fields | {"domain": (tenant, salt)})
+            case {"parent": str(), "domain": None}:
+                header = Header(**fields)
+            case _:
+                raise ValueError("neither the first of a chain nor the next")
+        is_text = isinstance(header.fingerprint, str) and isinstance(header.name, str)
+        if not is_text or len(bytes.fromhex(header.content)) != 4 * BLOCK_SIZE:
+            raise ValueError("a field is of another type or size")
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadFile("its header cannot be read") from error
-    if (header.parent is None) == (header.domain is None) or num_bytes != 4 * BLOCK_SIZE:
-        raise BadFile("its header cannot be read")
     return header, end
 
 
