@@ -44,7 +44,7 @@ from gpu.device import (
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import FindOperators, load_runner, warm_up
 from gpu.memory_plan import plan_memory, weights_size_bytes
-from gpu.parameters import empty_weights, targets
+from gpu.parameters import empty_weights
 from gpu.runner import ModelRunner
 from gpu.tune import find_operators
 
@@ -284,8 +284,8 @@ def random_runner(
     memory = plan_memory(model, engine, choice, size_bytes, free_memory_bytes(choice.device))
     operators = find(model, choice)
     with torch.inference_mode():
-        weights = empty_weights(model, choice.dtype, choice.device)
-        for name, target in targets(model, weights).items():
+        weights, targets = empty_weights(model, choice.dtype, choice.device)
+        for name, target in targets.items():
             target.fill(draw_tensor(name, target.shape, drawn_as or choice.dtype, choice.device).to(choice.dtype))
     runner = ModelRunner(model, engine, memory, weights, operators)
     warm_up(runner)
