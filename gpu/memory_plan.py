@@ -19,13 +19,13 @@ from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_gather, can_pack
-from gpu.parameters import LayerWeights, empty_weights, layer_targets, matrices
+from gpu.parameters import LayerWeights, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
 from gpu.sampler import piece_rows
 from gpu.scores import MAX_SCORES
 from gpu.step_shapes import max_decodes, step_shapes
 from gpu.streams import staged_bytes
-from gpu.weights import PrequantizedMatrix, check_checkpoint, find_prequantized, prequantized_scheme
+from gpu.weights import check_checkpoint, find_prequantized, prequantized_scheme
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
@@ -367,15 +367,16 @@ def weights_size_bytes(
     scheme = prequantized_scheme(model, quantize, device)
     if quantize is None and scheme is None:
         return size_bytes
-    for index, layer in enumerate(empty_weights(model, dtype, torch.device("meta")).layers):
-        kept = {} if scheme is None else find_prequantized(model, layer, layer_targets(model, index, layer), checkpoint)
+    for index in range(model.num_layers):
+        layer, targets = empty_layer(model, index, dtype, torch.device("meta"))
+        kept = {} if scheme is None else find_prequantized(model, layer, targets, checkpoint)
         size_bytes += sum(_added_bytes(layer, kept, scheme, dtype, quantize))
     return size_bytes
 
 
 def _added_bytes(
     layer: LayerWeights,
-    kept: dict[str, PrequantizedMatrix],
+    kept: dict[str, int],
     scheme: str | None,
     dtype: torch.dtype,
     quantize: str | None,
@@ -390,8 +391,7 @@ def _added_bytes(
         shape = tuple(floats(getattr(owner, field)).shape)
         plain_bytes = math.prod(shape) * dtype.itemsize
         if scheme is not None and field in kept:
-            group_size = kept[field].group_size
-            yield stored_bytes(shape, scheme, dtype, group_size) - plain_bytes
+            yield stored_bytes(shape, scheme, dtype, kept[field]) - plain_bytes
         elif quantize is not None and can_quantize(quantize, shape[-1]):
             yield stored_bytes(shape, quantize, dtype) - plain_bytes
 
@@ -400,7 +400,7 @@ def loading_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceC
     """Beside the weights, until they are all there: slices on their way, and a layer that is not quantised yet."""
     size_bytes = staged_bytes(device.device)
     if engine.quantize is not None or prequantized_scheme(model, None, device.device) is not None:
-        layers = empty_weights(model, device.dtype, torch.device("meta")).layers
+        layers = empty_weights(model, device.dtype, torch.device("meta"))[0].layers
         size_bytes += max(sum(floats(getattr(*matrix)).nbytes for matrix in matrices(layer)) for layer in layers)
     return size_bytes
 
