@@ -93,7 +93,7 @@ def _queues(states: SequenceStates, now: float) -> tuple[WaitingLine, ...]:
             priority=-below,
             tenant=tenant,
             num_sequences=len(members),
-            num_tokens=sum(sequence.num_uncomputed_tokens for _, sequence in members),
+            num_tokens=sum(len(sequence.token_ids) - sequence.num_computed_tokens for _, sequence in members),
             oldest_s=now - min(group.request.arrival_s for group, _ in members),
         )
         for (below, tenant), members in sorted(lines.items())

@@ -277,7 +277,7 @@ class Scheduler:
             return False
         if len(sequence.token_ids) + sequence.num_pending >= sequence.max_length:
             return True
-        return sequence.num_computed_tokens == sequence.num_prompt_tokens and self.states.leads(sequence)
+        return sequence.num_computed_tokens == sequence.num_prompt_tokens and len(self.states.joining(sequence)) > 1
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
         """Preempt those whom the queue's head outranks, if that is what it takes to admit it."""
