@@ -23,7 +23,7 @@ from bench.results import Table
 from core.errors import ServiceError
 from core.outlook import Outlook
 from core.types import EngineStats, Request, SamplingParams, Usage
-from server.gate.admission import Admission, Asker, Place, QueueLimits
+from server.gate.admission import Admission, Contender, Place, QueueLimits
 from server.gate.identity import Authenticator, Caller, make_directory
 from server.gate.jwt import JwtRules, JwtVerifier, KeySource
 from server.gate.quota import S_NS, Moment, Quotas
@@ -148,7 +148,7 @@ def admission_checks() -> dict[str, Check]:
             admit(f"tenant {i % NUM_TENANTS}")
 
         def go() -> None:
-            admission.check_hope(Asker(0, "acme", 1, is_due=True), PLENTY)
+            admission.check_in_time(Contender(0, "acme", 1, is_due=True), PLENTY)
             admission.check("acme", 1_000)
             place = admit("acme")
             place.on_first_token(0, time.monotonic())

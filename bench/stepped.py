@@ -30,7 +30,7 @@ from gpu.device import DTYPES, apply_threads, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import FindOperators, load_runner, warm_up
 from gpu.memory_plan import plan_memory
-from gpu.parameters import EMBEDDING, HEAD, ModelWeights, empty_weights, targets
+from gpu.parameters import EMBEDDING, HEAD, ModelWeights, empty_weights
 from gpu.runner import ModelRunner
 from gpu.tune import find_operators
 
@@ -268,8 +268,8 @@ def random_weights(
     Args:
         drawn_as: the format whose numbers they are; None: dtype.
     """
-    weights = empty_weights(config, dtype, device)
-    for name, target in targets(config, weights).items():
+    weights, targets = empty_weights(config, dtype, device)
+    for name, target in targets.items():
         target.fill(draw_tensor(name, target.shape, drawn_as or dtype, device).to(dtype))
     return weights
 

@@ -18,7 +18,6 @@ from server.exchange import AppState, Exchange, Readiness
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.identity import mask_keys
-from server.gate.quota import limit_headers
 from server.listening.clients import DENIED
 from server.observing.accounting import NO_REQUEST, Account, RequestRecord, TraceContext, continue_trace, status_told
 from server.observing.logs import current_request_id, current_trace_id
@@ -213,7 +212,7 @@ class App:
         """Let the request in and out of its caller's quotas. One that the server has no room for counts for nothing."""
         exchange.enter(Stage.QUOTA)
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
-        exchange.stream.late_headers = partial(limit_headers, ticket)
+        exchange.stream.late_headers = ticket.headers
         ticket.enter(route.needs_tokens)
         try:
             await route.handler(exchange)
