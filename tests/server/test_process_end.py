@@ -18,7 +18,6 @@ from core.simulation import SimulatedRunner
 from server import process
 from server.config import ServerConfig
 from server.loaded_engine import LoadedEngine
-from server.supervision import EngineLost
 from tests.server.raw_http2 import START, Seen, post
 from tests.server.running_server import (
     LIMIT_S,
@@ -273,42 +272,3 @@ async def test_signals_stop_a_server() -> None:
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving is ExitCode.OK
-
-
-class HangingRunner(SimulatedRunner):
-    """Hangs in its third step until the test lets go of it."""
-
-    may_go_on = threading.Event()
-    num_steps = 0
-
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        self.num_steps += 1
-        if self.num_steps == 3:
-            self.may_go_on.wait()
-        return super().collect(ticket)
-
-
-def test_engine_that_hangs_is_not_ready_and_when_lost_ends_its_streams_and_the_process() -> None:
-    HangingRunner.may_go_on.clear()
-
-    async def scenario() -> None:
-        running = Running(load_with(HangingRunner))
-        server = running.server
-        await server.wait_ready()
-        reader, writer, head = await begun(running, chat(**FOREVER))
-        server.on_silence(True)  # as supervision tells it (test_supervision.py)
-        stalled = await ask(server, closing(request("GET", "/ready")))
-        assert (stalled.status, stalled.json["error"]["code"]) == (503, "stalled")
-        server.on_failed(EngineLost("busy with one step"))
-        (answer,) = answers(head + await reader.read())
-        assert answer.events[-1]["error"]["code"] == "engine_error"
-        writer.close()
-        await writer.wait_closed()
-        assert await running.exit is ExitCode.ENGINE  # though its thread hangs still
-        HangingRunner.may_go_on.set()
-        assert server._engine_thread.wait_stopped(LIMIT_S)
-
-    try:
-        run(scenario)
-    finally:
-        HangingRunner.may_go_on.set()
