@@ -24,7 +24,7 @@ from core.config import EngineConfig, ModelConfig
 from core.errors import DeviceUnavailable, ExitCode, StartupError
 from core.plan import DeviceError, StepOutput, StepPlan
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
-from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
+from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.linear import can_gather, can_pack
 from gpu.loading import load_planned, time_rows, warm_up
 from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
@@ -231,7 +231,7 @@ def load_rank(room: Room, free_bytes: int, meeting: int, progress: Progress) -> 
         DeviceError: the others are not there.
     """
     shard, device = room.shard, room.choice.device
-    apply_threads(room.choice)
+    torch.set_num_threads(room.choice.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     memory = plan_rank(room, free_bytes)
