@@ -26,7 +26,7 @@ from core.engine import Engine
 from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
-from gpu.device import DTYPES, choose_device, free_memory_bytes
+from gpu.device import DTYPES, apply_threads, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import FindOperators, load_runner, warm_up
 from gpu.memory_plan import plan_memory
@@ -290,7 +290,7 @@ def random_runner(
         StartupError: the device or its memory.
     """
     model, choice = parse_model_config(dict(config)), choose_device(engine)
-    torch.set_num_threads(choice.threads)
+    apply_threads(choice)
     size_bytes = model.num_parameters * choice.dtype.itemsize
     memory = plan_memory(model, engine, choice, size_bytes, free_memory_bytes(choice.device))
     operators = find(model, choice)

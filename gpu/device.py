@@ -73,6 +73,11 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
     return DeviceChoice(device, device_reason, dtype, dtype_reason, threads, threads_reason, is_asked)
 
 
+def apply_threads(choice: DeviceChoice) -> None:
+    """Set torch's compute threads for this process."""
+    torch.set_num_threads(choice.threads)
+
+
 def _device(asked: str) -> tuple[torch.device, str]:
     if asked not in ("auto", "cpu", "cuda"):
         raise DeviceUnavailable(f"Device {asked!r} is not known.", "--device auto, cpu or cuda")

@@ -14,7 +14,7 @@ from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
-from gpu.device import DeviceChoice, choose_device, drop_code_pages, free_memory_bytes, trim_heap
+from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
 from gpu.kv_cache import num_blocks_for
 from gpu.linear import MOST_FEW_ROWS
 from gpu.memory_plan import MemoryPlan, plan_checkpoint
@@ -52,7 +52,7 @@ def load_runner(
         StartupError: the device, the files or the memory; before the weights are read where that can be known.
     """
     choice = choose_device(engine)
-    torch.set_num_threads(choice.threads)
+    apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packing)
     config = check_checkpoint(checkpoint, config)
     memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
