@@ -24,14 +24,18 @@ from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import ROPE_FACTORS, config_of, end_ids, generation_of, keys_of, tokenizer_files
 from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
-from server.api.fields import RANGES
+from server.api.decoding import range_of
+from server.api.fields import SamplingFields
 from server.values import show_models
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
 # Of recommended values: as of requests; but -1 or more stands for no top_k, and a top_p of 0 for the likeliest token.
-_BOUNDS = {name: (low, high) for name, low, high in RANGES} | {"top_p": (0, 1), "top_k": (-math.inf, math.inf)}
+_BOUNDS = {name: range_of(SamplingFields, name) for name in ("temperature", "min_p", "repetition_penalty")} | {
+    "top_p": (0, 1),
+    "top_k": (-math.inf, math.inf),
+}
 _SAMPLING_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # generation_config.json's fields that change what is sampled, and are not built, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -66,7 +70,7 @@ class ModelFiles:
         path: the directory or the file.
         config: config.json, as it is, or as it would be.
         chat_template: renders, or refuses with what to do where the model has none.
-        recommended: generation_config.json's sampling: values of fields of server.api.surface.GenerationDefaults.
+        recommended: generation_config.json's sampling: values of fields of server.api.fields.GenerationDefaults.
         eos_ids: any of them ends an answer.
     """
 
