@@ -127,9 +127,11 @@ def _run(argv: list[str]) -> int:
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if name == "serve":
-        from server.commands.doctor import print_estimate
+        from server.engine_loader import plan_facts
 
-        return print_estimate(config)
+        for fact in plan_facts(config):
+            print(f"{fact.name:<13}{fact.value}")
+        return ExitCode.OK
     command = import_module(f"server.commands.{COMMANDS[name][1]}")
     return int(command.run(arguments, config))
 

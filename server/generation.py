@@ -26,10 +26,9 @@ from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefill
 from server.api.replies import WIRE_REASONS, Surface, cut_short, status_of
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
 from server.engine_client import NOT_YET, EngineClient, RequestHandle, RequestSequence
-from server.gate.admission import Admission, Asker, Place
-from server.gate.allowance import NEVER, Allowance
+from server.gate.admission import Admission, Contender, Place
 from server.gate.deadlines import Deadlines, OwnDeadlineExceeded
-from server.gate.quota import Ticket
+from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, Ledger, Subject, unavailable
@@ -313,8 +312,8 @@ class Generation:
         sharing_name = self._ticket.caller.sharing_name
         shared.check_open()
         # With the best class and deadline that the body may ask for
-        asker = Asker(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
-        shared.admission.check_hope(asker, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
+        contender = Contender(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
+        shared.admission.check_in_time(contender, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
         self._timings.enter(Stage.BODY, self._clock())
         body = await shared.read_body(stream, sharing_name)
         self._on(Event.BODY_READ)
@@ -612,11 +611,11 @@ class Generation:
 
     def on_blocked(self) -> None:
         """The reader is slow: its stream's buffers are full."""
-        self._place.pause()
+        self._place.set_paused(True)
         self.pause()
 
     def on_unblocked(self) -> None:
-        self._place.resume()
+        self._place.set_paused(False)
         self.resume()
 
     def pause(self) -> None:
@@ -737,7 +736,7 @@ class Generation:
         : prefill {"tokens":512,"of":2048}
         """
         self._news_due_s = now_s + NEWS_EVERY_S
-        view = self._place.view(self._clock())
+        view = self._place.view()
         if self._num_prefilled is not None:
             num_tokens = len(self._prepared.prompts[0])
             news = f"prefill {_json({'tokens': self._num_prefilled, 'of': num_tokens})}"
