@@ -28,7 +28,7 @@ BUDGETS = {
     "gpu/cpu_kernels": (2770, 9),
     "gpu/kernels": (2860, 8),
     "gpu/parallel": (780, 5),
-    "bench": (11280, 40),
+    "bench": (9090, 32),
 }
 TEST_LINES = 53_900
 
