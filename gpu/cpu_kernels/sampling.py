@@ -94,7 +94,8 @@ def _scan(logits, maxima):
         for index in range(len(some)):
             key = _ordered(some[index])
             largest, smallest = max(largest, key), min(smallest, key)
-        is_finite = is_finite and smallest > MINUS_INFINITY_KEY and largest < INFINITY_KEY
+        if smallest <= MINUS_INFINITY_KEY or largest >= INFINITY_KEY:
+            is_finite = False
         keys[segment] = _ordered(largest)
         if maxima[segment] > maxima[top_segment]:
             top_segment = segment

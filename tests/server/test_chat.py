@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.commands.chat import SETTINGS, ChatStats, Conversation, HttpChatBackend, ReadLine, harmless, serve_and_chat
+from server.commands.chat import SETTINGS, AnswerStats, ChatClient, Conversation, ReadLine, harmless, private_server
 from server.config import ServerConfig
 from server.gate.identity import WAYS
 from server.gate.tenants import Tenant
@@ -33,9 +33,9 @@ def typed(*lines: str) -> ReadLine:
     return read
 
 
-def backend_of(peer: Peer) -> HttpChatBackend:
+def backend_of(peer: Peer) -> ChatClient:
     ticks = itertools.count()
-    return HttpChatBackend(peer.url, clock=lambda: next(ticks) * 0.5, sleep=lambda duration_s: None)
+    return ChatClient(peer.url, clock=lambda: next(ticks) * 0.5, sleep=lambda duration_s: None)
 
 
 def talk(peer: Peer, *lines: str) -> tuple[str, str]:
@@ -65,7 +65,7 @@ def test_the_first_listed_model_is_asked_with_a_stream_and_usage(peer: Peer) -> 
 
 
 def test_the_key_travels_as_bearer(peer: Peer) -> None:
-    list(HttpChatBackend(peer.url, "secret").stream([], {}))
+    list(ChatClient(peer.url, "secret").stream([], {}))
     assert peer.keys == ["Bearer secret"]
 
 
@@ -192,35 +192,30 @@ def test_loading_is_waited_for_and_each_stage_told_once(peer: Peer) -> None:
     assert told == ["loading weights", "warming up"]
 
 
-def test_up_is_what_answers(peer: Peer) -> None:
-    assert backend_of(peer).is_up()
-
-
 def test_nobody_there_is_not_up_and_says_how_to_get_one() -> None:
     with Peer() as closed:
         url = closed.url
-    backend = HttpChatBackend(url)
-    assert not backend.is_up()
+    backend = ChatClient(url)
     with pytest.raises(StartupError) as caught:
-        list(backend.stream([], {}))
+        backend.wait_ready(lambda stage: None)
     assert caught.value.exit_code == ExitCode.UNREACHABLE
     assert "steploop serve" in caught.value.fix
 
 
 def test_host_and_port_are_enough() -> None:
-    assert HttpChatBackend("localhost:8000").url == "http://localhost:8000"
+    assert ChatClient("localhost:8000").url == "http://localhost:8000"
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://[::1", "http://a:port", ""])
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(StartupError) as caught:
-        HttpChatBackend(url)
+        ChatClient(url)
     assert caught.value.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_url_may_end_in_v1(suffix: str, peer: Peer) -> None:
-    assert HttpChatBackend(peer.url + suffix).model == "tiny"
+    assert ChatClient(peer.url + suffix).model == "tiny"
 
 
 def test_in_process_server_is_private_and_stopped_after(peer: Peer) -> None:
@@ -235,7 +230,7 @@ def test_in_process_server_is_private_and_stopped_after(peer: Peer) -> None:
         host="0.0.0.0", port=8000, max_sequences=4,
         tenants=(Tenant(name="acme"),), keys_file=Path("/nowhere/keys.json"), auth=("jwt",),
     )  # fmt: skip
-    with serve_and_chat(config, start, lambda stage: None) as backend:
+    with private_server(config, start) as backend:
         assert "".join(backend.stream([], {})) == "KV cache"
         assert not stopped
     assert stopped == [True]
@@ -255,5 +250,5 @@ def test_bytes_that_are_no_utf8_are_replaced_before_they_are_sent(peer: Peer) ->
 
 
 def test_figures_of_one_token_have_no_rate() -> None:
-    stats = ChatStats(start_s=1.0, first_s=1.0451, last_s=1.0451, usage={"completion_tokens": 1})
+    stats = AnswerStats(start_s=1.0, times_s=[1.0451], usage={"completion_tokens": 1})
     assert str(stats) == "1 tokens: the first in 45 ms"
