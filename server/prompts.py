@@ -25,9 +25,8 @@ from server.api.surface import (
     Surface,
     TextPrompt,
 )
-from server.gate.deadlines import ANY_TIME
 from server.gate.identity import Caller
-from server.gate.tenants import Tenant
+from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 

@@ -20,7 +20,7 @@ from server.api.surface import (
     RequestLimits,
     TokenWishes,
 )
-from server.gate.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
+from server.gate.tenants import ANY_TIME, MAX_DEADLINE_MS, Deadlines
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Part type -> the part's field with its text.

@@ -11,7 +11,7 @@ import msgspec
 
 from core.errors import ServiceError
 from core.types import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
-from server.gate.deadlines import ANY_TIME, Deadlines
+from server.gate.tenants import ANY_TIME, Deadlines
 from server.wire.messages import TextFrame
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context

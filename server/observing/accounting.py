@@ -19,9 +19,8 @@ import orjson
 from core.errors import ErrorKind, ServiceError
 from core.types import FinishReason, Usage
 from server.clock import Clock
-from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.identity import LOCAL_CALLER, Caller, mask_keys
-from server.gate.tenants import LOCAL_NAME
+from server.gate.tenants import LOCAL_NAME, OwnDeadlineExceeded
 from server.observing.logs import AccessRecord, access_is_logged, log_access
 from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
 from server.observing.timing import MS_NS, S_NS, StageClock

@@ -17,7 +17,7 @@ from server.api.fields import checked_ids
 from server.api.responses import ResponsesSurface
 from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
 from server.config_sources import load_config
-from server.gate.deadlines import Deadlines
+from server.gate.tenants import Deadlines
 from tests.server.api import wire
 from tests.server.api.wire import VOCAB_SIZE
 
