@@ -65,7 +65,5 @@ class CrossOrigin:
         if origin is None or not (self._allows_any or origin in self._origins):
             return None
         named = request.header(b"access-control-request-headers")
-        allowed = (
-            () if named is None else ((b"access-control-allow-headers", named),)
-        )  # * excludes authorization
+        allowed = () if named is None else ((b"access-control-allow-headers", named),)  # * excludes authorization
         return ((b"access-control-allow-methods", METHODS), *allowed, (b"access-control-max-age", MAX_AGE_S))
