@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from secrets import token_hex
 
-from h2.errors import ErrorCodes
-
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
 from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
@@ -27,7 +25,7 @@ from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, answer_headers
 from server.routes import MethodNotAllowed, Route, find_route
 from server.values import escape
-from server.wire.messages import Headers, Peer, ResponseHead
+from server.wire.messages import Headers, Http2ErrorCode, Peer, ResponseHead
 from server.wire.stream import ClientDisconnected, HttpStream, content_headers
 
 logger = logging.getLogger(__name__)
@@ -134,7 +132,7 @@ class App:
         peer: Peer,
         since: float,
         stream: HttpStream | None,
-        http2_error: ErrorCodes | None,
+        http2_error: Http2ErrorCode | None,
     ) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
 

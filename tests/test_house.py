@@ -15,9 +15,9 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6680, 23),
+    "server": (6580, 23),
     "server/api": (2550, 11),
-    "server/commands": (1950, 11),
+    "server/commands": (1920, 11),
     "server/gate": (2510, 8),
     "server/ledger": (1585, 6),
     "server/listening": (1205, 4),
@@ -28,7 +28,7 @@ BUDGETS = {
     "gpu/cpu_kernels": (2770, 9),
     "gpu/kernels": (2860, 8),
     "gpu/parallel": (780, 5),
-    "bench": (11280, 40),
+    "bench": (9090, 32),
 }
 TEST_LINES = 53_900
 

@@ -14,7 +14,6 @@ from server import __version__
 
 # What `doctor` lists, in order: everything that stands between a socket and a token.
 LISTED = (
-    "h2",
     "hpack",
     "uvloop",
     "msgspec",
@@ -44,7 +43,6 @@ class Floor:
 
 
 FLOORS = (
-    Floor("h2", "4.4.1", "CVE-2026-71554: several Host headers are passed on, which poisons routes and caches"),
     Floor("hpack", "4.2.0", "CVE-2026-59980: a malformed integer is decoded in the square of its length"),
     Floor("jinja2", "3.1.6", "CVE-2025-27516: a chat template can leave the sandbox through the attr filter"),
 )

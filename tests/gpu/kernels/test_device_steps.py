@@ -47,7 +47,9 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def count(_: Any, model: ModelConfig, engine: EngineConfig, memory: MemoryPlan, recorder: Any) -> CountedGraphs:
         shapes = step_shapes(model, engine)
-        return CountedGraphs(dataclasses.replace(memory, graph_bytes=1 << 30), shapes, len(shapes.in_order) + 9)
+        return CountedGraphs(
+            dataclasses.replace(memory, measured_graph_bytes=1 << 30), shapes, len(shapes.in_order) + 9
+        )
 
     monkeypatch.setattr("gpu.runner.count_graphs", count)
 
