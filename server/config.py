@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
-from server.api.surface import RequestLimits
+from server.api.fields import RequestLimits
 from server.gate.cross_origin import origin_value
 from server.gate.identity import WAYS, way_value
 from server.gate.jwt import JwksUrl, jwks_source

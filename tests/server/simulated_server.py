@@ -23,8 +23,8 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, StepDelivery
+from server.api.fields import GenerationDefaults
 from server.api.models import ServedModel
-from server.api.surface import GenerationDefaults
 from server.app import App
 from server.callers import Gate
 from server.clock import Clock
