@@ -25,7 +25,7 @@ from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
 from gpu.parameters import ModelWeights
-from gpu.sampler import OnTheirWay, PromptScores, Sampler, TokensToHost
+from gpu.sampler import PendingTokens, PromptScores, Sampler, TokensToHost
 from gpu.step_graphs import CountedGraphs, Progress, StepGraphs, count_graphs
 from gpu.step_shapes import StepShapes, max_decodes, step_shapes
 from gpu.steps import SentStep, StepParts, Steps
@@ -44,7 +44,7 @@ class StepTicket:
     """A step on its way: computed, then its tokens to the host, beside copies of blocks."""
 
     sent: SentStep
-    tokens: OnTheirWay | None = None
+    tokens: PendingTokens | None = None
     host_copies: CopyTicket | None = None
 
 
@@ -244,7 +244,11 @@ class ModelRunner:
             return StepOutput(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
         with _device_errors(), torch.inference_mode():
             tokens.wait()
-            is_finite, token_ids, logprobs = tokens.is_finite.numpy(), tokens.token_ids.numpy(), tokens.told()
+            is_finite, token_ids, logprobs = (
+                tokens.is_finite.numpy(),
+                tokens.token_ids.numpy(),
+                tokens.logprobs_by_row(),
+            )
             self.make_finite(sampled.slots[~is_finite].tolist())
         order = np.argsort(sampled.rows, kind="stable")  # back to the plan's
         order = order[is_finite[order]]
@@ -258,7 +262,7 @@ class ModelRunner:
     def _collect_scores(self, scores: PromptScores, output: StepOutput) -> None:
         with _device_errors(), torch.inference_mode():
             scores.wait()
-            for targets, slot, told in scores.told():
+            for targets, slot, told in scores.entries():
                 if told is not None:
                     output.prompt_logprobs[targets.row] = told
                 else:
