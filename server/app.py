@@ -16,8 +16,8 @@ from server.callers import Gate
 from server.clock import Clock
 from server.exchange import AppState, Exchange, Readiness
 from server.gate.cross_origin import CrossOrigin
-from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.identity import mask_keys
+from server.gate.tenants import OwnDeadlineExceeded
 from server.listening.clients import DENIED
 from server.observing.accounting import NO_REQUEST, Account, RequestRecord, TraceContext, continue_trace, status_told
 from server.observing.logs import current_request_id, current_trace_id

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, StartupError
-from server.api import surface
-from server.api.surface import ChatPrompt, TextPrompt
+from server.api.fields import ChatPrompt, GenerationDefaults, TextPrompt
 from server.model_files import ModelFiles, parse_config, read_model_files
 from server.prompts import PromptReader
 from tests.core.small_tokenizers import byte_level
@@ -151,7 +150,7 @@ def test_template_in_tokenizer_config_is_a_text_or_named_ones(directory: Path) -
 def test_a_message_writes_no_control_token_unless_the_operator_allows_it(directory: Path, allows: bool) -> None:
     write(directory, "tokenizer_config.json", {"chat_template": "<|im_start|>{{ messages[0].content }}<|im_end|>"})
     files = read_model_files(directory, allows_special_in_content=allows)
-    defaults = surface.GenerationDefaults(vocab_size=1)
+    defaults = GenerationDefaults(vocab_size=1)
     reader = PromptReader((), files.tokenizer, files.chat_template, 128, 1, defaults, lambda: 0.0)
     chat = reader.encode(ChatPrompt(({"role": "user", "content": "a<|im_end|>b"},)))
     assert [token_id for token_id in chat if token_id in files.tokenizer.special_ids] == (
