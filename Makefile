@@ -83,20 +83,14 @@ fuzz: $(VENV)/.installed-fuzz
 	$(VENV)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 bench: $(VENV)/.installed-bench
-	$(VENV)/bin/python -m bench.cancel
 	$(VENV)/bin/python -m bench.cold_start
-	$(VENV)/bin/python -m bench.drain
 	$(VENV)/bin/python -m bench.fairness
 	$(VENV)/bin/python -m bench.frontend
-	$(VENV)/bin/python -m bench.gate
-	$(VENV)/bin/python -m bench.idle
 	$(VENV)/bin/python -m bench.lag
 	$(VENV)/bin/python -m bench.ledger
 	$(VENV)/bin/python -m bench.limits
 	$(VENV)/bin/python -m bench.memory
-	$(VENV)/bin/python -m bench.scale
 	$(VENV)/bin/python -m bench.scheduler
-	$(VENV)/bin/python -m bench.timing
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.prefix --model $(BENCH_MODEL)
@@ -119,7 +113,7 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 	rm -rf $(VENV)/llama
 
 WHEELS_FOR ?= 3.12
-WHEELS := h2 hpack hyperframe markdown-it-py mdurl msgspec orjson pygments rich uvloop
+WHEELS := hpack markdown-it-py mdurl msgspec orjson pygments rich uvloop
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
 .PHONY: wheels

@@ -7,15 +7,18 @@ it was idle is replaced, and the request repeated once (counted), as any HTTP cl
 
 import asyncio
 import ssl
+import sys
 import time
 from array import array
 from collections import Counter
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 
 MAX_HEAD_BYTES = 16_384
+MAX_LINE_BYTES = 4_096
 MAX_EVENT_BYTES = 1_048_576
 MAX_ERROR_BODY_BYTES = 65_536
 
@@ -55,17 +58,15 @@ class ResponseParser:
     def __init__(self) -> None:
         self.head: ResponseHead | None = None
         self.surplus = b""
-        self._state = _HEAD
-        self._pending = b""  # of a head, a chunk's size or end, or a trailer that is not whole yet
-        self._remaining = 0  # bytes of the body or chunk
-
-    @property
-    def is_complete(self) -> bool:
-        return self._state == _END
+        self.is_complete = False
+        self._data, self._position = b"", 0
+        self._body: list[bytes] = []
+        self._ends_with_connection = False
+        self._steps = self._read()
 
     @property
     def has_started(self) -> bool:
-        return self.head is not None or bool(self._pending)
+        return self.head is not None or bool(self._data)
 
     def feed(self, data: bytes) -> bytes:
         """The body bytes that `data` brings.
@@ -73,16 +74,14 @@ class ResponseParser:
         Raises:
             BadResponse: the peer cannot be understood from here on.
         """
-        if self._pending:
-            data, self._pending = self._pending + data, b""
-        body: list[bytes] = []
-        while data and self._state != _END:
-            if self._state in (_LENGTH, _CHUNK_DATA, _UNTIL_EOF):
-                data = self._feed_body(data, body)
-            else:
-                data = self._feed_line(data)
-        self.surplus += data
-        return body[0] if len(body) == 1 else b"".join(body)
+        self._data, self._position = self._data[self._position :] + data, 0
+        if next(self._steps, True):
+            self.is_complete = True
+            self.surplus += self._data[self._position :]
+            self._position = len(self._data)
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
+        return body
 
     def feed_eof(self) -> None:
         """The peer closed. Ends a body that has no other end.
@@ -90,67 +89,55 @@ class ResponseParser:
         Raises:
             BadResponse: the body was to be longer.
         """
-        if self._state not in (_UNTIL_EOF, _END):
+        if not self._ends_with_connection and not self.is_complete:
             raise BadResponse("the connection closed in the middle of the response")
-        self._state = _END
+        self.is_complete = True
 
-    def _feed_body(self, data: bytes, body: list[bytes]) -> bytes:
-        if self._state == _UNTIL_EOF:
-            body.append(data)
-            return b""
-        body.append(data[: self._remaining])
-        rest = data[self._remaining :]
-        self._remaining -= len(body[-1])
-        if not self._remaining:
-            self._state = _END if self._state == _LENGTH else _CHUNK_END
-        return rest
-
-    def _feed_line(self, data: bytes) -> bytes:
-        """What ends with a mark: the head, a chunk's size line, the CRLF behind a chunk, a trailer."""
-        mark, limit = (b"\r\n\r\n", MAX_HEAD_BYTES) if self._state == _HEAD else (b"\r\n", _LINE_BYTES[self._state])
-        end = data.find(mark)
-        if end < 0 and len(data) > limit:
-            raise BadResponse(f"the response's {_LINE_NAMES[self._state]} is longer than {limit} bytes")
-        if end < 0:
-            self._pending = data
-            return b""
-        line = data[:end]
-        if self._state == _HEAD:
-            self._take_head(_parse_head(line))
-        elif self._state == _CHUNK_SIZE:
-            self._remaining = _chunk_size(line)
-            self._state = _CHUNK_DATA if self._remaining else _TRAILERS
-        elif self._state == _CHUNK_END:
-            if line:
-                raise BadResponse("a chunk is longer than its size line says")
-            self._state = _CHUNK_SIZE
-        elif not line:
-            self._state = _END
-        return data[end + len(mark) :]
-
-    def _take_head(self, head: ResponseHead) -> None:
-        if head.status < 200:  # RFC 9110 §15.2: interim answers come before the final one
-            return
+    def _read(self) -> Iterator[None]:
+        """The response from its first byte to its last; yields where it needs more bytes."""
+        head = _parse_head((yield from self._until(b"\r\n\r\n", MAX_HEAD_BYTES, "head")))
+        while head.status < 200:  # RFC 9110 §15.2: interim responses come before the final one
+            head = _parse_head((yield from self._until(b"\r\n\r\n", MAX_HEAD_BYTES, "head")))
         self.head = head
         coding, length = head.headers.get(b"transfer-encoding"), head.headers.get(b"content-length")
         if head.status in (204, 304):
-            self._state = _END
-        elif coding is not None:
+            return
+        if coding is not None:
             if coding.lower() != b"chunked":
                 raise BadResponse(f"unknown transfer coding {coding!r}")
-            self._state = _CHUNK_SIZE
+            while size := _chunk_size((yield from self._until(b"\r\n", MAX_LINE_BYTES, "chunk size line"))):
+                yield from self._take(size)
+                if (yield from self._until(b"\r\n", 1, "chunk")):
+                    raise BadResponse("a chunk is longer than its size line says")
+            while (yield from self._until(b"\r\n", MAX_HEAD_BYTES, "trailer")):
+                pass
         elif length is None:
-            self._state = _UNTIL_EOF
+            self._ends_with_connection = True
+            yield from self._take(sys.maxsize)
         elif length.isdigit():
-            self._remaining = int(length)
-            self._state = _LENGTH if self._remaining else _END
+            yield from self._take(int(length))
         else:
             raise BadResponse(f"bad content-length {length!r}")
 
+    def _until(self, mark: bytes, limit: int, name: str) -> Generator[None, None, bytes]:
+        """What comes before the mark, which is passed over."""
+        while (end := self._data.find(mark, self._position)) < 0:
+            if len(self._data) - self._position > limit:
+                raise BadResponse(f"the response's {name} is longer than {limit} bytes")
+            yield
+        start, self._position = self._position, end + len(mark)
+        return self._data[start:end]
 
-_HEAD, _LENGTH, _UNTIL_EOF, _CHUNK_SIZE, _CHUNK_DATA, _CHUNK_END, _TRAILERS, _END = range(8)  # states of the framing
-_LINE_BYTES = {_CHUNK_SIZE: 4_096, _CHUNK_END: 1, _TRAILERS: MAX_HEAD_BYTES}
-_LINE_NAMES = {_HEAD: "head", _CHUNK_SIZE: "chunk size line", _CHUNK_END: "chunk", _TRAILERS: "trailer"}
+    def _take(self, size: int) -> Iterator[None]:
+        """So many bytes of the body."""
+        while True:
+            piece = self._data[self._position : self._position + size]
+            self._body.append(piece)
+            self._position += len(piece)
+            size -= len(piece)
+            if not size:
+                return
+            yield
 
 
 def _chunk_size(line: bytes) -> int:
@@ -233,6 +220,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
+    id: str = ""
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
     error: Any = None  # of any form: it is only shown
@@ -260,6 +248,7 @@ class Exchange:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     has_finish: bool = False
+    response_id: str = ""
     failure: str | None = None
     message: str = ""
 
@@ -303,20 +292,15 @@ class Recorder:
 class Connection(asyncio.Protocol):
     """A kept connection: sends one request, reads its stream into the exchange and the recorder's gaps."""
 
-    def __init__(self, recorder: Recorder, siblings: "set[Connection]") -> None:
-        """
-        Args:
-            siblings: the pool's open connections: this one is among them from its first to its last moment.
-        """
-        self._recorder = recorder
-        self._siblings = siblings
+    def __init__(self, pool: "ConnectionPool") -> None:
+        self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._finished: asyncio.Future[None] | None = None
         self._parser = ResponseParser()
         self._sse: SseParser | None = None
-        self._body = bytearray()  # of an answer that is no stream
-        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._body = bytearray()  # of a response that is no stream
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_reusable = True
 
     @property
@@ -351,7 +335,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._siblings.add(self)
+        self._pool.open.add(self)
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
@@ -368,13 +352,10 @@ class Connection(asyncio.Protocol):
         if self._parser.is_complete:
             self._end_response(exchange)
 
-    async def wait_closed(self) -> None:
-        await self._lost
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_reusable = False
-        self._siblings.discard(self)
-        self._lost.set_result(None)
+        self._pool.open.discard(self)
+        self.lost.set_result(None)
         if self._exchange is None or self._finished is None or self._finished.done():
             return
         try:
@@ -404,6 +385,7 @@ class Connection(asyncio.Protocol):
             chunk = _decode_chunk(event)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise BadResponse(f"an event is not a chunk of chat or completions: {error}") from error
+        exchange.response_id = chunk.id
         if chunk.error is not None:
             exchange.fail(ERROR_EVENT, str(chunk.error))
         if chunk.usage is not None:
@@ -416,7 +398,7 @@ class Connection(asyncio.Protocol):
                 if exchange.first_s is None:
                     exchange.first_s = now_s
                 else:
-                    self._recorder.inter_token_s.append(now_s - exchange.last_s)
+                    self._pool.recorder.inter_token_s.append(now_s - exchange.last_s)
                 exchange.last_s = now_s
                 exchange.num_events += 1
 
@@ -480,7 +462,7 @@ class ConnectionPool:
         """Close every connection and wait until the sockets are gone; exchanges under way fail."""
         for connection in self.open:
             connection.close()
-        await asyncio.gather(*(connection.wait_closed() for connection in self.open))
+        await asyncio.gather(*(connection.lost for connection in self.open))
         self.idle.clear()
 
     async def _connect(self, exchange: Exchange) -> Connection | None:
@@ -488,17 +470,12 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(self.timeout_s):
                 _, connection = await loop.create_connection(
-                    self._new_connection, self.host, self.port, ssl=self.tls, server_hostname=self.server_name
+                    lambda: Connection(self), self.host, self.port, ssl=self.tls, server_hostname=self.server_name
                 )
+                return connection
         except ssl.SSLCertVerificationError as error:
             exchange.fail(CERTIFICATE_REFUSED, error.verify_message)
-            exchange.end_s = time.monotonic()
-            return None
         except (OSError, TimeoutError) as error:
             exchange.fail(CONNECT_FAILED, str(error) or "timed out")
-            exchange.end_s = time.monotonic()
-            return None
-        return connection
-
-    def _new_connection(self) -> Connection:
-        return Connection(self.recorder, self.open)
+        exchange.end_s = time.monotonic()
+        return None

@@ -35,7 +35,7 @@ import uvloop
 
 from bench.client import ConnectionPool, Exchange, Recorder, encode_request
 from bench.kit import MODEL, Flag, Found, run_bench
-from bench.null_server import load
+from bench.null_server import Pace, load
 from bench.results import Table
 from server.config import ServerConfig
 from server.ledger import ledger
@@ -106,7 +106,7 @@ async def _serve(path: Path, tell: int) -> None:
 
     server = Server(
         ServerConfig(port=0, ledger=path, max_queue=SPILL_RECORDS),
-        lambda inbox, deliver, stage: load(STEP_RATE, inbox, deliver, stage),
+        lambda inbox, deliver, stage: load(Pace(1 / STEP_RATE).wait, inbox, deliver, stage),
         say_ready,
     )
     await server.run()

@@ -1,12 +1,12 @@
 """Front ends that bench/frontend.py compares with: `python -m bench.front_peers --server hypercorn --port 8001`.
 
-FastAPI is the front end most inference servers have: a queue per stream, an async generator that makes a pydantic chunk
-of each token, `data: ` and model_dump_json, as vLLM's and SGLang's do it. Its engine is a task of the same loop that
-gives each stream one token per step, without planning or threads, so that what it costs is the front end alone. Plain
-requests do not measure it: /health is answered below it, by the least that ASGI allows.
+FastAPI is the front end most inference servers have: a queue per stream and an async generator that makes a pydantic
+chunk of each token, as vLLM and SGLang do it. Its engine is a task of the same loop that gives each stream one token
+per step, so what it costs is the front end alone. Plain requests do not measure it: /health is answered below it, by
+the least that ASGI allows.
 
-The floor under every HTTP/1.1 front end is an asyncio.Protocol on uvloop that writes prepared bytes: it parses just
-enough to know how many tokens are wanted, and each step writes one prepared chunk to each stream. It checks nothing.
+The floor under every HTTP/1.1 front end is an asyncio.Protocol on uvloop that writes prepared bytes, one chunk per
+stream and step, parses just enough to know how many tokens are wanted, and checks nothing.
 """
 
 import argparse
@@ -15,12 +15,10 @@ import itertools
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
 
-import msgspec
 import uvloop
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -32,16 +30,15 @@ SERVERS = ("floor", "uvicorn", "uvicorn-h11", "hypercorn", "granian")
 NUM_STREAMS = 256  # on one connection, at least
 _STEP_INTERVAL = "BENCH_STEP_INTERVAL"
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Application = Callable[[Message, Callable[[], Awaitable[Any]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 _HEALTH_FIELDS = [(b"content-type", b"application/json"), (b"content-length", b"15")]
 _HEALTH = (
     {"type": "http.response.start", "status": 200, "headers": _HEALTH_FIELDS},
     {"type": "http.response.body", "body": b'{"status":"ok"}'},
 )
+_MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
 
 class ChatRequest(BaseModel):
@@ -80,16 +77,8 @@ class StreamChunk(BaseModel):
     usage: UsageInfo | None = None
 
 
-@dataclass(slots=True, eq=False)
-class TokenStream:
-    """One request's tokens on their way."""
-
-    num_remaining: int
-    queue: "asyncio.Queue[int]" = field(default_factory=asyncio.Queue)
-
-
 class TokenSource:
-    """The engine's place: each step gives every stream one token.
+    """Stands in for the engine: each step puts one token into every stream's queue.
 
     Args:
         step_interval_s: 0: the next step comes when all tokens of the last were taken.
@@ -97,77 +86,71 @@ class TokenSource:
 
     def __init__(self, step_interval_s: float) -> None:
         self._step_interval_s = step_interval_s
-        self._streams: set[TokenStream] = set()
+        self._num_left: dict[asyncio.Queue[int], int] = {}
         self._num_untaken = 0
         self._wake = asyncio.Event()
 
-    def open(self, num_tokens: int) -> TokenStream:
-        stream = TokenStream(num_tokens)
-        self._streams.add(stream)
+    async def tokens(self, num_tokens: int) -> AsyncGenerator[int]:
+        """One stream's."""
+        queue: asyncio.Queue[int] = asyncio.Queue()
+        self._num_left[queue] = num_tokens
         self._wake.set()
-        return stream
-
-    def close(self, stream: TokenStream) -> None:
-        self._streams.discard(stream)
-        self._num_untaken -= stream.queue.qsize()
-        self._wake.set()
-
-    async def take(self, stream: TokenStream) -> int:
-        token_id = await stream.queue.get()
-        self._num_untaken -= 1
-        if not self._num_untaken:
+        try:
+            for _ in range(num_tokens):
+                yield await queue.get()
+                self._num_untaken -= 1
+                if not self._num_untaken:
+                    self._wake.set()
+        finally:
+            del self._num_left[queue]
+            self._num_untaken -= queue.qsize()
             self._wake.set()
-        return token_id
 
     async def run(self) -> None:
         for step in itertools.count():
             self._wake.clear()
-            if not self._streams or (self._num_untaken and not self._step_interval_s):
+            if not self._num_left or (self._num_untaken and not self._step_interval_s):
                 await self._wake.wait()
                 continue
-            for stream in [stream for stream in self._streams if stream.num_remaining]:
-                stream.queue.put_nowait(step % len(PIECES))
+            for queue in [queue for queue, num_left in self._num_left.items() if num_left]:
+                queue.put_nowait(step % len(PIECES))
                 self._num_untaken += 1
-                stream.num_remaining -= 1
+                self._num_left[queue] -= 1
             if self._step_interval_s:
                 await asyncio.sleep(self._step_interval_s)
 
 
-def chunk_line(chunk: StreamChunk) -> str:
-    return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
-
-
 async def stream_chat(request: ChatRequest, reply_id: str, source: TokenSource) -> AsyncIterator[str]:
     """The events of one answer."""
-    created = int(time.time())
+    created, num_tokens = int(time.time()), request.max_tokens
 
-    def chunk_of(delta: DeltaMessage, finish_reason: str | None = None) -> StreamChunk:
-        choice = StreamChoice(index=0, delta=delta, logprobs=None, finish_reason=finish_reason)
-        return StreamChunk(id=reply_id, object="chat.completion.chunk", created=created, model=MODEL, choices=[choice])
+    def event(delta: DeltaMessage | None, finish_reason: str | None = None, **more: Any) -> str:
+        choices = [StreamChoice(index=0, delta=delta, logprobs=None, finish_reason=finish_reason)] if delta else []
+        fixed: Any = {"id": reply_id, "object": "chat.completion.chunk", "created": created, "model": MODEL}
+        return f"data: {StreamChunk(**fixed, choices=choices, **more).model_dump_json(exclude_unset=True)}\n\n"
 
-    stream = source.open(request.max_tokens)
-    try:
-        yield chunk_line(chunk_of(DeltaMessage(role="assistant", content="")))
-        for _ in range(request.max_tokens):
-            token_id = await source.take(stream)
-            yield chunk_line(chunk_of(DeltaMessage(content=PIECES[token_id])))
-        last, num_tokens = chunk_of(DeltaMessage(), "length"), request.max_tokens
-        yield chunk_line(last)
-        usage = UsageInfo(prompt_tokens=1, completion_tokens=num_tokens, total_tokens=num_tokens + 1)
-        yield chunk_line(last.model_copy(update={"choices": [], "usage": usage}))
-        yield "data: [DONE]\n\n"
-    finally:
-        source.close(stream)
+    yield event(DeltaMessage(role="assistant", content=""))
+    async with aclosing(source.tokens(num_tokens)) as token_ids:
+        async for token_id in token_ids:
+            yield event(DeltaMessage(content=PIECES[token_id]))
+    yield event(DeltaMessage(), "length")
+    usage = UsageInfo(prompt_tokens=1, completion_tokens=num_tokens, total_tokens=num_tokens + 1)
+    yield event(None, usage=usage)
+    yield "data: [DONE]\n\n"
 
 
-def make_app(step_interval_s: float) -> Application:
-    """FastAPI, its token source running as long as it does; below it GET /health."""
+def make_app(step_interval_s: float | None = None) -> Application:
+    """FastAPI with a token source for its lifetime, and GET /health below it.
+
+    Args:
+        step_interval_s: None: as the environment of granian's worker says.
+    """
     sources: list[TokenSource] = []
     reply_numbers = itertools.count()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        source = TokenSource(step_interval_s)
+        source = TokenSource(float(os.environ[_STEP_INTERVAL]) if step_interval_s is None else step_interval_s)
         sources.append(source)
         task = asyncio.create_task(source.run())
         yield
@@ -177,14 +160,14 @@ def make_app(step_interval_s: float) -> Application:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+        return _MODELS
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest) -> StreamingResponse:
         events = stream_chat(request, f"chatcmpl-{next(reply_numbers):032x}", sources[0])
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(scope: Message, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
         if scope["type"] != "http" or scope["path"] != "/health":
             await app(scope, receive, send)
             return
@@ -194,20 +177,15 @@ def make_app(step_interval_s: float) -> Application:
     return handle
 
 
-def make_served_app() -> Application:
-    """The application of granian's worker."""
-    return make_app(float(os.environ[_STEP_INTERVAL]))
-
-
 def serve_granian(port: int, step_interval_s: float) -> None:
-    """In a worker process, which makes the application: inside a loop of ours, granian loses wake-ups."""
+    """In a worker process that makes the application: inside a loop of ours, granian loses wake-ups."""
     from granian.constants import Interfaces, Loops
     from granian.http import HTTP2Settings
     from granian.server import Server
 
     os.environ[_STEP_INTERVAL] = str(step_interval_s)
     Server(
-        "bench.front_peers:make_served_app",
+        "bench.front_peers:make_app",
         factory=True,
         address="127.0.0.1",
         port=port,
@@ -218,7 +196,7 @@ def serve_granian(port: int, step_interval_s: float) -> None:
     ).serve()
 
 
-async def serve_hypercorn(port: int, step_interval_s: float) -> None:
+def serve_hypercorn(port: int, step_interval_s: float) -> None:
     from hypercorn.asyncio import serve
     from hypercorn.config import Config
 
@@ -227,7 +205,7 @@ async def serve_hypercorn(port: int, step_interval_s: float) -> None:
     config.accesslog = None
     config.loglevel = "ERROR"
     config.h2_max_concurrent_streams = NUM_STREAMS
-    await serve(cast(Any, make_app(step_interval_s)), config)
+    uvloop.run(serve(cast(Any, make_app(step_interval_s)), config))
 
 
 def serve_uvicorn(port: int, step_interval_s: float, http: str) -> None:
@@ -237,72 +215,47 @@ def serve_uvicorn(port: int, step_interval_s: float, http: str) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", http=http, access_log=False, log_level="error")
 
 
-class _Wanted(msgspec.Struct):
-    max_tokens: int = 16
-
-
-_decode_wanted = msgspec.json.Decoder(_Wanted).decode
-
-
-def _http_chunk(data: bytes) -> bytes:
+def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def _event(delta: dict[str, str] | None, finish_reason: str | None = None, **extra: object) -> bytes:
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    chunk = {"id": "chatcmpl-" + "0" * 32, "object": "chat.completion.chunk", "created": 1_700_000_000}
-    chunk |= {"model": MODEL, "choices": [] if delta is None else [choice], **extra}
-    return _http_chunk(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n")
+    fields = {"id": "chatcmpl-" + "0" * 32, "object": "chat.completion.chunk", "created": 1_700_000_000}
+    fields |= {"model": MODEL, "choices": [] if delta is None else [choice], **extra}
+    return _chunk(b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n")
 
 
-_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-_FIRST, _LAST = _HEAD + _event({"role": "assistant", "content": ""}), _event({}, "length")
+_OK = b"HTTP/1.1 200 OK\r\ncontent-type: "
+_FIRST = _OK + b"text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_FIRST += _event({"role": "assistant", "content": ""})
 _TOKENS = tuple(_event({"content": piece}) for piece in PIECES)
-_MODELS = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
-_MODELS_ANSWER = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(_MODELS) + _MODELS
-)
-
-
-class StepLoop:
-    """Gives every stream that can be written to one token per step."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, step_interval_s: float) -> None:
-        self._loop = loop
-        self._step_interval_s = step_interval_s
-        self._is_scheduled = False
-        self.writable: set[Floor] = set()
-
-    def schedule(self) -> None:
-        """Make sure that the next step comes, as long as somebody can take its tokens."""
-        if self._is_scheduled or not self.writable:
-            return
-        self._is_scheduled = True
-        if self._step_interval_s:
-            self._loop.call_later(self._step_interval_s, self._step)
-        else:
-            self._loop.call_soon(self._step)
-
-    def _step(self) -> None:
-        self._is_scheduled = False
-        for stream in tuple(self.writable):
-            stream.write_token()
-        self.schedule()
+_MODELS_BODY = json.dumps(_MODELS).encode()
+_MODELS_ANSWER = _OK + b"application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_MODELS_BODY), _MODELS_BODY)
 
 
 class Floor(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """One connection, one request at a time; a token every step_interval_s, or one each turn of the loop."""
 
-    def __init__(self, steps: StepLoop) -> None:
-        self._steps = steps
+    def __init__(self, step_interval_s: float) -> None:
+        self._step_interval_s = step_interval_s
+        self._loop = asyncio.get_running_loop()
         self._received = b""
         self._num_wanted = self._num_written = 0
+        self._may_write, self._is_scheduled = True, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._steps.writable.discard(self)
+        self._may_write = False
+
+    def pause_writing(self) -> None:
+        self._may_write = False
+
+    def resume_writing(self) -> None:
+        self._may_write = True
+        self._schedule()
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -314,32 +267,31 @@ class Floor(asyncio.Protocol):
         if head.startswith(b"GET "):
             self._transport.write(_MODELS_ANSWER)
             return
-        self._num_wanted, self._num_written = _decode_wanted(body).max_tokens, 0
+        self._num_wanted, self._num_written = json.loads(body)["max_tokens"], 0
         self._transport.write(_FIRST)
-        self.resume_writing()
+        self._schedule()
 
-    def pause_writing(self) -> None:
-        self._steps.writable.discard(self)
+    def _schedule(self) -> None:
+        if self._may_write and not self._is_scheduled and self._num_written < self._num_wanted:
+            self._is_scheduled = True
+            self._loop.call_later(self._step_interval_s, self._write_token)
 
-    def resume_writing(self) -> None:
-        if self._num_written < self._num_wanted:
-            self._steps.writable.add(self)
-            self._steps.schedule()
-
-    def write_token(self) -> None:
+    def _write_token(self) -> None:
+        self._is_scheduled = False
         self._transport.write(_TOKENS[self._num_written % len(_TOKENS)])
         self._num_written += 1
-        if self._num_written >= self._num_wanted:
+        if self._num_written == self._num_wanted:
             num = self._num_wanted
-            self._steps.writable.discard(self)
             usage = {"prompt_tokens": 1, "completion_tokens": num, "total_tokens": num + 1}
-            self._transport.write(_LAST + _event(None, usage=usage) + _http_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            end = _event({}, "length") + _event(None, usage=usage) + _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+            self._transport.write(end)
+        self._schedule()
 
 
 async def serve_floor(port: int, step_interval_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    steps = StepLoop(loop, step_interval_s)
-    server = await loop.create_server(lambda: Floor(steps), "127.0.0.1", port, backlog=1024)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Floor(step_interval_s), "127.0.0.1", port, backlog=1024
+    )
     await server.serve_forever()
 
 
@@ -352,10 +304,8 @@ def main() -> None:
     port, step_interval_s = arguments.port, 1 / arguments.step_rate if arguments.step_rate else 0.0
     if arguments.server == "floor":
         uvloop.run(serve_floor(port, step_interval_s))
-    elif arguments.server == "hypercorn":
-        uvloop.run(serve_hypercorn(port, step_interval_s))
-    elif arguments.server == "granian":
-        serve_granian(port, step_interval_s)
+    elif arguments.server in ("hypercorn", "granian"):
+        (serve_hypercorn if arguments.server == "hypercorn" else serve_granian)(port, step_interval_s)
     else:
         serve_uvicorn(port, step_interval_s, "h11" if arguments.server == "uvicorn-h11" else "httptools")
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from bench.beside import call_off, send_again, send_beside
+from bench.engine import Streams
 from bench.gpu_model import config_of, engine_config, models_of, runner_of, work_of_model
 from bench.gpu_run import (
     BESIDE_ENGINE,
@@ -30,7 +31,6 @@ from bench.gpu_run import (
 from bench.kit import free_port, null_server_command, running
 from bench.limits import prefill_limit_s, serving_limit_tokens_per_s
 from bench.load import LoadConfig, LoadResult, run_load, run_on_fast_loop
-from bench.stepped import Streams
 from core.config import parse_model_config
 from core.errors import StartupError
 from gpu.device import choose_device, free_memory_bytes

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from bench.engine import Streams, random_runner
 from bench.gpu_run import (
     CANCEL_STEPS,
     FAILED,
@@ -44,7 +45,6 @@ from bench.gpu_run import (
 from bench.limits import ModelWork, count_work, decode_limit_s, prefill_limit_s
 from bench.make_model import PRESETS, tensor_shapes
 from bench.results import Cell, percentile
-from bench.stepped import Streams, random_runner
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
 from core.errors import StartupError
 from core.plan import SequenceStart
@@ -228,7 +228,7 @@ def _family_rows(family: str, context: Context, directory: Path) -> Iterator[Row
         found = Streams(ranks).answers(prompts, len(wanted[0]))
     finally:
         close()
-        ranks.end()
+        ranks.followers.end()
     yield Row(FAMILIES, cells, OK if found == wanted else WRONG, difference(found, wanted))
 
 

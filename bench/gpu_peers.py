@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from bench.engine import Streams
 from bench.gpu_model import config_of, engine_config, models_of, num_same, runner_of, work_of_model
 from bench.gpu_run import Case, Context, Row, ceilings_case
 from bench.limits import serving_limit_tokens_per_s
+from bench.make_model import draw_tensor
 from bench.results import Cell
-from bench.stepped import Streams, draw_tensor
 from gpu.device import choose_device
 
 LIMIT_S = 200.0  # torch.compile and graphs of a static cache are most of it
@@ -86,7 +87,7 @@ def _steploop(model: str, context: Context) -> Generate:
 
 
 def _transformers(model: str, context: Context) -> Any:
-    """Its model, with the numbers that bench/stepped.py draws."""
+    """Its model, with the numbers that bench/make_model.py draws."""
 
     def load() -> Any:
         library, mapping = import_module("transformers"), import_module("transformers.models.auto.configuration_auto")

@@ -29,7 +29,6 @@ MODEL = "null"  # of the null server and the front ends beside it
 PIECES = tuple(f" word{i:03d}" for i in range(1_000))  # what they say: id -> text
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.05
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 # Becomes the command that follows, under the same process id, after asking the kernel to end it with its parent:
 # whoever measures may be killed outright, and what it started would live on, and hold a port or a device. Linux alone:
@@ -216,25 +215,17 @@ class CpuTimes:
 
     Args:
         main_s: of the thread that runs the event loop; other_s: of all others together.
-        user_s, system_s: of all threads, ended ones too, in ticks of 10 ms.
     """
 
     main_s: float
     other_s: float
-    user_s: float
-    system_s: float
 
     @property
     def total_s(self) -> float:
         return self.main_s + self.other_s
 
     def __sub__(self, other: "CpuTimes") -> "CpuTimes":
-        return CpuTimes(
-            self.main_s - other.main_s,
-            self.other_s - other.other_s,
-            self.user_s - other.user_s,
-            self.system_s - other.system_s,
-        )
+        return CpuTimes(self.main_s - other.main_s, self.other_s - other.other_s)
 
 
 def busiest(pid: int) -> int:
@@ -248,26 +239,20 @@ def cpu_times(pid: int) -> CpuTimes:
     Raises:
         OSError: there is no such process.
     """
-    user_s, system_s = _user_and_system_s(Path(f"/proc/{pid}/stat"))
-    by_thread: dict[bool, float] = {True: 0.0, False: 0.0}
+    by_thread = {True: 0.0, False: 0.0}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it ended meanwhile
             by_thread[task.name == str(pid)] += _thread_s(task)
-    return CpuTimes(by_thread[True], by_thread[False], user_s, system_s)
+    return CpuTimes(by_thread[True], by_thread[False])
 
 
 def _thread_s(task: Path) -> float:
     """Nanoseconds where the kernel keeps scheduler statistics, else ticks."""
-    try:
-        on_cpu_ns = int((task / "schedstat").read_text().split()[0])
-    except (FileNotFoundError, IndexError):
-        on_cpu_ns = 0
-    return on_cpu_ns / 1e9 if on_cpu_ns else sum(_user_and_system_s(task / "stat"))
-
-
-def _user_and_system_s(stat: Path) -> tuple[float, float]:
-    fields = stat.read_text().rpartition(")")[2].split()  # the name before it may contain anything
-    return int(fields[11]) / _TICKS_PER_S, int(fields[12]) / _TICKS_PER_S
+    with contextlib.suppress(FileNotFoundError, IndexError):
+        if on_cpu_ns := int((task / "schedstat").read_text().split()[0]):
+            return on_cpu_ns / 1e9
+    fields = (task / "stat").read_text().rpartition(")")[2].split()  # the name before it may contain anything
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes(pid: int) -> int:

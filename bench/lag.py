@@ -27,7 +27,7 @@ import uvloop
 
 from bench import null_server
 from bench.kit import MODEL, Flag, Found, run_bench
-from bench.raw_clients import StreamLoad, drain
+from bench.raw_clients import Load, run
 from bench.results import Cell, Table
 from core.types import StepDelivery
 from server.config import ServerConfig
@@ -35,7 +35,7 @@ from server.engine_thread import Inbox
 from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
 from server.process import SWITCH_INTERVAL_S, Server
-from server.wire.frame_gate import PREFACE
+from server.wire.http2 import PREFACE
 
 STREAMS = 64
 STEP_S = 0.02
@@ -152,7 +152,7 @@ async def measure(case: Case, duration_s: float) -> tuple[Cell, ...]:
     gil, lag = Lateness(), Lateness()
 
     def load(inbox: Inbox, deliver: Callable[[StepDelivery], None], stage: Callable[[str], None]) -> LoadedEngine:
-        return null_server.load(0.0, inbox, deliver, stage, NotedPace(gil).wait)
+        return null_server.load(NotedPace(gil).wait, inbox, deliver, stage)
 
     server = Server(ServerConfig(port=0, log_level="warning", drain_timeout_s=0.0), load, lambda lines: None)
     await server.start()
@@ -160,8 +160,8 @@ async def measure(case: Case, duration_s: float) -> tuple[Cell, ...]:
     probe = asyncio.create_task(probe_loop(lag))
     num_tokens = int((duration_s + 3 * WARM_UP_S + 2) / STEP_S)
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        streams = StreamLoad(server.listener.port, False, STREAMS, STREAMS, num_tokens)
-        reading = loop.run_in_executor(pool, drain, streams)
+        streams = Load(server.listener.port, False, STREAMS, STREAMS, num_tokens)
+        reading = loop.run_in_executor(pool, run, streams)
         await asyncio.sleep(2 * WARM_UP_S)
         posting = loop.run_in_executor(pool, post_bodies, server.listener.port, case, duration_s)
         gil.is_noted = lag.is_noted = True

@@ -1,9 +1,9 @@
 """A model with random weights, to measure with: `python -m bench.make_model qwen2.5-0.5b DIR`.
 
 Writes a Hugging Face directory: config.json, safetensors (in shards when large), tokenizer.json with a chat template,
-generation_config.json. Names and shapes are transformers' own, so that every server reads the same files. The same
-preset and seed give the same weights. Tensors are written one after the other, in pieces: memory stays bounded whatever
-the model's size. The vocabularies of the small presets are smaller than the originals': what is measured is the body.
+generation_config.json. Names and shapes are transformers' own, so that every server reads the same files; `write_gguf`
+gives llama.cpp the same numbers. The same preset and seed give the same weights. The vocabularies of the small presets
+are smaller than the originals': what is measured is the body.
 
 Special tokens have rows of zeros in the output head: their logit is 0 where the greatest of the others is far above,
 so a greedy answer never ends by itself, and all servers generate as many tokens as they are asked for.
@@ -13,21 +13,23 @@ import argparse
 import itertools
 import json
 import math
-import struct
+import string
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from bench.kit import ROOT
+from gpu.checkpoint import Checkpoint, open_checkpoint
+from gpu.parameters import EMBEDDING, HEAD, interleave_halves
 
-SHARD_BYTES = 4 * 1000**3
-PIECE_NUMBERS = 16 * 1024**2  # drawn at once: 32 MiB of bfloat16
+SHARD_BYTES = 1000**3  # one shard at a time is in memory
 SCALE = 0.02
 BF16_BYTES = 2
 
@@ -91,8 +93,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
-MAX_TRAINED = 8_000
-MAX_TOKEN_CHARS = 24
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> Iterator[Named]:
@@ -145,169 +145,85 @@ def _mlp_shapes(prefix: str, hidden: int, intermediate: int) -> Iterator[Named]:
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of exactly `vocab_size` ids, trained on this repository's own text; the same every time.
+    """Byte-level BPE of exactly `vocab_size` ids, the same every time.
 
-    That is enough for some thousand merges. The rest are merges of two words that exist already: rare in text, but each
-    id the model samples says something, as with a real vocabulary.
+    Beside bytes and special tokens the ids are pairs of letters, and then pairs of such pairs.
 
     Raises:
-        ValueError: fewer ids than bytes and special tokens, or more than there are pairs of words.
+        ValueError: fewer ids than bytes and special tokens, or more than there are such pairs.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"a vocabulary of {vocab_size} has no room for {MIN_VOCAB_SIZE} bytes and special tokens")
-    fields = json.loads(_train(min(vocab_size, MAX_TRAINED)).to_str())
-    _fill_up(fields["model"], vocab_size)
-    return Tokenizer.from_str(json.dumps(fields))
-
-
-def local_texts() -> Iterator[str]:
-    """The demonstration corpus, the documents and the source of this repository."""
-    for file in sorted((ROOT / "gpu" / "demo" / "corpus").glob("*.toml")):
-        yield from _strings(tomllib.loads(file.read_text(encoding="utf-8")))
-    documents = sorted(ROOT.glob("*.md"))
-    sources = sorted(path for layer in ("bench", "core", "gpu", "server") for path in (ROOT / layer).rglob("*.py"))
-    for file in [*documents, *sources]:
-        yield file.read_text(encoding="utf-8")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from itertools.chain.from_iterable(_strings(item) for item in value.values())
-    elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(_strings(item) for item in value)
-
-
-def _train(vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    space, letters = "Ġ", string.ascii_lowercase  # of byte-level BPE: a word begins with its space
+    pairs = list(itertools.product(space + letters, letters))
+    heads, tails = (["".join(pair) for pair in pairs if keeps(pair)] for keeps in (bool, lambda pair: pair[0] != space))
+    every = itertools.chain(pairs, itertools.product(heads, tails))
+    merges = list(itertools.islice(every, vocab_size - len(tokens)))
+    tokens += ["".join(merge) for merge in merges]
+    if len(tokens) != vocab_size:
+        raise ValueError(f"a vocabulary of {vocab_size} is more than the {len(tokens)} there can be")
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(local_texts(), trainer)
     return tokenizer
-
-
-def _fill_up(model: dict[str, Any], vocab_size: int) -> None:
-    """Add merges of two known words until there are `vocab_size` ids."""
-    vocab: dict[str, int] = model["vocab"]
-    merges: list[list[str]] = model["merges"]
-    tails = [token for token in vocab if token.isascii() and token.isalpha() and len(token) > 1]
-    heads = [f"Ġ{token}" for token in tails if f"Ġ{token}" in vocab] + tails  # Ġ: a space, in byte-level BPE
-    for distance, (index, head) in itertools.product(range(len(tails)), enumerate(heads)):
-        if len(vocab) == vocab_size:
-            return
-        tail = tails[(index + distance) % len(tails)]
-        if head + tail not in vocab and len(head + tail) <= MAX_TOKEN_CHARS:
-            vocab[head + tail] = len(vocab)
-            merges.append([head, tail])
-    if len(vocab) != vocab_size:
-        raise ValueError(f"a vocabulary of {vocab_size} is more than the text here gives: {len(vocab)}")
 
 
 def make_model(config: Mapping[str, Any], directory: Path, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a model of this configuration into `directory`.
 
     Args:
-        shard_bytes: a file is at most so large, unless one tensor is larger.
+        shard_bytes: a file has at most so many, unless one tensor is larger.
 
     Raises:
         ValueError: the vocabulary's size; see make_tokenizer.
         OSError: the files.
     """
     make_model_files(config, directory)
-    _write_weights(list(tensor_shapes(config)), directory, seed, shard_bytes)
+    shards = list(_shards(tensor_shapes(config), shard_bytes))
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        weight_map = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor, _ in shard}
+        index = {"metadata": {"total_size": num_parameters(config) * BF16_BYTES}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+    for file, shard in zip(names, shards, strict=True):
+        tensors = {name: draw_tensor(name, shape, torch.bfloat16, torch.device("cpu"), seed) for name, shape in shard}
+        save_file(tensors, directory / file, {"format": "pt"})
 
 
 def make_model_files(config: Mapping[str, Any], directory: Path) -> None:
     """Write all but the weights; see make_model."""
     directory.mkdir(parents=True, exist_ok=True)
     make_tokenizer(config["vocab_size"]).save(str(directory / "tokenizer.json"))
-    _write_json(directory / "config.json", _full_config(config))
     end, pad = SPECIAL_TOKENS.index(IM_END), SPECIAL_TOKENS.index(END_OF_TEXT)
+    ids = {"eos_token_id": end, "pad_token_id": pad}
+    _write_json(directory / "config.json", {**config, "bos_token_id": None, **ids})
     _write_json(directory / "generation_config.json", {"do_sample": False, "eos_token_id": [end], "pad_token_id": pad})
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(config))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-
-
-def _full_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    end, pad = SPECIAL_TOKENS.index(IM_END), SPECIAL_TOKENS.index(END_OF_TEXT)
-    return {**config, "bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
-
-
-def _tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
         "eos_token": IM_END,
         "pad_token": END_OF_TEXT,
     }
+    _write_json(directory / "tokenizer_config.json", tokenizer_config)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
-def _write_weights(tensors: Sequence[Named], directory: Path, seed: int, shard_bytes: int) -> None:
-    shards = list(_shards(tensors, shard_bytes))
-    if len(shards) == 1:
-        _write_shard(directory / "model.safetensors", shards[0], seed)
-        return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(directory / name, shard, seed)
-        weight_map |= {tensor: name for tensor, _ in shard}
-    total = sum(_size_bytes(shape) for _, shape in tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(directory / "model.safetensors.index.json", index)
+def draw_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """The numbers of a tensor, which depend on its name and the seed alone.
 
-
-def _shards(tensors: Sequence[Named], shard_bytes: int) -> Iterator[list[Named]]:
-    shard: list[Named] = []
-    size_bytes = 0
-    for name, shape in tensors:
-        if shard and size_bytes + _size_bytes(shape) > shard_bytes:
-            yield shard
-            shard, size_bytes = [], 0
-        shard.append((name, shape))
-        size_bytes += _size_bytes(shape)
-    yield shard
-
-
-def _write_shard(path: Path, tensors: Sequence[Named], seed: int) -> None:
-    """Source: the safetensors format: the header's length as u64, the header as JSON, the tensors' bytes in order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in tensors:
-        end = offset + _size_bytes(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the tensors start aligned
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for name, shape in tensors:
-            _write_tensor(file, name, shape, seed)
-
-
-def _write_tensor(file: BinaryIO, name: str, shape: tuple[int, ...], seed: int) -> None:
-    """Norms are ones, all else is drawn; a generator per tensor, so that shards do not change the numbers."""
+    Norms are ones, all else is normal; special tokens have zeros, so that no greedy answer ends by itself.
+    """
     if "norm" in name:
-        _write_numbers(file, torch.ones(shape, dtype=torch.bfloat16))
-        return
-    source = torch.Generator().manual_seed(name_hash(name) ^ seed)
-    width = math.prod(shape[1:])
-    step = max(1, PIECE_NUMBERS // width)
-    is_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
-    for start in range(0, shape[0], step):
-        rows = torch.empty(min(step, shape[0] - start), width, dtype=torch.bfloat16)
-        rows.normal_(0.0, SCALE, generator=source)
-        if is_vocabulary and start == 0:
-            rows[: len(SPECIAL_TOKENS)] = 0
-        _write_numbers(file, rows)
+        return torch.ones(shape, dtype=dtype, device=device)
+    source = torch.Generator(device).manual_seed(name_hash(name) ^ seed)
+    drawn = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SCALE, generator=source)
+    if name in (EMBEDDING, HEAD):
+        drawn[: len(SPECIAL_TOKENS)] = 0
+    return drawn
 
 
 def name_hash(name: str) -> int:
@@ -318,16 +234,117 @@ def name_hash(name: str) -> int:
     return value >> 1
 
 
-def _write_numbers(file: BinaryIO, numbers: Tensor) -> None:
-    numbers.view(torch.uint8).numpy().tofile(file)
-
-
-def _size_bytes(shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * BF16_BYTES
+def _shards(tensors: Iterator[Named], shard_bytes: int) -> Iterator[list[Named]]:
+    shard: list[Named] = []
+    size_bytes = 0
+    for name, shape in tensors:
+        tensor_bytes = math.prod(shape) * BF16_BYTES
+        if shard and size_bytes + tensor_bytes > shard_bytes:
+            yield shard
+            shard, size_bytes = [], 0
+        shard.append((name, shape))
+        size_bytes += tensor_bytes
+    yield shard
 
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+GGUF_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+REORDERED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+
+
+class CannotConvert(Exception):
+    """Not a model that this writes, or the package `gguf` is missing."""
+
+
+def write_gguf(directory: Path, path: Path) -> None:
+    """Write a dense model's weights as one GGUF file, the same numbers, tensor by tensor.
+
+    Matrices stay bfloat16; vectors become float32, as llama.cpp wants them. Source: llama.cpp's conversion scripts:
+    Llama's q and k are reordered for its RoPE, Qwen's are not.
+
+    Raises:
+        CannotConvert: the model, or the package gguf.
+        BadCheckpoint, OSError: the files.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise CannotConvert("the package gguf is not installed: pip install gguf") from error
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    architecture = GGUF_ARCHITECTURES.get(config["architectures"][0])
+    if architecture is None:
+        raise CannotConvert(f"{config['architectures'][0]} is none of {', '.join(GGUF_ARCHITECTURES)}")
+    writer: Any = gguf.GGUFWriter(None, architecture)
+    _add_shape(writer, config, gguf)
+    _add_tokenizer(writer, directory, config, gguf)
+    checkpoint = open_checkpoint(directory)
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
+    for name, header in checkpoint.tensors.items():
+        types = gguf.GGMLQuantizationType
+        number_type, width = (types.BF16, 2) if len(header.shape) > 1 else (types.F32, 4)
+        # a row's bytes, where the shape is that of numbers: how the package takes formats that numpy lacks
+        shape = (*header.shape[:-1], header.shape[-1] * width)
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor_info(gguf_name, shape, np.dtype(np.uint8), math.prod(shape), number_type)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name in checkpoint.tensors:
+        writer.write_tensor_data(_gguf_bytes(checkpoint, name, config, architecture))
+    writer.close()
+
+
+def _add_shape(writer: Any, config: Mapping[str, Any], gguf: Any) -> None:
+    num_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    if config.get("rope_scaling"):
+        raise CannotConvert(f"rope_scaling is not written: {config['rope_scaling']}")
+
+
+def _add_tokenizer(writer: Any, directory: Path, config: Mapping[str, Any], gguf: Any) -> None:
+    fields = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab: dict[str, int] = fields["model"]["vocab"]
+    added = {entry["id"]: entry["content"] for entry in fields["added_tokens"]}
+    by_id = {number: token for token, number in vocab.items()} | added
+    if len(by_id) != config["vocab_size"]:
+        raise CannotConvert(f"the tokenizer has {len(by_id)} ids, the model {config['vocab_size']}")
+    ids = range(len(by_id))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([by_id[number] for number in ids])
+    writer.add_token_types([gguf.TokenType.CONTROL if number in added else gguf.TokenType.NORMAL for number in ids])
+    writer.add_token_merges([" ".join(merge) for merge in fields["model"]["merges"]])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_pad_token_id(config["pad_token_id"])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((directory / "chat_template.jinja").read_text(encoding="utf-8"))
+
+
+def _gguf_bytes(checkpoint: Checkpoint, name: str, config: Mapping[str, Any], architecture: str) -> Any:
+    with safe_open(checkpoint.tensors[name].file, framework="pt") as reader:
+        tensor = reader.get_tensor(name)
+    if architecture == "llama" and name.endswith(REORDERED):
+        num_heads = config["num_attention_heads"]
+        tensor = interleave_halves(tensor, config.get("head_dim") or config["hidden_size"] // num_heads)
+    tensor = tensor.to(torch.bfloat16 if tensor.dim() > 1 else torch.float32).contiguous()
+    return tensor.view(torch.uint8).numpy()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cancel import PATH, close
 from bench.kit import (
     DEMO_MODEL,
     MODEL,
@@ -83,7 +82,7 @@ class Clients:
         body = {"model": MODEL, "prompt": prompt, "stream": True, "ignore_eos": True, **sampling}
         num_reads = rng.randrange(4) if rng.random() < CALLED_OFF else None
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        writer.write(http1_request("POST", PATH, json.dumps(body).encode()))
+        writer.write(http1_request("POST", "/v1/completions", json.dumps(body).encode()))
         if num_reads is None:
             status = await reader.readline()
             if b" 200 " not in status:
@@ -96,7 +95,9 @@ class Clients:
                 num_reads -= 1
                 with suppress(ConnectionError):
                     received += await reader.read(65_536)
-        await close(writer)
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
 
 
 def measure(model: Path, num_requests: int, limit_s: float, capacity: str | None) -> list[Look]:

@@ -16,9 +16,9 @@ from random import Random
 
 import numpy as np
 
+from bench.engine import MODEL_FLAGS, Streams, open_model, shown_model
 from bench.kit import Flag, Found, run_bench
 from bench.results import Cell, Table
-from bench.stepped import MODEL_FLAGS, Streams, open_model, shown_model
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
 from core.step_cost import StepWork
 from gpu.runner import ModelRunner

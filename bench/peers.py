@@ -22,12 +22,12 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from bench.beside import Abandoned, Beside, abandon_prefill, send_beside
-from bench.gguf_file import CannotConvert, write_gguf
+from bench.engine import model_config
 from bench.kit import DidNotStart, Flag, Found, free_port, run_bench, running
 from bench.limits import ModelWork, Speed, limit_tables, measure_limits, serving_limit_tokens_per_s, work_of
 from bench.load import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
+from bench.make_model import CannotConvert, write_gguf
 from bench.results import Cell, Plot, Table
-from bench.stepped import model_config
 from gpu.device import num_physical_cores
 
 T = TypeVar("T")

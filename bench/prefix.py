@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.engine import MODEL_FLAGS, Streams, open_model, shown_model
 from bench.kit import Flag, Found, run_bench
 from bench.results import Cell, Table
-from bench.stepped import MODEL_FLAGS, Streams, open_model, shown_model
 from core.config import BLOCK_SIZE, EngineConfig
 from gpu.checkpoint import open_checkpoint
 from gpu.kv_store import KVOffload

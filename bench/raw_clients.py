@@ -1,9 +1,8 @@
-"""Clients that send prepared bytes and do next to nothing with what comes, so that what is measured is the server.
+"""Clients that send prepared bytes and only count what comes back, so that a bench measures the server and not them.
 
-`drain` reads streams. It looks at its sockets every POLL_S and reads what is there: a peer behind a network costs a
-server no wake-up of a local process per token, and a client that sleeps in epoll would. Events are counted, not parsed;
-a stream that ends without its end mark, or with too few or too many events, has failed. `ask` sends GET /health with a
-fixed number under way, and replaces its connections before any server would end them. HTTP/2 is RFC 9113's frames.
+`run` opens streams, or keeps plain requests under way. It reads streams every POLL_S, as a peer behind a network does:
+a client that sleeps in epoll would cost the server a wake-up of a local process per token. It counts events and does
+not parse them; a stream has failed that ends without its end mark, or with too few or too many events.
 """
 
 import json
@@ -12,32 +11,25 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import hpack
 import msgspec
 
-from bench.client import ResponseParser, encode_request
+from bench.client import encode_request
 from bench.kit import MODEL
-from bench.load import CannotRun
+from server.wire.http2 import DATA, GOAWAY, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, WINDOW_UPDATE
 
 POLL_S = 0.002
 READ_BYTES = 1 << 18
 MAX_OTHER_EVENTS = 5  # the role, the finish reason, the usage, the end mark
-PROBE_S = 0.004
 NUM_PER_CONNECTION = 900  # steploop ends an HTTP/1.1 connection after 1,000 requests
 CHAT_PATH, HEALTH_PATH = "/v1/chat/completions", "/health"
+STREAM_END, HEALTH_END = b"data: [DONE]\n\n", b'{"status":"ok"}'
+LAST_CHUNK = b"0\r\n\r\n"
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, ACK, END_HEADERS = 0x1, 0x1, 0x4
-REFUSED_STREAM, CANCEL = 7, 8  # error codes
 HEADER_BYTES = 9
-MAX_STREAM_ID = MAX_WINDOW = 2**31 - 1
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-_EVENT_END = b"\n\n"
-_END_MARK = b"data: [DONE]\n\n"
-_LAST_CHUNK = b"0\r\n\r\n"
+MAX_WINDOW = 2**31 - 1
 
 
 def http1_request(method: str, path: str, body: bytes = b"") -> bytes:
@@ -50,13 +42,13 @@ def frame(kind: int, payload: bytes = b"", flags: int = 0, stream_id: int = 0) -
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big") + payload
 
 
-# What a client says first: SETTINGS_ENABLE_PUSH 0, and windows, each stream's and the connection's, that never fill up
+# What a client sends first: SETTINGS_ENABLE_PUSH 0, and stream and connection windows that never fill up
 _SETTINGS = b"\0\2" + bytes(4) + b"\0\4" + MAX_WINDOW.to_bytes(4, "big")
 OPENING = PREFACE + frame(SETTINGS, _SETTINGS) + frame(WINDOW_UPDATE, (MAX_WINDOW - 65_535).to_bytes(4, "big"))
 
 
 def request_head(method: str, path: str) -> bytes:
-    """A header block that is the same on every connection: it puts nothing into its table."""
+    """A header block that is the same on every connection: it adds nothing to the compression table."""
     fields = [(":method", method), (":scheme", "http"), (":authority", "127.0.0.1"), (":path", path)]
     fields += [("content-type", "application/json")] if method == "POST" else []
     return hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(name, value) for name, value in fields])
@@ -69,7 +61,7 @@ def http2_request(stream_id: int, head: bytes, body: bytes = b"") -> bytes:
     return frame(HEADERS, head, END_HEADERS, stream_id) + frame(DATA, body, END_STREAM, stream_id)
 
 
-def frames(data: bytes | bytearray) -> Iterator[tuple[int, int, int, int, int]]:
+def frames(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
     """The whole frames in `data`: type, flags, stream, and where the payload begins and ends."""
     position, size = 0, len(data)
     while position + HEADER_BYTES <= size:
@@ -81,19 +73,12 @@ def frames(data: bytes | bytearray) -> Iterator[tuple[int, int, int, int, int]]:
         position = end
 
 
-def control_answer(kind: int, flags: int, payload: bytes) -> bytes:
-    """What a control frame wants to be answered with."""
-    if kind not in (SETTINGS, PING) or flags & ACK:
-        return b""
-    return frame(kind, payload if kind == PING else b"", ACK)
-
-
 class Came(msgspec.Struct, frozen=True):
-    """What came.
+    """What came back.
 
     Args:
-        num_done: tokens that came, or requests that were answered.
-        num_failed: streams, or requests.
+        num_done: tokens of streams, or answered plain requests.
+        num_failed: streams, or plain requests.
         client_cpu: share of one core that this client used: near 1, it was the bottleneck.
     """
 
@@ -104,304 +89,164 @@ class Came(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamLoad:
-    """So many streams at once, shared evenly by the connections. HTTP/1.1 has as many connections as streams."""
+class Load:
+    """Streams that each run once, or plain requests of which a number is always under way.
+
+    Args:
+        num_streams: at once, spread evenly over the connections; on HTTP/1.1 one per connection.
+        num_tokens: of each stream; 0: GET /health instead, for duration_s.
+        stall_s: without a byte from any stream: those that have not ended have failed.
+    """
 
     port: int
     is_http2: bool
     num_connections: int
     num_streams: int
-    num_tokens: int  # of each stream
-    stall_s: float = 5.0  # without a byte from any of them: those that have not ended have failed
+    num_tokens: int = 0
+    duration_s: float = 0.0
+    stall_s: float = 5.0
 
     @property
     def body(self) -> bytes:
-        messages = [{"role": "user", "content": "Say something."}]
+        if not self.num_tokens:
+            return b""
         fields = {"model": MODEL, "max_tokens": self.num_tokens, "stream": True, "ignore_eos": True}
-        return json.dumps(fields | {"messages": messages}).encode()
+        return json.dumps(fields | {"messages": [{"role": "user", "content": "Say something."}]}).encode()
 
 
-class _Stream:
-    """One stream's events."""
+class _Answer:
+    """Counts the events of one answer and keeps its tail."""
 
-    __slots__ = ("is_complete", "num_events", "tail")
+    __slots__ = ("num_events", "tail")
 
     def __init__(self) -> None:
         self.num_events = 0
-        self.is_complete = False
         self.tail = b""
 
     def feed(self, data: bytes) -> None:
         if self.tail[-1:] == b"\n" and data[:1] == b"\n":
-            self.num_events += 1  # its end was cut in two
-        self.num_events += data.count(_EVENT_END)
+            self.num_events += 1  # the blank line was cut in two
+        self.num_events += data.count(b"\n\n")
         self.tail = data[-64:] if len(data) >= 64 else (self.tail + data)[-64:]
-
-    def end(self) -> None:
-        self.is_complete = _END_MARK in self.tail
-
-
-class _Http1Streams:
-    """One stream on its connection."""
-
-    def __init__(self, load: StreamLoad) -> None:
-        self.opening = http1_request("POST", CHAT_PATH, load.body)
-        self.streams = [_Stream()]
-
-    def receive(self, data: bytes) -> bytes:
-        """What there is to answer."""
-        (stream,) = self.streams
-        stream.feed(data)
-        if stream.tail.endswith(_LAST_CHUNK):
-            stream.end()
-        return b""
-
-    @property
-    def is_done(self) -> bool:
-        return self.streams[0].is_complete
-
-
-class _Http2Streams:
-    """Many streams on one connection, whose windows never shut."""
-
-    def __init__(self, load: StreamLoad) -> None:
-        self._by_id = {2 * i + 1: _Stream() for i in range(load.num_streams // load.num_connections)}
-        head, body = request_head("POST", CHAT_PATH), load.body
-        self.opening = OPENING + b"".join(http2_request(stream_id, head, body) for stream_id in self._by_id)
-        self.streams = list(self._by_id.values())
-        self._num_open = len(self.streams)
-        self._rest = b""
-
-    def receive(self, data: bytes) -> bytes:
-        if self._rest:
-            data = self._rest + data
-        answer, position = b"", 0
-        for kind, flags, stream_id, start, end in frames(data):
-            position = end
-            if kind == DATA:
-                self._by_id[stream_id].feed(data[start:end])
-            if kind in (DATA, HEADERS) and flags & END_STREAM:
-                self._by_id[stream_id].end()
-                self._num_open -= 1
-            elif kind == RST_STREAM:
-                self._num_open -= 1
-            elif not stream_id:
-                answer += control_answer(kind, flags, data[start:end])
-        self._rest = data[position:]
-        return answer
-
-    @property
-    def is_done(self) -> bool:
-        return not self._num_open
-
-
-def drain(load: StreamLoad) -> Came:
-    """Open the streams and read them to their ends."""
-    clients: dict[int, tuple[_Http1Streams | _Http2Streams, socket.socket]] = {}
-    poll = select.epoll()
-    start_s, cpu_start_s = time.monotonic(), time.process_time()
-    try:
-        for _ in range(load.num_connections):
-            client = _Http2Streams(load) if load.is_http2 else _Http1Streams(load)
-            connection = socket.create_connection(("127.0.0.1", load.port))
-            connection.sendall(client.opening)
-            connection.setblocking(False)
-            clients[connection.fileno()] = client, connection
-            poll.register(connection.fileno(), select.EPOLLIN)
-        num_open, last_s = len(clients), time.monotonic()
-        while num_open and time.monotonic() < last_s + load.stall_s:
-            time.sleep(POLL_S)
-            for number, _ in poll.poll(0):
-                client, connection = clients[number]
-                data = connection.recv(READ_BYTES)
-                last_s = time.monotonic()
-                if answer := client.receive(data):
-                    connection.sendall(answer)
-                if not data or client.is_done:
-                    poll.unregister(number)
-                    num_open -= 1
-        cpu_s = time.process_time() - cpu_start_s
-    finally:
-        poll.close()
-        for _, connection in clients.values():
-            connection.close()
-    streams = [stream for client, _ in clients.values() for stream in client.streams]
-    most = load.num_tokens + MAX_OTHER_EVENTS
-    sound = [stream for stream in streams if stream.is_complete and load.num_tokens <= stream.num_events <= most]
-    num_tokens = sum(min(stream.num_events, load.num_tokens) for stream in streams)
-    return Came(num_tokens, len(streams) - len(sound), last_s - start_s, cpu_s / (last_s - start_s))
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLoad:
-    """So many requests under way at once: one on each HTTP/1.1 connection, or all on one HTTP/2 connection."""
-
-    port: int
-    is_http2: bool
-    num_at_once: int
-    duration_s: float
-
-
-class _Answers(NamedTuple):
-    """What a read brought: whole answers, what is to be sent in return, and whether no more requests are taken."""
-
-    num_sound: int = 0
-    num_failed: int = 0
-    reply: bytes = b""
-    is_last: bool = False
-
-
-class _Http1Requests:
-    """One request is under way at a time, and its answer is all that comes."""
-
-    opening = b""
-    _REQUEST = encode_request("GET", HEALTH_PATH, "127.0.0.1", {})
-
-    def __init__(self) -> None:
-        self._parser = ResponseParser()
-
-    def request(self, number: int) -> bytes:
-        return self._REQUEST
-
-    def read(self, data: bytes) -> _Answers:
-        self._parser.feed(data)
-        if not self._parser.is_complete or self._parser.head is None:
-            return _Answers()
-        is_sound = self._parser.head.status == 200
-        self._parser = ResponseParser()
-        return _Answers(is_sound, not is_sound)
-
-
-class _Http2Requests:
-    opening = OPENING
-    _HEAD = request_head("GET", HEALTH_PATH)
-
-    def __init__(self) -> None:
-        self._decoder = hpack.Decoder()
-        self._rest = b""
-        self._failed: set[int] = set()
-
-    def request(self, number: int) -> bytes:
-        return http2_request(2 * number + 1, self._HEAD)
-
-    def read(self, data: bytes) -> _Answers:
-        data = self._rest + data
-        reply, is_last = b"", False
-        position = num_sound = num_failed = 0
-        for kind, flags, stream_id, start, end in frames(data):
-            position = end
-            if kind == HEADERS and dict(self._decoder.decode(data[start:end], raw=True))[b":status"] != b"200":
-                self._failed.add(stream_id)
-            is_last |= kind == GOAWAY
-            if kind == RST_STREAM:
-                num_failed += 1
-            elif stream_id and flags & END_STREAM:
-                num_sound += stream_id not in self._failed
-                num_failed += stream_id in self._failed
-            elif not stream_id:
-                reply += control_answer(kind, flags, data[start:end])
-        self._rest = data[position:]
-        return _Answers(num_sound, num_failed, reply, is_last)
 
 
 class _Connection:
-    """A socket, and what is under way on it.
+    """One socket and the answers under way on it.
 
     Attributes:
-        num_answered, num_failed: so far.
+        num_tokens, num_sound, num_failed: so far; num_sound counts whole answers.
     """
 
-    def __init__(self, port: int, num_at_once: int, speech: _Http1Requests | _Http2Requests) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port))
+    def __init__(self, load: Load) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", load.port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.num_answered = self.num_failed = 0
-        self._speech, self._num_at_once = speech, num_at_once
-        self._num_begun = self._num_open = 0
+        self.num_tokens = self.num_sound = self.num_failed = 0
+        self._load, self._body, self._rest = load, load.body, b""
+        self._num_at_once = load.num_streams // load.num_connections
+        self._most = self._num_at_once if load.num_tokens else NUM_PER_CONNECTION
+        self._num_begun = 0
+        self._open: dict[int, _Answer] = {}  # by stream id
+        self._end = LAST_CHUNK if load.num_tokens else HEALTH_END  # of an answer over HTTP/1.1
+        method, path = ("POST", CHAT_PATH) if load.num_tokens else ("GET", HEALTH_PATH)
+        self._http1, self._head = http1_request(method, path, self._body), request_head(method, path)
+        self.socket.sendall((OPENING if load.is_http2 else b"") + self._requests())
 
     @property
     def is_done(self) -> bool:
-        return self._num_begun >= NUM_PER_CONNECTION and not self._num_open
+        return self._num_begun >= self._most and not self._open
 
-    def open(self) -> None:
-        self.socket.sendall(self._speech.opening + self._requests())
-
-    def receive(self, goes_on: bool = True) -> bool:
-        """Read answers, and send the next requests. False: the server has closed."""
+    def receive(self) -> bool:
+        """Read, and send what that calls for. False: the server has closed."""
         data = self.socket.recv(READ_BYTES)
         if not data:
             return False
-        came = self._speech.read(data)
-        self.num_answered += came.num_sound
-        self.num_failed += came.num_failed
-        self._num_open -= came.num_sound + came.num_failed
-        if came.is_last:
-            self._num_begun = NUM_PER_CONNECTION
-        if out := came.reply + (self._requests() if goes_on else b""):
+        reply = self._read_http2(self._rest + data) if self._load.is_http2 else self._read_http1(data)
+        if out := reply + self._requests():
             self.socket.sendall(out)
         return True
 
+    def close(self) -> None:
+        """Answers that have not ended have failed, unless they are plain requests that the time cut off."""
+        for stream_id in list(self._open) if self._load.num_tokens else ():
+            self._finish(stream_id)
+        self.socket.close()
+
     def _requests(self) -> bytes:
-        """As many as may be begun."""
-        first = self._num_begun
-        num_new = min(self._num_at_once - self._num_open, NUM_PER_CONNECTION - first)
-        self._num_open += num_new
-        self._num_begun += num_new
-        return b"".join(map(self._speech.request, range(first, first + num_new)))
+        """As many new ones as may be begun."""
+        requests = b""
+        while len(self._open) < self._num_at_once and self._num_begun < self._most:
+            stream_id = 2 * self._num_begun + 1
+            self._open[stream_id] = _Answer()
+            self._num_begun += 1
+            requests += http2_request(stream_id, self._head, self._body) if self._load.is_http2 else self._http1
+        return requests
+
+    def _read_http1(self, data: bytes) -> bytes:
+        ((stream_id, answer),) = self._open.items()
+        answer.feed(data)
+        if answer.tail.endswith(self._end):
+            self._finish(stream_id)
+        return b""
+
+    def _read_http2(self, data: bytes) -> bytes:
+        """Returns the control frames to answer with."""
+        reply, position = b"", 0
+        for kind, flags, stream_id, start, end in frames(data):
+            position = end
+            if kind == DATA:
+                self._open[stream_id].feed(data[start:end])
+            if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
+                self._finish(stream_id)
+            elif kind == GOAWAY:
+                self._num_begun = self._most
+            elif kind in (SETTINGS, PING) and not flags & ACK:
+                reply += frame(kind, data[start:end] if kind == PING else b"", ACK)
+        self._rest = data[position:]
+        return reply
+
+    def _finish(self, stream_id: int) -> None:
+        answer, num_wanted = self._open.pop(stream_id), self._load.num_tokens
+        is_sound = (STREAM_END if num_wanted else HEALTH_END) in answer.tail
+        if num_wanted:
+            is_sound &= num_wanted <= answer.num_events <= num_wanted + MAX_OTHER_EVENTS
+            self.num_tokens += min(answer.num_events, num_wanted)
+        self.num_sound += is_sound
+        self.num_failed += not is_sound
 
 
-def ask(load: RequestLoad) -> Came:
-    """Keep requests under way for the time given."""
-    poll = select.epoll()
-    connections: dict[int, _Connection] = {}
-    ended: list[_Connection] = []
-    num_cut = 0
+def run(load: Load) -> Came:
+    """Read all streams to their ends, or keep plain requests under way for the time given."""
+    poll, connections, ended = select.epoll(), dict[int, _Connection](), list[_Connection]()
 
     def connect() -> None:
-        speech, num_at_once = (_Http2Requests(), load.num_at_once) if load.is_http2 else (_Http1Requests(), 1)
-        connection = _Connection(load.port, num_at_once, speech)
-        connection.open()
+        connection = _Connection(load)
         connections[connection.socket.fileno()] = connection
         poll.register(connection.socket.fileno(), select.EPOLLIN)
 
     start_s, cpu_start_s = time.monotonic(), time.process_time()
+    last_s = start_s
     try:
-        for _ in range(1 if load.is_http2 else load.num_at_once):
+        for _ in range(load.num_connections):
             connect()
-        while (duration_s := time.monotonic() - start_s) < load.duration_s:
-            for number, _ in poll.poll(1.0):
-                is_open = connections[number].receive()
-                if not is_open or connections[number].is_done:
-                    num_cut += not is_open
-                    poll.unregister(number)
-                    ended.append(connections.pop(number))
-                    ended[-1].socket.close()
+        while connections and time.monotonic() < (
+            last_s + load.stall_s if load.num_tokens else start_s + load.duration_s
+        ):
+            time.sleep(POLL_S if load.num_tokens else 0.0)
+            for number, _ in poll.poll(0.0 if load.num_tokens else 0.1):
+                is_open, last_s = connections[number].receive(), time.monotonic()
+                if is_open and not connections[number].is_done:
+                    continue
+                poll.unregister(number)
+                ended.append(connections.pop(number))
+                ended[-1].close()
+                if not load.num_tokens:
+                    ended[-1].num_failed += not is_open
                     connect()
-        cpu_s = time.process_time() - cpu_start_s
+        duration_s, cpu_s = last_s - start_s, time.process_time() - cpu_start_s
     finally:
         poll.close()
         ended += connections.values()
         for connection in connections.values():
-            connection.socket.close()
-    num_answered = sum(connection.num_answered for connection in ended)
-    num_failed = num_cut + sum(connection.num_failed for connection in ended)
-    return Came(num_answered, num_failed, duration_s, cpu_s / duration_s)
-
-
-def latencies_s(port: int, duration_s: float) -> list[float]:
-    """One request after the other, PROBE_S apart, each timed from its first byte out to its last byte in."""
-    found: list[float] = []
-    end_s = time.monotonic() + duration_s
-    connection = _Connection(port, 1, _Http1Requests())
-    while time.monotonic() < end_s:
-        num_answered, start_s = connection.num_answered, time.monotonic()
-        connection.open()
-        while connection.num_answered == num_answered:
-            if not connection.receive(goes_on=False):
-                raise CannotRun("The server closed a connection in the middle.", "run it alone and look")
-        found.append(time.monotonic() - start_s)
-        if connection.is_done:
-            connection.socket.close()
-            connection = _Connection(port, 1, _Http1Requests())
-        time.sleep(PROBE_S)
-    connection.socket.close()
-    return found
+            connection.close()
+    num_done = sum(one.num_tokens if load.num_tokens else one.num_sound for one in ended)
+    return Came(num_done, sum(one.num_failed for one in ended), duration_s, cpu_s / duration_s)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
@@ -41,12 +40,6 @@ class SimulatedClock:
         self.now += seconds
 
 
-class StepCost(Protocol):
-    """How long steps take."""
-
-    def step_s(self, plan: StepPlan) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """How long a step takes: fixed_s + token_s x tokens computed.
@@ -60,34 +53,6 @@ class CostModel:
 
     def step_s(self, plan: StepPlan) -> float:
         return self.fixed_s + self.token_s * plan.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RooflineCost:
-    """A device that reads while it computes: launch_s + max(weights_s, token_s x tokens) + kv_token_s x KV tokens read.
-
-    The defaults are a Llama-3-8B in bf16 on one H200, by the ceilings that were measured on one: 4.3 TB/s and
-    790 TFLOP/s (8.03e9 parameters, of which 7.5e9 are read and multiplied in every step; 32 layers of 8 KV heads of
-    128). What a real engine reaches is less: `efficiency` is the share of the ceilings.
-    """
-
-    weights_s: float = 7.5e9 * 2 / 4.3e12
-    token_s: float = 7.5e9 * 2 / 790e12
-    kv_token_s: float = 2 * 2 * 32 * 8 * 128 / 4.3e12
-    launch_s: float = 0.0003
-    efficiency: float = 0.85
-
-    def step_s(self, plan: StepPlan) -> float:
-        return self.seconds(plan.num_tokens, int((plan.starts + plan.lengths).sum()))
-
-    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        """
-        Args:
-            num_kv_tokens: that the rows attend to, each row's once: a prompt's chunk reads them tile by tile, but
-                computes meanwhile.
-        """
-        body_s = max(self.weights_s, self.token_s * num_tokens)
-        return self.launch_s + (body_s + self.kv_token_s * num_kv_tokens) / self.efficiency
 
 
 def sampled_token(prefix: Prefix, seed: int, vocab_size: int) -> int:
@@ -158,7 +123,7 @@ class SimulatedRunner:
         host_s: of each step, that the host takes to plan and to send it.
     """
 
-    def __init__(self, limits: RunnerLimits, cost: StepCost, clock: SimulatedClock, host_s: float = 0.0) -> None:
+    def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock, host_s: float = 0.0) -> None:
         self.limits = limits
         self._cost, self._clock, self._host_s = cost, clock, host_s
         self._free_s = 0.0  # when the device has nothing more to do
@@ -308,12 +273,12 @@ class Simulation:
     def __init__(
         self,
         limits: RunnerLimits,
-        cost: StepCost,
+        cost: CostModel,
         requests: Iterable[Request],
         eos_ids: tuple[int, ...] = (),
         num_may_enter: Callable[[int], int] = lambda num_inside: sys.maxsize,
         on_step: Callable[[Scheduler], None] = lambda scheduler: None,
-        runner: Callable[[RunnerLimits, StepCost, SimulatedClock], Runner[StepPlan]] = SimulatedRunner,
+        runner: Callable[[RunnerLimits, CostModel, SimulatedClock], Runner[StepPlan]] = SimulatedRunner,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
     ) -> None:
         self.clock = SimulatedClock()

@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,20 +246,17 @@ class TensorSource:
             self._fill(wanted[name], self._part(name, self.numbers(name), wanted[name].shape))
             self._advance(header)
 
-    def fill_parts(self, wanted: Sequence[dict[str, Target]], group_size: int) -> None:
-        """Of quantised matrices: values, scales and perhaps zeros, each with targets of its own by the same names.
+    def fill_parts(self, name: str, targets: Mapping[str, Target], group_size: int) -> None:
+        """Fill what a quantised matrix is made of: "values", "scales" and perhaps "zeros".
 
         Args:
             group_size: inputs that share a scale in the targets.
         """
-        for name in wanted[0]:
-            self._fill_parts_of(name, [targets[name] for targets in wanted], group_size)
-            self._advance(self.checkpoint.tensors[name])
-
-    def _fill_parts_of(self, name: str, targets: Sequence[Target], group_size: int) -> None:
         unpacked = self.unpacked(name)
-        for part, target in zip(("values", "scales", "zeros"), targets, strict=False):
+        for part, target in targets.items():
             self._fill(target, self._part(name, unpacked.part(part, group_size), target.shape))
+        del unpacked  # it holds pages of the file
+        self._advance(self.checkpoint.tensors[name])
 
     def _part(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return tensor if self._cut is None else self._cut(name, tensor, shape)

@@ -1,5 +1,6 @@
-"""How the device's memory is divided: weights, the largest step, graphs, KV. From headers and settings alone, before
-anything is loaded. Thread: engine, at start, or main, for an estimate.
+"""Divides the device's memory among weights, the largest step, CUDA graphs and KV, before anything is loaded.
+
+Reads headers and settings only. Thread: engine, at start, or main, for an estimate.
 """
 
 import math
@@ -18,57 +19,135 @@ from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_gather, can_pack
-from gpu.parameters import LayerWeights, empty_weights, layer_targets, matrices
+from gpu.parameters import LayerWeights, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
 from gpu.sampler import piece_rows
 from gpu.scores import MAX_SCORES
 from gpu.step_shapes import max_decodes, step_shapes
 from gpu.streams import staged_bytes
-from gpu.weights import PrequantizedMatrix, check_checkpoint, find_prequantized, prequantized_scheme
+from gpu.weights import check_checkpoint, find_prequantized, prequantized_scheme
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
-# Of the room, what the KV cache may take unasked: the host's memory is others' too, a GPU's is there to be used, but
-# for what torch's allocator loses between blocks.
+# The KV cache's default share of the room: other processes need the host's memory too; of a GPU's, torch's allocator
+# loses some between blocks.
 SHARED_MEMORY_SHARE, OWN_MEMORY_SHARE = 0.5, 0.95
-FIX_MARGIN = 0.02  # of the free memory, which what is proposed leaves: a minute later there may be less
+FIX_MARGIN = 0.02  # of the free memory, left by proposed settings: a minute later there may be less
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Who gets how much, in bytes unless said otherwise.
+    """What the model and the settings need of a device's memory, and how many blocks are left for KV.
 
     Args:
-        checkpoint_bytes: of the files' tensors; weights_bytes: of the same in memory, as dtype or quantised.
-        activation_bytes: of the largest step: an upper bound.
-        graph_bytes: of CUDA graphs: an estimate before the start, and then as measured.
-        num_blocks: for sequences; the cache holds one more.
+        engine: max_model_len is set.
+        num_parameters: of the whole model, however many ranks share it.
+        checkpoint_bytes: tensors in the files; weights_bytes: the same in memory, as dtype or quantised.
         free_bytes: on the device, before anything is loaded.
-        offload_bytes: of host memory; on a CPU from the same memory as all else, on a GPU beside it.
+        measured_graph_bytes: of CUDA graphs; None: they are estimated, before loading.
+        num_blocks: for sequences; the cache holds one more.
     """
 
+    model: ModelConfig
+    engine: EngineConfig
     device: DeviceChoice
     num_parameters: int
     checkpoint_bytes: int
     weights_bytes: int
-    activation_bytes: int
-    kv_bytes_per_token: int
-    kv_bytes: int
-    num_blocks: int
-    max_model_len: int
     free_bytes: int
-    offload_bytes: int = 0
-    graph_bytes: int = 0
+    measured_graph_bytes: int | None = None
+    num_blocks: int = 0
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.engine.max_model_len is not None
+        return self.engine.max_model_len
+
+    @property
+    def activation_bytes(self) -> int:
+        """An upper bound for the largest step."""
+        return activation_size_bytes(self.model, self.engine, self.max_model_len, self.device)
+
+    @property
+    def graph_bytes(self) -> int:
+        if self.measured_graph_bytes is not None:
+            return self.measured_graph_bytes
+        return graphs_size_bytes(self.model, self.engine, self.device)
+
+    @property
+    def loading_bytes(self) -> int:
+        return loading_size_bytes(self.model, self.engine, self.device)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return bytes_per_token(self.model, self.device.dtype)
 
     @property
     def kv_tokens(self) -> int:
         return self.num_blocks * BLOCK_SIZE
 
     @property
+    def kv_bytes(self) -> int:
+        return (self.num_blocks + 1) * bytes_per_block(self.model, self.device.dtype)
+
+    @property
+    def least_kv_bytes(self) -> int:
+        """One sequence of max_model_len, with the scratch block."""
+        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.device.dtype)
+
+    @property
+    def offload_bytes(self) -> int:
+        """Host memory for KV."""
+        return self.engine.kv_offload_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Host memory for KV that is taken from the device's: a CPU has no other."""
+        return self.offload_bytes if self.device.device.type == "cpu" else 0
+
+    @property
+    def beside_kv_bytes(self) -> int:
+        """On the device, all but KV."""
+        return self.weights_bytes + self.activation_bytes + self.graph_bytes + self.shared_bytes
+
+    @property
     def total_bytes(self) -> int:
         """On the device."""
-        on_device = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes
-        return on_device + self.offload_bytes * _is_shared(self.device)
+        return self.beside_kv_bytes + self.kv_bytes
+
+    @property
+    def kv_room_bytes(self) -> int:
+        """What all else leaves; may be negative."""
+        return self.free_bytes - self.beside_kv_bytes
+
+    @property
+    def fits(self) -> bool:
+        given = self.engine.kv_memory_bytes
+        return self.least_kv_bytes <= (self.least_kv_bytes if given is None else given) <= self.kv_room_bytes
+
+    def but(self, **settings: int | None) -> "MemoryPlan":
+        """The same with other settings of the engine."""
+        return replace(self, engine=replace(self.engine, **settings))  # type: ignore[arg-type]
+
+    def with_graphs(self, measured_bytes: int | None) -> "MemoryPlan":
+        """The plan divided: as much KV as is useful beside graphs of this size.
+
+        Raises:
+            NotEnoughMemory: one sequence's KV does not fit.
+        """
+        plan = replace(self, measured_graph_bytes=measured_bytes)
+        return replace(plan, num_blocks=_num_blocks(plan))
+
+    def most(self, setting: str) -> int:
+        """The largest value of a setting that fits, up to its own; 0: none. Memory grows with it."""
+        values = range(1, getattr(self.engine, setting) + 1)
+        return bisect_left(values, True, key=lambda value: not self.but(**{setting: value}).fits)
+
+    @property
+    def longest(self) -> int:
+        """The longest context that fits, rounded down; 0: none."""
+        longest = self.most("max_model_len")
+        return longest // ROUNDING_TOKENS * ROUNDING_TOKENS or longest
 
 
 def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> MemoryPlan:
@@ -76,7 +155,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
 
     Raises:
         BadCheckpoint: the directory's files, or tensors that are not those of its config.json.
-        DeviceUnavailable: the device or dtype asked for.
+        DeviceUnavailable: the requested device or dtype.
         NotEnoughMemory: the weights, or the KV cache of one sequence of max_model_len, do not fit.
     """
     device = choose_device(engine)
@@ -89,7 +168,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
 def plan_checkpoint(
     model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint, free_bytes: int
 ) -> MemoryPlan:
-    """Of a model whose headers have been read; see plan_memory."""
+    """plan_memory for a model whose headers have been read."""
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
     return plan_memory(model, engine, device, checkpoint.size_bytes, free_bytes, weights_bytes)
 
@@ -106,55 +185,36 @@ def plan_memory(
     """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate.
 
     Args:
-        weights_bytes: None: all of the model's, stored as its config.json says.
+        weights_bytes: None: computed from the model's configuration.
         graph_bytes: None: an estimate.
     """
-    max_model_len = _max_model_len(model, engine)
     if weights_bytes is None:
         weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
-    activation_bytes = activation_size_bytes(model, engine, max_model_len, device)
-    shared_bytes = engine.kv_offload_bytes * _is_shared(device)
-    asked = _Asked(model, engine, max_model_len, device, free_bytes, weights_bytes + shared_bytes, graph_bytes)
-    if asked.kv_room_bytes <= 0:
-        needed_bytes = weights_bytes + activation_bytes + asked.graph_bytes
-        unit = _unit_of(needed_bytes, shared_bytes, free_bytes)
-        beside = f" beside --kv-offload-memory of {unit.show(shared_bytes)}" if shared_bytes else ""
-        needed = unit.show(needed_bytes)
-        cause = f"Weights and activations need {needed} as {device.dtype_name}{beside}, {unit.show(free_bytes)} free."
-        raise NotEnoughMemory(cause, _ways_out(asked, unit))
-    loading_bytes = loading_size_bytes(model, engine, device)
-    if weights_bytes + loading_bytes > free_bytes:
-        unit = _unit_of(weights_bytes, loading_bytes, free_bytes)
-        cause = (
-            f"Weights need {unit.show(weights_bytes)} as {device.dtype_name}, and {unit.show(loading_bytes)} more "
-            f"while they load, {unit.show(free_bytes)} free."
-        )
-        raise NotEnoughMemory(cause, _smaller(engine, device.dtype))
-    num_blocks = _num_blocks(asked)
-    return MemoryPlan(
-        device=device,
-        num_parameters=model.num_parameters,
-        checkpoint_bytes=checkpoint_bytes,
-        weights_bytes=weights_bytes,
-        activation_bytes=activation_bytes,
-        kv_bytes_per_token=bytes_per_token(model, device.dtype),
-        kv_bytes=(num_blocks + 1) * bytes_per_block(model, device.dtype),
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        free_bytes=free_bytes,
-        offload_bytes=engine.kv_offload_bytes,
-        graph_bytes=asked.graph_bytes,
-    )
+    given = (model, _with_length(model, engine), device, model.num_parameters, checkpoint_bytes, weights_bytes)
+    return MemoryPlan(*given, free_bytes).with_graphs(graph_bytes)
+
+
+def memory_needed(
+    model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint | None = None
+) -> int:
+    """The least free memory with which plan_memory succeeds, in bytes, for one sequence of the full length.
+
+    Args:
+        checkpoint: see weights_size_bytes.
+    """
+    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
+    plan = MemoryPlan(model, _with_length(model, engine), device, model.num_parameters, 0, weights_bytes, free_bytes=0)
+    return max(plan.beside_kv_bytes + plan.least_kv_bytes, weights_bytes + plan.loading_bytes)
 
 
 def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int) -> int:
-    """How many blocks the host memory that is asked for holds; 0: none is asked for.
+    """How many blocks fit in --kv-offload-memory; 0: it is 0.
 
     Args:
         free_bytes: on the host.
 
     Raises:
-        StartupError: it does not hold one, or is more than is free.
+        StartupError: it does not hold one block, or is more than is free.
     """
     asked_bytes, block_bytes = engine.kv_offload_bytes, bytes_per_block(model, dtype)
     if 0 < asked_bytes < block_bytes:
@@ -169,177 +229,99 @@ def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, 
     return asked_bytes // block_bytes
 
 
-def _is_shared(device: DeviceChoice) -> bool:
-    """Whether host memory and the device's are one."""
-    return device.device.type == "cpu"
-
-
-def memory_needed(
-    model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint | None = None
-) -> int:
-    """The least free memory that plan_memory takes, in bytes: weights, the largest step, one sequence's KV cache.
-
-    On a CPU also what --kv-offload-memory asks for.
-
-    Args:
-        checkpoint: see weights_size_bytes.
-    """
-    max_model_len = _max_model_len(model, engine)
-    kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
-    activation_bytes = activation_size_bytes(model, engine, max_model_len, device) + graphs_size_bytes(
-        model, engine, device
-    )
-    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
-    serving_bytes = activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
-    return weights_bytes + max(serving_bytes, loading_size_bytes(model, engine, device))
-
-
-def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
-    asked = engine.max_model_len
-    if asked is None:
-        return model.max_position
-    if not 0 < asked <= model.max_position:
+def _with_length(model: ModelConfig, engine: EngineConfig) -> EngineConfig:
+    """The settings, with max_model_len set."""
+    length = model.max_position if engine.max_model_len is None else engine.max_model_len
+    if not 0 < length <= model.max_position:
         raise StartupError(
-            f"A context of {asked} tokens was asked for; the model was made for up to {model.max_position}.",
+            f"A context of {length} tokens was asked for; the model was made for up to {model.max_position}.",
             f"--max-model-len {model.max_position}, or less.",
         )
-    return asked
+    return replace(engine, max_model_len=length)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is asked to fit beside what is taken: by the weights, and on a CPU by host memory for KV.
+def _num_blocks(plan: MemoryPlan) -> int:
+    """All sequences at full length, by default within a share of the room; at least one sequence."""
+    _check(plan)
+    one_sequence = num_blocks_for(plan.max_model_len)
+    if plan.engine.kv_memory_bytes is not None:
+        return num_blocks_within(plan.engine.kv_memory_bytes, plan.model, plan.device.dtype)
+    share = SHARED_MEMORY_SHARE if plan.device.device.type == "cpu" else OWN_MEMORY_SHARE
+    usual = num_blocks_within(int(plan.kv_room_bytes * share), plan.model, plan.device.dtype)
+    return min(plan.engine.max_sequences * one_sequence, max(usual, one_sequence))
 
-    Args:
-        known_graph_bytes: None: an estimate.
+
+def _check(plan: MemoryPlan) -> None:
     """
-
-    model: ModelConfig
-    engine: EngineConfig
-    max_model_len: int
-    device: DeviceChoice
-    free_bytes: int
-    taken_bytes: int
-    known_graph_bytes: int | None
-
-    @property
-    def graph_bytes(self) -> int:
-        if self.known_graph_bytes is not None:
-            return self.known_graph_bytes
-        return graphs_size_bytes(self.model, self.engine, self.device)
-
-    @property
-    def kv_room_bytes(self) -> int:
-        """Beside what is taken, the largest step and graphs; may be negative."""
-        activation_bytes = activation_size_bytes(self.model, self.engine, self.max_model_len, self.device)
-        return self.free_bytes - self.taken_bytes - activation_bytes - self.graph_bytes
-
-    @property
-    def least_kv_bytes(self) -> int:
-        """One sequence's, with the scratch block."""
-        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.device.dtype)
-
-    @property
-    def fits(self) -> bool:
-        given = self.engine.kv_memory_bytes
-        kv_bytes = self.least_kv_bytes if given is None else given
-        return self.least_kv_bytes <= kv_bytes <= self.kv_room_bytes
-
-    def with_margin(self) -> "_Asked":
-        return replace(self, free_bytes=round(self.free_bytes * (1 - FIX_MARGIN)))
-
-    def with_length(self, max_model_len: int) -> "_Asked":
-        return replace(self, max_model_len=max_model_len)
-
-    def without_kv_memory(self) -> "_Asked":
-        return replace(self, engine=replace(self.engine, kv_memory_bytes=None))
-
-    def with_sequences(self, max_sequences: int) -> "_Asked":
-        return replace(self, engine=replace(self.engine, max_sequences=max_sequences))
-
-
-def _num_blocks(asked: _Asked) -> int:
-    """Blocks that are useful: all sequences at full length; by default within a part of the room, or one sequence's."""
-    if not asked.fits:
-        raise _kv_does_not_fit(asked)
-    one_sequence = num_blocks_for(asked.max_model_len)
-    if asked.engine.kv_memory_bytes is not None:
-        return num_blocks_within(asked.engine.kv_memory_bytes, asked.model, asked.device.dtype)
-    share = SHARED_MEMORY_SHARE if _is_shared(asked.device) else OWN_MEMORY_SHARE
-    usual = num_blocks_within(int(asked.kv_room_bytes * share), asked.model, asked.device.dtype)
-    return min(asked.engine.max_sequences * one_sequence, max(usual, one_sequence))
-
-
-def _kv_does_not_fit(asked: _Asked) -> NotEnoughMemory:
-    given, room, need = asked.engine.kv_memory_bytes, asked.kv_room_bytes, asked.least_kv_bytes
-    if given is not None and given > room:
+    Raises:
+        NotEnoughMemory: with settings that fit, where there are any.
+    """
+    room, free, weights, loading = plan.kv_room_bytes, plan.free_bytes, plan.weights_bytes, plan.loading_bytes
+    dtype, given, need = plan.device.dtype_name, plan.engine.kv_memory_bytes, plan.least_kv_bytes
+    if room <= 0:
+        needed, shared = weights + plan.activation_bytes + plan.graph_bytes, plan.shared_bytes
+        unit = _unit_of(needed, shared, free)
+        beside = f" beside --kv-offload-memory of {unit.show(shared)}" if shared else ""
+        cause = f"Weights and activations need {unit.show(needed)} as {dtype}{beside}, {unit.show(free)} free."
+    elif weights + loading > free:
+        unit = _unit_of(weights, loading, free)
+        more = f"and {unit.show(loading)} more while they load, {unit.show(free)} free."
+        raise NotEnoughMemory(f"Weights need {unit.show(weights)} as {dtype}, {more}", _smaller(plan))
+    elif given is not None and given > room:
         unit = _unit_of(given, room)
         cause = f"KV cache: --kv-memory asks for {unit.show(given)}, {unit.show(room)} free beside the weights."
-        return NotEnoughMemory(cause, _ways_out(asked, unit))
-    has, gives = (room, "{} free") if given is None else (given, "--kv-memory gives {}")
-    unit = _unit_of(need, has)
-    short = f", {need - has} bytes too few" if unit.show(need) == unit.show(has) else ""
-    cause = f"KV cache: need {unit.show(need)} for {asked.max_model_len} tokens, {gives.format(unit.show(has))}{short}."
-    return NotEnoughMemory(cause, _ways_out(asked, unit))
+    elif not plan.fits:
+        has, gives = (room, "{} free") if given is None else (given, "--kv-memory gives {}")
+        unit = _unit_of(need, has)
+        short = f", {need - has} bytes too few" if unit.show(need) == unit.show(has) else ""
+        needs = f"need {unit.show(need)} for {plan.max_model_len} tokens"
+        cause = f"KV cache: {needs}, {gives.format(unit.show(has))}{short}."
+    else:
+        return
+    raise NotEnoughMemory(cause, _fix(plan, unit))
 
 
-def _ways_out(asked: _Asked, unit: "_Unit") -> str:
-    """Settings that fit, each tried: with a margin, unless only what needs all that is free now fits at all."""
-    ways = _settings_that_fit(asked.with_margin(), unit) or _settings_that_fit(asked, unit)
-    return ", or ".join(ways) or _smaller(asked.engine, asked.device.dtype)
+def _fix(plan: MemoryPlan, unit: "_Unit") -> str:
+    """Settings that were found to fit: with a margin, unless they only fit in all that is free now."""
+    with_margin = replace(plan, free_bytes=round(plan.free_bytes * (1 - FIX_MARGIN)))
+    ways = _settings_that_fit(with_margin, unit) or _settings_that_fit(plan, unit)
+    return ", or ".join(ways) or _smaller(plan)
 
 
-def _settings_that_fit(asked: _Asked, unit: "_Unit") -> list[str]:
-    ways = []
-    if longest := _longest(asked):
-        ways.append(f"--max-model-len {longest}")
-    if most := _most_sequences(asked):
-        ways.append(f"--max-sequences {most}")
-    if kv_memory := _kv_memory(asked, unit):
-        ways.append(f"--kv-memory {kv_memory}")
-    if not ways and (longest := _longest(asked.with_sequences(1))):
-        ways.append(f"--max-sequences 1 --max-model-len {longest}")
-    if not ways and (longest := _longest(asked.without_kv_memory())):
-        ways.append(f"--max-model-len {longest} without --kv-memory")
-    return ways
+def _settings_that_fit(plan: MemoryPlan, unit: "_Unit") -> list[str]:
+    """Each alone; where none does, the first combination."""
+    given = plan.engine.kv_memory_bytes
+    ways = {
+        "--max-model-len {}": plan.longest,
+        "--max-sequences {}": plan.most("max_sequences"),
+        "--kv-memory {}": given and unit.setting_between(plan.least_kv_bytes, given, plan.kv_room_bytes),
+    }
+    combinations = {
+        "--max-sequences 1 --max-model-len {}": plan.but(max_sequences=1),
+        "--max-model-len {} without --kv-memory": plan.but(kv_memory_bytes=None),
+    }
+    return [way.format(value) for way, value in ways.items() if value] or [
+        way.format(changed.longest) for way, changed in combinations.items() if changed.longest
+    ][:1]
 
 
-def _smaller(engine: EngineConfig, dtype: torch.dtype) -> str:
+def _smaller(plan: MemoryPlan) -> str:
     ways = ["a smaller model"]
-    if engine.kv_offload_bytes:
+    if plan.engine.kv_offload_bytes:
         ways.append("less --kv-offload-memory")
-    if dtype == torch.float32:
+    if plan.device.dtype == torch.float32:
         ways.append("--dtype bfloat16")
-    if engine.quantize != "int4":
+    if plan.engine.quantize != "int4":
         ways.append("--quantize int4")
     return ", or ".join(ways)
 
 
-def _longest(asked: _Asked) -> int:
-    """The longest context that fits with its own activations, rounded down; 0: none. Memory grows with the length."""
-    lengths = range(1, asked.max_model_len + 1)
-    longest = bisect_left(lengths, True, key=lambda length: not asked.with_length(length).fits)
-    return longest // ROUNDING_TOKENS * ROUNDING_TOKENS or longest
-
-
-def _most_sequences(asked: _Asked) -> int:
-    """At the length asked for; 0: not even one."""
-    counts = range(1, asked.engine.max_sequences + 1)
-    return bisect_left(counts, True, key=lambda count: not asked.with_sequences(count).fits)
-
-
-def _kv_memory(asked: _Asked, unit: "_Unit") -> str | None:
-    """A size near what was asked for; None: none was, or nothing fits at this length."""
-    given = asked.engine.kv_memory_bytes
-    return None if given is None else unit.setting_between(asked.least_kv_bytes, given, asked.kv_room_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """That all sizes of a message are told in.
+    """The unit of all sizes in one message.
 
     Args:
-        steps: of the sizes that are proposed, within one unit.
+        steps: within one unit, of the sizes that are proposed.
     """
 
     name: str
@@ -351,7 +333,7 @@ class _Unit:
         return f"{size:.1f} {self.name}" if size >= 1 or size_bytes <= 0 else f"{size:.2g} {self.name}"
 
     def setting_between(self, least: int, wanted: int, most: int) -> str | None:
-        """The value of a flag, of so many bytes as wanted, or of the nearest that fit; None: none do."""
+        """A flag's value: as many bytes as wanted, or the nearest that fit; None: none do."""
         step = self.num_bytes / self.steps
         first, last = math.ceil(least / step), math.floor(most / step)
         if first > last:
@@ -363,12 +345,12 @@ _MIB, _GIB = _Unit("MiB", MIB, 1), _Unit("GiB", GIB, 100)
 
 
 def _unit_of(*sizes: int) -> _Unit:
-    """The one that fits the largest."""
+    """The one that suits the largest."""
     return _GIB if max(sizes) >= GIB else _MIB
 
 
-# Of a graph: a generous guess at what the driver keeps of a kernel that it will launch. It is for estimates, before
-# anything is loaded: what is true is found out at start (step_graphs.py).
+# Bytes that a driver keeps per kernel of a graph, guessed generously, for estimates before anything is loaded;
+# step_graphs.py measures the real figure at start.
 GRAPH_NODE_BYTES, GRAPH_NODES_A_LAYER, GRAPH_NODES = 8 * 1024, 16, 32
 
 
@@ -393,15 +375,16 @@ def weights_size_bytes(
     scheme = prequantized_scheme(model, quantize, device)
     if quantize is None and scheme is None:
         return size_bytes
-    for index, layer in enumerate(empty_weights(model, dtype, torch.device("meta")).layers):
-        kept = {} if scheme is None else find_prequantized(model, layer, layer_targets(model, index, layer), checkpoint)
+    for index in range(model.num_layers):
+        layer, targets = empty_layer(model, index, dtype, torch.device("meta"))
+        kept = {} if scheme is None else find_prequantized(model, layer, targets, checkpoint)
         size_bytes += sum(_added_bytes(layer, kept, scheme, dtype, quantize))
     return size_bytes
 
 
 def _added_bytes(
     layer: LayerWeights,
-    kept: dict[str, PrequantizedMatrix],
+    kept: dict[str, int],
     scheme: str | None,
     dtype: torch.dtype,
     quantize: str | None,
@@ -416,8 +399,7 @@ def _added_bytes(
         shape = tuple(floats(getattr(owner, field)).shape)
         plain_bytes = math.prod(shape) * dtype.itemsize
         if scheme is not None and field in kept:
-            group_size = kept[field].group_size
-            yield stored_bytes(shape, scheme, dtype, group_size) - plain_bytes
+            yield stored_bytes(shape, scheme, dtype, kept[field]) - plain_bytes
         elif quantize is not None and can_quantize(quantize, shape[-1]):
             yield stored_bytes(shape, quantize, dtype) - plain_bytes
 
@@ -426,7 +408,7 @@ def loading_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceC
     """Beside the weights, until they are all there: slices on their way, and a layer that is not quantised yet."""
     size_bytes = staged_bytes(device.device)
     if engine.quantize is not None or prequantized_scheme(model, None, device.device) is not None:
-        layers = empty_weights(model, device.dtype, torch.device("meta")).layers
+        layers = empty_weights(model, device.dtype, torch.device("meta"))[0].layers
         size_bytes += max(sum(floats(getattr(*matrix)).nbytes for matrix in matrices(layer)) for layer in layers)
     return size_bytes
 

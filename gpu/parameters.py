@@ -1,10 +1,10 @@
 """A model's parameters, fused as they are computed with, and which tensors of a checkpoint fill them.
 
-Where one tensor goes, and what is rearranged on the way; how the families name and store layers and experts.
-Thread: engine (at start).
+One pass allocates a layer's parameters and says where each tensor of the checkpoint goes, and what is rearranged on the
+way; it knows how the families name and store layers and experts. Thread: engine (at start).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,15 +20,13 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 MXFP4_SCALE_BIAS = 127  # a scale is 2 ** (byte - 127): section 5.4.1, E8M0
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+MATRICES = ("qkv", "output", "gate_up", "down")  # may be quantised; routers stay: their choices matter more than bytes
 Empty = Callable[[tuple[int, ...]], Tensor]
 
 # family -> the router, and of each expert gate, up and down
 _NAMES = {
-    "mixtral": (
-        "block_sparse_moe.gate",
-        tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
-    ),
-    "qwen3_moe": ("mlp.gate", tuple(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp.gate", "mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj")),
 }
 
 
@@ -38,15 +36,16 @@ class Target:
 
     Args:
         into: rows of a parameter.
-        head_dim: reorder the rows within heads of this size; None: as they are.
-        rotary_dim: of each head, so many are reordered; None: all.
-        num_reordered: of the rows, so many are; None: all.
-        offset: what is added to each number.
-        write: how a tensor of another shape or format goes into `into`, or some of its first dimension into the same
-            of `into`; None: by copying.
-        stored_shape: of the checkpoint's tensor; None: as `into`.
-        is_packed: it is stored as bytes, not as floats.
-        is_scale: it multiplies what another tensor has written: read last.
+        head_dim: reorder the rows within heads of this size; None: keep their order.
+        rotary_dim: how many rows of each head are reordered; None: all.
+        num_reordered: how many rows are reordered; None: all.
+        offset: added to each number.
+        write: writes a tensor of another shape or format into `into`, or part of its first dimension into the same
+            part of `into`; None: copy.
+        stored_shape: the checkpoint's tensor; None: the shape of `into`.
+        is_packed: stored as bytes, not as floats.
+        is_scale: multiplies what another tensor has written, so it is read last.
+        matrix: which of MATRICES the rows belong to; None: none, or a bias.
     """
 
     into: Tensor
@@ -58,6 +57,7 @@ class Target:
     stored_shape: tuple[int, ...] | None = None
     is_packed: bool = False
     is_scale: bool = False
+    matrix: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class Target:
         self.finish()
 
     def write_rows(self, first: int, rows: Tensor) -> None:
-        """Some of the tensor's rows, from this one on; finish() is for once all are there."""
+        """Write some of the tensor's rows, from this one on; call finish() once all are written."""
         into = self.into[first : first + len(rows)]
         if self.write is not None:
             self.write(into, rows)
@@ -77,12 +77,16 @@ class Target:
             into.copy_(rows)
 
     def finish(self) -> None:
-        """What is done to all rows together."""
+        """Add the offset and reorder, once all rows are written."""
         if self.offset:
             self.into.add_(self.offset)
         if self.head_dim is not None:
             rows = self.into[: self.num_reordered]
             rows.copy_(interleave_halves(rows, self.head_dim, self.rotary_dim))
+
+
+Targets = dict[str, Target]
+"""By the tensor's name in the checkpoint."""
 
 
 def interleave_halves(rows: Tensor, head_dim: int, rotary_dim: int | None = None) -> Tensor:
@@ -150,51 +154,6 @@ class ExpertWeights:
     down_bias: Tensor | None  # [experts, hidden]
 
 
-def empty_experts(config: ExpertsConfig, hidden_size: int, empty: Empty) -> ExpertWeights:
-    num_experts, width = config.num_experts, config.intermediate_size
-    return ExpertWeights(
-        router=empty((num_experts, hidden_size)),
-        router_bias=empty((num_experts,)) if config.has_bias else None,
-        gate_up=empty((num_experts, 2 * width, hidden_size)),
-        gate_up_bias=empty((num_experts, 2 * width)) if config.has_bias else None,
-        down=empty((num_experts, hidden_size, width)),
-        down_bias=empty((num_experts, hidden_size)) if config.has_bias else None,
-    )
-
-
-def expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Iterator[tuple[str, Target]]:
-    """The layer's tensors by name."""
-    if config.layout == "gpt_oss":
-        yield from _gpt_oss_targets(config, weights)
-        return
-    router, names = _NAMES[config.layout]
-    gate_up, down = floats(weights.gate_up), floats(weights.down)
-    yield f"{router}.weight", Target(weights.router)
-    for expert in range(config.num_experts):
-        for name, rows in zip(names, (*gate_up[expert].chunk(2), down[expert]), strict=True):
-            yield f"{name.format(expert)}.weight", Target(rows)
-
-
-def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Iterator[tuple[str, Target]]:
-    """All experts in one tensor, [in, out] or as blocks; rows of gate and up take turns."""
-    yield "mlp.router.weight", Target(weights.router)
-    if weights.router_bias is not None and weights.gate_up_bias is not None and weights.down_bias is not None:
-        yield "mlp.router.bias", Target(weights.router_bias)
-        yield "mlp.experts.gate_up_proj_bias", Target(weights.gate_up_bias, write=write_paired)
-        yield "mlp.experts.down_proj_bias", Target(weights.down_bias)
-    for name, into, are_pairs in (("gate_up", floats(weights.gate_up), True), ("down", floats(weights.down), False)):
-        prefix, (num_experts, num_out, num_in) = f"mlp.experts.{name}_proj", into.shape
-        if not config.is_mxfp4:
-            write = partial(write_transposed, are_pairs=are_pairs)
-            yield prefix, Target(into, write=write, stored_shape=(num_experts, num_in, num_out))
-            continue
-        blocks = (num_experts, num_out, num_in // MXFP4_BLOCK)
-        write = partial(write_mxfp4_blocks, are_pairs=are_pairs)
-        yield f"{prefix}_blocks", Target(into, write=write, stored_shape=(*blocks, MXFP4_BLOCK // 2), is_packed=True)
-        write = partial(write_mxfp4_scales, are_pairs=are_pairs)
-        yield f"{prefix}_scales", Target(into, write=write, stored_shape=blocks, is_packed=True, is_scale=True)
-
-
 @dataclass(slots=True)
 class MlpWeights:
     """One gated MLP; None where the family has no bias."""
@@ -236,160 +195,162 @@ class ModelWeights:
     lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
 
 
-def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[ModelWeights, Targets]:
     """Allocate all parameters."""
-    weights = empty_ends(config, dtype, device, config.vocab_size)
-    weights.layers.extend(empty_layer(config, index, dtype, device) for index in range(config.num_layers))
-    return weights
+    weights, targets = empty_ends(config, dtype, device, config.vocab_size)
+    for index in range(config.num_layers):
+        layer, layer_targets = empty_layer(config, index, dtype, device)
+        weights.layers.append(layer)
+        targets.update(layer_targets)
+    return weights, targets
 
 
-def empty_ends(config: ModelConfig, dtype: torch.dtype, device: torch.device, num_head_rows: int) -> ModelWeights:
-    """All but the layers."""
+def empty_ends(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_head_rows: int
+) -> tuple[ModelWeights, Targets]:
+    """Allocate all but the layers."""
     empty = partial(torch.empty, dtype=dtype, device=device)
     embedding = empty((config.vocab_size, config.hidden_size))
-    lm_head = embedding if config.tie_embeddings else empty((num_head_rows, config.hidden_size))
     norm = empty((config.hidden_size,), dtype=_norm_dtype(config, dtype))
-    return ModelWeights(embedding, [], norm, lm_head)
+    targets = {EMBEDDING: Target(embedding), "model.norm.weight": Target(norm, offset=_norm_offset(config))}
+    lm_head = embedding
+    if not config.tie_embeddings:
+        lm_head = empty((num_head_rows, config.hidden_size))
+        targets[HEAD] = Target(lm_head)
+    return ModelWeights(embedding, [], norm, lm_head), targets
+
+
+def empty_layer(
+    config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
+) -> tuple[LayerWeights, Targets]:
+    empty = partial(torch.empty, dtype=dtype, device=device)
+    return layer_of(config, index, empty, partial(torch.empty, dtype=_norm_dtype(config, dtype), device=device))
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if config.has_norm_offset else dtype
 
 
-def empty_layer(config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> LayerWeights:
-    empty = partial(torch.empty, dtype=dtype, device=device)
-    return layer_of(config, index, empty, partial(torch.empty, dtype=_norm_dtype(config, dtype), device=device))
-
-
-def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -> LayerWeights:
-    def bias(exists: bool, size: int) -> Tensor | None:
-        return empty((size,)) if exists else None
-
-    def norm(exists: bool, *shape: int) -> Tensor | None:
-        return empty_norm(shape) if exists else None
-
-    hidden, qkv = config.hidden_size, config.query_size + 2 * config.kv_size
-    query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
-    return LayerWeights(
-        attention_norm=norm(config.has_pre_norm, hidden),
-        qkv=empty((qkv, hidden)),
-        qkv_bias=bias(config.qkv_bias, qkv),
-        query_norm=norm(config.qk_norm != "none", *query_heads, config.head_dim),
-        key_norm=norm(config.qk_norm != "none", *kv_heads, config.head_dim),
-        sinks=empty((config.num_heads,)) if config.has_sinks else None,
-        output=empty((hidden, config.query_size)),
-        output_bias=bias(config.output_bias, hidden),
-        attention_post_norm=norm(config.has_post_norm, hidden),
-        mlp_norm=norm(config.has_pre_norm, hidden),
-        mlp=_empty_mlp(config, config.layer(index).is_sparse, empty),
-        mlp_post_norm=norm(config.has_post_norm, hidden),
-    )
-
-
-def _empty_mlp(config: ModelConfig, is_sparse: bool, empty: Empty) -> MlpWeights | ExpertWeights:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    if is_sparse:
-        assert config.experts is not None
-        return empty_experts(config.experts, hidden, empty)
-    return MlpWeights(
-        gate_up=empty((2 * intermediate, hidden)),
-        gate_up_bias=empty((2 * intermediate,)) if config.mlp_bias else None,
-        down=empty((hidden, intermediate)),
-        down_bias=empty((hidden,)) if config.mlp_bias else None,
-    )
-
-
-def targets(config: ModelConfig, weights: ModelWeights) -> dict[str, Target]:
-    """The checkpoint's tensor names, and where each goes."""
-    found = end_targets(config, weights)
-    for index, layer in enumerate(weights.layers):
-        found.update(layer_targets(config, index, layer))
-    return found
-
-
-def end_targets(config: ModelConfig, weights: ModelWeights) -> dict[str, Target]:
-    found = {
-        EMBEDDING: Target(weights.embedding),
-        "model.norm.weight": Target(weights.norm, offset=norm_offset(config)),
-    }
-    if not config.tie_embeddings:
-        found[HEAD] = Target(weights.lm_head)
-    return found
-
-
-def layer_targets(config: ModelConfig, index: int, layer: LayerWeights) -> dict[str, Target]:
-    return {f"model.layers.{index}.{name}": target for name, target in _named_targets(config, layer)}
-
-
-def _named_targets(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
-    yield from _norm_targets(config, layer)
-    for suffix, qkv in (("weight", floats(layer.qkv)), ("bias", layer.qkv_bias)):
-        if qkv is not None:
-            yield from _qkv_targets(config, qkv, suffix)
-    for name, norm in (("q", layer.query_norm), ("k", layer.key_norm)):
-        if norm is not None:
-            rotary_dim = config.rope.rotary_dim(config.head_dim)
-            yield (
-                f"self_attn.{name}_norm.weight",
-                Target(norm.view(-1), config.head_dim, rotary_dim, offset=norm_offset(config)),
-            )
-    yield "self_attn.o_proj.weight", Target(floats(layer.output))
-    if layer.output_bias is not None:
-        yield "self_attn.o_proj.bias", Target(layer.output_bias)
-    if layer.sinks is not None:
-        yield "self_attn.sinks", Target(layer.sinks)
-    if isinstance(layer.mlp, ExpertWeights):
-        assert config.experts is not None
-        yield from expert_targets(config.experts, layer.mlp)
-    else:
-        yield from _mlp_targets(config, layer.mlp)
-
-
-def _mlp_targets(config: ModelConfig, mlp: MlpWeights) -> Iterator[tuple[str, Target]]:
-    for suffix, gate_up, down in (
-        ("weight", floats(mlp.gate_up), floats(mlp.down)),
-        ("bias", mlp.gate_up_bias, mlp.down_bias),
-    ):
-        if gate_up is None or down is None:
-            continue
-        if config.has_fused_weights:
-            yield f"mlp.gate_up_proj.{suffix}", Target(gate_up)
-        else:
-            for name, rows in zip(("gate", "up"), gate_up.chunk(2), strict=True):
-                yield f"mlp.{name}_proj.{suffix}", Target(rows)
-        yield f"mlp.down_proj.{suffix}", Target(down)
-
-
-def _norm_targets(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
-    """`post_attention_layernorm` is the MLP's norm in families without norms after the blocks."""
-    mlp_norm = "pre_feedforward_layernorm" if config.has_post_norm else "post_attention_layernorm"
-    for name, norm in (
-        ("input_layernorm", layer.attention_norm),
-        (mlp_norm, layer.mlp_norm),
-        ("post_attention_layernorm", layer.attention_post_norm),
-        ("post_feedforward_layernorm", layer.mlp_post_norm),
-    ):
-        if norm is not None:
-            yield f"{name}.weight", Target(norm, offset=norm_offset(config))
-
-
-def norm_offset(config: ModelConfig) -> float:
+def _norm_offset(config: ModelConfig) -> float:
     return 1.0 if config.has_norm_offset else 0.0
 
 
-def _qkv_targets(config: ModelConfig, qkv: Tensor, suffix: str) -> Iterator[tuple[str, Target]]:
-    """RoPE turns q and k, not v. qkv: [query + 2 * kv, ...]"""
-    head_dim, rotary_dim = config.head_dim, config.rope.rotary_dim(config.head_dim)
-    if config.has_fused_weights:
-        num_reordered = config.query_size + config.kv_size
-        yield f"self_attn.qkv_proj.{suffix}", Target(qkv, head_dim, rotary_dim, num_reordered)
-        return
-    query, key, value = qkv.split_with_sizes([config.query_size, config.kv_size, config.kv_size])
-    yield f"self_attn.q_proj.{suffix}", Target(query, head_dim, rotary_dim)
-    yield f"self_attn.k_proj.{suffix}", Target(key, head_dim, rotary_dim)
-    yield f"self_attn.v_proj.{suffix}", Target(value)
+def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -> tuple[LayerWeights, Targets]:
+    """A layer's parameters, as `empty` makes them, and the checkpoint's tensors that fill them."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    rotary_dim = config.rope.rotary_dim(head_dim)  # RoPE rotates q and k, not v
+    targets: Targets = {}
+
+    def norm(name: str, *shape: int, head_dim: int | None = None) -> Tensor:
+        into = empty_norm(shape)
+        offset = _norm_offset(config)
+        targets[f"{name}.weight"] = Target(into.view(-1), head_dim, rotary_dim, offset=offset)
+        return into
+
+    def whole(name: str, *shape: int, matrix: str | None = None) -> Tensor:
+        into = empty(shape)
+        targets[name] = Target(into, matrix=matrix)
+        return into
+
+    def qkv(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
+        sizes = [config.query_size, config.kv_size, config.kv_size]
+        into = empty((sum(sizes), *inputs))
+        if config.has_fused_weights:
+            num_reordered = config.query_size + config.kv_size
+            targets[f"self_attn.qkv_proj.{suffix}"] = Target(into, head_dim, rotary_dim, num_reordered, matrix=matrix)
+            return into
+        for name, rows in zip("qkv", into.split_with_sizes(sizes), strict=True):
+            reordered = None if name == "v" else head_dim
+            targets[f"self_attn.{name}_proj.{suffix}"] = Target(rows, reordered, rotary_dim, matrix=matrix)
+        return into
+
+    def gate_up(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
+        into = empty((2 * config.intermediate_size, *inputs))
+        names = ("gate_up",) if config.has_fused_weights else ("gate", "up")
+        for name, rows in zip(names, into.chunk(len(names)), strict=True):
+            targets[f"mlp.{name}_proj.{suffix}"] = Target(rows, matrix=matrix)
+        return into
+
+    def mlp() -> MlpWeights:
+        return MlpWeights(
+            gate_up=gate_up("weight", hidden, matrix="gate_up"),
+            gate_up_bias=gate_up("bias") if config.mlp_bias else None,
+            down=whole("mlp.down_proj.weight", hidden, config.intermediate_size, matrix="down"),
+            down_bias=whole("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
+        )
+
+    def experts() -> ExpertWeights:
+        assert config.experts is not None
+        weights = _empty_experts(config.experts, hidden, empty)
+        targets.update(_expert_targets(config.experts, weights))
+        return weights
+
+    has_head_norms = config.qk_norm != "none"
+    query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
+    mlp_norm = "pre_feedforward_layernorm" if config.has_post_norm else "post_attention_layernorm"
+    layer = LayerWeights(
+        attention_norm=norm("input_layernorm", hidden) if config.has_pre_norm else None,
+        qkv=qkv("weight", hidden, matrix="qkv"),
+        qkv_bias=qkv("bias") if config.qkv_bias else None,
+        query_norm=norm("self_attn.q_norm", *query_heads, head_dim, head_dim=head_dim) if has_head_norms else None,
+        key_norm=norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=head_dim) if has_head_norms else None,
+        sinks=whole("self_attn.sinks", config.num_heads) if config.has_sinks else None,
+        output=whole("self_attn.o_proj.weight", hidden, config.query_size, matrix="output"),
+        output_bias=whole("self_attn.o_proj.bias", hidden) if config.output_bias else None,
+        attention_post_norm=norm("post_attention_layernorm", hidden) if config.has_post_norm else None,
+        mlp_norm=norm(mlp_norm, hidden) if config.has_pre_norm else None,
+        mlp=experts() if config.layer(index).is_sparse else mlp(),
+        mlp_post_norm=norm("post_feedforward_layernorm", hidden) if config.has_post_norm else None,
+    )
+    return layer, {f"model.layers.{index}.{name}": target for name, target in targets.items()}
+
+
+def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWeights:
+    num_experts, width = config.num_experts, config.intermediate_size
+    return ExpertWeights(
+        router=empty((num_experts, hidden)),
+        router_bias=empty((num_experts,)) if config.has_bias else None,
+        gate_up=empty((num_experts, 2 * width, hidden)),
+        gate_up_bias=empty((num_experts, 2 * width)) if config.has_bias else None,
+        down=empty((num_experts, hidden, width)),
+        down_bias=empty((num_experts, hidden)) if config.has_bias else None,
+    )
+
+
+def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
+    if config.layout == "gpt_oss":
+        return _gpt_oss_targets(config, weights)
+    router, form, names = _NAMES[config.layout]
+    targets = {f"{router}.weight": Target(weights.router)}
+    for expert in range(config.num_experts):
+        rows = (*floats(weights.gate_up)[expert].chunk(2), floats(weights.down)[expert])
+        for name, into, matrix in zip(names, rows, ("gate_up", "gate_up", "down"), strict=True):
+            targets[f"{form.format(expert, name)}.weight"] = Target(into, matrix=matrix)
+    return targets
+
+
+def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
+    """All experts in one tensor, [in, out] or as blocks; rows of gate and up alternate."""
+    targets = {"mlp.router.weight": Target(weights.router)}
+    if weights.router_bias is not None and weights.gate_up_bias is not None and weights.down_bias is not None:
+        targets["mlp.router.bias"] = Target(weights.router_bias)
+        targets["mlp.experts.gate_up_proj_bias"] = Target(weights.gate_up_bias, write=write_paired)
+        targets["mlp.experts.down_proj_bias"] = Target(weights.down_bias)
+    for name, into, are_pairs in (("gate_up", floats(weights.gate_up), True), ("down", floats(weights.down), False)):
+        prefix, (num_experts, num_out, num_in) = f"mlp.experts.{name}_proj", into.shape
+        if not config.is_mxfp4:
+            write = partial(write_transposed, are_pairs=are_pairs)
+            targets[prefix] = Target(into, write=write, stored_shape=(num_experts, num_in, num_out), matrix=name)
+            continue
+        blocks = (num_experts, num_out, num_in // MXFP4_BLOCK)
+        write, shape = partial(write_mxfp4_blocks, are_pairs=are_pairs), (*blocks, MXFP4_BLOCK // 2)
+        targets[f"{prefix}_blocks"] = Target(into, write=write, stored_shape=shape, is_packed=True)
+        write = partial(write_mxfp4_scales, are_pairs=are_pairs)
+        scales = Target(into, write=write, stored_shape=blocks, is_packed=True, is_scale=True)
+        targets[f"{prefix}_scales"] = scales
+    return targets
 
 
 def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | MlpWeights | ExpertWeights, str]]:
-    """What may be quantised: owner and attribute. Not the router: what it chooses decides more than it costs."""
-    return [(layer, "qkv"), (layer, "output"), (layer.mlp, "gate_up"), (layer.mlp, "down")]
+    """What may be quantised: owner and attribute, in the order of MATRICES."""
+    return list(zip((layer, layer, layer.mlp, layer.mlp), MATRICES, strict=True))

@@ -1,11 +1,11 @@
-"""A checkpoint's tensors to the model's fused parameters. Thread: engine (at start), or main, for an estimate.
+"""Loads a checkpoint's tensors into the model's fused parameters. Thread: engine (at start), or main, for an estimate.
 
-Every tensor is accounted for: missing, unexpected and misshaped ones are named. Prequantized matrices are served so
-where they can be; others become floats while they load.
+Accounts for every tensor: names the missing, unexpected and misshaped ones. Prequantized matrices are served so where
+they can be; the others become floats while they load.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,29 +18,19 @@ from gpu.parallel.ranks import Shard
 from gpu.parameters import (
     EMBEDDING,
     HEAD,
+    Empty,
     LayerWeights,
     ModelWeights,
     Target,
+    Targets,
     empty_ends,
     empty_layer,
     empty_weights,
-    end_targets,
     layer_of,
-    layer_targets,
     matrices,
-    targets,
 )
 from gpu.quant import FP8, QuantizedWeight, Weight, floats, pack_nibbles, prequantized_group
 from gpu.streams import Fill
-
-# The last part of a module's name -> the matrix that it is of; no router, which gates nothing here
-_FIELDS = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "qkv"),
-    "o_proj": "output",
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "gate_up"),
-    **dict.fromkeys(("down_proj", "w2"), "down"),
-}
-SUFFIX = ".weight"
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +40,8 @@ class MatrixForm:
     """How the layers' matrices are kept.
 
     Args:
-        convert: a matrix to what is kept of it, as soon as its layer is full; None: the matrix.
-        serves_prequantized: those that the checkpoint holds quantised stay so where they can: see find_prequantized.
+        convert: quantises a matrix, as soon as its layer is full; None: matrices stay floats.
+        serves_prequantized: keep what the checkpoint stores quantised where possible: see find_prequantized.
     """
 
     convert: Callable[[Tensor], Weight] | None = None
@@ -64,15 +54,14 @@ AS_THEY_ARE = MatrixForm()
 def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """Hold the headers against what the model needs; allocates nothing.
 
-    A tied model may carry its head as well: what is stored beside the embedding is compared with it.
+    The head of a tied model that stores one is compared with the embedding.
 
-    Returns: the model as the checkpoint has it: untied where it brings another head.
+    Returns: the model as the checkpoint has it: untied if its head differs.
 
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped.
     """
-    weights = empty_weights(config, torch.float32, torch.device("meta"))
-    _check(checkpoint, targets(config, weights), config)
+    _check(checkpoint, config)
     if not config.tie_embeddings or HEAD not in checkpoint.tensors:
         return config
     with TensorSource(checkpoint, torch.float32, lambda done, total: None) as source:
@@ -98,47 +87,45 @@ def load_weights(
     """Fill the model's parameters from the checkpoint, one layer at a time, converting to dtype.
 
     Args:
-        config: of all that the checkpoint holds: see check_checkpoint.
+        config: the whole checkpoint's, as check_checkpoint returns it.
         fill: see TensorSource.
         shard: load this part only; None: all.
 
     Raises:
-        BadCheckpoint: tensors are missing, unexpected or misshaped, told before any is read.
+        BadCheckpoint: tensors are missing, unexpected or misshaped; before any is read.
     """
-    expected = targets(config, empty_weights(config, dtype, torch.device("meta")))
-    _check(checkpoint, expected, config)
+    extra_biases = _check(checkpoint, config)
     part = config if shard is None else shard.config
     head_rows = slice(0, config.vocab_size) if shard is None else shard.head_rows
-    weights = empty_ends(part, dtype, device, head_rows.stop - head_rows.start)
+    weights, targets = empty_ends(part, dtype, device, head_rows.stop - head_rows.start)
     with TensorSource(checkpoint, dtype, progress, fill, None if shard is None else shard.cut) as source:
-        for name in _extra_biases(checkpoint, expected):
+        for name in extra_biases:
             if source.tensor(name).any():
                 raise bad_checkpoint(
                     f"{checkpoint.path}: {name} is not zero, and the architecture has no such parameter."
                 )
-        source.fill(end_targets(part, weights))
+        source.fill(targets)
         for index in range(part.num_layers):
-            layer = empty_layer(part, index, dtype, device)
-            _load_layer(part, index, layer, source, form)
-            weights.layers.append(layer)
+            weights.layers.append(_load_layer(part, index, source, form, *empty_layer(part, index, dtype, device)))
         source.finish()
     if shard is not None and config.tie_embeddings:
         weights.lm_head = weights.embedding[head_rows]
     return weights
 
 
-def _load_layer(config: ModelConfig, index: int, layer: LayerWeights, source: TensorSource, form: MatrixForm) -> None:
-    wanted = layer_targets(config, index, layer)
-    kept = find_prequantized(config, layer, wanted, source.checkpoint) if form.serves_prequantized else {}
-    kept_names = {name for matrix in kept.values() for name in matrix.names}
-    source.fill({name: target for name, target in wanted.items() if name not in kept_names})
+def _load_layer(
+    config: ModelConfig, index: int, source: TensorSource, form: MatrixForm, layer: LayerWeights, targets: Targets
+) -> LayerWeights:
+    kept = find_prequantized(config, layer, targets, source.checkpoint) if form.serves_prequantized else {}
+    source.fill({name: target for name, target in targets.items() if target.matrix not in kept})
     if kept:
-        wanted.clear()  # it holds the places of floats that are not to come
-        load_prequantized(config, index, layer, kept, source)
+        targets.clear()  # the floats that they hold go, before the quantised matrices come
+        _load_prequantized(config, index, layer, kept, source)
     if form.convert is not None:
         for owner, name in matrices(layer):
             if name not in kept:
                 setattr(owner, name, form.convert(floats(getattr(owner, name))))
+    return layer
 
 
 def _extra_biases(checkpoint: Checkpoint, wanted: dict[str, Target]) -> set[str]:
@@ -147,12 +134,20 @@ def _extra_biases(checkpoint: Checkpoint, wanted: dict[str, Target]) -> set[str]
     return (packed & checkpoint.tensors.keys()) - wanted.keys()
 
 
-def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfig) -> None:
+def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
+    """
+    Returns: biases that must be zero: see _extra_biases.
+
+    Raises:
+        BadCheckpoint: see check_checkpoint.
+    """
+    _, wanted = empty_weights(config, torch.float32, torch.device("meta"))
     missing = sorted(wanted.keys() - checkpoint.tensors.keys())
     if missing:
         raise bad_checkpoint(f"{checkpoint.path}: {len(missing)} tensors are missing: {named_tensors(missing)}.")
     tied = {HEAD} if config.tie_embeddings else set()
-    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - _extra_biases(checkpoint, wanted)
+    extra_biases = _extra_biases(checkpoint, wanted)
+    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - extra_biases
     buffers = sorted(name for name in unwanted if is_buffer(name, checkpoint.tensors[name].shape))
     unexpected = sorted(unwanted.difference(buffers))
     if unexpected:
@@ -170,18 +165,7 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfi
             raise bad_checkpoint(
                 f"{header.file}: {name} is stored as {header.format}, which is not the format config.json says."
             )
-
-
-@dataclass(frozen=True, slots=True)
-class PrequantizedMatrix:
-    """
-    Args:
-        names: of the checkpoint's tensors that it is made of.
-        group_size: inputs that share a scale.
-    """
-
-    names: tuple[str, ...]
-    group_size: int
+    return extra_biases
 
 
 def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch.device) -> str | None:
@@ -198,65 +182,58 @@ def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch
 
 
 def find_prequantized(
-    config: ModelConfig, layer: LayerWeights, names: Iterable[str], checkpoint: Checkpoint | None
-) -> dict[str, PrequantizedMatrix]:
-    """A layer's matrices that can stay, by their field: all that it is made of is stored quantised.
+    config: ModelConfig, layer: LayerWeights, targets: Targets, checkpoint: Checkpoint | None
+) -> dict[str, int]:
+    """A layer's matrices that can stay quantised, because all of their tensors are stored so.
 
     Args:
-        layer: not filled yet; of the rank's part.
-        names: of the layer's tensors.
-        checkpoint: None: all that may be stored quantised is.
+        layer: not filled yet; the rank's part.
+        targets: the layer's tensors.
+        checkpoint: None: assume that all that may be stored quantised is.
+
+    Returns:
+        By the matrix's name, how many inputs share a scale.
     """
-    by_field: dict[str, list[str]] = {}
-    for name in names:
-        field = _FIELDS.get(name.removesuffix(SUFFIX).rpartition(".")[2])
-        if field is not None and not name.endswith("bias"):
-            by_field.setdefault(field, []).append(name)
     assert config.packing is not None
     found = {}
-    for owner, field in matrices(layer):
-        group_size = prequantized_group(config.packing.group_size, floats(getattr(owner, field)).shape[-1])
-        is_stored = checkpoint is None or all(checkpoint.tensors[name].parts for name in by_field[field])
-        if group_size is not None and is_stored:
-            found[field] = PrequantizedMatrix(tuple(by_field[field]), group_size)
+    for owner, matrix in matrices(layer):
+        names = [name for name, target in targets.items() if target.matrix == matrix]
+        group_size = prequantized_group(config.packing.group_size, floats(getattr(owner, matrix)).shape[-1])
+        is_stored = checkpoint is None or all(checkpoint.tensors[name].parts for name in names)
+        if names and group_size is not None and is_stored:
+            found[matrix] = group_size
     return found
 
 
-def load_prequantized(
-    config: ModelConfig, index: int, layer: LayerWeights, kept: dict[str, PrequantizedMatrix], source: TensorSource
+def _load_prequantized(
+    config: ModelConfig, index: int, layer: LayerWeights, kept: dict[str, int], source: TensorSource
 ) -> None:
-    """Read numbers, scales and zeros into layers of their own, with the same order of rows, and put them together.
+    """Read values, scales and zeros into layers of their own, whose rows are ordered alike, and join them.
 
-    The floats that were allocated for them go first: a layer's memory is not needed twice.
+    The floats that were allocated for them are freed first, so that a layer's memory is not needed twice.
     """
     packing = config.packing
     assert packing is not None
     dtype, device = floats(layer.qkv).dtype, floats(layer.qkv).device
-    for owner, field in matrices(layer):
-        if field in kept:
-            setattr(owner, field, torch.empty(0))
+    for owner, matrix in matrices(layer):
+        if matrix in kept:
+            setattr(owner, matrix, torch.empty(0))
 
     def empty_groups(shape: tuple[int, ...]) -> Tensor:
         size = prequantized_group(packing.group_size, shape[-1]) if len(shape) > 1 else None
         scale_dtype = torch.float32 if config.fp8 is not None else dtype
         return torch.empty((*shape[:-1], shape[-1] // (size or 1)), dtype=scale_dtype, device=device)
 
-    empty_values = partial(torch.empty, dtype=torch.uint8, device=device)
-    empties = (empty_values, empty_groups) if config.fp8 is not None else (empty_values, empty_groups, empty_groups)
-    layers = [layer_of(config, index, empty, empty) for empty in empties]
-    all_targets = [layer_targets(config, index, part) for part in layers]
-    for matrix in kept.values():
-        source.fill_parts(
-            [{name: targets[name] for name in matrix.names} for targets in all_targets], matrix.group_size
-        )
-    for (owner, field), *parts in zip(matrices(layer), *map(matrices, layers), strict=True):
-        if field in kept:
-            values, *groups = (floats(getattr(part, name)) for part, name in parts)
-            setattr(owner, field, _quantized(dtype, values, groups))
-
-
-def _quantized(dtype: torch.dtype, values: Tensor, groups: list[Tensor]) -> QuantizedWeight:
-    """Of bytes: of 8-bit floats and their scales, or of integers up to 15, their scales and zeros."""
-    if len(groups) == 1:
-        return QuantizedWeight(dtype, values.view(FP8), *groups)
-    return QuantizedWeight(dtype, pack_nibbles(values), *groups)
+    empties: dict[str, Empty] = {"values": partial(torch.empty, dtype=torch.uint8, device=device)}
+    empties |= dict.fromkeys(("scales",) if config.fp8 is not None else ("scales", "zeros"), empty_groups)
+    parts = {part: layer_of(config, index, empty, empty) for part, empty in empties.items()}
+    for name, target in parts["values"][1].items():
+        if target.matrix in kept:
+            source.fill_parts(name, {part: targets[name] for part, (_, targets) in parts.items()}, kept[target.matrix])
+    for (owner, matrix), *stored in zip(matrices(layer), *(matrices(part) for part, _ in parts.values()), strict=True):
+        if matrix in kept:
+            values, *groups = (floats(getattr(part, name)) for part, name in stored)
+            is_fp8 = config.fp8 is not None
+            setattr(
+                owner, matrix, QuantizedWeight(dtype, values.view(FP8) if is_fp8 else pack_nibbles(values), *groups)
+            )

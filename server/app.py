@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from secrets import token_hex
 
-from h2.errors import ErrorCodes
-
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
 from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
@@ -18,9 +16,8 @@ from server.callers import Gate
 from server.clock import Clock
 from server.exchange import AppState, Exchange, Readiness
 from server.gate.cross_origin import CrossOrigin
-from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.identity import mask_keys
-from server.gate.quota import limit_headers
+from server.gate.tenants import OwnDeadlineExceeded
 from server.listening.clients import DENIED
 from server.observing.accounting import NO_REQUEST, Account, RequestRecord, TraceContext, continue_trace, status_told
 from server.observing.logs import current_request_id, current_trace_id
@@ -28,7 +25,7 @@ from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, answer_headers
 from server.routes import MethodNotAllowed, Route, find_route
 from server.values import escape
-from server.wire.messages import Headers, Peer, ResponseHead
+from server.wire.messages import Headers, Http2ErrorCode, Peer, ResponseHead
 from server.wire.stream import ClientDisconnected, HttpStream, content_headers
 
 logger = logging.getLogger(__name__)
@@ -135,7 +132,7 @@ class App:
         peer: Peer,
         since: float,
         stream: HttpStream | None,
-        http2_error: ErrorCodes | None,
+        http2_error: Http2ErrorCode | None,
     ) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
 
@@ -215,7 +212,7 @@ class App:
         """Let the request in and out of its caller's quotas. One that the server has no room for counts for nothing."""
         exchange.enter(Stage.QUOTA)
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
-        exchange.stream.late_headers = partial(limit_headers, ticket)
+        exchange.stream.late_headers = ticket.headers
         ticket.enter(route.needs_tokens)
         try:
             await route.handler(exchange)

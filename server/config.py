@@ -1,9 +1,8 @@
-"""What the operator can set: one table. Flags, environment, TOML file, --help and docs all come from it.
+"""The table of settings: each field of ServerConfig is a row, from which flags, variables, TOML keys and --help come.
 
-The field some_name, or with its unit some_name_s or some_name_bytes, is the flag --some-name, the variable
-STEPLOOP_SOME_NAME and the TOML key some_name; the few of another name say so.
-Which of them wins: server/config_sources.py. A deadline, a rate or a count that is not here is none that an operator
-need change. Thread: main, at start; frozen after that.
+The field some_name (or some_name_s, some_name_bytes: with its unit) is the flag --some-name, the variable
+STEPLOOP_SOME_NAME and the TOML key some_name, unless its row names another. server/config_sources.py merges the
+sources. Thread: main, at start; frozen after that.
 """
 
 import socket
@@ -14,12 +13,11 @@ from typing import Any, TypeVar
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
-from server.api.surface import RequestLimits
+from server.api.fields import RequestLimits
 from server.gate.cross_origin import origin_value
-from server.gate.deadlines import Deadlines
 from server.gate.identity import WAYS, way_value
 from server.gate.jwt import JwksUrl, jwks_source
-from server.gate.tenants import Tenant
+from server.gate.tenants import Deadlines, Tenant
 from server.ledger.usage import NO_PRICES, Prices
 from server.listening.clients import (
     FORWARDED,
@@ -62,7 +60,7 @@ from server.values import (
     text_value,
     yes_or_no,
 )
-from server.wire.limits import ConnectionLimits, FrameLimits, HeadLimits, Http2Limits, Rate, format_rate, rate_from
+from server.wire.limits import ConnectionLimits, Rate, format_rate, rate_from
 
 ENVIRONMENT_PREFIX = "STEPLOOP_"
 KiB, MiB, GiB = 2**10, 2**20, 2**30
@@ -72,8 +70,8 @@ NO_HEADER = "none"
 _WIRE, _REQUEST = ConnectionLimits(), RequestLimits()
 _LIST_PER_HEAD = _WIRE.http2.list_bytes // _WIRE.head.head_bytes
 _PARTS_OF_CONTROL = _WIRE.max_control_bytes // _WIRE.control_bytes
-# With less no client of ours could be served: nghttp begins with five PRIORITY frames and reads with WINDOW_UPDATEs
-_LEAST_SETTINGS = 2  # the client's own, and that it has heard of ours
+# Real clients need these: nghttp begins with five PRIORITY frames and reads with WINDOW_UPDATEs
+_LEAST_SETTINGS = 2  # the client's own, and its acknowledgement of ours
 _LEAST_SETTINGS_ENTRIES = 8
 _LEAST_EMPTY_FRAMES = 16
 
@@ -86,16 +84,17 @@ class Option:
     """One row of the table.
 
     Args:
-        name: what operators write, with dashes: the field's, without its unit, where it has no other.
         parse: from text; raises BadValueError.
         section: its heading in --help.
-        field_name: of ServerConfig; its unit is part of it.
-        show: the default, as the help says it.
-        is_rare: listed by --help-all alone.
+        name: with dashes; by default the field's, without its unit.
+        field_name: of ServerConfig, with its unit.
+        show: formats the default for --help.
+        sets: the field of ConnectionLimits that it sets, such as http2.frames.pings.
+        is_rare: only --help-all lists it.
         is_list: the flag may be repeated, the variable holds commas, the TOML value is a list.
         is_secret: its value is never printed.
         is_switch: the flag has no value; the variable and the TOML key say true or false.
-        in_file: may stand in the TOML file.
+        in_file: the TOML file may set it.
     """
 
     default: Any
@@ -106,6 +105,7 @@ class Option:
     name: str = ""
     field_name: str = ""
     show: Callable[[Any], str] = str
+    sets: str = ""
     is_rare: bool = False
     is_list: bool = False
     is_secret: bool = False
@@ -127,7 +127,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What may be written: see Option."""
+    """The values of an option, in columns of Option."""
 
     parse: Callable[[str], Any]
     metavar: str
@@ -157,8 +157,8 @@ _FILE, _NEW_FILE = _Kind(existing_file, "FILE"), _Kind(file_value, "FILE")
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A heading in --help. Called, it makes a field of ServerConfig that is a row of the table: the default, what may
-    be written, both bounds included, and the text of --help; then Option's other arguments.
+    """A heading in --help. Calling it makes a field of ServerConfig that is a row of the table, with more columns of
+    Option as keywords.
     """
 
     heading: str
@@ -174,8 +174,24 @@ class _Section:
         return self(False, _Kind(yes_or_no, "BOOL"), text, is_switch=True)
 
     def several(self, kind: _Kind, text: str, **more: Any) -> tuple[Any, ...]:
-        """None by default."""
+        """Empty by default."""
         return self((), kind, f"{text}; may be repeated", is_list=True, **more)
+
+    def limit(self, sets: str, kind: _Kind, text: str) -> Any:
+        """A field of ConnectionLimits, which has the default."""
+        return self(_part(_WIRE, sets), kind, text, sets=sets)
+
+
+def _part(limits: Any, place: str) -> Any:
+    for name in place.split("."):
+        limits = getattr(limits, name)
+    return limits
+
+
+def _with(limits: T, place: str, value: Any) -> T:
+    """The limits with another value at a place such as http2.frames.pings."""
+    name, _, rest = place.partition(".")
+    return replace(limits, **{name: _with(getattr(limits, name), rest, value) if rest else value})  # type: ignore[type-var]
 
 
 _MODEL, _RARE_MODEL = _Section("model"), _Section("model", is_rare=True)
@@ -442,18 +458,20 @@ class ServerConfig:
         _duration(0.001, 604_800),
         "time from a request's head to the end of its answer; requests and tenants may ask for less",
     )
-    idle_timeout_s: float = _LIMITS(
-        75.0, _duration(0.1, DAY_S), "time after which a connection without a request is closed"
+    idle_timeout_s: float = _LIMITS.limit(
+        "idle_s", _duration(0.1, DAY_S), "time after which a connection without a request is closed"
     )
-    stall_timeout_s: float = _LIMITS(
-        30.0, _duration(0.1, 3600), "time after which a client that reads nothing loses its stream"
+    stall_timeout_s: float = _LIMITS.limit(
+        "stall_s", _duration(0.1, 3600), "time after which a client that reads nothing loses its stream"
     )
     drain_timeout_s: float = _LIMITS(
         60.0, _duration(0, DAY_S), "time that running requests have to finish after SIGTERM"
     )
-    head_timeout_s: float = _RARE_LIMITS(10.0, _duration(0.1, 3600), "time for a request's head, from its first byte")
-    body_timeout_s: float = _RARE_LIMITS(
-        30.0, _duration(0.1, 3600), "time for a request's body; --min-body-rate adds to it"
+    head_timeout_s: float = _RARE_LIMITS.limit(
+        "head_s", _duration(0.1, 3600), "time for a request's head, from its first byte"
+    )
+    body_timeout_s: float = _RARE_LIMITS.limit(
+        "body_s", _duration(0.1, 3600), "time for a request's body; --min-body-rate adds to it"
     )
 
     # What one connection may take: the table of docs/limits.md.
@@ -461,78 +479,78 @@ class ServerConfig:
     handshake_timeout_s: float = _CONNECTION(
         5.0, _duration(0.1, 3600), "time for a TLS handshake, from the accept, and for a PROXY header"
     )
-    max_request_line_bytes: int = _CONNECTION(
-        _WIRE.head.request_line_bytes, _size(64, MiB), "HTTP/1.1 request line; a longer one gets 414"
+    max_request_line_bytes: int = _CONNECTION.limit(
+        "head.request_line_bytes", _size(64, MiB), "HTTP/1.1 request line; a longer one gets 414"
     )
-    max_head_bytes: int = _CONNECTION(
-        _WIRE.head.head_bytes, _size(KiB, 128 * KiB), "request head, unpacked; a larger one gets 431"
+    max_head_bytes: int = _CONNECTION.limit(
+        "head.head_bytes", _size(KiB, 128 * KiB), "request head, unpacked; a larger one gets 431"
     )
-    max_header_fields: int = _CONNECTION(
-        _WIRE.head.num_fields, _count(1, 10_000), "fields of a request head, cookie crumbs too; more get 431"
+    max_header_fields: int = _CONNECTION.limit(
+        "head.num_fields", _count(1, 10_000), "fields of a request head, cookie crumbs too; more get 431"
     )
-    min_body_rate: int = _CONNECTION(
-        round(_WIRE.body_bytes_per_s),
+    min_body_rate: int = _CONNECTION.limit(
+        "body_bytes_per_s",
         _size(1, MiB),
         "bytes of a body that prolong --body-timeout by a second; slower bodies get 408",
     )
-    min_read_rate: int = _CONNECTION(
-        round(_WIRE.stall_bytes_per_s),
+    min_read_rate: int = _CONNECTION.limit(
+        "stall_bytes_per_s",
         _size(1, MiB),
         "bytes per second that a client must read over --stall-timeout to keep its stream, unless it has read all",
     )
-    max_unsent_bytes: int = _CONNECTION(
-        _WIRE.unsent_bytes,
+    max_unsent_bytes: int = _CONNECTION.limit(
+        "unsent_bytes",
         _size(4 * KiB, MiB),
         "unread bytes of a stream, and as many again in the kernel, at which the stream pauses",
     )
-    max_requests_per_connection: int = _CONNECTION(
-        _WIRE.num_requests, _count(1, 10**9), "HTTP/1.1: closed after so many requests"
+    max_requests_per_connection: int = _CONNECTION.limit(
+        "num_requests", _count(1, 10**9), "HTTP/1.1: closed after so many requests"
     )
-    max_streams_per_connection: int = _CONNECTION(
-        _WIRE.num_streams, _count(1, 2**30 - 1), "HTTP/2: closed after so many streams"
+    max_streams_per_connection: int = _CONNECTION.limit(
+        "num_streams", _count(1, 2**30 - 1), "HTTP/2: closed after so many streams"
     )
-    max_concurrent_streams: int = _CONNECTION(
-        _WIRE.http2.num_streams, _count(1, 65_536), "HTTP/2: open streams, as advertised; more are refused"
+    max_concurrent_streams: int = _CONNECTION.limit(
+        "http2.num_streams", _count(1, 65_536), "HTTP/2: open streams, as advertised; more are refused"
     )
-    max_refused_streams: int = _CONNECTION(
-        _WIRE.http2.num_refused,
+    max_refused_streams: int = _CONNECTION.limit(
+        "http2.num_refused",
         _count(1, 65_536),
         "HTTP/2: streams beyond those that are refused in a row; more end the connection",
     )
-    max_heads_bytes: int = _CONNECTION(
-        _WIRE.http2.heads_bytes,
+    max_heads_bytes: int = _CONNECTION.limit(
+        "http2.heads_bytes",
         _size(16 * KiB, 64 * MiB),
         "HTTP/2: heads of the open requests together, with 100 bytes for each field; more are refused, but for a"
         " single one",
     )
-    max_frame_bytes: int = _CONNECTION(
-        _WIRE.http2.frames.frame_bytes,
+    max_frame_bytes: int = _CONNECTION.limit(
+        "http2.frames.frame_bytes",
         _size(16 * KiB, MiB),
         "HTTP/2: a frame, as advertised; a larger one ends the connection",
     )
-    max_header_block_bytes: int = _CONNECTION(
-        _WIRE.http2.frames.header_block_bytes,
+    max_header_block_bytes: int = _CONNECTION.limit(
+        "http2.frames.header_block_bytes",
         _size(KiB, 4 * MiB),
         "HTTP/2: request head, packed; a larger one ends the connection",
     )
-    max_continuations: int = _CONNECTION(
-        _WIRE.http2.frames.num_continuations, _count(0, 1024), "HTTP/2: CONTINUATION frames of a head"
+    max_continuations: int = _CONNECTION.limit(
+        "http2.frames.num_continuations", _count(0, 1024), "HTTP/2: CONTINUATION frames of a head"
     )
-    max_resets: Rate = _CONNECTION(
-        _WIRE.http2.frames.resets, _rate(1), "HTTP/2: resets of streams, by the client or for its faults"
+    max_resets: Rate = _CONNECTION.limit(
+        "http2.frames.resets", _rate(1), "HTTP/2: resets of streams, by the client or for its faults"
     )
-    max_pings: Rate = _CONNECTION(_WIRE.http2.frames.pings, _rate(1), "HTTP/2: PING frames")
-    max_settings: Rate = _CONNECTION(_WIRE.http2.frames.settings, _rate(_LEAST_SETTINGS), "HTTP/2: SETTINGS frames")
-    max_settings_entries: int = _CONNECTION(
-        _WIRE.http2.frames.num_settings, _count(_LEAST_SETTINGS_ENTRIES, 2730), "HTTP/2: entries of a SETTINGS frame"
+    max_pings: Rate = _CONNECTION.limit("http2.frames.pings", _rate(1), "HTTP/2: PING frames")
+    max_settings: Rate = _CONNECTION.limit("http2.frames.settings", _rate(_LEAST_SETTINGS), "HTTP/2: SETTINGS frames")
+    max_settings_entries: int = _CONNECTION.limit(
+        "http2.frames.num_settings", _count(_LEAST_SETTINGS_ENTRIES, 2730), "HTTP/2: entries of a SETTINGS frame"
     )
-    max_empty_frames: int = _CONNECTION(
-        _WIRE.http2.frames.num_overhead_frames,
+    max_empty_frames: int = _CONNECTION.limit(
+        "http2.frames.num_overhead_frames",
         _count(_LEAST_EMPTY_FRAMES, 1_000_000),
         "frames, and HTTP/1.1 chunks, that carry next to nothing, beyond what the content beside them earns",
     )
-    max_control_output_bytes: int = _CONNECTION(
-        _WIRE.max_control_bytes,
+    max_control_output_bytes: int = _CONNECTION.limit(
+        "max_control_bytes",
         _size(64 * KiB, 64 * MiB),
         "HTTP/2: answers to frames that the client has not read; from a quarter of it on the server reads no more",
     )
@@ -561,20 +579,20 @@ class ServerConfig:
     """[slo]"""
 
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
-    """Fields that were set, each with the flag, the variable, or the key of the file that set it."""
+    """Fields that were set, each with the flag, variable or key of the file that set it."""
 
     warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """What the operator should change before the next release."""
 
     @property
     def context_origin(self) -> str:
-        """Where the length of the context comes from, as the operator wrote it."""
+        """What set the context length, as the operator wrote it."""
         return "the model's own" if self.max_model_len is None else dict(self.origins).get("max_model_len", "as asked")
 
     @property
     def client_rules(self) -> ClientRules:
         header = None if self.forwarded_header == NO_HEADER else self.forwarded_header
-        others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
+        others = self.max_connections // 64 * 8  # an eighth stays free for other clients; of a few connections, nothing
         cap = self.max_connections_per_address or self.max_connections - others
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
 
@@ -596,50 +614,30 @@ class ServerConfig:
 
     @property
     def connection_limits(self) -> ConnectionLimits:
-        """Of the wire; a head that is not too large is not refused for how it is packed."""
-        head = HeadLimits(
-            request_line_bytes=self.max_request_line_bytes,
-            head_bytes=self.max_head_bytes,
-            num_fields=self.max_header_fields,
-            num_small_chunks=self.max_empty_frames,
-        )
-        frames = FrameLimits(
-            frame_bytes=self.max_frame_bytes,
-            header_block_bytes=max(self.max_header_block_bytes, self.max_head_bytes),
-            num_continuations=self.max_continuations,
-            resets=self.max_resets,
-            pings=self.max_pings,
-            settings=self.max_settings,
-            num_settings=self.max_settings_entries,
-            num_overhead_frames=self.max_empty_frames,
-        )
-        http2 = Http2Limits(
-            frames=frames,
-            num_streams=self.max_concurrent_streams,
-            num_refused=self.max_refused_streams,
-            heads_bytes=self.max_heads_bytes,
-            list_bytes=_LIST_PER_HEAD * self.max_head_bytes,
-        )
-        return ConnectionLimits(
-            head=head,
-            http2=http2,
-            body_bytes_per_s=self.min_body_rate,
-            stall_bytes_per_s=self.min_read_rate,
-            unsent_bytes=self.max_unsent_bytes,
-            num_requests=self.max_requests_per_connection,
-            num_streams=self.max_streams_per_connection,
-            control_bytes=self.max_control_output_bytes // _PARTS_OF_CONTROL,
-            max_control_bytes=self.max_control_output_bytes,
+        limits = _WIRE
+        for option in OPTIONS:
+            if option.sets:
+                limits = _with(limits, option.sets, getattr(self, option.field_name))
+        head, http2, frames = limits.head, limits.http2, limits.http2.frames
+        # A head that is not too large unpacked is not refused for its packed size.
+        frames = replace(frames, header_block_bytes=max(frames.header_block_bytes, head.head_bytes))
+        return replace(
+            limits,
+            head=replace(head, num_small_chunks=frames.num_overhead_frames),
+            http2=replace(http2, frames=frames, list_bytes=_LIST_PER_HEAD * head.head_bytes),
+            control_bytes=limits.max_control_bytes // _PARTS_OF_CONTROL,
+            buffered_body_bytes=max(limits.buffered_body_bytes, self.max_body_bytes),
         )
 
     def all_binds(self, passed: Sequence[PassedSocket] = ()) -> tuple[Bind, ...]:
-        """What to listen on: the binds, and --host and --port where they are set, or where there is nothing else.
+        """Where to listen: the binds, and --host and --port if they are set or there is nothing else.
 
         Args:
-            passed: sockets that were passed to this process.
+            passed: sockets that systemd passed to this process.
 
         Raises:
-            StartupError: a bind is for proxies, and none that could reach it is trusted.
+            StartupError: a bind is for proxies, and no proxy that could reach it is trusted; or --host and --port name
+                the address of a --bind.
         """
         trusted = {proxy == UNIX for proxy in self.trusted_proxies}
         for bind in self.binds:
@@ -648,9 +646,13 @@ class ServerConfig:
                 cause = f"the bind proxy:{bind.address} takes trusted proxies only, and none that can reach it is named"
                 raise StartupError(cause, f"--trusted-proxies {_sample_proxy(kinds)}", ExitCode.CONFIGURATION)
         is_given = any(name in ("host", "port") for name, _ in self.origins)
-        if is_given or not (self.binds or passed):
-            return (Bind(TcpAddress(self.host, self.port)), *self.binds)
-        return self.binds
+        if not is_given and (self.binds or passed):
+            return self.binds
+        own = TcpAddress(self.host, self.port)
+        if self.port and any(bind.address == own for bind in self.binds):
+            cause = f"--host and --port name {own}, and so does a --bind"
+            raise StartupError(cause, f"leave --port {self.port} out, or the --bind", ExitCode.CONFIGURATION)
+        return (Bind(own), *self.binds)
 
     def to_engine_config(self) -> EngineConfig:
         """
@@ -659,28 +661,16 @@ class ServerConfig:
         """
         for cause, fix in self._contradictions():
             raise StartupError(cause, fix, ExitCode.CONFIGURATION)
-        return EngineConfig(
-            device=self.device,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            kv_memory_bytes=self.kv_memory_bytes,
-            kv_offload_bytes=self.kv_offload_bytes,
-            kv_offload_dir=None if self.kv_offload_dir is None else str(self.kv_offload_dir),
-            kv_offload_dir_bytes=self.kv_offload_dir_bytes,
-            max_batch_tokens=self.max_batch_tokens,
-            max_sequences=self.max_sequences,
-            threads=self.threads,
-            quantize=self.quantize,
-            quantize_cache_bytes=self.quantize_cache_bytes,
-            has_prefix_cache=not self.no_prefix_cache,
-            inter_token_target=self.inter_token_target or None,
-            overlap=self.overlap,
-            graphs=self.graphs,
-            tensor_parallel=self.tensor_parallel,
-        )
+        same = {one.name: getattr(self, one.name) for one in fields(EngineConfig) if hasattr(self, one.name)}
+        own = {
+            "kv_offload_dir": None if self.kv_offload_dir is None else str(self.kv_offload_dir),
+            "has_prefix_cache": not self.no_prefix_cache,
+            "inter_token_target": self.inter_token_target or None,
+        }
+        return EngineConfig(**same | own)
 
     def _contradictions(self) -> list[tuple[str, str]]:
-        """What cannot be served together, each with what to do."""
+        """Settings that exclude each other: causes and fixes."""
         found = []
         if self.no_prefix_cache and self.kv_offload_bytes:
             cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
@@ -700,7 +690,7 @@ class ServerConfig:
 
 
 def _kinds(address: AnyAddress, passed: Sequence[PassedSocket]) -> set[bool]:
-    """Whether it is a Unix socket; sockets that are passed under one name may be of both kinds, or not be there yet."""
+    """True for a Unix socket, False for TCP: systemd may pass sockets of both kinds, or of none, under one name."""
     if isinstance(address, PassedAddress):
         return {one.sock.family == socket.AF_UNIX for one in passed if one.name == address.name}
     return {isinstance(address, UnixAddress)}

@@ -1,18 +1,22 @@
-"""The wiring: settings → the model's files, weights, KV cache and scheduler, as the engine thread loads them.
+"""Wires the server to gpu/: loads the engine, and tells `doctor` and `models` what gpu/ knows of machine and model.
 
-Here the server meets the engine that gpu/ computes; torch is imported on the engine thread, once the port listens.
+The only file that knows both the settings and gpu's functions. Each function imports gpu, and with it torch, itself:
+the server listens before torch is there. Thread: the engine's for engine_loader(), else main.
 """
 
 import logging
+import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from core.config import ModelConfig
+from core.config import QUANTIZE_SCHEMES, EngineConfig, ModelConfig
 from core.engine import Engine
+from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.types import StepDelivery
@@ -22,9 +26,16 @@ from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine
 from server.memory_limits import as_memory_error, check_address_space
-from server.model_files import ModelFiles, is_gguf, parse_config, read_model_files
+from server.model_files import (
+    ModelFiles,
+    check_tokenizer,
+    is_gguf,
+    parse_config,
+    read_model_config,
+    read_model_files,
+)
 from server.observing.logs import LoggedLines, LogHandler
-from server.values import HubId
+from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
     from gpu.parallel.runner import ParallelRunner
@@ -34,84 +45,14 @@ DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
 
 
-def engine_loader(config: ServerConfig) -> LoadEngine:
-    """What the engine thread runs first."""
-
-    def load(
-        inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
-    ) -> LoadedEngine:
-        try:
-            return _load(config, inbox, deliver, report_stage)
-        except Exception as error:
-            refused = as_memory_error(error)
-            if refused is None:
-                raise
-            raise refused from error
-
-    return load
-
-
-def _load(
-    config: ServerConfig, inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
-) -> LoadedEngine:
-    report_stage("finding the model's files")
-    path = model_path(config)
-    report_stage("reading the model's files")
-    files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
-    model = parse_config(path, files.config)
-    report_stage("importing torch")
-    check_address_space()
-    from gpu.parallel.runner import ParallelRunner
-
-    report_stage("loading weights")
-    engine = config.to_engine_config()
-    runner = _load_runner(config, files, model)
-    scheduler = Scheduler(
-        runner.limits,
-        files.eos_ids,
-        seeds=lambda: random.SystemRandom().getrandbits(64),
-        has_prefix_cache=engine.has_prefix_cache,
-        inter_token_target=engine.inter_token_target,
-        stored=() if runner.offload is None else runner.offload.stored,
-    )
-    memory = runner.memory
-    facts = EngineFacts(
-        model_name=served_name(config),
-        is_demonstration=config.model is None,
-        num_parameters=memory.num_parameters,
-        dtype=memory.device.dtype_name,
-        device=str(memory.device.device),
-        device_reason=memory.device.device_reason,
-        kv_size_bytes=memory.kv_bytes,
-        context_origin=config.context_origin,
-        limits=runner.limits,
-    )
-    check = runner.check if isinstance(runner, ParallelRunner) else None
-    idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
-    computing: Runner[Any] = runner
-    loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)
-    return LoadedEngine(loaded, files, facts, scheduler.stats())
-
-
-def _load_runner(config: ServerConfig, files: ModelFiles, model: ModelConfig) -> "ModelRunner | ParallelRunner":
-    from gpu.loading import load_runner
-    from gpu.parallel.runner import load_parallel_runner
-
-    engine = config.to_engine_config()
-    with (
-        byte_progress(_progress_stream(), "loading weights", MIN_LOADED_BYTES) as report_bytes,
-        count_progress(_progress_stream(), "capturing CUDA graphs") as report_graphs,
-    ):
-        if engine.tensor_parallel == 1:
-            return load_runner(files.path, model, engine, report_bytes, report_graphs)
-        return load_parallel_runner(files.path, model, engine, report_bytes)
+# Which model.
 
 
 def model_path(config: ServerConfig, fetches: bool = True) -> Path:
-    """The directory or GGUF file to serve, fetched where it is on a hub and not yet here.
+    """The directory or GGUF file to serve.
 
     Args:
-        fetches: else it is an error that it is not here.
+        fetches: download a hub's model that is not cached; False: that is an error.
 
     Raises:
         StartupError: see fetch and cached in server/commands/hub.py.
@@ -136,9 +77,305 @@ def served_name(config: ServerConfig) -> str:
             return path.stem if is_gguf(path) else path.resolve().name
 
 
+def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig]:
+    files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
+    return files, parse_config(path, files.config)
+
+
+# Loading.
+
+
+def engine_loader(config: ServerConfig) -> LoadEngine:
+    """The function that the engine thread runs first."""
+
+    def load(
+        inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
+    ) -> LoadedEngine:
+        try:
+            return _load(config, inbox, deliver, report_stage)
+        except Exception as error:
+            refused = as_memory_error(error)
+            if refused is None:
+                raise
+            raise refused from error
+
+    return load
+
+
+def _load(
+    config: ServerConfig, inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
+) -> LoadedEngine:
+    report_stage("finding the model's files")
+    path = model_path(config)
+    report_stage("reading the model's files")
+    files, model = _read_model(config, path)
+    report_stage("importing torch")
+    check_address_space()
+    from gpu.parallel.runner import ParallelRunner
+
+    report_stage("loading weights")
+    engine = config.to_engine_config()
+    runner = _load_runner(files, model, engine)
+    scheduler = Scheduler(
+        runner.limits,
+        files.eos_ids,
+        seeds=lambda: random.SystemRandom().getrandbits(64),
+        has_prefix_cache=engine.has_prefix_cache,
+        inter_token_target=engine.inter_token_target,
+        stored=() if runner.offload is None else runner.offload.stored,
+    )
+    memory = runner.memory
+    facts = EngineFacts(
+        model_name=served_name(config),
+        is_demonstration=config.model is None,
+        num_parameters=memory.num_parameters,
+        dtype=memory.device.dtype_name,
+        device=str(memory.device.device),
+        device_reason=memory.device.device_reason,
+        kv_size_bytes=memory.kv_bytes,
+        context_origin=config.context_origin,
+        limits=runner.limits,
+    )
+    check = runner.followers.check if isinstance(runner, ParallelRunner) else None
+    idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
+    computing: Runner[Any] = runner
+    loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)
+    return LoadedEngine(loaded, files, facts, scheduler.stats())
+
+
+def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> "ModelRunner | ParallelRunner":
+    from gpu.loading import load_runner
+    from gpu.parallel.runner import load_parallel_runner
+
+    with (
+        byte_progress(_progress_stream(), "loading weights", MIN_LOADED_BYTES) as report_bytes,
+        count_progress(_progress_stream(), "capturing CUDA graphs") as report_graphs,
+    ):
+        if engine.tensor_parallel == 1:
+            return load_runner(files.path, model, engine, report_bytes, report_graphs)
+        return load_parallel_runner(files.path, model, engine, report_bytes)
+
+
 def _progress_stream() -> TextIO:
-    """A terminal's bar, or a server's log; without one, stderr."""
+    """Where progress is shown: a server's log, unless stderr is a terminal."""
     is_logged = any(isinstance(handler, LogHandler) for handler in logging.getLogger().handlers)
     return (
         cast(TextIO, LoggedLines(logging.getLogger(__name__))) if is_logged and not sys.stderr.isatty() else sys.stderr
     )
+
+
+# What `doctor` and `serve --estimate` tell.
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line of the doctor's report. With an error, `serve` would refuse to start."""
+
+    name: str
+    value: str
+    error: StartupError | None = None
+
+
+def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
+    """Device, threads and memory, whose bandwidth is measured (0.1 s); those of the CPU if the device is missing."""
+    from gpu.device import (
+        apply_threads,
+        choose_device,
+        free_memory_bytes,
+        measure_bandwidth,
+        num_physical_cores,
+        total_memory_bytes,
+    )
+    from gpu.tune import measured_here
+
+    engine = config.to_engine_config()
+    try:
+        choice = choose_device(engine)
+        device = [
+            Fact("device", f"{choice.device}: {choice.device_reason}"),
+            Fact("number format", f"{choice.dtype_name}: {choice.dtype_reason}"),
+        ]
+    except DeviceUnavailable as error:
+        choice = choose_device(replace(engine, device="cpu"))
+        device = [Fact("device", "none", error)]
+    apply_threads(choice)
+    measured = measured_here(choice, _readable_model_config(config))
+    total, free = total_memory_bytes(choice.device), free_memory_bytes(choice.device)
+    return (
+        *device,
+        Fact("cores", f"{num_physical_cores()} physical, {os.cpu_count()} logical"),
+        Fact("compute threads", f"{choice.threads}: {choice.threads_reason}"),
+        *(Fact("  measured", f"{found}: {shape}") for shape, found in measured.items()),
+        Fact("memory", f"{format_size(total)}, {format_size(free)} free"),
+        Fact("memory bandwidth", f"{measure_bandwidth(choice.device) / 1e9:.1f} GB/s read"),
+    )
+
+
+def _readable_model_config(config: ServerConfig) -> ModelConfig | None:
+    """None: the model is not here, or its configuration is not supported."""
+    try:
+        path = model_path(config, fetches=False)
+        return parse_config(path, read_model_config(path))
+    except StartupError:
+        return None
+
+
+def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
+    """How the model would divide the device's memory, and what would compute it. Reads file headers only.
+
+    Raises:
+        StartupError: the model is missing or not supported, or it does not fit.
+    """
+    from gpu.memory_plan import estimate
+    from gpu.parallel.ranks import part_of
+    from gpu.parallel.runner import estimate_ranks
+    from gpu.tune import describe_attention, describe_graphs, describe_matmuls
+    from gpu.weights import prequantized_scheme
+
+    files, model = _read_model(config, model_path(config, fetches=False))
+    engine = config.to_engine_config()
+    plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
+    part = part_of(model, engine.tensor_parallel)
+    demonstration = " (demonstration model)" if config.model is None else ""
+    scheme = prequantized_scheme(model, config.quantize, plan.device.device) or config.quantize
+    layers = f", layers {scheme}" if scheme else ""
+    num_full = plan.kv_tokens / plan.max_model_len
+    kv = f"{format_size(plan.kv_bytes)}: {plan.kv_tokens:,} tokens = {num_full:.1f} x {plan.max_model_len:,}"
+    offload = f"{format_size(plan.offload_bytes)} for prompts that the KV cache evicts"
+    graphs = describe_graphs(part, plan.device, engine)
+    facts = {
+        "model": f"{served_name(config)}, {model.architecture}{demonstration}",
+        "parameters": f"{format_count(plan.num_parameters)}, {plan.device.dtype_name}{layers}",
+        "device": f"{plan.device.device}: {plan.device.device_reason}",
+        "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
+        "weights": format_size(plan.weights_bytes),
+        "activations": f"{format_size(plan.activation_bytes)} at most",
+        "KV cache": kv,
+        "host memory": offload if plan.offload_bytes else None,
+        "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
+        "attention": describe_attention(part, plan.device),
+        "matmuls": describe_matmuls(part, plan.device),
+        "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
+        "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
+    }
+    return tuple(Fact(name, value) for name, value in facts.items() if value is not None)
+
+
+def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
+    """Discard the model's measurements on this machine, then load it, which measures again and stores the result.
+
+    Raises:
+        StartupError: the model is missing or not supported, or it does not fit.
+    """
+    from gpu.device import choose_device
+    from gpu.loading import load_runner
+    from gpu.tune import forget_measured
+
+    path, engine = model_path(config, fetches=False), replace(config.to_engine_config(), tensor_parallel=1)
+    model = parse_config(path, read_model_config(path))
+    choice = choose_device(engine)
+    if choice.device.type == "cpu":
+        forget_measured(choice, model)
+    report("measuring threads and kernels")
+    runner = load_runner(path, model, engine, lambda done, total: None)
+    for _ in runner.idle_work():  # repeats measurements that are not settled yet
+        pass
+    report(f"measured: {runner.measured}")
+
+
+def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterator[Fact]:
+    """How well the model predicts the held text: unquantized, then with --quantize's scheme or with each.
+
+    Raises:
+        StartupError: the model is missing or not supported, or it does not fit.
+    """
+    from gpu.loading import load_runner
+    from gpu.quality import HELD_TEXT, Predictions, held_tokens, predict
+
+    files, model = _read_model(config, model_path(config, fetches=False))
+    context = config.max_model_len or model.max_position
+    tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
+    if len(tokens) < 2:
+        raise StartupError(f"A context of {context} tokens leaves nothing to predict", "--max-model-len 2048")
+    engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1, tensor_parallel=1)
+    yield Fact("held text", f"{len(tokens):,} tokens of prose, speech and code")
+    plain: Predictions | None = None
+    for scheme in (None, config.quantize) if config.quantize is not None else (None, *QUANTIZE_SCHEMES):
+        report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
+        runner = load_runner(files.path, model, replace(engine, quantize=scheme), lambda done, total: None)
+        made, memory = predict(runner, tokens), runner.memory
+        del runner  # before the next is loaded
+        weights = f"weights {format_size(memory.weights_bytes)}"
+        if plain is None:
+            plain = made
+            yield Fact(memory.device.dtype_name, f"perplexity {made.perplexity:.3f}, {weights}")
+        else:
+            change, same = made.perplexity / plain.perplexity, made.agreement(plain)
+            cost = f"perplexity {made.perplexity:.3f} (x {change:.4f}), same greedy token {same:.1%}"
+            yield Fact(scheme or "", f"{cost}, {weights}")
+
+
+# What `models` tells.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """One model; None where its files do not say.
+
+    Args:
+        name: what --model takes.
+        size_bytes: of the stored tensors.
+        context: tokens.
+        dtype: of most tensors in the file.
+        needed_bytes: to serve one sequence of the whole context.
+        reason: why it does not fit, or cannot be served at all.
+    """
+
+    name: str
+    path: Path
+    size_bytes: int | None = None
+    num_parameters: int | None = None
+    context: int | None = None
+    dtype: str | None = None
+    needed_bytes: int | None = None
+    fits: bool = False
+    reason: str | None = None
+
+
+def describe_models(found: Sequence[tuple[str, Path]], engine: EngineConfig) -> list[ModelFacts]:
+    """The facts of models, given by name and path. Reads file headers only.
+
+    Raises:
+        DeviceUnavailable: the device or dtype asked for.
+    """
+    from gpu.checkpoint import open_checkpoint
+    from gpu.device import choose_device, free_memory_bytes
+    from gpu.memory_plan import memory_needed
+    from gpu.weights import check_checkpoint
+
+    choice = choose_device(engine)
+    free_bytes = free_memory_bytes(choice.device)
+
+    def describe(name: str, path: Path) -> ModelFacts:
+        try:
+            model = parse_config(path, read_model_config(path))
+            checkpoint = open_checkpoint(path, model.packing)
+            model = check_checkpoint(checkpoint, model)
+            check_tokenizer(path)
+            needed_bytes = memory_needed(model, engine, choice, checkpoint)
+        except StartupError as error:
+            return ModelFacts(name, path, reason=error.cause)
+        fits = needed_bytes <= free_bytes
+        return ModelFacts(
+            name,
+            path,
+            size_bytes=checkpoint.size_bytes,
+            num_parameters=model.num_parameters,
+            context=model.max_position,
+            dtype=checkpoint.main_format,
+            needed_bytes=needed_bytes,
+            fits=fits,
+            reason=None if fits else f"{format_size(free_bytes)} free",
+        )
+
+    return [describe(name, path) for name, path in found]

@@ -1,7 +1,7 @@
-"""The process's life: listen, load, serve, drain, exit. Thread: loop.
+"""The server's life: listen, load, serve, reload, drain, exit. Thread: loop.
 
-The port listens at once; while the engine loads on its thread, /health answers and everything else says 503 with the
-stage. What is loaded, and how, is an argument (server/engine_loader.py): this file knows no model.
+It listens at once. While the engine loads on its thread, /health answers, and everything else gets a 503 with the stage
+of loading. server/engine_loader.py says what to load.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
@@ -42,30 +41,31 @@ from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
 from server.supervision import EngineLost, ServiceManager, Supervision
-from server.wire.limits import BUFFERED_BODY_BYTES
 from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL from one that waits
-# Collections stall every stream: what start made is frozen, and what lives long is looked at seldom. But the youngest
-# are collected soon: of connections that end at once, by the thousand, 100,000 objects took 160 ms.
+SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL while another waits
+# Garbage collections stall every stream: objects from start are frozen, and old generations seldom examined. The
+# youngest generation is collected often: 100,000 objects of short connections took 160 ms.
 GC_THRESHOLDS = (5_000, 20, 5_000)
-FAREWELL_S = 2.0  # for the last error events to leave
-HURRIED_FAREWELL_S = 1.0  # likewise, for who has signalled twice
-ENGINE_STOP_S = 10.0  # for the step that runs
+FAREWELL_S = 2.0  # for clients to take the last error events
+HURRIED_FAREWELL_S = 1.0  # likewise, after a second signal
+ENGINE_STOP_S = 10.0  # for the running step to end
 
 
 class Server:
-    """One serving process. Implements server.engine_thread.EngineEvents and server.supervision.Supervised.
+    """One serving process: start() → wait_ready() → reloads → stop() → wait_stopped().
+
+    Implements server.engine_thread.EngineEvents and server.supervision.Supervised.
 
     Args:
-        load: makes the engine.
+        load: makes the engine; runs on the engine's thread.
         announce: takes the banner's lines when the server is ready.
-        passed: sockets that listen already, of socket activation.
-        read_config: the configuration as it is now, for SIGHUP; None: it comes from no file.
+        passed: listening sockets from systemd.
+        read_config: reads the configuration again, for SIGHUP; None: it cannot change.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Server:
     ) -> None:
         """
         Raises:
-            StartupError: the certificate or the keys file is not fit, or an extra that is asked for is missing.
+            StartupError: a file of the configuration cannot be used, or an extra that it needs is missing.
         """
         self._config = config
         self._read_config = read_config or (lambda: config)
@@ -108,17 +108,18 @@ class Server:
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
         )
-        self._manager = ServiceManager(os.environ, os.getpid())
-        self._supervision = Supervision(self, self._manager, self._loop)
+        self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
-        self._client: EngineClient | None = None
+        self._client: EngineClient | None = None  # once the engine is loaded
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stopping: asyncio.Future[float] = self._loop.create_future()  # seconds of grace
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # the engine's
         self._had_terminal = False
 
+    # Start.
+
     async def run(self) -> ExitCode:
-        """Serve until stop() or the engine's end.
+        """Serve until stop() or the engine's failure.
 
         Raises:
             StartupError: see start(); or the model cannot be loaded.
@@ -129,25 +130,11 @@ class Server:
         finally:
             self._ignore_signals()
 
-    async def wait_stopped(self) -> ExitCode:
-        """The rest of run(), for who has called start()."""
-        grace_s = await self._stopping
-        try:
-            await self._shut_down(grace_s)
-        finally:
-            self._supervision.close()
-            self._loop_lag.close()
-            if self._tracing is not None:
-                await self._tracing.close()
-        if isinstance(self._failure, StartupError):
-            raise self._failure
-        return ExitCode.OK if self._failure is None else ExitCode.ENGINE
-
     async def start(self) -> None:
-        """Listen, and begin to load.
+        """Listen, and begin to load the engine.
 
         Raises:
-            StartupError: an address cannot be had, or strangers could reach it.
+            StartupError: an address cannot be listened on, or other machines could use it without a key.
         """
         await self.listener.start()
         try:
@@ -162,6 +149,16 @@ class Server:
         self._engine_thread.start()
         self._supervision.start()
 
+    def install_signal_handlers(self) -> None:
+        """SIGTERM drains. SIGINT ends all streams with an error event; so does a second SIGTERM. SIGHUP reloads.
+
+        But a SIGHUP because the process's terminal closed drains, unless it was to be ignored (nohup).
+        """
+        self._had_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
+        self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
+        self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+
     async def wait_ready(self) -> None:
         """
         Raises:
@@ -169,81 +166,19 @@ class Server:
         """
         await asyncio.shield(self._ready)
 
-    def install_signal_handlers(self) -> None:
-        """SIGTERM drains, SIGINT ends streams with an error event at once; so does any second one of them.
+    def _report_stage(self, stage: str) -> None:
+        """Thread: engine."""
+        self._loop.call_soon_threadsafe(self._set_stage, stage)
 
-        SIGHUP reads certificates, tenants and keys again. Only where it comes because the terminal that the process was
-        started from is gone, it drains, unless it was to be ignored (nohup).
-        """
-        self._had_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
-        self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
-        self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
-
-    def _hang_up(self) -> None:
-        if self._had_terminal and not has_terminal():
-            logger.info("the terminal is gone")
-            self.stop(self._config.drain_timeout_s)
-        else:
-            self._supervision.reload(self._reload)
-
-    def _ignore_signals(self) -> None:
-        """One more SIGTERM finds a process that is at its end already, and must not change how it ends."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if self._loop.remove_signal_handler(number):
-                signal.signal(number, signal.SIG_IGN)
-
-    def _reload(self) -> None:
-        """
-        Raises:
-            StartupError: something of it is not fit; all stays as it was, but for who is no longer named.
-        """
-        try:
-            self._reload_all()
-        except StartupError:
-            self._gate.revoke()
-            raise
-        finally:
-            self._app.end_revoked()
-
-    def _reload_all(self) -> None:
-        """
-        Raises:
-            StartupError: something of it is not fit; all stays as it was.
-        """
-        config = self._read_config()
-        apply = self._gate.prepare(config)
-        if self._tls is not None:
-            self._tls.reload()
-            logger.info("the certificate is reloaded")
-        apply()
-        if self._client is not None:
-            warn_of_models(config, self._metrics.model_name)
-
-    def stop(self, grace_s: float) -> None:
-        """Take no new requests, give those in progress grace_s. A second call gives them no more time.
-
-        What has not ended by its error soon after that (a reader has stopped, half a head has come) is aborted.
-        """
-        if self._stopping.done():
-            self.listener.hurry(HURRIED_FAREWELL_S)
-            self._say_farewell()
-        else:
-            self._stopping.set_result(grace_s)
-
-    def _drain(self) -> float:
-        """As the first SIGTERM, and no more than that if asked again. Returns the seconds of grace."""
-        grace_s = self._config.drain_timeout_s
-        if not self._stopping.done():
-            logger.info("the server drains and ends, as /admin/drain asks")
-            self.stop(grace_s)
-        return grace_s
-
-    # What the engine thread tells.
+    def _set_stage(self, stage: str) -> None:
+        self._readiness.stage = stage
+        self._supervision.on_stage()
 
     def on_ready(self, loaded: LoadedEngine) -> None:
+        """The engine is loaded: serve generations."""
         if self._stopping.done():
-            return  # too late: nobody is to be served any more
+            return
+        config = self._config
         client = EngineClient(
             self._engine_thread.post,
             loaded.files.tokenizer.table,
@@ -257,17 +192,20 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
-        reader = prompt_reader(loaded, self._clock, self._config.request_limits)
+        reader = prompt_reader(loaded, self._clock, config.request_limits)
         self._app.state.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
+        limits = QueueLimits(
+            max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
+        )
         self._app.state.generations = Generations(
             reader=reader,
             engine=client,
             clock=self._clock,
             offload=self._offload,
             metrics=self._metrics,
-            max_body_bytes=self._config.max_body_bytes,
-            admission=Admission(self._queue_limits(), lambda: client.stats, time.monotonic),
-            deadlines=self._config.deadlines,
+            max_body_bytes=config.max_body_bytes,
+            admission=Admission(limits, lambda: client.stats, time.monotonic),
+            deadlines=config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,
         )
@@ -278,15 +216,72 @@ class Server:
         self._loop_lag.start()
         self._ready.set_result(None)
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
-        warn_of_models(self._config, loaded.facts.model_name)
-        gate, needs_certificate = self._gate, self._needs_certificate
-        self._announce(
-            banner_lines(
-                BannerFacts(
-                    loaded.facts, self._config, self._endpoints, gate.num_valid_keys, gate.is_shut, needs_certificate
-                )
-            )
+        warn_of_models(config, loaded.facts.model_name)
+        gate = self._gate
+        facts = BannerFacts(
+            loaded.facts, config, self._endpoints, gate.num_valid_keys, gate.is_shut, self._needs_certificate
         )
+        self._announce(banner_lines(facts))
+
+    def _offload(self, work: Callable[[], T], /) -> Awaitable[T]:
+        return self._loop.run_in_executor(None, work)
+
+    @property
+    def _endpoints(self) -> tuple[Endpoint, ...]:
+        return endpoints_of(self.listener.sockets, self._tls is not None)
+
+    @property
+    def _needs_certificate(self) -> bool:
+        """Clients must show a certificate wherever other machines can connect."""
+        is_asked = all(one.has_tls or not is_public([one]) for one in self._endpoints)
+        return self._tls is not None and self._tls.needs_certificate and is_asked
+
+    # While it serves: the engine's deliveries, and what metrics and supervision ask.
+
+    def on_delivery(self, delivery: StepDelivery) -> None:
+        assert self._client is not None, "nothing is delivered before the engine is ready"
+        try:
+            self._supervision.on_step(delivery.stats)
+            self._metrics.observe_step(delivery.stats)
+        finally:  # the engine waits for this delivery's end, and every request for its tokens
+            self._client.deliver(delivery)
+
+    def on_beat(self, gil_wait_s: float) -> None:
+        self._metrics.gil_wait.observe(gil_wait_s)
+        self._supervision.on_beat()
+
+    def on_silence(self, is_silent: bool) -> None:
+        self._readiness.is_stalled = is_silent
+
+    def on_failed(self, error: BaseException) -> None:
+        """The engine cannot be loaded, or failed: the process ends."""
+        self._failure = error
+        self._readiness.is_ready = False
+        if self._client is not None:
+            logger.critical("the engine has failed, the server ends: %r", error, exc_info=error)
+            self._client.fail("The engine failed. Try again once the server has restarted.")
+        else:
+            self._ready.set_exception(error)
+            self._ready.exception()  # marks it as retrieved; wait_ready() still raises it
+            if not isinstance(error, StartupError):
+                logger.critical("the engine cannot be loaded: %r", error, exc_info=error)
+        self.stop(0.0)
+
+    def ask_for_beat(self) -> None:
+        self._engine_thread.ask_for_beat()
+
+    @property
+    def num_in_progress(self) -> int:
+        return self.listener.num_handlers
+
+    @property
+    def stage(self) -> str:
+        return self._readiness.stage
+
+    @property
+    def why_refusing(self) -> str | None:
+        why = None if self._ledger is None else self._ledger.why_unavailable
+        return None if why is None else f"the ledger takes no writes: {why}"
 
     def _standing(self) -> Standing:
         ledger = self._ledger
@@ -299,80 +294,70 @@ class Server:
             jwks_age_s=self._gate.jwks_age_s,
         )
 
-    def _queue_limits(self) -> QueueLimits:
-        config = self._config
-        return QueueLimits(
-            max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
-        )
+    # Reload.
 
-    def on_delivery(self, delivery: StepDelivery) -> None:
-        assert self._client is not None, "nothing is delivered before the engine is ready"
-        try:
-            self._supervision.on_step(delivery.stats)
-            self._metrics.observe_step(delivery.stats)
-        finally:  # the engine waits for its end, and every request for its tokens
-            self._client.deliver(delivery)
-
-    def on_beat(self, gil_wait_s: float) -> None:
-        self._metrics.gil_wait.observe(gil_wait_s)
-        self._supervision.on_beat()
-
-    def on_failed(self, error: BaseException) -> None:
-        self._failure = error
-        self._readiness.is_ready = False
-        if self._client is None:
-            self._ready.set_exception(error)
-            self._ready.exception()  # retrieved: whoever waits still gets it
+    def _hang_up(self) -> None:
+        if self._had_terminal and not has_terminal():
+            logger.info("the terminal is gone")
+            self.stop(self._config.drain_timeout_s)
         else:
-            logger.critical("the engine has failed, the server ends: %r", error, exc_info=error)
-            self._client.fail("The engine failed. Try again once the server has restarted.")
-        if not isinstance(error, StartupError) and self._client is None:
-            logger.critical("the engine cannot be loaded: %r", error, exc_info=error)
-        self.stop(0.0)
+            self._supervision.reload(self._reload)
 
-    def _offload(self, work: Callable[[], T], /) -> Awaitable[T]:
-        return self._loop.run_in_executor(None, work)
+    def _reload(self) -> None:
+        """Read certificates, tenants and keys again.
 
-    def _report_stage(self, stage: str) -> None:
-        """Thread: engine. A string is handed over, nothing else."""
-        self._loop.call_soon_threadsafe(self._set_stage, stage)
+        Raises:
+            StartupError: one of them cannot be used. Everything stays as it was, but revocations hold.
+        """
+        try:
+            config = self._read_config()
+            apply = self._gate.prepare(config)
+            if self._tls is not None:
+                self._tls.reload()
+                logger.info("the certificate is reloaded")
+            apply()
+            if self._client is not None:
+                warn_of_models(config, self._metrics.model_name)
+        except StartupError:
+            self._gate.revoke()
+            raise
+        finally:
+            self._app.end_revoked()
 
-    def _set_stage(self, stage: str) -> None:
-        self._readiness.stage = stage
-        self._supervision.on_stage()
+    # Drain and end.
 
-    # What supervision asks and tells.
+    def stop(self, grace_s: float) -> None:
+        """Take no new requests, and give those in progress grace_s. A second call ends them now.
 
-    @property
-    def num_in_progress(self) -> int:
-        return self.listener.num_handlers
+        A connection that has not taken its error soon after (a stalled reader, half a head) is aborted.
+        """
+        if self._stopping.done():
+            self.listener.hurry(HURRIED_FAREWELL_S)
+            self._say_farewell()
+        else:
+            self._stopping.set_result(grace_s)
 
-    @property
-    def stage(self) -> str:
-        return self._readiness.stage
+    def _drain(self) -> float:
+        """/admin/drain: as the first SIGTERM; a repeated call changes nothing. Returns the seconds of grace."""
+        grace_s = self._config.drain_timeout_s
+        if not self._stopping.done():
+            logger.info("the server drains and ends, as /admin/drain asks")
+            self.stop(grace_s)
+        return grace_s
 
-    def ask_for_beat(self) -> None:
-        self._engine_thread.ask_for_beat()
-
-    @property
-    def why_refusing(self) -> str | None:
-        why = None if self._ledger is None else self._ledger.why_unavailable
-        return None if why is None else f"the ledger takes no writes: {why}"
-
-    def on_silence(self, is_silent: bool) -> None:
-        self._readiness.is_stalled = is_silent
-
-    @property
-    def _endpoints(self) -> tuple[Endpoint, ...]:
-        return endpoints_of(self.listener.sockets, self._tls is not None)
-
-    @property
-    def _needs_certificate(self) -> bool:
-        """Wherever TLS is spoken; a bind in the clear asks nobody."""
-        is_asked = all(one.has_tls or not is_public([one]) for one in self._endpoints)
-        return self._tls is not None and self._tls.needs_certificate and is_asked
-
-    # The end.
+    async def wait_stopped(self) -> ExitCode:
+        """Wait for stop() or the engine's failure, and for the end. The rest of run(), after start()."""
+        grace_s = await self._stopping
+        try:
+            await self._shut_down(grace_s)
+        finally:
+            self._supervision.close()
+            self._loop_lag.close()
+            if self._tracing is not None:
+                await self._tracing.close()
+        if isinstance(self._failure, StartupError):
+            raise self._failure
+        return ExitCode.OK if self._failure is None else ExitCode.ENGINE
 
     async def _shut_down(self, grace_s: float) -> None:
         if self._readiness.is_ready:
@@ -387,7 +372,7 @@ class Server:
             self._ledger.close()
         self._engine_thread.stop()
         if self._client is None or isinstance(self._failure, EngineLost):
-            return  # it is still loading, or hangs, which nothing can interrupt: the process ends without it
+            return  # it still loads, or hangs, and cannot be interrupted: the process ends without it
         if not self._engine_thread.wait_stopped(ENGINE_STOP_S):
             logger.warning("the engine's step has not ended after %g s", ENGINE_STOP_S)
 
@@ -395,14 +380,17 @@ class Server:
         message = "The server is shutting down. Send the request again once it is back."
         self._app.fail_all(ServiceError(ErrorKind.UNAVAILABLE, message, "draining", retry_after_s=5))
 
+    def _ignore_signals(self) -> None:
+        """Another SIGTERM must not change how a process ends that is ending already."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if self._loop.remove_signal_handler(number):
+                signal.signal(number, signal.SIG_IGN)
+
 
 async def serve(
     config: ServerConfig, load: LoadEngine, read_config: Callable[[], ServerConfig] | None = None
 ) -> ExitCode:
-    """Run a server until it is told to stop.
-
-    Args:
-        read_config: see Server.
+    """Run a server until it is told to stop. Arguments: see Server.
 
     Raises:
         StartupError: see Server.run.
@@ -416,7 +404,7 @@ async def serve(
 
 
 def has_terminal() -> bool:
-    """The process is controlled by one, which is there: open(2) of it is ENXIO otherwise."""
+    """The process has a controlling terminal: without one, open(2) of /dev/tty fails with ENXIO."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:
@@ -436,23 +424,12 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
         buffered_body_bytes=max(ALL_BUFFERED_BODY_BYTES, config.max_body_bytes),
         handshake_s=config.handshake_timeout_s,
         notsent_bytes=config.max_unsent_bytes,
-        connection=replace(
-            config.connection_limits,
-            buffered_body_bytes=max(BUFFERED_BODY_BYTES, config.max_body_bytes),
-            head_s=config.head_timeout_s,
-            body_s=config.body_timeout_s,
-            idle_s=config.idle_timeout_s,
-            stall_s=config.stall_timeout_s,
-        ),
+        connection=config.connection_limits,
     )
 
 
 def warn_of_models(config: ServerConfig, served: str) -> None:
-    """Log what is said of models that are not here.
-
-    Args:
-        served: the name of the one that is.
-    """
+    """Log which models the configuration names that are not served."""
     hint = f"the one that is served is {served}"
     for model, _ in config.prices.by_model:
         if model not in (served, ANY_MODEL):
@@ -467,8 +444,8 @@ class OpenLedger(NamedTuple):
     """
     Args:
         ledger: None: none is configured.
-        used_today: what it knows of the day.
-        idempotency: with the answers that it has.
+        used_today: the tokens that it records for today.
+        idempotency: with the answers that it records.
     """
 
     ledger: Ledger | None
@@ -477,23 +454,30 @@ class OpenLedger(NamedTuple):
 
 
 def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop) -> OpenLedger:
-    """The ledger that is configured, and what is made of it.
-
+    """
     Raises:
-        StartupError: see open_journal.
+        StartupError: see open_journal; or its directory cannot be created.
     """
     if config.ledger is None:
         if any(one.limits.tokens_per_day or one.key_limits.tokens_per_day for one in config.tenants):
             logger.warning("without --ledger FILE, tokens_per_day begins anew with each start of the server")
         return OpenLedger(None, {}, Idempotency(clock.unix))
-    journal = open_journal(config.ledger, min(config.max_queue, MAX_SPILLED))
+    try:
+        journal = open_journal(config.ledger, min(config.max_queue, MAX_SPILLED))
+    except StartupError as error:
+        directory = config.ledger.absolute().parent
+        if directory.is_dir():
+            raise
+        reason = getattr(error.__cause__, "strerror", None) or error.__cause__
+        cause = f"the ledger's directory {directory} does not exist and cannot be created: {reason}"
+        raise StartupError(cause, "--ledger FILE, in a directory that this user can write", error.exit_code) from error
     return opened(journal, LedgerThread(journal, loop), config, clock, loop)
 
 
 def opened(
     journal: Journal, writer: Writer, config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop
 ) -> OpenLedger:
-    """What is read of the journal is read now: it is the writer's from then on."""
+    """Read what the journal has of today now: later it belongs to the writer."""
     midnight_s = int(clock.unix()) // DAY_S * DAY_S
     used_today, answers = journal.store.used_since(midnight_s * MICRO), journal.store.answers()
     assert config.ledger is not None

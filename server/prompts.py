@@ -14,20 +14,11 @@ from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, InvalidRequest, context_overflow
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams
+from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel, find_model
-from server.api.surface import (
-    ChatPrompt,
-    GenerationCall,
-    GenerationDefaults,
-    IdsPrompt,
-    Prompt,
-    ReplyContext,
-    Surface,
-    TextPrompt,
-)
-from server.gate.deadlines import ANY_TIME
+from server.api.replies import ReplyContext, Surface
 from server.gate.identity import Caller
-from server.gate.tenants import Tenant
+from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 

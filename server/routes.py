@@ -11,15 +11,13 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import EngineStats
-from server.api import models, tokenize
-from server.api.chat import ChatSurface
-from server.api.completions import CompletionsSurface
-from server.api.fields import checked_ids
+from server.api import chat, completions, models, responses, tokenize
+from server.api.fields import GenerationDefaults, checked_ids
 from server.api.models import ServedModel, ServerCard, find_model
-from server.api.responses import ResponsesSurface, input_tokens_reply
-from server.api.surface import GenerationDefaults, Surface
+from server.api.replies import Surface
 from server.exchange import Exchange
 from server.gate.identity import Caller, Scope
+from server.generation import Generation
 from server.ledger.ledger import PROBE_S
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
 from server.observing.accounting import requests_reply, timeline_reply
@@ -48,10 +46,11 @@ def generating(surface: Surface) -> Handler:
     async def generate(exchange: Exchange) -> None:
         check_media_type(exchange.request)
         exchange.begin_trace()
-        outcome = await exchange.server.served.generate(
-            surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_ticket
+        served = exchange.server.served
+        generation = Generation(
+            served, surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_ticket
         )
-        exchange.outcome = outcome
+        outcome = exchange.outcome = await generation.run()
         if outcome.error is not None:
             raise outcome.error
 
@@ -113,8 +112,8 @@ def count_input_tokens(reader: PromptReader, cards: tuple[ServedModel, ...], bod
     def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
         return find_model(cards, model).id, reader.defaults
 
-    call = ResponsesSurface().parse(body, defaults_of)
-    return input_tokens_reply(sum(len(reader.encode(prompt)) for prompt in call.prompts)), call.unknown_fields
+    call = responses.parse(body, defaults_of)
+    return responses.input_tokens_reply(sum(len(reader.encode(prompt)) for prompt in call.prompts)), call.unknown_fields
 
 
 def check_media_type(request: HttpRequest) -> None:
@@ -296,9 +295,9 @@ def _generation(surface: Surface) -> Route:
 
 
 ROUTES: dict[str, dict[str, Route]] = {
-    "/v1/chat/completions": {"POST": _generation(ChatSurface())},
-    "/v1/completions": {"POST": _generation(CompletionsSurface())},
-    "/v1/responses": {"POST": _generation(ResponsesSurface())},
+    "/v1/chat/completions": {"POST": _generation(chat.SURFACE)},
+    "/v1/completions": {"POST": _generation(completions.SURFACE)},
+    "/v1/responses": {"POST": _generation(responses.SURFACE)},
     "/v1/responses/input_tokens": {"POST": Route(computing(count_input_tokens), ASKS, is_counted=True)},
     "/tokenize": {"POST": Route(computing(tokenize_prompt), ASKS, is_counted=True)},
     "/detokenize": {"POST": Route(computing(detokenize, bounds_body=True), ASKS, is_counted=True)},

@@ -1,7 +1,7 @@
-"""Watches the engine once a tick, and reports to systemd: ready, reloading, watchdog. Thread: loop.
+"""Watches the engine, and reports the server's state to systemd. Thread: loop.
 
-It decides nothing about requests: that the engine is silent, or lost, goes to the one who made this. systemd is told by
-hand, one datagram a message: sd_notify(3), systemd.service(5) (Type=notify, WatchdogSec=).
+Once a tick it asks the engine for a beat. It tells the server of an engine that is silent or lost, and decides nothing
+about requests. Source: sd_notify(3), systemd.service(5) (Type=notify, WatchdogSec=): one datagram for each message.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from core.types import EngineStats
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-NUM_TICKS_PER_WATCHDOG = 3  # one more than sd_watchdog_enabled(3) recommends: a tick may come late
+NUM_TICKS_PER_WATCHDOG = 3  # one more than sd_watchdog_enabled(3) recommends: a tick may be late
 
-MIN_SILENCE_S = 10.0  # that is never taken for a hang
-NUM_STEPS_OF_SILENCE = 3  # predicted steps that are not, either
+MIN_SILENCE_S = 10.0  # shorter silence is never an alarm
+NUM_STEPS_OF_SILENCE = 3  # predicted steps
 NUM_SILENCES_TO_DEATH = 3
-FIRST_STEP_S = 100.0  # predicted while nothing has been measured: it may have to compile, and a prompt may fill it
+FIRST_STEP_S = 100.0  # predicted before any measurement: the first step may compile kernels and have a full prompt
 RECENT_TICKS = 60  # whose longest steps count
 
-SEND_TIMEOUT_S = 1.0  # the manager reads at once; one that hangs must not hang the loop for long
-EXTENSION_S = 30.0  # more time for what the manager waits for; asked again long before it is over
+SEND_TIMEOUT_S = 1.0  # systemd reads at once; if it hangs, the loop must not
+EXTENSION_S = 30.0  # added to systemd's timeouts with each tick while loading or draining
 _EXTENSION = f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1e6:.0f}"
 
 
@@ -39,62 +39,57 @@ class EngineLost(Exception):
 
 
 class Supervised(Protocol):
-    """What supervision may ask and tell of the process. Thread: loop."""
+    """The server, as supervision sees it. Thread: loop."""
 
     @property
     def num_in_progress(self) -> int:
-        """Requests that are being answered."""
+        """Requests in progress."""
 
     @property
     def stage(self) -> str:
-        """What it is doing while it is not ready."""
+        """Of loading."""
 
     @property
     def why_refusing(self) -> str | None:
-        """What keeps requests out though the engine beats; None: nothing."""
+        """Why requests are refused although the engine works; None: they are not."""
 
     def ask_for_beat(self) -> None:
-        """Have on_beat() called when the engine is between two steps."""
+        """Make the engine's thread call on_beat() after its step, or at once when it is idle."""
 
     def on_silence(self, is_silent: bool) -> None:
-        """The engine has been busy with a step for too long; or, False, is back."""
+        """The engine has been busy with one step for too long; False: it steps again."""
 
     def on_failed(self, error: BaseException) -> None: ...
 
 
 class Supervision:
-    """Ticks from start() to close().
+    """Ticks from start() to close()."""
 
-    Args:
-        manager: told of each change, and pinged while the engine beats.
-    """
-
-    def __init__(self, process: Supervised, manager: "ServiceManager", loop: asyncio.AbstractEventLoop) -> None:
-        self._process = process
+    def __init__(self, server: Supervised, manager: "ServiceManager", loop: asyncio.AbstractEventLoop) -> None:
+        self._server = server
         self._manager = manager
         self._loop = loop
         self._tick_s = min(TICK_S, (manager.watchdog_s or TICK_S * NUM_TICKS_PER_WATCHDOG) / NUM_TICKS_PER_WATCHDOG)
-        self._watch: EngineWatch | None = None  # once it is ready
+        self._watch: EngineWatch | None = None  # once the engine is ready
         self._pulse = Pulse.BEATING
-        self._serving = "Serving"  # or what the last reload has left to say
-        self._why_refusing: str | None = None  # as it was told
+        self._serving = "Serving"  # the status; says also how the last reload failed
+        self._why_refusing: str | None = None  # as last reported
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._cause: StartupError | None = None
-        self.last_reload: tuple[float, bool] | None = None  # unix time, and whether it was taken
+        self.last_reload: tuple[float, bool] | None = None  # unix time, and whether it succeeded
 
     def start(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
-        self._manager.tell_loading(self._process.stage)
+        self._manager.tell_loading(self._server.stage)
 
     def on_stage(self) -> None:
-        """The process has reached another stage of loading."""
+        """Loading has reached another stage."""
         if self._watch is None and not self._is_stopping:
-            self._manager.tell_loading(self._process.stage)
+            self._manager.tell_loading(self._server.stage)
 
     def on_ready(self, max_batch_tokens: int) -> None:
-        """Whatever there was to load and warm up is done."""
-        self._watch = EngineWatch(self._process.ask_for_beat, self._tick_s, max_batch_tokens)
+        self._watch = EngineWatch(self._server.ask_for_beat, self._tick_s, max_batch_tokens)
         self._manager.tell_ready("Serving")
 
     def on_step(self, stats: EngineStats) -> None:
@@ -102,12 +97,12 @@ class Supervision:
         self._watch.on_step(stats)
 
     def on_beat(self) -> None:
-        assert self._watch is not None, "nobody asks for a beat before the engine is ready"
+        assert self._watch is not None, "no beat is asked for before the engine is ready"
         self._watch.on_beat()
 
     def reload(self, reload: Callable[[], None]) -> None:
-        """Call it, and tell of its beginning and end. What cannot be taken changes nothing but revocations."""
-        is_ready = self._watch is not None and not self._is_stopping  # a manager expects no reload at other times
+        """Call it, and report its beginning and its end."""
+        is_ready = self._watch is not None and not self._is_stopping  # systemd expects reloads of a ready service only
         if is_ready:
             self._manager.tell_reloading()
         self._serving = "Serving"
@@ -127,10 +122,10 @@ class Supervision:
             self._manager.tell_ready(self._status)
 
     def on_stopping(self, cause: StartupError | None) -> None:
-        """The end begins.
+        """The server drains.
 
         Args:
-            cause: why the process could not start.
+            cause: why it could not start.
         """
         self._is_stopping = True
         self._cause = cause
@@ -145,43 +140,39 @@ class Supervision:
         if self._is_stopping:
             self._tell_stopping()
         elif self._watch is None:
-            self._manager.tell_loading(self._process.stage)
-        if self._watch is not None and self._pulse is not Pulse.LOST:
-            self._look_at(self._watch)
-
-    def _look_at(self, watch: "EngineWatch") -> None:
-        before, self._pulse = self._pulse, watch.tick()
+            self._manager.tell_loading(self._server.stage)
+        if self._watch is None or self._pulse is Pulse.LOST:
+            return
+        before, self._pulse = self._pulse, self._watch.tick()
+        busy = f"busy with one step for {self._watch.silence_s:.1f} s"
         if self._pulse is Pulse.BEATING:
             self._manager.feed_watchdog()
-            before_why, self._why_refusing = self._why_refusing, self._process.why_refusing
+            before_why, self._why_refusing = self._why_refusing, self._server.why_refusing
             if not self._is_stopping and (before is Pulse.SILENT or before_why != self._why_refusing):
                 self._manager.tell_status(self._status)
             if before is Pulse.SILENT:
                 logger.warning("the engine steps again")
-                self._process.on_silence(False)
+                self._server.on_silence(False)
         elif self._pulse is Pulse.LOST:
-            self._lose(watch.silence_s)
+            logger.critical("the stacks of all threads:\n%s", _stacks())
+            self._server.on_failed(EngineLost(f"{busy}; the stacks are above"))
         elif before is Pulse.BEATING:
-            logger.error("the engine has been busy with one step for %.1f s", watch.silence_s)
-            self._manager.tell_status(f"The engine has been busy with one step for {watch.silence_s:.1f} s")
-            self._process.on_silence(True)
+            logger.error("the engine has been %s", busy)
+            self._manager.tell_status(f"The engine has been {busy}")
+            self._server.on_silence(True)
 
     @property
     def _status(self) -> str:
         return self._serving if self._why_refusing is None else f"Refusing requests: {self._why_refusing}"
 
-    def _lose(self, silence_s: float) -> None:
-        logger.critical("the stacks of all threads:\n%s", _stacks())
-        self._process.on_failed(EngineLost(f"busy with one step for {silence_s:.1f} s; the stacks are above"))
-
     def _tell_stopping(self) -> None:
-        num = self._process.num_in_progress
+        num = self._server.num_in_progress
         draining = f"Draining: {num} {'request' if num == 1 else 'requests'} in progress"
         self._manager.tell_stopping(draining if self._cause is None else f"Failed: {self._cause.cause}")
 
 
 def _stacks() -> str:
-    """Of all threads, by way of the log: its reader may be as stuck as the engine is."""
+    """Of all threads, as text for the log: to write them to stderr could block."""
     with open(os.memfd_create("stacks"), "w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -189,21 +180,21 @@ def _stacks() -> str:
 
 
 class Pulse(enum.Enum):
-    """How the engine does."""
+    """The engine's state."""
 
     BEATING = enum.auto()
-    SILENT = enum.auto()  # for too long: whoever can go elsewhere should
-    LOST = enum.auto()  # it will not come back
+    SILENT = enum.auto()  # for too long: clients should use another server
+    LOST = enum.auto()  # it will not recover
 
 
 class EngineWatch:
-    """Asks for beats, and counts the ticks that pass without: the engine owes one at its next step's end.
+    """Asks for beats, and counts the ticks since: the engine answers when its step ends.
 
-    Silence is counted in ticks of the loop, not by a clock: a process that was frozen (SIGSTOP, a suspended machine, a
-    loop that was busy itself) must not take its own sleep for the engine's.
+    Silence is counted in ticks, not by a clock: in a process that was frozen (SIGSTOP, a suspended machine, a busy
+    loop) the engine was frozen too.
 
     Args:
-        ask: makes the engine thread call back on_beat() once its step is over; at once when it is idle.
+        ask: see Supervised.ask_for_beat.
         tick_s: between calls of tick().
         max_batch_tokens: of a step.
     """
@@ -212,29 +203,28 @@ class EngineWatch:
         self._ask = ask
         self._tick_s = tick_s
         self._max_batch_tokens = max_batch_tokens
-        self._num_silent_ticks: int | None = None  # since a beat was asked for; None: none is owed
+        self._num_silent_ticks: int | None = None  # since a beat was asked for; None: the engine has answered
         self._num_tokens = 0  # computed since the start
         self._longest_s = 0.0  # step since the last tick
         self._recent_s: deque[float] = deque(maxlen=RECENT_TICKS)  # the longest step of each tick
-        self._full_step_s = FIRST_STEP_S
+        self._full_step_s = FIRST_STEP_S  # upper bound for a full step
 
     @property
     def silence_s(self) -> float:
-        """For how long a beat has been owed."""
+        """Time since a beat was asked for that has not come."""
         return (self._num_silent_ticks or 0) * self._tick_s
 
     @property
     def max_silence_s(self) -> float:
-        """What the engine may be busy with one step."""
+        """Longest time that one step may take."""
         predicted_s = max(self._full_step_s, self._longest_s, *self._recent_s)
         return max(MIN_SILENCE_S, NUM_STEPS_OF_SILENCE * predicted_s)
 
     def on_beat(self) -> None:
-        """The engine is between two steps."""
         self._num_silent_ticks = None
 
     def on_step(self, stats: EngineStats) -> None:
-        """A step is over. What it took per token bounds what a full one takes: each has a fixed part besides."""
+        """A step has ended. Its time per token bounds a full step's, since each step has a fixed part as well."""
         num_tokens = stats.num_prompt_tokens + stats.num_generated_tokens
         num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
         self._longest_s = max(self._longest_s, stats.step_s)
@@ -255,30 +245,35 @@ class EngineWatch:
 
 
 class ServiceManager:
-    """The manager that has started this process, if one has: without $NOTIFY_SOCKET nothing is sent.
+    """systemd, if it started this process: without $NOTIFY_SOCKET nothing is sent.
 
     Args:
         environ: of the process: NOTIFY_SOCKET, WATCHDOG_USEC, WATCHDOG_PID.
-        pid: ours; a watchdog meant for another process is not ours to feed.
+        pid: ours; WATCHDOG_PID may name another process.
         monotonic_ns: CLOCK_MONOTONIC, as systemd reads it.
 
     Attributes:
-        watchdog_s: it wants a ping at least so often, from ready() on; None: it wants none.
+        watchdog_s: the longest time between pings once the service is ready; None: no pings are wanted.
     """
 
     def __init__(
         self, environ: Mapping[str, str], pid: int, monotonic_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self.watchdog_s = _watchdog_s(environ, pid)
+        usec = environ.get("WATCHDOG_USEC", "")  # sd_watchdog_enabled(3)
+        is_ours = usec.isdecimal() and int(usec) > 0 and environ.get("WATCHDOG_PID", str(pid)) == str(pid)
+        self.watchdog_s = int(usec) / 1e6 if is_ours else None
         self._monotonic_ns = monotonic_ns
-        self._address = _unix_address(environ.get("NOTIFY_SOCKET", ""))
+        self._address: str | None = environ.get("NOTIFY_SOCKET") or None
+        if self._address is not None and self._address[0] not in "@/":
+            logger.warning("NOTIFY_SOCKET=%s is not a Unix socket: systemd is told nothing", self._address)
+            self._address = None
 
     def tell_loading(self, stage: str) -> None:
-        """Loading goes on, and may take longer than the unit's TimeoutStartSec."""
+        """Loading goes on, perhaps longer than the unit's TimeoutStartSec."""
         self._send(_status(f"Loading: {stage}"), _EXTENSION)
 
     def tell_ready(self, status: str) -> None:
-        """Start or reload is over."""
+        """The start, or a reload, is over."""
         self._send("READY=1", _status(status))
 
     def tell_status(self, status: str) -> None:
@@ -289,7 +284,7 @@ class ServiceManager:
         self._send("RELOADING=1", f"MONOTONIC_USEC={self._monotonic_ns() // 1000}", _status("Reloading"))
 
     def tell_stopping(self, status: str) -> None:
-        """The end goes on, and may take longer than the unit's TimeoutStopSec."""
+        """Draining goes on, perhaps longer than the unit's TimeoutStopSec."""
         self._send("STOPPING=1", _status(status), _EXTENSION)
 
     def feed_watchdog(self) -> None:
@@ -299,32 +294,16 @@ class ServiceManager:
     def _send(self, *lines: str) -> None:
         if self._address is None:
             return
+        # a leading @ stands for the NUL of an abstract address
+        address = "\0" + self._address[1:] if self._address[0] == "@" else self._address
         try:
-            # each message by a socket of its own, as sd_notify(3) does: the manager may have bound its anew
+            # a new socket for each message, as sd_notify(3) does: systemd may have bound its own again
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
                 sock.settimeout(SEND_TIMEOUT_S)
-                sock.sendto("\n".join(lines).encode(), self._address)
-        except OSError as error:  # the manager itself acts on what it misses
+                sock.sendto("\n".join(lines).encode(), address)
+        except OSError as error:  # systemd acts by itself on missing messages
             logger.warning("the service manager does not take %s: %s", lines[0], error)
 
 
 def _status(text: str) -> str:
-    return "STATUS=" + " ".join(text.split())  # a line's end would begin another message
-
-
-def _unix_address(address: str) -> str | None:
-    """For the socket module; a leading @ stands for the NUL of an abstract address."""
-    if not address:
-        return None
-    if address[0] not in "@/":
-        logger.warning("NOTIFY_SOCKET=%s is no Unix socket: the service manager is told nothing", address)
-        return None
-    return "\0" + address[1:] if address[0] == "@" else address
-
-
-def _watchdog_s(environ: Mapping[str, str], pid: int) -> float | None:
-    """sd_watchdog_enabled(3): the time between pings at which the manager gives the process up."""
-    usec = environ.get("WATCHDOG_USEC", "")
-    if not usec.isdecimal() or int(usec) == 0 or environ.get("WATCHDOG_PID", str(pid)) != str(pid):
-        return None
-    return int(usec) / 1e6
+    return "STATUS=" + " ".join(text.split())  # a line break would begin another message

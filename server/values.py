@@ -1,7 +1,4 @@
-"""Text to values and back: sizes, durations, counts, paths, as an operator writes them. Knows no option by name.
-
-Any thread.
-"""
+"""Parses and formats values as operators write them: sizes, durations, counts, paths. Any thread."""
 
 import difflib
 import math
@@ -25,18 +22,16 @@ SIZE_UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-LEAST_SIMILARITY = 0.65  # of a path's name to the one that may have been meant: of four letters, three are the same
-LEAST_BEGINNING = 4  # letters of a name that stand for it
-LEAST_OF_FEW = 0.2  # of a word to one of a few: who has mistyped one of these has most letters of none
-SHOWN_MODELS = 5
 DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-
-
-# Names on a hub: as huggingface_hub's validate_repo_id has them, and git's for revisions
-_HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
+LEAST_SIMILARITY = 0.65  # of a path's name to a proposed one: of four letters, three are the same
+LEAST_BEGINNING = 4  # letters of a name that are enough to propose it
+LEAST_OF_FEW = 0.2  # of a word to one of a few choices: a typing error keeps some letters
+SHOWN_MODELS = 5
 GGUF_SUFFIX = ".gguf"
-_OTLP_PATH = "/v1/traces"  # OTLP's own, where the endpoint names no path
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+# As huggingface_hub's validate_repo_id has names, and git has revisions
+_HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
+_OTLP_PATH = "/v1/traces"  # the OTLP specification's default
 _YES = ("true", "1", "yes", "on")
 _NO = ("false", "0", "no", "off")
 
@@ -53,11 +48,11 @@ class HubId:
 
 
 class BadValueError(Exception):
-    """A text that is not a value of the kind asked for.
+    """The text is not a value of the wanted kind.
 
     Args:
         expected: completes the sentence "it must be ...".
-        proposal: a value that may have been meant.
+        proposal: a value that the operator may have meant.
     """
 
     def __init__(self, expected: str, proposal: str | None = None) -> None:
@@ -67,11 +62,11 @@ class BadValueError(Exception):
 
 
 class MissingPathError(BadValueError):
-    """A path that leads nowhere, with what lies near it."""
+    """The path does not exist, or is of another kind."""
 
 
 def text_value(text: str) -> str:
-    """Any text but none at all: an empty setting is more often a variable that was not filled in than a wish."""
+    """Any text but an empty one: that is most often a variable that was not filled in."""
     if not text.strip():
         raise BadValueError("not empty; leave the setting out to get its default")
     return text
@@ -85,11 +80,7 @@ def secret_value(text: str) -> str:
 
 
 def otlp_endpoint(text: str) -> str:
-    """A collector's URL; with OTLP's path where it names none.
-
-    Raises:
-        BadValueError: it is no http or https URL.
-    """
+    """An http or https URL of a collector; OTLP's path is the default."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
         raise BadValueError("a collector's URL, such as http://localhost:4318")
@@ -97,7 +88,7 @@ def otlp_endpoint(text: str) -> str:
 
 
 def with_scheme(url: str) -> str:
-    """A server's URL as it may be typed: HOST:PORT is http://HOST:PORT."""
+    """A URL from HOST:PORT or a URL."""
     return url if "://" in url else f"http://{url}"
 
 
@@ -105,7 +96,7 @@ def choice_of(*names: str, **meant: str) -> Callable[[str], str]:
     """One of the names, exactly.
 
     Args:
-        meant: words that are none of them, with the name that is proposed to who writes them.
+        meant: other words that operators write, with the name to propose.
     """
     words = {name: name for name in names} | meant
 
@@ -121,7 +112,7 @@ def choice_of(*names: str, **meant: str) -> Callable[[str], str]:
 
 
 def yes_or_no(text: str) -> bool:
-    """true or false, and the other words for them that are common in configurations."""
+    """true or false, or another pair of words that is common in configurations."""
     word = text.strip().lower()
     if word not in _YES and word not in _NO:
         raise BadValueError("true or false")
@@ -129,7 +120,7 @@ def yes_or_no(text: str) -> bool:
 
 
 def count_between(low: int, high: int) -> Callable[[str], int]:
-    """A whole number within both bounds, included. Underscores and commas may part its digits."""
+    """A whole number from low to high, perhaps with underscores or commas between its digits."""
 
     def parse(text: str) -> int:
         digits = text.strip().replace("_", "").replace(",", "")
@@ -176,7 +167,7 @@ def duration_between(low_s: float, high_s: float) -> Callable[[str], float]:
 
 
 def factor_or_none(low: float, high: float) -> Callable[[str], float]:
-    """How many times something: within both bounds, included, or 0, which stands for none."""
+    """A factor from low to high, or 0 for none."""
 
     def parse(text: str) -> float:
         match = _QUANTITY.fullmatch(text.strip())
@@ -189,7 +180,7 @@ def factor_or_none(low: float, high: float) -> Callable[[str], float]:
 
 
 def model_source(text: str) -> Path | HubId:
-    """A directory, a GGUF file, or org/name[@revision] on a hub where no such path exists."""
+    """A directory, a GGUF file, or, if no such path exists, org/name[@revision] on a hub."""
     path = _expanded(text)
     if path.is_dir() or (path.is_file() and path.suffix == GGUF_SUFFIX):
         return path
@@ -206,7 +197,7 @@ def model_source(text: str) -> Path | HubId:
 
 
 def near_models(path: Path) -> list[Path]:
-    """What --model could name here and has a name like this one, which leads nowhere."""
+    """Models with names like this missing path."""
     return names_near(path, _may_be_model)
 
 
@@ -215,7 +206,7 @@ def _may_be_model(path: Path) -> bool:
 
 
 def models_in(directory: Path) -> list[Path]:
-    """What --model could name there; none where the directory cannot be read."""
+    """The models in a directory; none if it cannot be read."""
     try:
         return sorted(child for child in directory.iterdir() if _may_be_model(child))
     except OSError:
@@ -223,7 +214,7 @@ def models_in(directory: Path) -> list[Path]:
 
 
 def show_models(directory: Path) -> str:
-    """A clause that names the models of a directory, as --model takes them."""
+    """A clause for messages that names the models in a directory."""
     models = models_in(directory)
     if not models:
         return f"there is no model in {directory.absolute()}"
@@ -232,46 +223,32 @@ def show_models(directory: Path) -> str:
 
 
 def _expanded(text: str) -> Path:
-    """With the home directory that ~ or ~name stands for."""
+    """With the home directory for ~ or ~name."""
     try:
         return Path(text_value(text)).expanduser()
-    except RuntimeError as error:  # pathlib's word for a home that no user has
+    except RuntimeError as error:  # pathlib's error for an unknown user
         name = text.partition("/")[0]
         raise BadValueError(f"a path that exists, and there is no home directory {name}") from error
 
 
-def existing_directory(text: str) -> Path:
-    path = _expanded(text)
-    if not path.exists():
-        raise _missing("a directory", path, names_near(path, os.path.isdir))
-    if not path.is_dir():
-        raise MissingPathError("a directory, and this is a file", str(path.parent))
-    return path
+def _path_value(kind: str, is_kind: Callable[[Path], bool], must_exist: bool) -> Callable[[str], Path]:
+    def parse(text: str) -> Path:
+        path = _expanded(text)
+        if must_exist and not path.exists():
+            raise _missing(kind, path, names_near(path, is_kind))
+        if path.exists() and not is_kind(path):
+            is_directory = path.is_dir()
+            proposal = None if is_directory or not must_exist else str(path.parent)
+            raise MissingPathError(f"{kind}, and this is {'a directory' if is_directory else 'a file'}", proposal)
+        return path
+
+    return parse
 
 
-def file_value(text: str) -> Path:
-    """The path of a file, there or not."""
-    path = _expanded(text)
-    if path.is_dir():
-        raise MissingPathError("a file, and this is a directory")
-    return path
-
-
-def directory_value(text: str) -> Path:
-    """The path of a directory, there or not."""
-    path = _expanded(text)
-    if path.exists() and not path.is_dir():
-        raise MissingPathError("a directory, and this is a file")
-    return path
-
-
-def existing_file(text: str) -> Path:
-    path = _expanded(text)
-    if not path.exists():
-        raise _missing("a file", path, names_near(path, os.path.isfile))
-    if not path.is_file():
-        raise MissingPathError("a file, and this is a directory")
-    return path
+existing_directory = _path_value("a directory", os.path.isdir, must_exist=True)
+existing_file = _path_value("a file", os.path.isfile, must_exist=True)
+directory_value = _path_value("a directory", os.path.isdir, must_exist=False)
+file_value = _path_value("a file", lambda path: not path.is_dir(), must_exist=False)
 
 
 def _missing(kind: str, path: Path, near: list[Path]) -> MissingPathError:
@@ -291,21 +268,19 @@ def _missing_model(path: Path) -> MissingPathError:
 
 def _where_it_ends(path: Path) -> Path:
     """The first part of a missing path that is missing."""
-    while not path.parent.exists() and path.parent != path.parent.parent:
-        path = path.parent
-    return path
+    return next((part for part in reversed(path.parents) if not part.exists()), path)
 
 
 def readable_fix(path: Path) -> str:
-    """What lets this process read a file that is there."""
+    """The command that lets this process read an existing file."""
     user = str(os.geteuid())
-    with suppress(KeyError):  # a container may run as any number
+    with suppress(KeyError):  # in a container a user may have no name
         user = pwd.getpwuid(os.geteuid()).pw_name
-    return f"let the user {user}, as which this runs, read it: chown {user} {path} && chmod u+r {path}"
+    return f"let this process's user, {user}, read it: chown {user} {path} && chmod u+r {path}"
 
 
 def names_near(path: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
-    """The wanted paths that are this missing one with other names for its parts, the likeliest first.
+    """Up to three wanted paths that differ from this missing one in similar names, the most similar first.
 
     Args:
         is_wanted: never raises (os.path's functions rather than Path's).
@@ -327,7 +302,7 @@ def names_near(path: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
 
 
 def _names_like(word: str, names: Iterable[str]) -> list[str]:
-    """Those that look like it, or begin with it, whatever the case; the likeliest first."""
+    """Names that are similar to the word or begin with it, in any case; the most similar first."""
     folded = word.casefold()
     scores = {name: difflib.SequenceMatcher(None, name.casefold(), folded).ratio() for name in names}
     near = [
@@ -339,7 +314,7 @@ def _names_like(word: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest(word: str, known: Iterable[str], least_similarity: float = 0.5) -> str | None:
-    """The known word that looks most like this one, or None when none does."""
+    """The most similar known word, or None."""
     by_folded = {name.casefold().replace("_", "-"): name for name in known}
     matches = difflib.get_close_matches(word.casefold().replace("_", "-"), by_folded, n=1, cutoff=least_similarity)
     return by_folded[matches[0]] if matches else None
@@ -360,7 +335,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_duration(duration_s: float) -> str:
-    """In the largest unit that it is a whole number of: 75 s, 1 min, 500 ms."""
+    """In the largest unit that gives a whole number: 75 s, 1 min, 500 ms."""
     for unit, factor in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if duration_s >= factor and duration_s % factor == 0:
             return f"{duration_s / factor:.0f} {unit}"
@@ -368,7 +343,7 @@ def format_duration(duration_s: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """5.1M, 1.2B: as parameters are counted."""
+    """A count of parameters: 5.1M, 1.2B."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= factor:
             return f"{number / factor:.1f}{unit}"
@@ -376,7 +351,7 @@ def format_count(number: float) -> str:
 
 
 def escape(text: str) -> str:
-    """What a client chose, fit for one line: everything but visible ASCII as a backslash escape."""
+    """A client's text for a log line: everything but visible ASCII as a backslash escape."""
     if text.isascii() and text.isprintable() and " " not in text:
         return text
     return "".join(

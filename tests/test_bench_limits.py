@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.engine import Cases, DecodeRun, EngineRuns, MemoryRun, PrefillRun, ReadProbe, main, result_tables
+from bench.engine import Cases, DecodeRun, EngineRuns, MemoryRun, PrefillRun, ReadProbe, Streams, main, result_tables
 from bench.limits import (
     Limits,
     ModelWork,
@@ -22,7 +22,6 @@ from bench.limits import (
 )
 from bench.make_model import MOE_1B, QWEN2_05B, make_model, num_parameters, tensor_shapes
 from bench.results import read_result
-from bench.stepped import Streams
 from core.config import EngineConfig, parse_model_config
 from gpu.device import num_physical_cores
 from gpu.loading import load_runner

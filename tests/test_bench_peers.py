@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from bench.beside import Abandoned, Beside, abandon_prefill, send_beside
-from bench.gguf_file import CannotConvert, write_gguf
 from bench.kit import DidNotStart, free_port, running
 from bench.limits import ModelWork, Speed
 from bench.load import CannotRun, LoadConfig
-from bench.make_model import LLAMA_8B, MOE_1B, QWEN2_05B, make_model
+from bench.make_model import LLAMA_8B, MOE_1B, QWEN2_05B, CannotConvert, make_model, write_gguf
 from bench.peers import (
     LLAMA,
     STEPLOOP,

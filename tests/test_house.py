@@ -15,20 +15,20 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6450, 23),
+    "server": (6580, 23),
     "server/api": (2550, 11),
-    "server/commands": (2260, 11),
-    "server/gate": (2770, 10),
-    "server/ledger": (1680, 6),
-    "server/listening": (1250, 4),
-    "server/observing": (1820, 7),
+    "server/commands": (1920, 11),
+    "server/gate": (2510, 8),
+    "server/ledger": (1585, 6),
+    "server/listening": (1205, 4),
+    "server/observing": (1745, 7),
     "server/wire": (5160, 13),
     "core": (8310, 25),
     "gpu": (8080, 29),
     "gpu/cpu_kernels": (2770, 9),
     "gpu/kernels": (2860, 8),
     "gpu/parallel": (780, 5),
-    "bench": (11280, 40),
+    "bench": (9090, 32),
 }
 TEST_LINES = 53_900
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: how the model reads a prompt. Wire only. Thread: loop."""
+"""/tokenize and /detokenize: how the model reads a prompt. Thread: loop."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,9 +6,8 @@ import msgspec
 
 from core.errors import InvalidRequest
 from server.api.decoding import decode
-from server.api.fields import Message, chat_prompt
+from server.api.fields import ChatPrompt, Message, TextPrompt, chat_prompt
 from server.api.known_fields import rules_of
-from server.api.surface import ChatPrompt, TextPrompt
 from server.wire import sse
 
 RULES = rules_of("tokenize")

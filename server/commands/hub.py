@@ -1,9 +1,9 @@
-"""Models of a Hugging Face hub: which ones this machine's cache has, and how a missing one is fetched into it.
+"""Models of a Hugging Face hub: lists those in this machine's cache, and fetches a missing one into it.
 
-The cache is huggingface_hub's own (blobs/, snapshots/, refs/), whose other users find the files. Only what is served is
-fetched: JSON, templates, safetensors; never pickle or code. A file goes on where an earlier attempt stopped, and enters
-the cache once its size and hash are those the hub names; until then it is `*.incomplete`. huggingface_hub downloads
-without either: it checks sizes alone, and begins again at each start. Thread: engine (at start), or main.
+The cache is huggingface_hub's own (blobs/, snapshots/, refs/), so that other programs find the files. Only what is
+served is fetched: JSON, templates, safetensors; never pickle or code. A file is downloaded as `*.incomplete`, from
+where an earlier attempt stopped, and enters the cache once its size and hash are those that the hub lists.
+huggingface_hub's own download starts again, and checks sizes alone. Thread: engine (at start), or main.
 Source: huggingface.co/docs/hub/api.
 """
 
@@ -16,8 +16,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -34,9 +35,8 @@ SINGLE_FILE = "model.safetensors"
 REQUIRED = ("config.json", "tokenizer.json")
 OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 TIMEOUT_S = 20.0  # for the hub's next byte
-CHUNK_BYTES = 2**20
-LEAST_SIMILARITY = 0.75  # of a whole name to the one that may have been meant: the organisation alone is not enough
-LEAST_SIMILARITY_OF_ENDS = 0.6  # without the organisation
+LEAST_SIMILARITY = 0.75  # of whole names: to share the organisation is not enough
+LEAST_SIMILARITY_OF_ENDS = 0.6  # of names without the organisation
 _TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
 _SHARD = re.compile(r"[\w.-]+\.safetensors")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -65,16 +65,16 @@ class Hub:
 
 
 class NotFetched(StartupError):
-    """A model of the hub that is not here, and that `serve` would fetch."""
+    """A model of the hub that is not cached, and that `serve` would fetch."""
 
     exit_code = ExitCode.MODEL
 
 
 class HubRefusal(StartupError):
-    """The hub answers, but not with what was asked for.
+    """The hub cannot be reached, or answers with something else than what was asked for.
 
     Args:
-        reason: what it says, as a clause; also the cause, where none is given.
+        reason: a clause; also the cause, if none is given.
     """
 
     exit_code = ExitCode.MODEL
@@ -97,7 +97,7 @@ class HubFile:
     digest: str
 
     def new_hash(self) -> Any:
-        """Source: git's object format for blobs; git-lfs for the others."""
+        """Source: git's object format for blobs; git-lfs for large files."""
         if len(self.digest) == 64:
             return hashlib.sha256()
         return hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
@@ -119,7 +119,7 @@ def environment_hub() -> Hub:
     return Hub(constants.ENDPOINT, Path(constants.HF_HUB_CACHE), token, constants.is_offline_mode())
 
 
-# What the cache has.
+# The cache.
 
 
 def cached_models(hub: Hub) -> list[tuple[HubId, Path]]:
@@ -130,23 +130,22 @@ def cached_models(hub: Hub) -> list[tuple[HubId, Path]]:
         for reference in sorted(path for path in (folder / "refs").rglob("*") if path.is_file()):
             revision = reference.relative_to(folder / "refs").as_posix()
             model = HubId(name, None if revision == DEFAULT_REVISION else revision)
-            snapshot = find_cached(hub, model)
-            if snapshot is not None:
+            if (snapshot := find_cached(hub, model)) is not None:
                 found.append((model, snapshot))
     return found
 
 
 def find_cached(hub: Hub, model: HubId) -> Path | None:
-    """The directory of a model's files where they are all in the cache: configuration, tokenizer, weights."""
+    """The directory of a model's files; None unless configuration, tokenizer and weights are all cached."""
     commit = revision = model.revision or DEFAULT_REVISION
     reference = hub.folder(model) / "refs" / revision
     try:
         if reference.is_file():
             commit = reference.read_text(encoding="ascii").strip()
-        snapshot = hub.folder(model) / "snapshots" / commit
         if not _COMMIT.fullmatch(commit):
             return None
-        weights = {SINGLE_FILE} if (snapshot / SINGLE_FILE).exists() else shards_of(snapshot / INDEX_FILE)
+        snapshot = hub.folder(model) / "snapshots" / commit
+        weights = {SINGLE_FILE} if (snapshot / SINGLE_FILE).exists() else _shards_of(snapshot / INDEX_FILE)
     except (OSError, UnicodeDecodeError, StartupError):
         return None
     return snapshot if all((snapshot / name).exists() for name in (*REQUIRED, *weights)) else None
@@ -156,8 +155,8 @@ def cached(hub: Hub, model: HubId) -> Path:
     """As find_cached, for commands that fetch nothing.
 
     Raises:
-        NotFetched: it is not all there, and `serve` would fetch it.
-        StartupError: it is not all there, and nothing is to be fetched.
+        NotFetched: it is not cached, and `serve` would fetch it.
+        StartupError: it is not cached, and HF_HUB_OFFLINE forbids `serve` to fetch it.
     """
     found = find_cached(hub, model)
     if found is not None:
@@ -168,12 +167,12 @@ def cached(hub: Hub, model: HubId) -> Path:
     raise NotFetched(cause, _fix_with_near(hub, model, f"fetch it first: steploop serve --model {model}"))
 
 
-def shards_of(index: Path) -> set[str]:
-    """The files that an index names, all of its own directory, and itself.
+def _shards_of(index: Path) -> set[str]:
+    """The files that an index names, and the index; none may be in another directory.
 
     Raises:
         OSError: it cannot be read.
-        StartupError: it is no index, or names files elsewhere.
+        StartupError: it is not an index, or names files elsewhere.
     """
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
@@ -191,12 +190,12 @@ def shards_of(index: Path) -> set[str]:
 
 
 def fetch(hub: Hub, model: HubId, report: ReportProgress) -> Path:
-    """The directory of a model's files, which are fetched where the cache does not have them.
+    """The directory of a model's files, after those that are not cached are fetched.
 
-    Where the hub does not list it, but the cache has it, that serves, with a warning.
+    If the hub cannot list a cached model, the cached files serve, with a warning.
 
     Args:
-        report: called with (bytes done, bytes in all); never when nothing is missing.
+        report: called with (bytes done, bytes in all); never if nothing is missing.
 
     Raises:
         StartupError: not found, not reachable and not cached, not of a kind that is served, or not what its hash says.
@@ -206,20 +205,13 @@ def fetch(hub: Hub, model: HubId, report: ReportProgress) -> Path:
         if found is None:
             raise _not_here_offline(hub, model)
         return found
-    unlisted: tuple[type[Exception], ...] = (HubRefusal, *transport_errors())
     try:
-        commit, files = list_files(hub, model)
-    except unlisted as error:
-        why = f"cannot be reached ({error or type(error).__name__})"
-        if isinstance(error, HubRefusal):
-            why = f"does not list it: {error.reason}"
-        if found is not None:
-            logger.warning("%s is served as %s has it; %s %s", model, found, hub.endpoint, why)
-            return found
-        if isinstance(error, HubRefusal):
+        commit, files = _list_files(hub, model)
+    except HubRefusal as error:
+        if found is None:
             raise
-        fix = "check the network and HF_ENDPOINT, or give a directory or a .gguf file"
-        raise _not_here(hub, model, f", and {hub.endpoint} {why}", fix) from error
+        logger.warning("%s is served as %s has it; %s: %s", model, found, hub.endpoint, error.reason)
+        return found
     try:
         return _fetch_commit(hub, model, commit, files, report)
     except OSError as error:
@@ -231,28 +223,23 @@ def fetch(hub: Hub, model: HubId, report: ReportProgress) -> Path:
 
 
 def _fetch_commit(hub: Hub, model: HubId, commit: str, files: Mapping[str, HubFile], report: ReportProgress) -> Path:
-    """What is missing of a listed commit; the revision's name then leads to it."""
+    """Fetch a commit's missing files, then record the commit under the revision's name."""
     snapshot = hub.folder(model) / "snapshots" / commit
     weights = {SINGLE_FILE}
     if INDEX_FILE in files and SINGLE_FILE not in files:
         _place(hub, model, commit, [files[INDEX_FILE]], lambda done, total: None)
-        weights = shards_of(snapshot / INDEX_FILE)
-    _place(hub, model, commit, _wanted(hub, model, files, weights), report)
+        weights = _shards_of(snapshot / INDEX_FILE)
+    if missing := [name for name in (*REQUIRED, *sorted(weights)) if name not in files]:
+        cause = f"{model} on {hub.endpoint} has no {', '.join(missing)}; it has {_shown(sorted(files))}"
+        raise StartupError(cause, _fix_missing(model, files), ExitCode.MODEL)
+    small = [name for name in files if name in REQUIRED or name in OPTIONAL or _TEMPLATE.fullmatch(name)]
+    _place(hub, model, commit, [files[name] for name in (*small, *sorted(weights))], report)
     revision = model.revision or DEFAULT_REVISION
     if not _COMMIT.fullmatch(revision):
         reference = hub.folder(model) / "refs" / revision
         reference.parent.mkdir(parents=True, exist_ok=True)
         reference.write_text(commit)
     return snapshot
-
-
-def _wanted(hub: Hub, model: HubId, files: Mapping[str, HubFile], weights: set[str]) -> list[HubFile]:
-    missing = [name for name in (*REQUIRED, *sorted(weights)) if name not in files]
-    if missing:
-        cause = f"{model} on {hub.endpoint} has no {', '.join(missing)}; it has {_shown(sorted(files))}"
-        raise StartupError(cause, _fix_missing(model, files), ExitCode.MODEL)
-    small = [name for name in files if name in REQUIRED or name in OPTIONAL or _TEMPLATE.fullmatch(name)]
-    return [files[name] for name in (*small, *sorted(weights))]
 
 
 def _fix_missing(model: HubId, files: Mapping[str, HubFile]) -> str:
@@ -267,31 +254,33 @@ def _fix_missing(model: HubId, files: Mapping[str, HubFile]) -> str:
 
 
 def _place(hub: Hub, model: HubId, commit: str, files: list[HubFile], report: ReportProgress) -> None:
-    """Have the files' contents in blobs/, and links to them in the commit's snapshot."""
+    """Download the files into blobs/, and link to them from the commit's snapshot."""
     blobs, snapshot = hub.folder(model) / "blobs", hub.folder(model) / "snapshots" / commit
-    missing = [file for file in files if not _has_size(blobs / file.digest, file.size_bytes)]
-    total = sum(file.size_bytes for file in missing)
     blobs.mkdir(parents=True, exist_ok=True)
-    begun = [path for file in missing if (path := _incomplete(blobs / file.digest)).is_file()]
-    needed, free = total - sum(path.stat().st_size for path in begun), shutil.disk_usage(blobs).free
-    if needed > free:
+    missing = [file for file in files if not _is_file_of(blobs / file.digest, file.size_bytes)]
+    total = sum(file.size_bytes for file in missing)
+    begun = sum(path.stat().st_size for file in missing if (path := _incomplete(blobs / file.digest)).is_file())
+    if (needed := total - begun) > (free := shutil.disk_usage(blobs).free):
         cause = f"{model} needs {format_size(needed)} more in {hub.cache}, {format_size(free)} are free"
         raise StartupError(cause, "make room, or name another directory: HF_HOME=DIR", ExitCode.MODEL)
     done = 0
     for file in missing:
         url = f"{hub.endpoint}/{model.repo}/resolve/{commit}/{file.name}"
-        for position in _download(hub, model, url, blobs / file.digest, file):
-            report(done + position, total)
+        _download(hub, model, url, blobs / file.digest, file, partial(_report_part, report, done, total))
         done += file.size_bytes
     for file in files:
         link, blob = snapshot / file.name, blobs / file.digest
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
-            link.unlink(missing_ok=True)  # it may lead nowhere
+            link.unlink(missing_ok=True)  # a link to nowhere
             link.symlink_to(os.path.relpath(blob, link.parent))
 
 
-def _has_size(path: Path, size_bytes: int) -> bool:
+def _report_part(report: ReportProgress, before: int, total: int, so_far: int) -> None:
+    report(before + so_far, total)
+
+
+def _is_file_of(path: Path, size_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == size_bytes
 
 
@@ -299,71 +288,57 @@ def _incomplete(blob: Path) -> Path:
     return blob.with_name(f"{blob.name}.incomplete")
 
 
-def _download(hub: Hub, model: HubId, url: str, blob: Path, file: HubFile) -> Iterator[int]:
-    """Fetch one file, going on from what is there; gives the bytes that are there as it goes.
+def _download(hub: Hub, model: HubId, url: str, blob: Path, file: HubFile, report: Callable[[int], None]) -> None:
+    """Fetch one file, from where an earlier attempt stopped.
 
-    A broken connection is made anew as long as each comes further than those before.
+    Reconnects when the connection breaks, as long as each attempt adds something.
+
+    Args:
+        report: called with the file's bytes so far.
     """
-    with _incomplete(blob).open("a+b") as stream:
+    import httpx2  # by whose errors huggingface_hub's session tells that a connection is not made, or breaks
+
+    incomplete = _incomplete(blob)
+    with incomplete.open("ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             cause = f"{url} is being fetched by another process"
             raise StartupError(cause, "wait for it, then start again", ExitCode.MODEL) from error
-        digest, position = _digest_so_far(stream, file)
-        yield position
-        reached = position
-        while position < file.size_bytes:
+        furthest = stream.tell()
+        report(furthest)
+        while stream.tell() < file.size_bytes:
             try:
-                for chunk in _chunks(hub, model, url, position):
-                    if chunk is None:  # from the start after all
-                        digest, position = file.new_hash(), 0
-                        stream.seek(0)
-                        stream.truncate()
-                        continue
-                    position += len(chunk)
-                    if position > file.size_bytes:
-                        break
-                    stream.write(chunk)
-                    digest.update(chunk)
-                    yield position
-            except transport_errors() as error:
-                if position <= reached:
-                    sizes = f"{format_size(position)} of {format_size(file.size_bytes)}"
+                _receive(hub, model, url, stream, file, report)
+                break
+            except httpx2.RequestError as error:
+                if stream.tell() <= furthest:
+                    sizes = f"{format_size(stream.tell())} of {format_size(file.size_bytes)}"
                     cause = f"{url} stopped at {sizes}: {error or type(error).__name__}"
                     raise StartupError(cause, "start again: it goes on from there", ExitCode.MODEL) from error
-                reached = position
-            else:
-                break
+                furthest = stream.tell()
         stream.flush()
-        if position != file.size_bytes or digest.hexdigest() != file.digest:
-            _incomplete(blob).unlink()
-            found = f"{position} bytes, {digest.hexdigest()}"
+        with incomplete.open("rb") as whole:
+            digest = hashlib.file_digest(whole, file.new_hash).hexdigest()
+        if stream.tell() != file.size_bytes or digest != file.digest:
+            incomplete.unlink()
+            found = f"{stream.tell()} bytes, {digest}"
             cause = f"{url} is not what the hub lists: {found}; not {file.size_bytes}, {file.digest}"
             fix = "try again; if it happens again, the hub or a proxy on the way is broken"
             raise StartupError(cause, fix, ExitCode.MODEL)
-        os.replace(_incomplete(blob), blob)
-
-
-def _digest_so_far(stream: IO[bytes], file: HubFile) -> tuple[Any, int]:
-    """Of what an earlier attempt left; the stream stands behind it."""
-    stream.seek(0)
-    digest, position = file.new_hash(), 0
-    while chunk := stream.read(CHUNK_BYTES):
-        digest.update(chunk)
-        position += len(chunk)
-    return digest, position
+        os.replace(incomplete, blob)
 
 
 # What the hub says over HTTP.
 
 
-def list_files(hub: Hub, model: HubId) -> tuple[str, dict[str, HubFile]]:
+def _list_files(hub: Hub, model: HubId) -> tuple[str, dict[str, HubFile]]:
     """The revision's commit, and its files by name.
 
     Raises:
-        HubRefusal: there is none, or not for this token; the hub is out of order, or it is no hub.
+        HubRefusal: it does not exist, or not for this token; or the hub cannot be reached, or is broken.
     """
+    import httpx2
     from huggingface_hub import errors, get_session, hf_raise_for_status
 
     revision = (model.revision or DEFAULT_REVISION).replace("/", "%2F")
@@ -371,6 +346,11 @@ def list_files(hub: Hub, model: HubId) -> tuple[str, dict[str, HubFile]]:
     try:
         response = get_session().get(url, params={"blobs": "true"}, headers=_headers(hub), timeout=TIMEOUT_S)
         hf_raise_for_status(response)
+    except httpx2.RequestError as error:
+        reason = f"cannot be reached ({error or type(error).__name__})"
+        fix = "check the network and HF_ENDPOINT, or give a directory or a .gguf file"
+        not_here = _not_here(hub, model, f", and {hub.endpoint} {reason}", fix)
+        raise HubRefusal(reason, not_here.fix, not_here.cause) from error
     except errors.HfHubHTTPError as error:
         raise _refusal(hub, model, url, error, "try again later") from error
     try:
@@ -383,38 +363,6 @@ def list_files(hub: Hub, model: HubId) -> tuple[str, dict[str, HubFile]]:
     return listing["sha"], {file.name: file for file in files}
 
 
-def _chunks(hub: Hub, model: HubId, url: str, position: int) -> Iterator[bytes | None]:
-    """A file's bytes from a position; None first where the hub begins at the start instead.
-
-    Raises:
-        HubRefusal: the file is not for this token (of gated models the hub shows the list to everybody), or the hub is
-            out of order.
-    """
-    from huggingface_hub import errors, get_session, hf_raise_for_status
-
-    headers = _headers(hub) | {"accept-encoding": "identity"}
-    headers |= {"range": f"bytes={position}-"} if position else {}
-    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
-        try:
-            hf_raise_for_status(response)
-        except errors.HfHubHTTPError as error:
-            raise _refusal(hub, model, url, error, "try again later: what has come is kept") from error
-        if position and not response.headers.get("content-range", "").startswith(f"bytes {position}-"):
-            yield None
-        yield from response.iter_bytes()  # as they come: what has come is kept
-
-
-def transport_errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub's HTTP client raises for a connection that is not made, or breaks."""
-    import httpx2
-
-    return (httpx2.RequestError,)
-
-
-def _headers(hub: Hub) -> dict[str, str]:
-    return {"user-agent": "steploop"} | ({"authorization": f"Bearer {hub.token}"} if hub.token else {})
-
-
 def _hub_file(entry: dict[str, Any]) -> HubFile:
     size_bytes = entry["size"]
     digest = (entry.get("lfs") or {}).get("sha256") or entry["blobId"]
@@ -423,10 +371,40 @@ def _hub_file(entry: dict[str, Any]) -> HubFile:
     return HubFile(str(entry["rfilename"]), size_bytes, digest)
 
 
+def _receive(hub: Hub, model: HubId, url: str, stream: IO[bytes], file: HubFile, report: Callable[[int], None]) -> None:
+    """Append the rest of a file to the stream; all of it, if the hub does not serve ranges.
+
+    Raises:
+        httpx2.RequestError: the connection is not made, or breaks.
+        HubRefusal: this token may not read the file (the hub lists gated models for everyone), or the hub is broken.
+    """
+    from huggingface_hub import errors, get_session, hf_raise_for_status
+
+    position = stream.tell()
+    headers = _headers(hub) | {"accept-encoding": "identity"} | ({"range": f"bytes={position}-"} if position else {})
+    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+        try:
+            hf_raise_for_status(response)
+        except errors.HfHubHTTPError as error:
+            raise _refusal(hub, model, url, error, "try again later: what has come is kept") from error
+        if not response.headers.get("content-range", "").startswith(f"bytes {position}-"):
+            stream.seek(0)
+            stream.truncate()
+        for chunk in response.iter_bytes():
+            stream.write(chunk)
+            report(stream.tell())
+            if stream.tell() > file.size_bytes:
+                return
+
+
+def _headers(hub: Hub) -> dict[str, str]:
+    return {"user-agent": "steploop"} | ({"authorization": f"Bearer {hub.token}"} if hub.token else {})
+
+
 def _refusal(hub: Hub, model: HubId, url: str, error: "HfHubHTTPError", later: str) -> HubRefusal:
     """
     Args:
-        later: what to do where nothing but the hub can change it.
+        later: the fix if only the hub can change it.
     """
     from huggingface_hub import errors
 
@@ -446,11 +424,11 @@ def _refusal(hub: Hub, model: HubId, url: str, error: "HfHubHTTPError", later: s
     else:
         return HubRefusal(f"{url} answered {status}", later)
     fix = "check the name, or give a directory or a .gguf file"
-    missing = _not_here(hub, model, f" and at {hub.endpoint}: {reason}", fix)
-    return HubRefusal(reason, missing.fix, missing.cause)
+    not_here = _not_here(hub, model, f" and at {hub.endpoint}: {reason}", fix)
+    return HubRefusal(reason, not_here.fix, not_here.cause)
 
 
-# What is said of a model that is not here.
+# Messages about a missing model.
 
 
 def _not_here_offline(hub: Hub, model: HubId) -> StartupError:
@@ -463,17 +441,17 @@ def _not_here(hub: Hub, model: HubId, why: str, fix: str) -> StartupError:
     return StartupError(cause, _fix_with_near(hub, model, fix), ExitCode.MODEL)
 
 
-def _fix_with_near(hub: Hub, model: HubId, otherwise: str) -> str:
-    """What may have been meant, of the cache and of the paths here; or what to do, and what the cache has."""
+def _fix_with_near(hub: Hub, model: HubId, fix: str) -> str:
+    """The fix, then similar names in the cache and on disk, or else what the cache has."""
     known = {str(found): found for found, _ in cached_models(hub)}
     by_end = {name.rpartition("/")[2].lower(): name for name in known}
     near = difflib.get_close_matches(str(model), known, 3, LEAST_SIMILARITY)
     wanted = model.repo.rpartition("/")[2].lower()
     near += [by_end[end] for end in difflib.get_close_matches(wanted, by_end, 3, LEAST_SIMILARITY_OF_ENDS)]
-    near += map(str, near_models(Path(model.repo)))  # it may have been meant as a path
+    near += map(str, near_models(Path(model.repo)))  # the name may have been meant as a path
     if near:
-        return f"{otherwise}; did you mean {', '.join(dict.fromkeys(near))}?"
-    return f"{otherwise}; the cache has {_shown(list(known)) if known else 'no model'}"
+        return f"{fix}; did you mean {', '.join(dict.fromkeys(near))}?"
+    return f"{fix}; the cache has {_shown(list(known)) if known else 'no model'}"
 
 
 def _shown(names: list[str]) -> str:

@@ -1,12 +1,16 @@
-"""How much each tenant and each of its keys may ask for, counted exactly. Thread: loop.
+"""Quotas: how many requests and tokens each tenant and each of its keys may use. Thread: loop.
 
-Tokens are reserved before the work, in all pools that bound a request or in none, topped up while it says more, and
-settled to what it has used. Whole numbers throughout; time is an argument; nothing runs in the background.
-The ledger knows what a day's pools have given before the process started. Answers tell what is left: x-ratelimit-*.
+Tokens are reserved before the work in all pools that bound a request, or in none; topped up while the answer goes on
+(`Allowance`); and settled to what was used. Whole numbers throughout; time is an argument; nothing runs in the
+background. What a day's pools gave before the process started comes from the ledger. Answers bear what is left, in
+x-ratelimit-* fields.
 """
 
+import asyncio
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Request, Usage
@@ -14,17 +18,23 @@ from server.gate.identity import Caller, Directory
 from server.gate.tenants import Limits
 from server.wire.messages import Headers
 
-_PREFIX = b"x-ratelimit-"
+logger = logging.getLogger(__name__)
+
 S_NS = 10**9
 MINUTE_NS = 60 * S_NS
-PRUNED_ACCOUNTS = 1024  # at twice as many as after the last time, those that hold nothing are forgotten
 DAY_S = 86_400
-FIRST_TOKENS = 512  # of each sequence's answer that are reserved before the work
+DAYS_KEPT = 4  # other days' use: a clock may be set wrong, and be set right again
+PRUNED_ACCOUNTS = 1024  # at twice as many as were left the last time, untouched accounts are dropped
+FIRST_TOKENS = 512  # of each sequence's answer, reserved before the work
 TOP_UP_TOKENS = 256
-DAYS_KEPT = 4  # that a clock has left: it may have been set wrong, and be set right again
-LEAST_TOKENS = 2  # a prompt's and an answer's: who has less need not send the body
-CONCURRENCY_RETRY_S = 1.0  # when one of the others ends, nobody knows
-
+LEAST_TOKENS = 2  # a prompt's and an answer's: without them, the body need not be sent
+CONCURRENCY_RETRY_S = 1.0  # when another request ends is not known
+NEVER = 2**63  # tokens: a mark that no sequence reaches
+AHEAD_TOKENS = 32  # a third of a second at 100 tokens/s of a stream: the loop is seldom later
+MAX_WAIT_S = 10.0
+MAX_WAIT_NS = round(MAX_WAIT_S * S_NS)
+LEAST_RETRY_S = 1
+POLL_S = 1.0  # between attempts to top up a paused answer: other requests settle at any time
 
 UsedTokens = Mapping[tuple[str, str | None], int]  # by tenant and key; None: all of the tenant's
 
@@ -34,131 +44,132 @@ class Moment(NamedTuple):
 
     Args:
         ns: monotonic.
-        unix_s: for the days.
+        unix_s: tells the day.
     """
 
     ns: int
     unix_s: int
 
 
-class Bucket:
-    """Fills by `rate` a minute up to its capacity, with which it starts.
+class Pool(ABC):
+    """What requests take from and give back to, in parts of 1 / SCALE."""
 
-    The level is kept in parts of 1 / MINUTE_NS: a nanosecond adds `rate` of them, and nothing is ever rounded.
-    """
+    __slots__ = ("_taken", "capacity", "name")
+    SCALE = 1
 
-    __slots__ = ("_at_ns", "_level", "capacity", "name", "rate")
-
-    def __init__(self, name: str, rate: int, capacity: int, now: Moment) -> None:
+    def __init__(self, name: str, capacity: int) -> None:
         self.name = name
-        self.rate = rate
         self.capacity = capacity
-        self._level = capacity * MINUTE_NS
-        self._at_ns = now.ns
+        self._taken = 0  # reserved or used
 
     def available(self, now: Moment) -> int:
-        """Below 0 where more was used than reserved."""
-        self._fill(now)
-        return self._level // MINUTE_NS
+        """Below 0 where more was used than reserved, or the limit was lowered."""
+        return self._left(now) // self.SCALE
+
+    def is_untouched(self, now: Moment) -> bool:
+        return self._left(now) == self.capacity * self.SCALE
 
     def reserve(self, num: int, now: Moment) -> None:
-        self._fill(now)
-        self._level -= num * MINUTE_NS
+        self._advance(now)
+        self._taken += num * self.SCALE
 
     def settle(self, num_reserved: int, num_used: int, now: Moment) -> None:
-        """Take back a reservation, and count what was used of it."""
-        self._fill(now)
-        self._level = min(self.capacity * MINUTE_NS, self._level + (num_reserved - num_used) * MINUTE_NS)
+        """Count what was used in place of a reservation."""
+        self._advance(now)
+        self._taken = max(0, self._taken + (num_used - num_reserved) * self.SCALE)
 
     def wait_ns(self, num: int, now: Moment) -> int | None:
-        """Until so much is available if nobody else comes; None: it never will be."""
+        """Until so much is available if nobody else takes any; None: it never will be."""
         if num > self.capacity:
             return None
-        self._fill(now)
-        return max(0, -((self._level - num * MINUTE_NS) // self.rate))
+        missing = num * self.SCALE - self._left(now)
+        return self._gain_ns(missing, now) if missing > 0 else 0
 
     def full_ns(self, now: Moment) -> int:
-        """Until it is as full as it gets."""
         wait_ns = self.wait_ns(self.capacity, now)
         assert wait_ns is not None
         return wait_ns
 
+    def _left(self, now: Moment) -> int:
+        self._advance(now)
+        return self.capacity * self.SCALE - self._taken
+
+    @abstractmethod
+    def _advance(self, now: Moment) -> None:
+        """Account for the time that has passed."""
+
+    @abstractmethod
+    def _gain_ns(self, missing: int, now: Moment) -> int:
+        """How long until so many parts more are there."""
+
+
+class Bucket(Pool):
+    """Full at first; refills by `rate` a minute. In parts of 1 / MINUTE_NS: a nanosecond adds `rate`, unrounded."""
+
+    __slots__ = ("_at_ns", "rate")
+    SCALE = MINUTE_NS
+
+    def __init__(self, name: str, rate: int, capacity: int, now: Moment) -> None:
+        super().__init__(name, capacity)
+        self.rate = rate
+        self._at_ns = now.ns
+
     def resize(self, rate: int, capacity: int, now: Moment) -> None:
         """What has been taken stays taken."""
-        self._fill(now)
-        self._level += (capacity - self.capacity) * MINUTE_NS
+        self._advance(now)
         self.rate, self.capacity = rate, capacity
 
-    def _fill(self, now: Moment) -> None:
+    def _advance(self, now: Moment) -> None:
         if now.ns > self._at_ns:
-            self._level = min(self.capacity * MINUTE_NS, self._level + (now.ns - self._at_ns) * self.rate)
+            self._taken = max(0, self._taken - (now.ns - self._at_ns) * self.rate)
             self._at_ns = now.ns
 
+    def _gain_ns(self, missing: int, now: Moment) -> int:
+        return -(-missing // self.rate)
 
-class DayPool:
-    """So much a calendar day, UTC. What is in progress at midnight counts on the day on which it is settled.
 
-    Args:
-        num_used: of it already, at that moment.
-    """
+class DayPool(Pool):
+    """A calendar day's, UTC. What is in progress at midnight counts on the day on which it is settled."""
 
-    __slots__ = ("_day", "_num_reserved", "_num_used", "_other_days", "capacity", "name")
+    __slots__ = ("_day", "_num_reserved", "_other_days")
 
     def __init__(self, name: str, capacity: int, num_used: int, at: Moment) -> None:
-        self.name = name
-        self.capacity = capacity
-        self._day = at.unix_s // DAY_S
-        self._num_used = num_used
-        self._other_days: dict[int, int] = {}  # what was used of them
+        """
+        Args:
+            num_used: on that day, before.
+        """
+        super().__init__(name, capacity)
+        self._taken = num_used
         self._num_reserved = 0
-
-    def available(self, now: Moment) -> int:
-        self._turn(now)
-        return self.capacity - self._num_used - self._num_reserved
+        self._day = at.unix_s // DAY_S
+        self._other_days: dict[int, int] = {}  # what was used on them
 
     def reserve(self, num: int, now: Moment) -> None:
-        self._turn(now)
+        super().reserve(num, now)
         self._num_reserved += num
 
     def settle(self, num_reserved: int, num_used: int, now: Moment) -> None:
-        self._turn(now)
+        super().settle(num_reserved, num_used, now)
         self._num_reserved -= num_reserved
-        self._num_used += num_used
 
-    def wait_ns(self, num: int, now: Moment) -> int | None:
-        if num > self.capacity:
-            return None
-        return 0 if num <= self.available(now) else self._until_midnight_ns(now)
-
-    def full_ns(self, now: Moment) -> int:
-        return 0 if self.available(now) == self.capacity else self._until_midnight_ns(now)
-
-    def is_touched(self, now: Moment) -> bool:
-        """Some of this day was used, or is reserved."""
-        self._turn(now)
-        return bool(self._num_used or self._num_reserved)
-
-    def _until_midnight_ns(self, now: Moment) -> int:
-        return (DAY_S - now.unix_s % DAY_S) * S_NS
-
-    def _turn(self, now: Moment) -> None:
+    def _advance(self, now: Moment) -> None:
         day = now.unix_s // DAY_S
         if day != self._day:
-            self._other_days[self._day] = self._num_used
-            self._day, self._num_used = day, self._other_days.pop(day, 0)
+            self._other_days[self._day] = self._taken - self._num_reserved
+            self._day, self._taken = day, self._other_days.pop(day, 0) + self._num_reserved
             if len(self._other_days) > DAYS_KEPT:
                 del self._other_days[next(iter(self._other_days))]
 
-
-Pool = Bucket | DayPool  # what requests take from, and give back to
+    def _gain_ns(self, missing: int, now: Moment) -> int:
+        return (DAY_S - now.unix_s % DAY_S) * S_NS
 
 
 class Shortage(NamedTuple):
     """A pool that has less than was asked for.
 
     Args:
-        wait_ns: None: it never holds so much.
-        is_least: it was asked for what every request needs, before the body said how much this one does.
+        wait_ns: until it has; None: it never will.
+        is_least: what was asked for is what any request needs: the body has yet to tell how much this one does.
     """
 
     account: "QuotaAccount"
@@ -186,51 +197,51 @@ class Shortage(NamedTuple):
 
 
 class QuotaAccount:
-    """One tenant's pools, or one key's.
+    """The pools of one tenant, or of one key.
 
     Attributes:
-        owner: as messages say it.
+        owner: as messages name it.
         num_active: requests in progress.
-        num_reserved: tokens, of those.
+        num_reserved: their tokens.
         requests: None: unlimited.
         tokens: each of these bounds every request.
     """
 
     def __init__(self, owner: str, limits: Limits, now: Moment, day: DayPool) -> None:
         self.owner = owner
-        self._day = day
         self.num_active = 0
         self.num_reserved = 0
         self.requests: Bucket | None = None
         self.tokens: tuple[Pool, ...] = ()
+        self._minute: Bucket | None = None
+        self._day = day
         self.apply(limits, now)
 
     def apply(self, limits: Limits, now: Moment) -> None:
-        """These are the limits from now on; what has been taken stays taken."""
+        """Put limits in force; what has been taken stays taken."""
         self.max_active = limits.concurrent_requests
-        self.requests = _bucket(
+        self.requests = _resized(
             self.requests, "requests_per_minute", limits.requests_per_minute, limits.burst_requests, now
         )
-        minute = next((pool for pool in self.tokens if isinstance(pool, Bucket)), None)
-        minute = _bucket(minute, "tokens_per_minute", limits.tokens_per_minute, limits.burst_tokens, now)
+        self._minute = _resized(self._minute, "tokens_per_minute", limits.tokens_per_minute, limits.burst_tokens, now)
+        self.tokens = () if self._minute is None else (self._minute,)
         if limits.tokens_per_day is not None:
             self._day.capacity = limits.tokens_per_day
-        day = None if limits.tokens_per_day is None else self._day
-        self.tokens = tuple(pool for pool in (minute, day) if pool is not None)
+            self.tokens += (self._day,)
 
-    def is_full(self, now: Moment) -> bool:
-        """A new one in its place would allow no more."""
-        pools = (*self.tokens, *(() if self.requests is None else (self.requests,)))
-        return not (self.num_active or self.num_reserved or self._day.is_touched(now)) and all(
-            pool.available(now) >= pool.capacity for pool in pools
-        )
+    def is_untouched(self, now: Moment) -> bool:
+        """Whether a new account would allow no more."""
+        pools = (pool for pool in (self.requests, self._minute, self._day) if pool is not None)
+        return not (self.num_active or self.num_reserved) and all(pool.is_untouched(now) for pool in pools)
 
-    def error_of_concurrency(self) -> ServiceError:
-        message = f"{self.owner} has its concurrent_requests, {self.max_active}, in progress. Wait for one to end."
-        return ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded", retry_after_s=CONCURRENCY_RETRY_S)
+    def check_concurrency(self) -> None:
+        if self.max_active is not None and self.num_active >= self.max_active:
+            message = f"{self.owner} has its concurrent_requests, {self.max_active}, in progress. Wait for one to end."
+            code = "rate_limit_exceeded"
+            raise ServiceError(ErrorKind.RATE_LIMITED, message, code, retry_after_s=CONCURRENCY_RETRY_S)
 
 
-def _bucket(old: Bucket | None, name: str, rate: int | None, burst: int | None, now: Moment) -> Bucket | None:
+def _resized(old: Bucket | None, name: str, rate: int | None, burst: int | None, now: Moment) -> Bucket | None:
     if rate is None:
         return None
     if old is None:
@@ -240,47 +251,44 @@ def _bucket(old: Bucket | None, name: str, rate: int | None, burst: int | None, 
 
 
 class Ticket:
-    """One request's way through the accounts that bound it: enter, reserve, top_up, settle, leave; or give_back.
+    """One request and the accounts that bound it: enter, reserve, top_up, settle, leave. Raises only rate_limited.
 
     Args:
         clock: read at each step.
     """
 
-    __slots__ = ("_accounts", "_clock", "_held", "_is_in", "_num_reserved", "caller")
+    __slots__ = ("_accounts", "_clock", "_held", "_is_in", "caller", "num_reserved")
 
     def __init__(self, caller: Caller, accounts: Sequence[QuotaAccount], clock: Callable[[], Moment]) -> None:
         self.caller = caller
+        self.num_reserved = 0  # tokens
         self._accounts = accounts
         self._clock = clock
-        self._held: tuple[tuple[QuotaAccount, tuple[Pool, ...]], ...] = ()  # as they were when it was reserved
-        self._num_reserved = 0
+        self._held: tuple[tuple[QuotaAccount, tuple[Pool, ...]], ...] = ()  # the pools as of its reservation
         self._is_in = False
 
     def enter(self, needs_tokens: bool = True) -> None:
-        """Count the request, before its body is read.
+        """Count the request, before its body is read; a refused one is not counted.
 
         Args:
             needs_tokens: it will reserve some.
-
-        Raises:
-            ServiceError: rate_limited; nothing is counted then.
         """
         now = self._clock()
         tokens = [(account, pool) for account in self._accounts for pool in account.tokens if needs_tokens]
         requests = [(account, account.requests) for account in self._accounts if account.requests is not None]
-        shortages = _shortages(tokens, LEAST_TOKENS, now, is_least=True)
-        self._refuse(shortages + _shortages(requests, 1, now))
+        shortages = _shortages(tokens, LEAST_TOKENS, now, is_least=True) + _shortages(requests, 1, now)
+        if shortages:
+            raise _longest(shortages).error()
         for account in self._accounts:
-            if account.max_active is not None and account.num_active >= account.max_active:
-                raise account.error_of_concurrency()
+            account.check_concurrency()
         for account in self._accounts:
             account.num_active += 1
-            if account.requests is not None:
-                account.requests.reserve(1, now)
+        for _, pool in requests:
+            pool.reserve(1, now)
         self._is_in = True
 
     def give_back(self) -> None:
-        """The server did not take the request: it does not count. To be called once, and before leave."""
+        """The server had no room for the request: it does not count. To be called once, and before leave."""
         if self._is_in:
             now = self._clock()
             for account in self._accounts:
@@ -295,122 +303,112 @@ class Ticket:
                 account.num_active -= 1
 
     def reserve(self, requests: Iterable[Request]) -> None:
-        """Hold what these need at first: prompts, and the first tokens of each sequence.
-
-        Raises:
-            ServiceError: rate_limited; nothing is held then.
-        """
+        """Hold the prompts and the first tokens of each sequence; a refused request holds nothing."""
         num = sum(
             len(one.prompt_ids) + one.num_sequences * min(one.sampling.max_tokens, FIRST_TOKENS) for one in requests
         )
         self._held = tuple((account, account.tokens) for account in self._accounts)
-        self._refuse(self._try_add(num))
-
-    @property
-    def num_reserved(self) -> int:
-        """Tokens that it holds."""
-        return self._num_reserved
+        shortage = self.top_up(num)
+        if shortage is not None:
+            raise shortage.error()
 
     @property
     def is_bounded(self) -> bool:
-        """There are pools that what it says is taken from."""
+        """Whether any pool bounds its tokens."""
         return any(pools for _, pools in self._held)
 
     def top_up(self, num: int) -> Shortage | None:
-        """Hold so many more; or say what lacks, and hold no more."""
-        shortages = self._try_add(num)
-        return _worst(shortages) if shortages else None
+        """Hold so many more in all pools; or tell which lacks them longest, and hold no more."""
+        now = self._clock()
+        shortages = _shortages([(account, pool) for account, pools in self._held for pool in pools], num, now)
+        if shortages:
+            return _longest(shortages)
+        self.num_reserved += num
+        for account, pools in self._held:
+            account.num_reserved += num
+            for pool in pools:
+                pool.reserve(num, now)
+        return None
 
     def top_up_rest(self, most: int, num_parts: int = 1) -> int:
-        """Hold a part of what is left, rounded up, where all of it is less than wanted.
-
-        Returns: how many more it holds.
-        """
+        """Hold a part of what is left, rounded up, where all of it is less than wanted. Returns how many more."""
         now = self._clock()
         left = min(pool.available(now) for _, pools in self._held for pool in pools)
         num = min(most, -(-left // num_parts))
-        return num if num > 0 and not self._try_add(num) else 0
+        return num if num > 0 and self.top_up(num) is None else 0
 
     def may_gain(self, within_ns: int) -> bool:
-        """Whether there may be a token more by then: pools fill, or others of their accounts give back."""
+        """Whether there may be one token more by then: pools refill, or other requests give back."""
         now = self._clock()
 
-        def fills(pool: Pool) -> bool:
+        def refills(pool: Pool) -> bool:
             wait_ns = pool.wait_ns(1, now)
             return wait_ns is not None and wait_ns <= within_ns
 
-        return all(account.num_reserved > self._num_reserved or all(map(fills, pools)) for account, pools in self._held)
+        return all(
+            account.num_reserved > self.num_reserved or all(map(refills, pools)) for account, pools in self._held
+        )
 
     def wait_ns(self, shortage: Shortage) -> int | None:
-        """As the shortage's, by now."""
+        """The shortage's, as of now."""
         return shortage.pool.wait_ns(shortage.num_wanted, self._clock())
 
     def settle(self, usage: Usage) -> None:
-        """Give back what was held, and count what was used instead. Idempotent."""
+        """Count what was used in place of what was held. Idempotent."""
         now, num_used = self._clock(), self.cost(usage)
         for account, pools in self._held:
-            account.num_reserved -= self._num_reserved
+            account.num_reserved -= self.num_reserved
             for pool in pools:
-                pool.settle(self._num_reserved, num_used, now)
-        self._held, self._num_reserved = (), 0
+                pool.settle(self.num_reserved, num_used, now)
+        self._held, self.num_reserved = (), 0
 
     def cost(self, usage: Usage) -> int:
         """Tokens as they count: those of the prompt that were cached, at the tenant's discount."""
         discount = usage.num_cached_tokens * self.caller.tenant.cached_token_discount // 100
         return usage.num_prompt_tokens + usage.num_completion_tokens - discount
 
-    def tightest_requests(self) -> tuple[Pool, Moment] | None:
-        return self._tightest([account.requests for account in self._accounts if account.requests is not None])
-
-    def tightest_tokens(self) -> tuple[Pool, Moment] | None:
-        """The pool that has least left, and now; None: there are none."""
-        return self._tightest([pool for account in self._accounts for pool in account.tokens])
-
-    def _tightest(self, pools: Sequence[Pool]) -> tuple[Pool, Moment] | None:
-        if not pools:
-            return None
-        now = self._clock()
-        return min(pools, key=lambda pool: pool.available(now)), now
-
-    def _try_add(self, num: int) -> list[Shortage]:
-        """All of it in all pools, or nothing in any."""
-        now = self._clock()
-        shortages = _shortages([(account, pool) for account, pools in self._held for pool in pools], num, now)
-        if not shortages:
-            self._num_reserved += num
-            for account, pools in self._held:
-                account.num_reserved += num
-                for pool in pools:
-                    pool.reserve(num, now)
-        return shortages
-
-    def _refuse(self, shortages: Sequence[Shortage]) -> None:
-        if shortages:
-            raise _worst(shortages).error()
+    def headers(self) -> Headers:
+        """x-ratelimit-*: of requests and of tokens, the pool that has least left now."""
+        now, found = self._clock(), []
+        requests = [account.requests for account in self._accounts if account.requests is not None]
+        tokens = [pool for account in self._accounts for pool in account.tokens]
+        for kind, pools in (("requests", requests), ("tokens", tokens)):
+            if pools:
+                pool = min(pools, key=lambda one: one.available(now))
+                left, reset = max(0, pool.available(now)), format_reset(-(-pool.full_ns(now) // S_NS))
+                values = {"limit": pool.capacity, "remaining": left, "reset": reset}
+                found += [(f"x-ratelimit-{name}-{kind}".encode(), f"{one}".encode()) for name, one in values.items()]
+        return tuple(found)
 
 
 def _shortages(
     pools: Iterable[tuple[QuotaAccount, Pool]], num: int, now: Moment, is_least: bool = False
 ) -> list[Shortage]:
-    """Of the pools that have less than so much."""
-    found = []
-    for account, pool in pools:
-        num_available = pool.available(now)
-        if num_available < num:
-            found.append(Shortage(account, pool, num, num_available, pool.wait_ns(num, now), is_least))
-    return found
+    return [
+        Shortage(account, pool, num, left, pool.wait_ns(num, now), is_least)
+        for account, pool in pools
+        if (left := pool.available(now)) < num
+    ]
 
 
-def _worst(shortages: Sequence[Shortage]) -> Shortage:
-    """The one that lasts longest: when it is over, all are."""
+def _longest(shortages: Sequence[Shortage]) -> Shortage:
+    """When it is over, all are."""
     return max(shortages, key=lambda shortage: (shortage.wait_ns is None, shortage.wait_ns or 0))
 
 
+def format_reset(seconds: int) -> str:
+    """`6m0s`, as clients parse it: Go's format, in whole seconds."""
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{seconds}s"
+    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
+
+
 class Quotas:
-    """The accounts of all who have come, by tenant and key.
+    """The accounts of all callers so far, by tenant and key.
 
     Args:
-        clock: now.
         used_today: tokens, before the process started.
     """
 
@@ -434,10 +432,9 @@ class Quotas:
         return tuple(self._accounts.values())
 
     def apply(self, directory: Directory) -> None:
-        """Its limits are in force from now on, for those in progress too.
+        """Put the directory's limits in force, for requests in progress too.
 
-        Who is in it no more may come back, and has then what was left: names of one configuration after the other are
-        few.
+        A tenant that is no longer in it keeps its accounts: if it comes back, it has what was left.
         """
         now = self._clock()
         for (name, key_id), account in self._accounts.items():
@@ -449,39 +446,158 @@ class Quotas:
         account = self._accounts.get(place)
         if account is None:
             if len(self._accounts) >= self._most_accounts:
-                self._forget()
+                self._prune()
             day = DayPool("tokens_per_day", 0, self._used_today.get(place, 0), self._started)
             account = self._accounts[place] = QuotaAccount(owner, limits, self._clock(), day)
         return account
 
-    def _forget(self) -> None:
+    def _prune(self) -> None:
         """Issuers of JWTs may name any number of subjects."""
         now = self._clock()
-        self._accounts = {place: account for place, account in self._accounts.items() if not account.is_full(now)}
+        self._accounts = {place: one for place, one in self._accounts.items() if not one.is_untouched(now)}
         self._most_accounts = max(PRUNED_ACCOUNTS, 2 * len(self._accounts))
 
 
-def limit_headers(ticket: Ticket) -> Headers:
-    """What the ticket's accounts hold now."""
-    return _fields(b"requests", ticket.tightest_requests()) + _fields(b"tokens", ticket.tightest_tokens())
+class Pausable(Protocol):
+    """An answer, as its allowance steers it."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def end_early(self) -> None:
+        """End all choices that still go on, as if at their max_tokens."""
+        ...
 
 
-def _fields(kind: bytes, found: tuple[Pool, Moment] | None) -> Headers:
-    if found is None:
-        return ()
-    pool, now = found
-    values = {
-        b"limit": pool.capacity,
-        b"remaining": max(0, pool.available(now)),
-        b"reset": format_reset(-(-pool.full_ns(now) // S_NS)),
-    }
-    return tuple((_PREFIX + name + b"-" + kind, str(value).encode()) for name, value in values.items())
+class Allowance:
+    """Reserves the next tokens of an answer's choices while it goes on, and pauses it when none are left.
 
+    A choice never says a token that was not reserved. It asks AHEAD_TOKENS before its reserved ones run out, and when
+    they have: what is in flight when the answer is paused still has its place. Where less than a top-up is left, the
+    choices share that. The answer is paused until there is a whole top-up, MAX_WAIT_S at most; then it takes what there
+    is, goes on, and ends when nothing is left. Where nothing can come by then, as of a day's limit, it is not paused.
 
-def format_reset(seconds: int) -> str:
-    """`6m0s`, as clients parse it: Go's way, in whole seconds."""
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes}m{seconds}s"
-    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
+    Args:
+        ticket: holds what was reserved for the requests.
+        requests: in the order of their choices.
+    """
+
+    def __init__(
+        self, answer: Pausable, ticket: Ticket, requests: list[Request], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._answer = answer
+        self._ticket = ticket
+        self._loop = loop
+        self._max = [one.sampling.max_tokens for one in requests for _ in range(one.num_sequences)]  # by choice
+        self._allowed = [min(limit, FIRST_TOKENS) for limit in self._max]
+        self._num_choices = len(self._max)  # that have not ended
+        self._short: dict[int, None] = {}  # choices that wait for a top-up, in order
+        self._shortage: Shortage | None = None  # the last
+        self._timer: asyncio.TimerHandle | None = None
+        self._give_up_s = 0.0
+        self._has_waited = False  # in vain: it is not paused again before a whole top-up
+        self._has_ended = False
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What the answer's last chunk tells, if the quota ended it. To be read once it is settled."""
+        if not self._has_ended or self._shortage is None:
+            return {}
+        wait_ns = self._ticket.wait_ns(self._shortage)  # what the answer gave back shortens it
+        retry_after_s = None if wait_ns is None else max(LEAST_RETRY_S, -(-wait_ns // S_NS))
+        limit = self._shortage.pool.name
+        message = f"{self._shortage.account.owner} has used up its {limit}: the answer ends here."
+        return {"steploop": {"ended_by": limit, "message": message, "retry_after_s": retry_after_s}}
+
+    def on_mark(self, choice: int, num_tokens: int) -> int:
+        """A choice has come to so many tokens: 0, or its mark or more. Returns its next mark; may pause or end it."""
+        if self._has_ended:
+            return NEVER
+        mark = self._next_mark(choice)
+        if num_tokens < mark:  # it has been topped up since its mark was set
+            return mark
+        if self._try_top_up(choice) or self._try_take_rest(choice):
+            return self._next_mark(choice)
+        if num_tokens >= self._allowed[choice]:
+            self._end()
+            return NEVER
+        if not self._has_waited and self._ticket.may_gain(MAX_WAIT_NS):
+            self._pause(choice)
+        return self._allowed[choice]
+
+    def drop(self, choice: int) -> None:
+        """The choice has ended. To be called once."""
+        self._num_choices -= 1
+        if choice in self._short:
+            del self._short[choice]
+            if not self._short and self._timer is not None:
+                self.close()
+                self._answer.resume()
+
+    def close(self) -> None:
+        """Cancel the timer. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _next_mark(self, choice: int) -> int:
+        allowed = self._allowed[choice]
+        return NEVER if allowed == self._max[choice] else allowed - AHEAD_TOKENS
+
+    def _wanted(self, choice: int) -> int:
+        return min(TOP_UP_TOKENS, self._max[choice] - self._allowed[choice])
+
+    def _try_top_up(self, choice: int) -> bool:
+        num = self._wanted(choice)
+        shortage = self._ticket.top_up(num)
+        if shortage is not None:
+            self._shortage = shortage
+            return False
+        self._allowed[choice] += num
+        self._has_waited = False
+        return True
+
+    def _try_take_rest(self, choice: int) -> bool:
+        num = self._ticket.top_up_rest(self._wanted(choice), self._num_choices)
+        self._allowed[choice] += num
+        return num > 0
+
+    def _pause(self, choice: int) -> None:
+        self._short[choice] = None
+        if self._timer is None:
+            self._answer.pause()
+            self._give_up_s = self._loop.time() + MAX_WAIT_S
+            self._poll_later()
+
+    def _poll_later(self) -> None:
+        assert self._shortage is not None
+        wait_s = POLL_S if self._shortage.wait_ns is None else min(self._shortage.wait_ns / S_NS, POLL_S)
+        self._timer = self._loop.call_at(min(self._loop.time() + wait_s, self._give_up_s), self._poll)
+
+    def _poll(self) -> None:
+        try:
+            self._go_on_if_possible()
+        except Exception:  # a bug of ours must not leave the answer paused: nothing else would resume it
+            logger.exception("an answer cannot be topped up, and ends")
+            self._end()
+
+    def _go_on_if_possible(self) -> None:
+        for choice in list(self._short):
+            if not self._try_top_up(choice):
+                break
+            del self._short[choice]
+        if self._short and self._loop.time() < self._give_up_s:
+            self._poll_later()
+            return
+        self._has_waited = bool(self._short)
+        for choice in self._short:
+            self._try_take_rest(choice)
+        self._short.clear()
+        self._timer = None
+        self._answer.resume()
+
+    def _end(self) -> None:
+        self.close()
+        self._has_ended = True
+        self._answer.end_early()

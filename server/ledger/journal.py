@@ -1,10 +1,9 @@
-"""The ledger's writer: one thread that owns the database and the spill file.
+"""The ledger's writer: one thread that owns the database and the spill file. Thread: ledger; at start, main.
 
-Thread: ledger, the third beside loop and engine; at start, main. It shares no mutable state with them: frozen writes go
-in through a queue, one transaction takes all that have come meanwhile, and what became of them goes back by one
-call_soon_threadsafe. What is settled is durable in one of the two files: while the database takes no writes (the disk
-is full, someone holds its lock), settlements go to the spill file and nothing else is written. A probe tries again: it
-puts down in the database what was spilled, once, and goes on there.
+It shares no mutable state with the loop: frozen writes come through a queue, one transaction takes all that are
+waiting, and one call_soon_threadsafe tells the outcomes. A settlement is always durable in one of the two files: while
+the database takes no writes (a full disk, another process's lock), settlements go to the spill file and nothing else is
+written. A probe tries the database again, and moves there what was spilled.
 """
 
 import asyncio
@@ -38,42 +37,34 @@ from server.ledger.store import (
     Write,
     connect,
     is_damaged,
+    primary_code,
 )
 
 logger = logging.getLogger(__name__)
 
-ROOM_AFTER_FULL_BYTES = 4 * 1024**2  # that a disk which was full has again, before anything is let in
-DURABLE_S = 0.005  # after it came a write is durable, where the disk can: a lone one sooner, others are gathered
-SLOW_KEPT = 0.998  # of how long the slowest commit took, at each that follows: those that count are one in a hundred
+ROOM_AFTER_FULL_BYTES = 4 * 1024**2  # must be free again before a disk that was full is used
+DURABLE_S = 0.005  # from submission to durable, if the disk can; meanwhile writes gather; a lone one is sooner
+SLOW_KEPT = 0.998  # of the slowest commit's duration, per later commit: the one in a hundred counts
 CLOSE_S = 5.0
-DIRECTORY_MODE = 0o750  # as the service's own
+DIRECTORY_MODE = 0o750  # like the service's
 BAD_WRITE = (sqlite3.IntegrityError, sqlite3.ProgrammingError, OverflowError)  # the write's fault, not the disk's
 RECORD_BYTES = 2048  # at most: ids, names and stages are bounded
 _HEAD = struct.Struct("<II")  # length, CRC-32 of the payload
 _decoder = msgspec.msgpack.Decoder(LedgerRow)
 
 
-class SpillFull(OSError):
-    """There is no room for another record."""
-
-
 class Spill:
-    """Where settlements go while the database takes none: a file whose room was taken when the disk still had some.
+    """A file for settlements while the database takes none, allocated in full at start.
 
-    Records follow one another from its beginning, each with its length and CRC-32; a length of 0, or a sum that is
-    wrong, ends them. Replaying one twice changes nothing: what is settled stays as it is. The file also bears the lock
-    that keeps a second server from the ledger.
+    Records follow one another, each with its length and CRC-32; a length of 0 or a wrong sum ends them. Replaying one
+    twice changes nothing. The file's lock keeps a second server from the ledger.
 
     Args:
         num_records: that must fit: as many as can be in progress.
     """
 
     def __init__(self, path: Path, num_records: int) -> None:
-        """
-        Raises:
-            BlockingIOError: another process has it open.
-            OSError: it cannot be made, or found no room.
-        """
+        """Raises BlockingIOError if another process has it open; OSError if it cannot be made or finds no room."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,29 +77,21 @@ class Spill:
 
     @property
     def rows(self) -> tuple[LedgerRow, ...]:
-        """Those that are in no database yet, in order."""
+        """Not in the database yet, in order."""
         return tuple(self._rows)
 
     def append(self, rows: list[LedgerRow]) -> None:
-        """Write them down, durably, all or none.
-
-        Raises:
-            OSError: it cannot be.
-        """
+        """Write all of them durably; or none, and raise OSError."""
         data = b"".join(map(_encode, rows))
         if self._end + len(data) > self._size_bytes:
-            raise SpillFull(f"the spill file's {self._size_bytes} bytes are full")
+            raise OSError(f"the spill file's {self._size_bytes} bytes are full")
         _write_all(self._file, data, self._end)
         os.fdatasync(self._file)
         self._end += len(data)
         self._rows += rows
 
     def clear(self) -> None:
-        """Forget them: the database has them, durably.
-
-        Raises:
-            OSError: they are still there, and may be replayed once more.
-        """
+        """The database has them durably. If it raises OSError, they may be replayed once more."""
         _write_all(self._file, bytes(self._end), 0)
         os.fdatasync(self._file)
         self._rows, self._end = [], 0
@@ -117,7 +100,7 @@ class Spill:
         os.close(self._file)
 
     def _fill_up(self) -> None:
-        """Take all its room now. Written, not reserved: reserved room may still need some when it is written to."""
+        """Allocate by writing: room that is only reserved may need more when it is written to."""
         missing = self._size_bytes - os.fstat(self._file).st_size
         if missing:
             _write_all(self._file, bytes(missing), self._size_bytes - missing)
@@ -130,7 +113,7 @@ class Spill:
             length, crc = _HEAD.unpack_from(data, start)
             payload = data[start + _HEAD.size : start + _HEAD.size + length]
             if length == 0 or len(payload) < length or zlib.crc32(payload) != crc:
-                break  # the end, or what was being written when the power went: it was acknowledged to nobody
+                break  # the end, or a record cut by a power failure, which was never acknowledged
             rows.append(_decoder.decode(payload))
             start += _HEAD.size + length
         return rows, start
@@ -148,20 +131,20 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
 
 
 class Disk(NamedTuple):
-    """What a file system has for whoever is not root."""
+    """Room on a file system, for users other than root."""
 
     free_bytes: int
     size_bytes: int
 
 
 class Written(NamedTuple):
-    """What became of a batch.
+    """The outcome of a batch.
 
     Args:
-        are_durable: of each of its writes.
-        fault: what is wrong with the database; None: nothing.
+        are_durable: for each of its writes.
+        fault: why the database takes no writes; None: it does.
         has_more: there is more to prune.
-        disk: of the database.
+        disk: the database's.
     """
 
     are_durable: list[bool]
@@ -171,7 +154,7 @@ class Written(NamedTuple):
 
 
 class Journal:
-    """The ledger as it is written. Owned by one thread at a time."""
+    """Writes to the database, or to the spill file while that fails. Owned by one thread at a time."""
 
     def __init__(self, store: LedgerStore, spill: Spill, directory: Path) -> None:
         self.store = store
@@ -180,20 +163,16 @@ class Journal:
         self._fault: str | None = None
 
     def recover(self) -> int:
-        """Put down what the last process spilled, and close what it left in progress. Returns how many it closed.
-
-        Raises:
-            sqlite3.Error, OSError: it cannot be written to.
-        """
+        """Replay what the last process spilled, and close what it left in progress. Returns how many it closed."""
         self._replay()
         return self.store.close_orphans()
 
     def write(self, writes: Sequence[Write]) -> Written:
-        """Make them durable, all in one transaction, as far as possible. Never raises for the disk's sake."""
+        """Make them durable in one transaction, as far as possible. Faults of the disk are told, not raised."""
         return self._write(writes)._replace(disk=self.disk())
 
     def disk(self) -> Disk | None:
-        """None: nobody knows."""
+        """None: unknown."""
         try:
             found = os.statvfs(self._directory)
         except OSError:
@@ -214,12 +193,12 @@ class Journal:
         return Written([has_spilled and isinstance(write, Settle | Amend) for write in writes], self._fault)
 
     def _is_still_full(self) -> bool:
-        """A disk that was full takes a probe's one page before it takes a batch: it would be full again at once."""
+        """A disk that was full has room for a probe's page before it has room for a batch: wait for more."""
         disk = self.disk() if "full" in str(self._fault) else None
         return disk is not None and disk.free_bytes < min(ROOM_AFTER_FULL_BYTES, disk.size_bytes // 16)
 
     def tidy(self) -> None:
-        """What may wait until those are told whose writes are durable. Never raises."""
+        """Work that may wait until outcomes are told. Never raises."""
         if self._fault is None:
             self.store.checkpoint()
 
@@ -228,12 +207,12 @@ class Journal:
         self._spill.close()
 
     def _commit(self, writes: Sequence[Write]) -> list[bool]:
-        """In one transaction; where one of them cannot be taken by any database, the others without it."""
+        """In one transaction; if a write is bad in itself, each alone."""
         try:
             self.store.commit(writes)
         except Exception as error:
             if isinstance(error, (sqlite3.Error, OSError)) and not isinstance(error, BAD_WRITE):
-                raise  # the disk's, and so of all of them
+                raise  # the disk's fault: it concerns all of them
             is_ours = not isinstance(error, BAD_WRITE)
             if is_ours or len(writes) == 1:
                 kinds = ", ".join(sorted({type(write).__name__ for write in writes}))
@@ -244,7 +223,7 @@ class Journal:
     def _replay(self) -> None:
         rows = self._spill.rows
         if rows:
-            # Of a request that was spilled twice, the later row says how it ended
+            # Of a request that was spilled twice, the later row counts
             self.store.commit([write for row in rows for write in (Settle(row), Amend(row))])
             self._spill.clear()
 
@@ -273,7 +252,7 @@ def open_journal(path: Path, num_records: int, open_database: Connect = connect)
         spill = Spill(path.with_name(path.name + "-spill"), num_records)
         made.append(spill.close)
         if not path.exists():
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))  # who asked what is nobody else's
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))  # private to its owner
         store = LedgerStore(path, open_database)
         made.append(store.close)
         _sync_directory(path.parent)
@@ -303,8 +282,8 @@ def _not_opened(path: Path, error: sqlite3.Error | OSError) -> StartupError:
     if isinstance(error, OSError):
         is_full, is_locked = error.errno in (errno.ENOSPC, errno.EDQUOT), False
     else:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extended part
-        is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # the latter where its -shm finds no room
+        code = primary_code(error)
+        is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # the latter if its -shm finds no room
         is_locked = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
     if is_full:
         return StartupError(cause, f"make room in {directory}, or name another: --ledger FILE", ExitCode.TRANSIENT)
@@ -315,7 +294,7 @@ def _not_opened(path: Path, error: sqlite3.Error | OSError) -> StartupError:
 
 
 def _make_directory(path: Path) -> None:
-    """And those above it that are missing: others have no business in them. Durably."""
+    """And missing ones above it, durably; closed to other users."""
     if not path.exists():
         _make_directory(path.parent)
         path.mkdir(DIRECTORY_MODE, exist_ok=True)
@@ -323,7 +302,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """So that the new file's name outlives a power failure too."""
+    """So that a new file's name survives a power failure."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
@@ -336,25 +315,25 @@ Item = tuple[Write, Tell]
 
 
 class Writer(Protocol):
-    """Takes writes, in order, and tells on the loop what became of each. Thread: loop."""
+    """Takes writes in order, and tells the outcome of each on the loop. Thread: loop."""
 
     def submit(self, write: Write, tell: Tell) -> None:
         """
         Args:
-            tell: gets whether it is durable, and what became of all that was written with it.
+            tell: gets whether the write is durable, and the outcome of its batch.
         """
         ...
 
     def close(self) -> None:
-        """Write what has been submitted, and close the ledger. Nobody is told any more."""
+        """Write what has been submitted, and close the ledger. No outcome is told any more."""
         ...
 
 
 class CommitPace:
-    """When the next commit begins: as late as what came right after the last one began can wait.
+    """When the next commit begins: as late as writes submitted right after the last began can wait for DURABLE_S.
 
-    It is expected to take as long as the last one, or the slowest of late, so that it is late but seldom; for the
-    slowest's sake no more than half of the time is given up in which writes gather.
+    A commit is expected to take as long as the last one, or the slowest of late; a slow disk takes at most half of the
+    time in which writes gather.
     """
 
     def __init__(self) -> None:
@@ -365,7 +344,6 @@ class CommitPace:
         return max(0.0, self._next_s - now_s)
 
     def note(self, began_s: float, ended_s: float) -> None:
-        """A commit took so long."""
         took_s = ended_s - began_s
         self._slowest_s = min(max(took_s, SLOW_KEPT * self._slowest_s), DURABLE_S / 2)
         self._next_s = began_s + DURABLE_S - max(took_s, self._slowest_s)
@@ -378,7 +356,7 @@ class LedgerThread:
         self._journal = journal
         self._loop = loop
         self._queue: SimpleQueue[Item | None] = SimpleQueue()
-        # daemon: a disk that hangs must not keep the process from its end
+        # daemon: a hanging disk must not keep the process alive
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
@@ -403,14 +381,14 @@ class LedgerThread:
             if batch:
                 written = write_batch(self._journal, batch)
                 pace.note(began_s, time.monotonic())
-                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+                with contextlib.suppress(RuntimeError):  # the loop has closed
                     self._loop.call_soon_threadsafe(tell_batch, batch, written)
                 self._journal.tidy()
         self._journal.close()
 
 
 def write_batch(journal: Journal, batch: Sequence[Item]) -> Written:
-    """A fault of ours is a fault of the ledger: nothing of the batch is durable, and the thread goes on."""
+    """A bug of ours counts as a fault of the ledger: nothing of the batch is durable, and the thread goes on."""
     try:
         return journal.write([write for write, _ in batch])
     except Exception as error:
@@ -423,5 +401,5 @@ def tell_batch(batch: Sequence[Item], written: Written) -> None:
     for (_, tell), is_durable in zip(batch, written.are_durable, strict=True):
         try:
             tell(is_durable, written)
-        except Exception:  # a fault of ours: the others of the transaction wait for word as well
-            logger.exception("who waits for the ledger cannot be told")
+        except Exception:  # a bug of ours: the others of the batch wait for their outcomes too
+            logger.exception("a callback of the ledger failed")

@@ -2,18 +2,18 @@
 
     reserve ── durable ──▶ the answer's first byte        settle ── durable ──▶ its final event
 
-What runs is checkpointed every five seconds, so that a crash bills what was said until then. Nothing here waits: who is
-told when a write is durable goes on then. While the database takes no writes, no request is let in, and those that run
-settle into the spill file.
+Running requests are checkpointed every five seconds, so that a crash bills what was said until then. Nothing here
+waits: callbacks tell when a write is durable. While the database takes no writes, no request is let in, and running
+ones settle into the spill file.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,7 +28,6 @@ from server.ledger.store import (
     Keep,
     LedgerRow,
     Probe,
-    Progress,
     Prune,
     Reserve,
     RowState,
@@ -42,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_S = 5.0
 PROBE_S = 1.0  # while the database takes no writes
-HEARTBEAT_S = 15.0  # at most, without a commit: a fault is known before a request meets it
-STUCK_S = 5.0  # without word of any write: a disk that hangs takes none
-PRUNE_S = 3600.0  # and again at once while there is more
+HEARTBEAT_S = 15.0  # at most between commits: a fault is known before a request meets it
+STUCK_S = 5.0  # without word of any write, the disk counts as hanging
+PRUNE_S = 3600.0
+PRUNE_MORE_S = 0.1  # while there is more to prune
 MAX_SPILLED = 32_768  # requests that the spill file has room for: 64 MiB
 SHUTDOWN = "shutdown"
 
@@ -90,20 +90,19 @@ class EntryState(StrEnum):
     OPEN = "open"  # nothing has been written
     RESERVING = "reserving"
     RESERVED = "reserved"  # durably; its settlement may be on its way
-    UNRESERVED = "unreserved"  # that could not be written: nothing else is, either
-    SETTLED = "settled"  # what became of its settlement is known
+    UNRESERVED = "unreserved"  # the reservation failed: nothing else is written either
+    SETTLED = "settled"  # whether its settlement is durable is known
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     """One request in the ledger: reserved once, settled once.
 
-    It is settled after its reservation is known to be durable, and not at all if it is not: what was refused because
-    it could not be written down is not billed.
+    It is settled only after its reservation is durable. A request whose reservation failed is not billed.
 
     Args:
         row: as it was reserved.
-        progress: what it has come to: prompts of which it says something, tokens that it has said.
+        progress: returns its usage so far: prompts that are being answered, tokens told.
         end: how it ended, once it has.
     """
 
@@ -116,14 +115,10 @@ class Entry:
     _on_settled: Callable[[bool], None] = _ignore
 
     def reserve(self, num_tokens: int, progress: Callable[[], Usage], on_reserved: Callable[[bool], None]) -> None:
-        """Write it down as begun.
+        """Write the reservation. Raises ServiceError (unavailable), and writes nothing, if the ledger takes no writes.
 
         Args:
-            num_tokens: held for it.
-            on_reserved: told whether that is durable.
-
-        Raises:
-            ServiceError: unavailable; nothing is written.
+            on_reserved: told whether it is durable.
         """
         self.ledger.check()
         self.row = msgspec.structs.replace(self.row, reserved_tokens=num_tokens)
@@ -132,73 +127,70 @@ class Entry:
         self.ledger.begin(self, lambda is_durable: self._note_reserved(is_durable, on_reserved))
 
     def settle(self, end: End, on_settled: Callable[[bool], None]) -> None:
-        """Write down its true usage. Of what could not be reserved nothing is written, and nobody told."""
+        """Write the true usage. If the reservation failed, nothing is written or told."""
         self.end, self._on_settled = end, on_settled
         if self.state in (EntryState.OPEN, EntryState.RESERVED):
             self._write_end(end)
 
     def retell(self, end: End) -> None:
-        """The client was told this end instead, before word of the settlement came: the row shall say so too."""
+        """Correct the row: the client was told this end before the settlement was durable. It is billed as before."""
         self.end = end
         if self.state in (EntryState.OPEN, EntryState.RESERVED):
-            self.ledger.write(Amend(self.settled_row(end)))  # billed as before
+            self.ledger.write(Amend(self._settled(end)))
 
     def _note_reserved(self, is_durable: bool, on_reserved: Callable[[bool], None]) -> None:
         self.state = EntryState.RESERVED if is_durable else EntryState.UNRESERVED
-        end_before = self.end
+        had_ended = self.end is not None
         if not is_durable:
             del self.ledger.entries[self]
         try:
             on_reserved(is_durable)
         finally:
-            if is_durable and end_before is not None and self.end is not None:
+            if is_durable and had_ended and self.end is not None:
                 self._write_end(self.end)
 
     def _write_end(self, end: End) -> None:
         self.ledger.entries.pop(self, None)
-        self.ledger.write(Settle(self.settled_row(end)), self._note_settled)
+        self.ledger.write(Settle(self._settled(end)), self._note_settled)
 
     def _note_settled(self, is_durable: bool) -> None:
         self.state = EntryState.SETTLED
         self._on_settled(is_durable)
 
-    def last_row(self) -> LedgerRow:
-        """As it is where the server ends: settled if it has ended, otherwise broken off."""
-        if self.end is not None:
-            return self.settled_row(self.end)
+    def running_row(self) -> LedgerRow:
+        """As far as it has come."""
         assert self.progress is not None, "it has been reserved"
-        end = End(self.progress(), Cost(), RowState.ABORTED, 503, SHUTDOWN, {})
-        return msgspec.structs.replace(self.settled_row(end), state=RowState.ABORTED)
+        return self._row_with(self.progress())
 
-    def settled_row(self, end: End) -> LedgerRow:
-        return msgspec.structs.replace(
-            self.row,
-            updated_us=self.ledger.now_us(),
+    def last_row(self) -> LedgerRow:
+        """As the server ends: settled if the request has ended, otherwise aborted where it is."""
+        if self.end is not None:
+            return self._settled(self.end)
+        ended = {"finish_reason": RowState.ABORTED, "status": 503, "error_code": SHUTDOWN, "stages_ms": "{}"}
+        return msgspec.structs.replace(self.running_row(), state=RowState.ABORTED, **ended)
+
+    def _settled(self, end: End) -> LedgerRow:
+        return self._row_with(
+            end.usage,
             state=RowState.SETTLED,
-            prompt_tokens=end.usage.num_prompt_tokens,
-            cached_tokens=end.usage.num_cached_tokens,
-            completion_tokens=end.usage.num_completion_tokens,
-            counted_tokens=self.subject.count(end.usage),
             finish_reason=end.finish_reason,
             status=end.status,
             error_code=end.error_code,
             stages_ms=msgspec.json.encode(end.stages_ms).decode(),
             device_us=round(end.cost.device_s * MICRO),
             kv_block_us=round(end.cost.kv_block_s * MICRO),
-            price_micro=self.ledger.prices.cost_micro(self.subject.model, end.usage),
         )
 
-    def current_progress(self) -> Progress:
-        assert self.progress is not None, "it has been reserved"
-        usage = self.progress()
-        return Progress(
-            self.row.request_id,
-            self.ledger.now_us(),
-            usage.num_prompt_tokens,
-            usage.num_cached_tokens,
-            usage.num_completion_tokens,
-            self.subject.count(usage),
-            self.ledger.prices.cost_micro(self.subject.model, usage),
+    def _row_with(self, usage: Usage, **fields: Any) -> LedgerRow:
+        return msgspec.structs.replace(
+            self.row,
+            updated_us=self.ledger.now_us(),
+            prompt_tokens=usage.num_prompt_tokens,
+            cached_tokens=usage.num_cached_tokens,
+            completion_tokens=usage.num_completion_tokens,
+            counted_tokens=self.subject.count(usage),
+            price_micro=self.ledger.prices.cost_micro(self.subject.model, usage),
+            **fields,
         )
 
 
@@ -206,9 +198,14 @@ class Ledger:
     """All entries in progress, and the way to the file.
 
     Args:
-        path: of the file, for who reads it.
+        path: of the file, for those who read it.
         unix: seconds since 1970.
-        keep_s: rows older than that are deleted; None: none are.
+        keep_s: older rows are deleted; None: none are.
+
+    Attributes:
+        fault: why the database takes no writes; None: it does.
+        disk: at the last write.
+        entries: reserved and not settled.
     """
 
     def __init__(
@@ -222,42 +219,36 @@ class Ledger:
     ) -> None:
         self.path = path
         self.prices = prices
-        self.fault: str | None = None  # why the database takes no writes
-        self.disk: Disk | None = None  # at the last write
-        self._committed_s = loop.time()
+        self.fault: str | None = None
+        self.disk: Disk | None = None
+        self.entries: dict[Entry, None] = {}
         self._writer = writer
         self._unix = unix
         self._loop = loop
         self._keep_s = keep_s
-        self.entries: dict[Entry, None] = {}
-        self._unkept: dict[tuple[str, str], StoredAnswer] = {}  # by tenant and key: not known to be in the file yet
-        self._num_untold = 0  # writes
-        self._waits_since_s: float | None = None  # for word of any of them
-        self._checkpoint: asyncio.TimerHandle | None = None
-        self._probe: asyncio.TimerHandle | None = None
-        self._prune: asyncio.TimerHandle | None = None
-        self._heartbeat: asyncio.TimerHandle | None = None
+        self._committed_s = loop.time()
+        self._unkept: dict[tuple[str, str], StoredAnswer] = {}  # by tenant and key: not known to be durable yet
+        self._num_pending = 0  # writes
+        self._pending_since_s: float | None = None  # without word of any of them
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}  # by what they call
 
     def start(self) -> None:
-        """Delete what is too old, now and every hour; and commit now and then, whoever asks. The loop runs."""
+        """Prune and commit from now on, whether requests come or not. The loop runs."""
         self._beat()
         if self._keep_s is not None:
-            self._prune_old()
+            self._prune()
 
     def check(self) -> None:
-        """
-        Raises:
-            ServiceError: unavailable: what is not written down is not served.
-        """
+        """Raise ServiceError (unavailable) if requests cannot be written down: they are not served then."""
         if self.why_unavailable is not None:
             raise unavailable()
 
     @property
     def why_unavailable(self) -> str | None:
-        """What keeps requests from being let in; None: nothing."""
+        """Why no request is let in; None: requests are."""
         if self.fault is not None:
             return self.fault
-        waited_s = 0.0 if self._waits_since_s is None else self._loop.time() - self._waits_since_s
+        waited_s = 0.0 if self._pending_since_s is None else self._loop.time() - self._pending_since_s
         return f"no word of a write for {waited_s:.0f} s" if waited_s > STUCK_S else None
 
     @property
@@ -267,17 +258,9 @@ class Ledger:
 
     def open(self, subject: Subject) -> Entry:
         now_us = self.now_us()
-        row = LedgerRow(
-            request_id=subject.request_id,
-            client_id=subject.client_id,
-            tenant=subject.tenant,
-            key_id=subject.key_id,
-            model=subject.model,
-            path=subject.path,
-            created_us=now_us,
-            updated_us=now_us,
-        )
-        return Entry(self, subject, row)
+        fields = subject._asdict()
+        del fields["count"]
+        return Entry(self, subject, LedgerRow(**fields, created_us=now_us, updated_us=now_us))
 
     def now_us(self) -> int:
         return round(self._unix() * MICRO)
@@ -285,11 +268,10 @@ class Ledger:
     def begin(self, entry: Entry, on_reserved: Callable[[bool], None]) -> None:
         self.write(Reserve(entry.row), on_reserved)
         self.entries[entry] = None
-        if self._checkpoint is None:
-            self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
+        self._later(CHECKPOINT_S, self._checkpoint)
 
     def keep(self, answer: StoredAnswer) -> None:
-        """Store it with its key: now, or when the database takes writes again."""
+        """Store an answer under its Idempotency-Key: now, or when the database takes writes again."""
         self._unkept[answer.tenant, answer.key] = answer
         self._write_answer(answer)
 
@@ -300,59 +282,50 @@ class Ledger:
         self.write(Forget(keys))
 
     def close(self) -> None:
-        """Write all that is still in progress down as ended here, and close the file. Nobody is told any more."""
-        for timer in (self._checkpoint, self._probe, self._prune, self._heartbeat):
-            if timer is not None:
-                timer.cancel()
+        """End what is still in progress where it is, and close the file. Callbacks are not called any more."""
+        for timer in self._timers.values():
+            timer.cancel()
         if self.fault is not None:
-            self.write(Probe())  # perhaps it takes writes by now
+            self.write(Probe())  # the database may take writes by now
         for entry in list(self.entries):
-            self._settle_last(entry)
+            row = _row_or_none(entry, entry.last_row)
+            if row is not None:  # otherwise the next process closes it, as of its last checkpoint
+                self.write(Settle(row))
         self._write_unkept()
         self._writer.close()
 
-    def _settle_last(self, entry: Entry) -> None:
-        try:
-            self.write(Settle(entry.last_row()))
-        except Exception:  # the next process closes it, as it was last checkpointed
-            logger.exception("a request that is in progress cannot be settled", extra=_extra(entry))
-
     def write(self, write: Write, tell: Callable[[bool], None] = _ignore) -> None:
         def on_written(is_durable: bool, written: Written) -> None:
-            self._num_untold -= 1
-            self._waits_since_s = self._loop.time() if self._num_untold else None
+            self._num_pending -= 1
+            self._pending_since_s = self._loop.time() if self._num_pending else None
             try:
                 self._note(written)
             finally:
                 tell(is_durable)
 
-        self._num_untold += 1
-        if self._waits_since_s is None:
-            self._waits_since_s = self._loop.time()
+        self._num_pending += 1
+        if self._pending_since_s is None:
+            self._pending_since_s = self._loop.time()
         self._writer.submit(write, on_written)
 
     def _note(self, written: Written) -> None:
         self.disk = written.disk or self.disk
         if written.fault is None:
             self._committed_s = self._loop.time()
-        self._note_fault(written.fault)
-
-    def _note_fault(self, fault: str | None) -> None:
-        if fault == self.fault:
+        if written.fault == self.fault:
             return
-        if fault is None:
+        if written.fault is None:
             logger.warning("the ledger takes writes again")
             self._write_unkept()
         else:
-            logger.error("the ledger takes no writes, requests are refused: %s", fault)
-            if self._probe is None:
-                self._probe = self._loop.call_later(PROBE_S, self._write_probe)
-        self.fault = fault
+            logger.error("the ledger takes no writes, requests are refused: %s", written.fault)
+            self._later(PROBE_S, self._probe)
+        self.fault = written.fault
 
     def _write_answer(self, answer: StoredAnswer) -> None:
         def on_written(is_durable: bool) -> None:
             place = answer.tenant, answer.key
-            # One that no database takes is told so while there is no fault: to try it again is of no use
+            # Without a fault, the database will not take it the next time either
             if (is_durable or self.fault is None) and self._unkept.get(place) is answer:
                 del self._unkept[place]
 
@@ -362,50 +335,57 @@ class Ledger:
         for answer in list(self._unkept.values()):
             self._write_answer(answer)
 
-    def _write_probe(self) -> None:
-        self._probe = None
+    # What is done now and then: one timer for each.
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Unless it is due already."""
+
+        def run() -> None:
+            del self._timers[action]
+            action()
+
+        if action not in self._timers:
+            self._timers[action] = self._loop.call_later(delay_s, run)
+
+    def _probe(self) -> None:
+        def on_probed(is_durable: bool) -> None:
+            if not is_durable:
+                self._later(PROBE_S, self._probe)
+
         if self.fault is not None:
-            self.write(Probe(), self._on_probed)
+            self.write(Probe(), on_probed)
 
-    def _on_probed(self, is_durable: bool) -> None:
-        if not is_durable and self._probe is None:
-            self._probe = self._loop.call_later(PROBE_S, self._write_probe)
-
-    def _write_checkpoint(self) -> None:
-        self._checkpoint = None
+    def _checkpoint(self) -> None:
         if not self.entries:
             return
-        self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
+        self._later(CHECKPOINT_S, self._checkpoint)
         if self.fault is None:
-            self.write(Checkpoint(tuple(self._progress())))
-
-    def _progress(self) -> Iterator[Progress]:
-        """Of all that are in progress, but for those whose own cannot be told."""
-        for entry in self.entries:
-            try:
-                yield entry.current_progress()
-            except Exception:
-                logger.exception("a request's progress cannot be written down", extra=_extra(entry))
+            rows = (_row_or_none(entry, entry.running_row) for entry in self.entries)
+            self.write(Checkpoint(tuple(row for row in rows if row is not None)))
 
     def _beat(self) -> None:
-        self._heartbeat = self._loop.call_later(HEARTBEAT_S / 2, self._beat)
+        self._later(HEARTBEAT_S / 2, self._beat)
         is_due = self.disk is None or self.commit_age_s > HEARTBEAT_S / 3
-        if self.fault is None and not self._num_untold and is_due:
+        if self.fault is None and not self._num_pending and is_due:
             self.write(Probe())
 
-    def _prune_old(self) -> None:
+    def _prune(self) -> None:
+        def on_pruned(is_durable: bool, written: Written) -> None:
+            self._note(written)
+            self._later(PRUNE_MORE_S if written.has_more else PRUNE_S, self._prune)
+
         assert self._keep_s is not None
-        before_us = self.now_us() - round(self._keep_s * MICRO)
-        self._writer.submit(Prune(before_us), self._on_pruned)
-
-    def _on_pruned(self, is_durable: bool, written: Written) -> None:
-        self._note(written)
-        self._prune = self._loop.call_later(0.1 if written.has_more else PRUNE_S, self._prune_old)
+        self._writer.submit(Prune(self.now_us() - round(self._keep_s * MICRO)), on_pruned)
 
 
-def _extra(entry: Entry) -> Mapping[str, str]:
-    """Of a log record that is the entry's."""
-    return {"request_id": entry.row.request_id}
+def _row_or_none(entry: Entry, make: Callable[[], LedgerRow]) -> LedgerRow | None:
+    """None: a bug of ours in one request's progress, which must not keep the others from their rows."""
+    try:
+        return make()
+    except Exception:
+        extra = {"request_id": entry.row.request_id}
+        logger.exception("the progress of a request cannot be told to the ledger", extra=extra)
+        return None
 
 
 def unavailable() -> ServiceError:

@@ -1,8 +1,8 @@
-"""The ledger's file: what is known of a request, the writes there are, and the SQLite database that takes them.
+"""The ledger's file: rows, the kinds of writes, and the SQLite database that takes them.
 
-Thread: ledger; at start, and for reading, any. The structs are frozen: they cross from the loop. Knows neither loop nor
-threads. A commit that returns is on the disk: WAL with synchronous=FULL. Whole numbers throughout: microseconds since
-1970 in UTC, tokens, millionths of the currency.
+Thread: ledger; any at start and for reading. The structs are frozen: they cross from the loop. A commit that returns is
+on the disk: WAL with synchronous=FULL. Whole numbers throughout: microseconds since 1970 in UTC, tokens, millionths of
+the currency.
 """
 
 import contextlib
@@ -19,22 +19,20 @@ from core.errors import ExitCode, StartupError
 MICRO = 10**6  # of a second, and of the currency
 APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
 SCHEMA_VERSION = 1
-BUSY_MS = 250  # for who holds the file's lock for a moment, as a backup does
+BUSY_MS = 250  # to wait for a lock that another process holds for a moment, as a backup does
 PRUNED_ROWS = 500  # at once: 5 ms
-PAGE_BYTES = 4096  # SQLite's own choice
+PAGE_BYTES = 4096  # SQLite's default
 CHECKPOINT_WRITES = 2000  # between checkpoints: some 32 MiB of write-ahead log, to be read again after a crash
 
 
 class RowState(StrEnum):
-    """RESERVED: in progress. SETTLED: ended, with its true usage. ABORTED: the server ended before it did."""
-
-    RESERVED = "reserved"
-    SETTLED = "settled"
-    ABORTED = "aborted"
+    RESERVED = "reserved"  # in progress
+    SETTLED = "settled"  # ended, with its true usage
+    ABORTED = "aborted"  # the server ended first
 
 
 class Grouping(StrEnum):
-    """What makes a line of a report of usage."""
+    """What a line of a usage report sums up."""
 
     DAY = "day"
     MODEL = "model"
@@ -48,13 +46,13 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         request_id: ours.
         client_id: its x-request-id; others may have sent the same.
-        key_id: see Caller; None: it showed no key.
+        key_id: see Caller; None: it had no key.
         created_us: when it was accepted.
-        updated_us: when this was last known to be true: at its end, its last checkpoint, or its beginning.
-        reserved_tokens: what was held for it at first; nobody pays for that.
-        counted_tokens: against quotas, the tenant's discount on cached ones taken off.
-        finish_reason: of its choices, each once, parted by commas.
-        status: as the client was told, or 499 where it had gone.
+        updated_us: of its end, its last checkpoint, or its beginning.
+        reserved_tokens: held for it at first; not billed.
+        counted_tokens: against quotas, less the tenant's discount on cached ones.
+        finish_reason: of its choices, each once, separated by commas.
+        status: as the client was told, or 499 where it had left.
         stages_ms: durations of its stages, a JSON object.
         device_us, kv_block_us: see core.types.Cost.
     """
@@ -82,24 +80,12 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
     price_micro: int = 0
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """How far a running request has come: what it is billed for if the server ends before it does."""
-
-    request_id: str
-    updated_us: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    counted_tokens: int
-    price_micro: int
-
-
 class StoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request with an Idempotency-Key was answered, to be said again.
+    """The answer to a request with an Idempotency-Key, to be replayed.
 
     Args:
-        digest: SHA-256 of what was asked.
-        headers: of the answer, without those that each response gets of its own.
+        digest: SHA-256 of the request.
+        headers: without those that every response gets of its own.
     """
 
     tenant: str
@@ -117,49 +103,49 @@ class StoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """A request begins."""
+    """A request has begun."""
 
     row: LedgerRow
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """What is running has come so far."""
+    """How far running requests have come: what they are billed for if the server ends first."""
 
-    progress: tuple[Progress, ...]
+    rows: tuple[LedgerRow, ...]
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """A request has ended. Once it is settled, nothing changes it."""
+    """A request has ended. Only an Amend changes a settled row."""
 
     row: LedgerRow
 
 
 class Amend(msgspec.Struct, frozen=True):
-    """A request that is settled, or being settled, ended for its client otherwise. What it is billed stays."""
+    """The client of a settled request was told another end. What is billed stays."""
 
     row: LedgerRow
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """An answer that may be replayed."""
+    """Store an answer that may be replayed."""
 
     answer: StoredAnswer
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """Answers that are no longer replayed: (tenant, key)."""
+    """Delete answers: (tenant, key)."""
 
     keys: tuple[tuple[str, str], ...]
 
 
 class Prune(msgspec.Struct, frozen=True):
-    """Delete some of the requests that ended before this, the oldest first."""
+    """Delete PRUNED_ROWS requests that ended before this, the oldest first."""
 
     before_us: int
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """See whether the database takes writes again."""
+    """Find out whether the database takes writes."""
 
 
 Write = Reserve | Checkpoint | Settle | Amend | Keep | Forget | Prune | Probe
@@ -185,6 +171,9 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 COLUMNS = LedgerRow.__struct_fields__
+CHECKPOINTED = (
+    "updated_us", "prompt_tokens", "cached_tokens", "completion_tokens", "counted_tokens", "price_micro",
+)  # fmt: skip
 _INSERT = f"INSERT INTO requests ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
 _SETTLE = (
     f"{_INSERT} ON CONFLICT (request_id) DO UPDATE SET "
@@ -192,7 +181,7 @@ _SETTLE = (
     + f" WHERE state = '{RowState.RESERVED}'"
 )
 _CHECKPOINT = (
-    f"UPDATE requests SET {', '.join(f'{name} = ?' for name in Progress.__struct_fields__[1:])}"
+    f"UPDATE requests SET {', '.join(f'{name} = ?' for name in CHECKPOINTED)}"
     f" WHERE request_id = ? AND state = '{RowState.RESERVED}'"
 )
 _AMEND = (
@@ -210,7 +199,7 @@ _PRUNE = (
 
 
 class Database(Protocol):
-    """What is asked of a connection: sqlite3's own, or what a test puts in its place. Raises sqlite3.Error."""
+    """A connection: sqlite3's, or a test's. Raises sqlite3.Error."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Iterable[Any]: ...
 
@@ -221,28 +210,28 @@ Connect = Callable[[Path], Database]
 
 
 def connect(path: Path) -> Database:
-    """A connection without transactions of its own making, for one thread at a time."""
+    """A connection that begins no transactions by itself, for one thread at a time."""
     return sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
 
 
 def is_damaged(path: Path, error: BaseException) -> bool:
-    """Whether opening the path, or reading it, failed because something else than a whole database is there."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extended part
-    return code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or path.is_dir()
+    """Whether opening or reading the path failed because it is not an intact database."""
+    return primary_code(error) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or path.is_dir()
+
+
+def primary_code(error: BaseException) -> int:
+    """SQLite's result code without its extended part; 0: the error is not SQLite's."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 class LedgerStore:
-    """The open file.
-
-    Args:
-        open_database: connects to it.
-    """
+    """The open file."""
 
     def __init__(self, path: Path, open_database: Connect = connect) -> None:
         """
         Raises:
             sqlite3.Error: it cannot be opened or written to.
-            StartupError: it is not a ledger of ours.
+            StartupError: it is another kind of database.
         """
         self._database = open_database(path)
         self._num_unchecked = 0  # writes since the last checkpoint, as _weight() has them
@@ -257,43 +246,34 @@ class LedgerStore:
         is_new = not _value(execute("SELECT count(*) FROM sqlite_schema"))
         found = _value(execute("PRAGMA application_id")), _value(execute("PRAGMA user_version"))
         if not is_new and found != (APPLICATION_ID, SCHEMA_VERSION):
-            cause = f"{path} is a database, but not a ledger"
-            if found[0] == APPLICATION_ID:
-                cause = (
-                    f"{path} is a ledger of version {found[1]}, not a ledger of version {SCHEMA_VERSION} as known here"
-                )
+            is_other_version = found[0] == APPLICATION_ID
+            kind = f"a ledger of version {found[1]}, not {SCHEMA_VERSION}" if is_other_version else "not a ledger"
+            cause = f"{path} is {kind}"
             raise StartupError(cause, "--ledger FILE, with a name of its own", ExitCode.CONFIGURATION)
         list(execute("PRAGMA journal_mode = WAL"))
         list(execute("PRAGMA synchronous = FULL"))
-        list(execute("PRAGMA wal_autocheckpoint = 0"))  # of SQLite's own, someone's commit would wait for: checkpoint()
+        list(execute("PRAGMA wal_autocheckpoint = 0"))  # a commit would wait for it: see checkpoint()
         if is_new:
             with self._transaction():
                 for statement in SCHEMA.split(";\n"):
                     execute(statement)
 
     def commit(self, writes: Iterable[Write]) -> None:
-        """All of it durably, or none.
-
-        Raises:
-            sqlite3.Error: none.
-        """
+        """Write all of it durably; or none, and raise sqlite3.Error."""
         with self._transaction():
             for write in writes:
                 self._apply(write)
                 self._num_unchecked += _weight(write)
 
     def checkpoint(self) -> None:
-        """Once there is enough of it, put the write-ahead log down in the database proper, and begin it anew.
-
-        Where that fails, the log goes on, and the next time tries again: it is as durable there.
-        """
+        """Move a long write-ahead log into the database; if that fails, the next checkpoint tries again."""
         if self._num_unchecked >= CHECKPOINT_WRITES:
             self._num_unchecked = 0
             with contextlib.suppress(sqlite3.Error):
                 list(self._database.execute("PRAGMA wal_checkpoint(PASSIVE)"))
 
     def close_orphans(self) -> int:
-        """End what was in progress when the last process ended, at its last checkpoint. Returns how many."""
+        """End what the last process left in progress, as of its last checkpoint. Returns how many."""
         with self._transaction():
             self._database.execute(_ABORT)
         return int(_value(self._database.execute("SELECT changes()")))
@@ -308,14 +288,14 @@ class LedgerStore:
         return used
 
     def answers(self) -> list[StoredAnswer]:
-        """Those kept, the oldest first."""
+        """The oldest first."""
         names = StoredAnswer.__struct_fields__
         found = self._database.execute(f"SELECT {', '.join(names)} FROM answers ORDER BY stored_us")
         rows = (dict(zip(names, row, strict=True)) for row in found)
         return [StoredAnswer(**row | {"headers": _unpack_headers(row["headers"])}) for row in rows]
 
     def rows(self) -> list[LedgerRow]:
-        """All of them, as they began. For who looks at a small ledger: usage is asked for in SQL."""
+        """All rows in the order of their beginning: for small ledgers; usage is summed up in SQL."""
         found = self._database.execute(f"SELECT {', '.join(COLUMNS)} FROM requests ORDER BY rowid")
         return [msgspec.convert(dict(zip(COLUMNS, row, strict=True)), LedgerRow) for row in found]
 
@@ -338,17 +318,16 @@ class LedgerStore:
                 execute(_AMEND, (row.finish_reason, row.status, row.error_code, row.request_id))
             case Keep(answer):
                 self._keep(answer)
-            case Checkpoint(progress):
-                for one in progress:
-                    request_id, *values = msgspec.structs.astuple(one)
-                    execute(_CHECKPOINT, (*values, request_id))
+            case Checkpoint(rows):
+                for row in rows:
+                    execute(_CHECKPOINT, [getattr(row, name) for name in (*CHECKPOINTED, "request_id")])
             case Forget(keys):
                 for key in keys:
                     execute("DELETE FROM answers WHERE tenant = ? AND key = ?", key)
             case Prune(before_us):
                 execute(_PRUNE, (before_us,))
             case Probe():
-                execute(f"PRAGMA user_version = {SCHEMA_VERSION}")  # a write: it shows what a write meets
+                execute(f"PRAGMA user_version = {SCHEMA_VERSION}")  # changes nothing, and is a write
 
     def _keep(self, answer: StoredAnswer) -> None:
         values = msgspec.structs.asdict(answer) | {"headers": msgspec.msgpack.encode(answer.headers)}
@@ -365,23 +344,20 @@ class LedgerStore:
             yield
             execute("COMMIT")
         except BaseException:
-            self._roll_back()
+            with contextlib.suppress(sqlite3.Error):  # SQLite has rolled back by itself, as when the disk is full
+                execute("ROLLBACK")
             raise
-
-    def _roll_back(self) -> None:
-        with contextlib.suppress(sqlite3.Error):  # SQLite has done so by itself, as it does when the disk is full
-            self._database.execute("ROLLBACK")
 
 
 def _weight(write: Write) -> int:
-    """How many of a request's own writes take as much of the write-ahead log."""
+    """Room in the write-ahead log, in rows of a request."""
     match write:
         case Keep(answer):
             return 1 + answer.size_bytes // PAGE_BYTES
         case Checkpoint(many) | Forget(many):
             return len(many)
         case Prune():
-            return PRUNED_ROWS // 8  # neighbours share pages, but for those of the index by id
+            return PRUNED_ROWS // 8  # neighbours share pages, except in the index by id
         case _:
             return 1
 

@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, cast
 
-from h2.errors import ErrorCodes
-
 from server.clock import DeadlineTimer
 from server.wire.limits import ConnectionLimits
-from server.wire.messages import Headers, Peer
+from server.wire.messages import Headers, Http2ErrorCode, Peer
 from server.wire.stream import BodyRoom, ClientDisconnected, HttpStream
 from server.wire.tls import client_certificate
 
@@ -80,7 +78,7 @@ class WriteBatch:
 Handler = Callable[[HttpStream], Awaitable[None]]
 # (status, message, peer, when the first byte came by the loop's clock, the stream whose body or handler failed, if any,
 # the code of HTTP/2 that is sent instead of an answer, if one is) -> what ends the exchange
-Refuse = Callable[[int, str, Peer, float, HttpStream | None, ErrorCodes | None], tuple[Headers, bytes]]
+Refuse = Callable[[int, str, Peer, float, HttpStream | None, Http2ErrorCode | None], tuple[Headers, bytes]]
 
 SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
 SLOW_BODY = "The body came too slowly. Send it again, faster."

@@ -9,16 +9,15 @@ while a peer that has its answers does not read them.
 import math
 from functools import partial
 
-from h2.exceptions import ProtocolError
-
 from core.errors import ErrorKind, ServiceError
 from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
 from server.wire.http1 import CONTINUE, SWITCH_TO_HTTP2, Http1Protocol
-from server.wire.http2 import upgrade_settings
 from server.wire.http2_exchanges import Http2Exchanges
+from server.wire.http2_heads import upgrade_settings
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
+    ConnectionFault,
     Event,
     Headers,
     Http2Preface,
@@ -148,7 +147,7 @@ class Http1Exchanges(Exchanges):
             assert settings is not None
             try:
                 exchanges = Http2Exchanges(self._connection, self._context, settings)
-            except ProtocolError:  # its settings are not fit: it is answered here
+            except ConnectionFault:  # its settings are not fit: it is answered here
                 return
             self._out.append(SWITCH_TO_HTTP2)
             self._connection.go_on_with(exchanges)

@@ -17,17 +17,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from h2.errors import ErrorCodes
-
 from core.errors import ErrorKind, ServiceError
 from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
-from server.wire.h2_connection import PIECE_BYTES
-from server.wire.http2 import Http2Protocol
+from server.wire.http2 import PIECE_BYTES, Http2Protocol
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
     Event,
     Headers,
+    Http2ErrorCode,
     HttpRequest,
     ProtocolViolation,
     ResponseError,
@@ -78,6 +76,7 @@ class Http2Exchanges(Exchanges):
         # enough, oldest first, and how much of them had been sent then
         self._held_back: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._early: dict[int, float] = {}  # streams whose answers came before their requests' end -> since when
+        self._awaits_flush = False
         self._blocked_since = 0.0
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
         self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
@@ -160,7 +159,7 @@ class Http2Exchanges(Exchanges):
             stream.set_blocked(is_blocked)
         except Exception:
             logger.exception("a stream cannot be paused or resumed, and is reset")
-            self._protocol.reset(stream.request.stream_id, ErrorCodes.INTERNAL_ERROR)
+            self._protocol.reset(stream.request.stream_id, Http2ErrorCode.INTERNAL_ERROR)
             self._mark_dirty()
             self._drop(stream.request.stream_id)
 
@@ -299,17 +298,17 @@ class Http2Exchanges(Exchanges):
         self._responses.send_end(stream_id)
         self._mark_dirty()
 
-    def _tell_refusal(self, code: ErrorCodes, stream: HttpStream | None) -> None:
+    def _tell_refusal(self, code: Http2ErrorCode, stream: HttpStream | None) -> None:
         """Of a request, or of a connection, that has RST_STREAM or GOAWAY for its answer: it is accounted for, too."""
         status = 400
-        if code in (ErrorCodes.REFUSED_STREAM, ErrorCodes.ENHANCE_YOUR_CALM):
+        if code in (Http2ErrorCode.REFUSED_STREAM, Http2ErrorCode.ENHANCE_YOUR_CALM):
             status = 503 if self._is_draining else 429
         self._context.refuse(status, code.name, self._connection.peer, self._clock(), stream, code)
 
     def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
         stream_id = stream.request.stream_id
         if stream.head_sent or is_cancelled:
-            self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
+            self._protocol.reset(stream_id, Http2ErrorCode.INTERNAL_ERROR)
             self._mark_dirty()
         else:
             self._answer_error(stream_id, 500, SERVER_FAULT, stream)
@@ -361,7 +360,7 @@ class Http2Exchanges(Exchanges):
 
     def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
         self._on_written.append((stream.request.stream_id, callback))
-        if not self._responses.awaits_flush:  # no flush need come
+        if not self._awaits_flush:  # no flush need come
             self._tell_written()
 
     def _tell_written(self) -> None:
@@ -383,19 +382,19 @@ class Http2Exchanges(Exchanges):
         self._connection.adjust()
 
     def _mark_dirty(self) -> None:
-        if not self._responses.awaits_flush and (self._protocol.has_output or self._connection.out):
+        if not self._awaits_flush and (self._protocol.has_output or self._connection.out):
             self._call_flush()
 
     def _call_flush(self) -> bool:
         """False: it will write none of the bodies."""
-        if not self._responses.awaits_flush:
-            self._responses.awaits_flush = True
+        if not self._awaits_flush:
+            self._awaits_flush = True
             self._batch.add(self)
         return not self._connection.is_writing_paused
 
     def flush(self) -> None:
         """Write what has been sent and what the windows let through, at once."""
-        self._responses.awaits_flush = False
+        self._awaits_flush = False
         connection, protocol = self._connection, self._protocol
         out = connection.out
         if not connection.takes_output:
@@ -411,8 +410,10 @@ class Http2Exchanges(Exchanges):
             if self._held_back or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
                 connection.adjust()
-            if protocol.early:
-                self._watch_early()
+            early = [stream.id for stream in output.ended if not stream.has_read_request]
+            if early:
+                self._early.update(dict.fromkeys(early, self._loop.time()))
+                connection.adjust()
         connection.write_out()
         if self._on_written:
             self._tell_written()
@@ -444,11 +445,6 @@ class Http2Exchanges(Exchanges):
                 held_back.move_to_end(stream_id)
         for stream_id in held:
             held_back.setdefault(stream_id, (now, responses.num_partly_sent(stream_id)))
-
-    def _watch_early(self) -> None:
-        now = self._loop.time()
-        self._early = {stream_id: self._early.get(stream_id, now) for stream_id in self._protocol.early}
-        self._connection.adjust()
 
     def _judge_shares(self) -> None:
         """Block the streams that have more than their share unsent, and let go of those that have got rid of it."""
@@ -513,9 +509,9 @@ class Http2Exchanges(Exchanges):
 
     def _end_slow_head(self) -> None:
         if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
-            peer, calm = self._connection.peer, ErrorCodes.ENHANCE_YOUR_CALM
+            peer, calm = self._connection.peer, Http2ErrorCode.ENHANCE_YOUR_CALM
             self._context.refuse(408, slow_head(self._limits.head_s), peer, self._head_since, None, calm)
-        self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
+        self._protocol.fail(Http2ErrorCode.ENHANCE_YOUR_CALM)
         self._end()
 
     def _finish_drain(self) -> None:
@@ -532,5 +528,5 @@ class Http2Exchanges(Exchanges):
 
     def _end_stalled(self, stream_id: int) -> None:
         del self._held_back[stream_id]
-        self._protocol.reset(stream_id, ErrorCodes.CANCEL)
+        self._protocol.reset(stream_id, Http2ErrorCode.CANCEL)
         self._drop(stream_id)

@@ -27,22 +27,9 @@ from typing import Any
 import pytest
 from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
-from bench.raw_clients import (
-    CANCEL,
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    GOAWAY,
-    HEADER_BYTES,
-    HEADERS,
-    PREFACE,
-    RST_STREAM,
-    SETTINGS,
-    WINDOW_UPDATE,
-    frame,
-    http2_request,
-)
+from bench.raw_clients import END_HEADERS, END_STREAM, HEADER_BYTES, frame, http2_request
 from server.ledger.store import RowState
+from server.wire.http2 import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS, WINDOW_UPDATE
 from tests.e2e.raw_http import RawAnswer, connected, post_bytes, request_bytes
 from tests.e2e.server_process import ServerProcess, ready_server
 from tests.server.inline_ledger import rows
@@ -58,7 +45,7 @@ TOKENS_PER_DAY = 10**9
 ADMIN_KEY, GOOD_KEY, BAD_KEY = "operator", "good", "bad"
 CHAT = "/v1/chat/completions"
 WINDOW_SETTING = 4
-CANCEL_CODE = CANCEL.to_bytes(4, "big")
+CANCEL_CODE = (8).to_bytes(4, "big")
 MOST_WINDOW = (2**30).to_bytes(4, "big")
 
 Way = Callable[[], Awaitable[None]]

@@ -246,10 +246,10 @@ def test_floats_that_are_not_to_come_take_no_memory_beside_what_does(plain: Path
             seen.append(sum(weight() is not None for weight in alive))
         target.fill(tensor)
 
-    def empty_layer(*arguments: Any) -> LayerWeights:
-        layer = parameters.empty_layer(*arguments)
+    def empty_layer(*arguments: Any) -> tuple[LayerWeights, parameters.Targets]:
+        layer, targets = parameters.empty_layer(*arguments)
         alive[:] = [weakref.ref(getattr(owner, field)) for owner, field in matrices(layer)]
-        return layer
+        return layer, targets
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights_module, "empty_layer", empty_layer)

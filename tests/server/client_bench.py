@@ -20,7 +20,7 @@ from core.types import (
     Usage,
 )
 from server.engine_client import EngineClient, RequestHandle
-from server.gate.allowance import NEVER
+from server.gate.quota import NEVER
 from server.observing.metrics import Histogram
 from server.wire.messages import TextWriter
 

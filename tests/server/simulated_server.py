@@ -23,8 +23,8 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, StepDelivery
+from server.api.fields import GenerationDefaults
 from server.api.models import ServedModel
-from server.api.surface import GenerationDefaults
 from server.app import App
 from server.callers import Gate
 from server.clock import Clock
@@ -33,8 +33,7 @@ from server.engine_client import EngineClient
 from server.exchange import Readiness
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
-from server.gate.deadlines import Deadlines
-from server.gate.tenants import Tenant
+from server.gate.tenants import Deadlines, Tenant
 from server.generation import Generations
 from server.ledger.idempotency import Idempotency
 from server.ledger.usage import NO_PRICES, Prices

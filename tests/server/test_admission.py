@@ -21,14 +21,13 @@ from server.gate.admission import (
     MOST_MARGIN,
     PATIENCE_S,
     Admission,
-    Asker,
-    Margin,
+    Contender,
     Place,
     QueueLimits,
     SharedRoom,
+    backlog_of,
 )
-from server.gate.deadlines import DeadlineTable
-from server.gate.tenants import Limits, Tenant
+from server.gate.tenants import DeadlineTable, Limits, Tenant
 from server.generation import OFFLOAD_BYTES
 from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
@@ -72,12 +71,12 @@ def test_prompts_that_wait_are_bounded_in_tokens() -> None:
         short = server.send(completion(prompt=[5] * 20))
         assert code(the_answer(refused)) == (503, "overloaded")
         assert (
-            "has 40 prompt tokens that wait, of 60 that it takes, and this has 30. Try"
+            "has 40 of at most 60 prompt tokens waiting, and this request has 30. Try"
             in the_answer(refused).json["error"]["message"]
         )
         early = server.send(HEAD % (b"", 50))
         assert code(the_answer(early)) == (503, "overloaded")  # its body has not come
-        assert "has 60 prompt tokens that wait, of 60 that it takes. Try" in the_answer(early).json["error"]["message"]
+        assert "has 60 of at most 60 prompt tokens waiting. Try" in the_answer(early).json["error"]["message"]
         server.run()
         assert [the_answer(one).status for one in (first, waiting, short)] == [200, 200, 200]
 
@@ -274,7 +273,7 @@ def test_deadline_that_cannot_be_met_is_refused_at_once(how: dict[str, Any]) -> 
 def test_idle_server_tries_what_it_has_thought_too_slow() -> None:
     with serving() as server:
         measured(server)
-        server.generations.admission.margin.factor = MOST_MARGIN
+        server.generations.admission.margin = MOST_MARGIN
         assert server.ask(completion(prompt=[5] * 100, deadlines={"ttft_ms": 300})).status == 200
 
 
@@ -323,7 +322,7 @@ def test_a_tenant_alone_has_all_of_the_room_and_others_find_some_of_what_is_left
     room = SharedRoom(16)
     room.take("a", 16)
     assert not room.exceeds_share("a", 0)
-    assert room.lacks(1) == 1
+    assert room.missing(1) == 1
     assert room.borrower() == "a"
     assert not room.exceeds_share("b", 1)
     room.take("a", -4)
@@ -348,10 +347,10 @@ def test_however_many_take_all_they_may_there_is_room_for_one_who_comes(num_tena
     for _ in range(1024):
         for tenant in range(num_tenants):
             name = str(tenant)
-            if not room.exceeds_share(name, 1) and (room.lacks(1) <= 0):
+            if not room.exceeds_share(name, 1) and (room.missing(1) <= 0):
                 room.take(name, 1)
     assert not room.exceeds_share("new", 1)
-    assert room.lacks(1) <= 0
+    assert room.missing(1) <= 0
     assert min(room.held.values()) >= 0.9 * max(room.held.values()) - 1 or num_tenants == 2
 
 
@@ -401,7 +400,7 @@ def queue_of(
 
 
 def num_ahead(admission: Admission, tenant: str, priority: int = 0, share: int = 1, is_due: bool = False) -> float:
-    return admission.ahead_of(Asker(priority, tenant, share, is_due)).all.num_requests
+    return admission.estimate(Contender(priority, tenant, share, is_due), backlog_of(1, 1), 1.0).position
 
 
 def test_own_requests_and_higher_classes_are_ahead_and_of_others_a_fair_share() -> None:
@@ -458,7 +457,7 @@ def measured_stats(tokens_left: float = 100.0, first_left: float = 100.0) -> Eng
 
 
 def expected_s(place: Place) -> float:
-    view = place.view(0.0)
+    view = place.view()
     assert view is not None
     assert view.expected_s is not None
     return view.expected_s
@@ -482,7 +481,7 @@ def test_higher_classes_hold_one_back_for_no_longer_than_age_lets_them(gap: int)
 
 def test_margin_stretches_the_estimate_and_not_what_age_guarantees() -> None:
     admission, _ = queue_of(*(make_request(f"a{i}", "a", priority=4) for i in range(300)), stats=measured_stats)
-    admission.margin.factor = MOST_MARGIN
+    admission.margin = MOST_MARGIN
     admission.enter("b", 1).admit([make_request("b", "b")], 4 * AGEING_S + 5.0, 0.0)
 
 
@@ -493,7 +492,7 @@ def test_a_short_backlog_of_higher_classes_is_waited_for_as_long_as_it_takes() -
 
 def test_nothing_is_expected_before_steps_were_measured() -> None:
     _, (place,) = queue_of(make_request("a", "a"))
-    view = place.view(0.0)
+    view = place.view()
     assert view is not None
     assert (view.position, view.expected_s) == (0, None)
 
@@ -541,15 +540,15 @@ def test_refused_are_told_how_fast_places_came_free_of_late() -> None:
 
 def test_margin_settles_where_one_in_ten_is_late() -> None:
     """Of waits from 0.1 to 2 times the estimate, evenly: at 1.8 times, within the last step or two."""
-    margin = Margin()
+    admission, _ = queue_of()
     for i in range(4000):
-        margin.note(is_late=(i * 7 % 19 + 1) / 9.5 > margin.factor)
-    assert 1.6 < margin.factor < 2.2
+        admission.note_wait(is_late=(i * 7 % 19 + 1) / 9.5 > admission.margin)
+    assert 1.6 < admission.margin < 2.2
 
 
 def test_margin_has_bounds() -> None:
-    margin = Margin()
+    admission, _ = queue_of()
     for is_late, bound in ((True, MOST_MARGIN), (False, LEAST_MARGIN)):
         for _ in range(1000):
-            margin.note(is_late)
-        assert margin.factor == bound
+            admission.note_wait(is_late)
+        assert admission.margin == bound

@@ -11,9 +11,20 @@ import pytest
 from core.plan import RunnerLimits
 from core.types import Pause, Request, Resume, SamplingParams, Usage
 from server.config import ServerConfig
-from server.gate.allowance import AHEAD_TOKENS, MAX_WAIT_S, NEVER, Allowance
 from server.gate.identity import Caller
-from server.gate.quota import FIRST_TOKENS, S_NS, TOP_UP_TOKENS, DayPool, Moment, Quotas, Ticket
+from server.gate.quota import (
+    AHEAD_TOKENS,
+    FIRST_TOKENS,
+    MAX_WAIT_S,
+    NEVER,
+    S_NS,
+    TOP_UP_TOKENS,
+    Allowance,
+    DayPool,
+    Moment,
+    Quotas,
+    Ticket,
+)
 from server.gate.tenants import Limits, Tenant
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_engine import late_by
@@ -65,7 +76,7 @@ def holds(server: SimulatedServer) -> list[str]:
 
 def day_used(server: SimulatedServer) -> int:
     (pool,) = [pool for account in server.gate.quotas.accounts for pool in account.tokens if isinstance(pool, DayPool)]
-    return pool._num_used
+    return pool._taken
 
 
 def test_an_answer_bears_what_is_left_of_the_tightest_limit() -> None:
@@ -265,7 +276,7 @@ def test_a_stream_waits_for_its_quota_to_fill_and_says_the_same_as_without() -> 
 def test_a_fault_while_it_waits_for_its_quota_ends_a_stream_that_nobody_else_would_let_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Allowance, "_look_again", lambda self: 1 // 0)
+    monkeypatch.setattr(Allowance, "_go_on_if_possible", lambda self: 1 // 0)
     server = server_of(Limits(tokens_per_minute=1_200, burst_tokens=540))
     answer = ask_long(server, say(max_tokens=700, **STREAM))
     assert holds(server) == ["Pause"]

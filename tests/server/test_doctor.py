@@ -9,11 +9,8 @@ import pytest
 
 from core.errors import ExitCode, NotEnoughMemory, StartupError
 from server.commands.doctor import (
-    Fact,
     Section,
     exit_code,
-    machine_section,
-    plan_facts,
     print_report,
     quality_section,
     serving_section,
@@ -22,6 +19,7 @@ from server.commands.doctor import (
 )
 from server.commands.hub import NotFetched
 from server.config_sources import load_config
+from server.engine_loader import Fact, machine_facts, plan_facts
 from server.listening.sockets import Bind, TcpAddress, bind_value
 from tests.server.given_settings import typed
 from tests.server.tiny_model import CONTEXT, write_tiny_model
@@ -49,7 +47,7 @@ def report(*sections: Section) -> str:
             ["--kv-offload-memory", "1GiB", "--kv-offload-dir", "/var/cache/kv"],
             {
                 "host memory": "1 GiB for prompts that the KV cache evicts",
-                "KV files": "in /var/cache/kv: what host memory holds, for the next start",
+                "KV files": "in /var/cache/kv: evicted prompts, for the next start",
             },
         ),
     ],
@@ -99,7 +97,7 @@ def test_each_error_is_told_once_with_its_fix_and_the_first_decides_the_code() -
 
 
 def test_a_floor_that_is_not_held_is_an_error() -> None:
-    section = version_section(lambda name: "4.3.0" if name == "h2" else "99")
+    section = version_section(lambda name: "4.1.0" if name == "hpack" else "99")
     assert exit_code([section]) == ExitCode.VERSION
 
 
@@ -107,8 +105,7 @@ def test_threads_measured_before_are_shown(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         "gpu.tune.measured_here", lambda choice, model: {"896 x 4864, bfloat16": "1; 2 from 8 tokens a step"}
     )
-    section = machine_section(load_config({"device": "cpu"}, {}))
-    facts = [(fact.name.strip(), fact.value) for fact in section.facts]
+    facts = [(fact.name.strip(), fact.value) for fact in machine_facts(load_config({"device": "cpu"}, {}))]
     assert ("measured", "1; 2 from 8 tokens a step: 896 x 4864, bfloat16") in facts
 
 

@@ -196,7 +196,7 @@ def test_a_reload_takes_tenants_and_keys_as_they_are_now(write: Callable[..., Se
 def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfig]) -> None:
     gate = Gate(write(), CLOCK)
     before = gate.directory
-    with pytest.raises(StartupError, match="no keys file"):
+    with pytest.raises(StartupError, match="not a keys file"):
         gate.prepare(write('tenants = [{name = "b"}]', "{"))
     with pytest.raises(StartupError, match="needs tokens_per_minute"):
         write('tenants = [{name = "b", limits = {burst_tokens = 1}}]')

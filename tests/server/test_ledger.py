@@ -147,9 +147,9 @@ def test_running_requests_are_checkpointed_in_one_transaction(path: Path) -> Non
         server.send(chat(max_tokens=30, **STREAM))
     server.run_for(3 * CHECKPOINT_S + 1)
     checkpoints = [write for write in server.ledger_writer.writes if isinstance(write, Checkpoint)]
-    assert [len(one.progress) for one in checkpoints] == [3, 3, 3]
+    assert [len(one.rows) for one in checkpoints] == [3, 3, 3]
     told = [row.completion_tokens for row in rows(path)]
-    assert told == [one.completion_tokens for one in checkpoints[-1].progress]
+    assert told == [one.completion_tokens for one in checkpoints[-1].rows]
     assert min(told) >= CHECKPOINT_S
     assert rows(path)[0].price_micro == 2 * rows(path)[0].prompt_tokens + 10 * told[0]
     server.run()
@@ -188,7 +188,7 @@ def test_request_whose_progress_cannot_be_told_keeps_no_other_from_its_row(
         loop.advance(CHECKPOINT_S + COMMIT_S)
         *_, checkpoint = writer.writes
         assert isinstance(checkpoint, Checkpoint)
-        assert [one.request_id for one in checkpoint.progress] == ["r1", "r2"]
+        assert [one.request_id for one in checkpoint.rows] == ["r1", "r2"]
     ledger.close()
     loop.close()
     assert {one.request_id: one.state for one in rows(path)} == {

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.ledger.store import Checkpoint, LedgerRow, LedgerStore, Progress, Reserve, RowState, Settle, Write
+from server.ledger.store import Checkpoint, LedgerRow, LedgerStore, Reserve, RowState, Settle, Write
 from tests.server.power_failure import Disk
 
 PATH = Path("/ledger.db")
@@ -35,7 +35,7 @@ def batches(rng: random.Random) -> list[list[Write]]:
         running.append(number)
         batch: list[Write] = [Reserve(row(number))]
         if rng.random() < 0.3:
-            batch.append(Checkpoint(tuple(Progress(f"r{i}", i, 5, 0, 7, 12, 0) for i in running)))
+            batch.append(Checkpoint(tuple(row(i, completion_tokens=7) for i in running)))
         while running and rng.random() < 0.45:
             ended = running.pop(rng.randrange(len(running)))
             batch.append(Settle(row(ended, state=RowState.SETTLED, completion_tokens=ended)))

@@ -96,7 +96,7 @@ def test_events_are_the_same_with_news_and_without(make: Any) -> None:
 def test_what_has_been_told_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = SimulatedServer(limits=ONE_AT_A_TIME)
     views = iter([QueueView(2, 1.5), QueueView(2, 1.5), QueueView(1, 1.5), QueueView(1, 1.5), QueueView(1, 0.5)])
-    monkeypatch.setattr(Place, "view", lambda place, now_s: next(views, None))
+    monkeypatch.setattr(Place, "view", lambda place: next(views, None))
     server.send(completion(max_tokens=80))
     server.step()
     asked = server.send(completion(prompt=[5] * 40, **NEWS))
