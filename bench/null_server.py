@@ -23,7 +23,7 @@ from bench.kit import MODEL, PIECES
 from core.chat_template import ChatTemplate
 from core.config import EngineConfig
 from core.engine import Engine
-from core.plan import Runner, RunnerLimits, StepOutput, StepPlan
+from core.plan import Int32Array, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
 from core.types import StepDelivery
@@ -82,7 +82,7 @@ class NullRunner:
     def forward(self, plan: StepPlan) -> StepPlan:
         return plan
 
-    def sample(self, ticket: StepPlan) -> None:
+    def sample(self, ticket: StepPlan, masks: Int32Array | None = None) -> None:
         """Nothing to start."""
 
     def collect(self, ticket: StepPlan) -> StepOutput:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from core.inspection import InconsistentAccounting, check_conservation, snapshot_of
-from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
+from core.plan import BlockStore, DeviceError, Int32Array, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import (
     NO_STORE,
@@ -52,12 +52,13 @@ class EngineBroken(Exception):
     """The engine cannot go on and every request has its terminal chunk: the process has nothing left to do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sent:
     """A plan and the runner's ticket for it; None: the runner raised."""
 
     plan: StepPlan
     ticket: Any
+    is_sampled: bool
 
 
 class SentSteps:
@@ -67,14 +68,24 @@ class SentSteps:
     that raise. So is one that raises when it is collected, unless another was sent behind it: that one has read what
     may never have been written, and both are lost.
 
+    A step whose rows sample under grammars is sampled once the steps before it were applied: their tokens decide the
+    masks. Meanwhile the device computes its logits.
+
     Args:
         runner: anything it raises but DeviceError is attributed to some rows.
         restart: Scheduler.restart.
+        masks: Scheduler.masks.
     """
 
-    def __init__(self, runner: Runner[Any], restart: Callable[[StepPlan, range], StepPlan]) -> None:
+    def __init__(
+        self,
+        runner: Runner[Any],
+        restart: Callable[[StepPlan, range], StepPlan],
+        masks: Callable[[StepPlan], Int32Array | None],
+    ) -> None:
         self._runner = runner
         self._restart = restart
+        self._masks = masks
         self._sent: deque[_Sent] = deque()
 
     def __len__(self) -> int:
@@ -90,7 +101,21 @@ class SentSteps:
         Raises:
             DeviceError: the device is lost.
         """
-        self._sent.append(_Sent(plan, _attempt(self._start, plan, plan.num_rows)))
+        waits = bool(plan.masked_rows and self._sent)
+        ticket = _attempt(self._runner.forward if waits else self._start, plan, plan.num_rows)
+        self._sent.append(_Sent(plan, ticket, is_sampled=not waits))
+
+    def sample_last(self) -> None:
+        """Sample the newest step, if it waits for masks. Every step before it was applied.
+
+        Raises:
+            DeviceError: the device is lost.
+        """
+        if not self._sent or self._sent[-1].is_sampled or self._sent[-1].ticket is None:
+            return
+        last = self._sent[-1]
+        last.is_sampled = True
+        last.ticket = _attempt(lambda ticket: self._sample(last.plan, ticket), last.ticket, last.plan.num_rows)
 
     def collect(self) -> tuple[StepPlan, StepOutput] | None:
         """Wait for the oldest step. None: all that were sent are lost.
@@ -107,7 +132,7 @@ class SentSteps:
             return oldest.plan, self._rerun(oldest.plan, range(num_rows))
         while self._sent:  # wait for the others and discard their outputs
             sent = self._sent.popleft()
-            if sent.ticket is not None:
+            if sent.ticket is not None and sent.is_sampled:
                 _attempt(self._runner.collect, sent.ticket, sent.plan.num_rows)
         return None
 
@@ -116,8 +141,10 @@ class SentSteps:
         self._sent.clear()
 
     def _start(self, plan: StepPlan) -> Any:
-        ticket = self._runner.forward(plan)
-        self._runner.sample(ticket)
+        return self._sample(plan, self._runner.forward(plan))
+
+    def _sample(self, plan: StepPlan, ticket: Any) -> Any:
+        self._runner.sample(ticket, self._masks(plan))
         return ticket
 
     def _rerun(self, plan: StepPlan, rows: range) -> StepOutput:
@@ -205,7 +232,7 @@ class Engine:
         idle_work: Callable[[], Generator[None]] | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._sent = SentSteps(runner, scheduler.restart)
+        self._sent = SentSteps(runner, scheduler.restart, scheduler.masks)
         self._clock = clock
         self._inbox = inbox
         self._deliver = deliver
@@ -236,11 +263,12 @@ class Engine:
                     self._check()
                 return self._work_idle()
             landed = self._sent.collect()
+            self._drain_inbox()
+            delivery = self._take_in(landed)
+            self._sent.sample_last()
         except DeviceError as error:
             logger.critical("the device is lost: %s", error)
             self._break(_DEVICE_LOST, error)
-        self._drain_inbox()
-        delivery = self._take_in(landed)
         self._drop_forgotten()  # by rows that failed
         self._tell(delivery)
         return True
@@ -317,6 +345,7 @@ class Engine:
         try:
             while self._sent:
                 self._take_in(self._sent.collect())
+                self._sent.sample_last()
         except DeviceError as error:
             logger.critical("the device is lost: %s", error)
             return

@@ -13,10 +13,13 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from core.errors import InvalidRequest
+
+Int32Array = npt.NDArray[np.int32]
 
 MAX_SOURCE_BYTES = 512 * 1024
 MAX_DEPTH = 64
@@ -205,27 +208,25 @@ class GrammarState:
         self._matcher = matcher
         self._num_words = num_words
 
-    def fill_mask(self, mask: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-        """Which tokens may come next: a bit each, the lowest of the first word is token 0's.
+    @property
+    def fault(self) -> str | None:
+        """Why the sequence cannot go on: the library's limits are exceeded, or a token came that may not."""
+        return self._matcher.get_error() if self._matcher.is_error() else None
+
+    def fill_mask(self, mask: Int32Array) -> None:
+        """Which tokens may come next: a bit each, the lowest of the first word is token 0's. After a fault any may.
 
         Args:
-            mask: [words], int32, contiguous.
-
-        Raises:
-            GrammarFault: the library's limits are exceeded.
+            mask: [words], contiguous; as wide as the logits.
         """
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * 4)
         mask[self._num_words :] = 0
-        self._check()
+        if self._matcher.is_error():
+            mask[:] = -1
 
     def accept(self, token_id: int) -> None:
-        """The token has been sampled.
-
-        Raises:
-            GrammarFault: it may not come here.
-        """
+        """The token has been sampled. A fault if it may not come here."""
         self._matcher.consume_token(token_id)
-        self._check()
         self.num_accepted += 1
 
     def roll_back(self, num_tokens: int) -> None:
@@ -246,14 +247,6 @@ class GrammarState:
     def has_ended(self) -> bool:
         """Nothing but the end may come."""
         return bool(self._matcher.is_stopped())
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarFault(self._matcher.get_error())
-
-
-class GrammarFault(Exception):
-    """A sequence cannot go on under its grammar."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class StepPlan:
     sequence_starts: list[SequenceStart] = field(default_factory=list)
     host_copies: BlockCopies | None = None
     prompt_targets: list[PromptTargets] = field(default_factory=list)  # at most one per row, in the rows' order
+    masked_rows: list[int] = field(default_factory=list)  # that sample under a grammar, ascending
 
     @property
     def num_rows(self) -> int:
@@ -177,8 +178,13 @@ class Runner(Protocol[Ticket]):
         """Start the step: reset slots, copy blocks, write KV, compute logits of rows that sample and of targets."""
         ...
 
-    def sample(self, ticket: Ticket) -> None:
-        """Sample tokens from the ticket's logits; they stay on the device."""
+    def sample(self, ticket: Ticket, masks: Int32Array | None = None) -> None:
+        """Sample tokens from the ticket's logits; they stay on the device.
+
+        Args:
+            masks: [masked rows, words]: which tokens each of the plan's masked_rows may sample, a bit each, the lowest
+                of the first word is token 0's. None: the plan has none.
+        """
         ...
 
     def collect(self, ticket: Ticket) -> StepOutput:
@@ -220,6 +226,7 @@ class PlanBuilder:
         self._copy_targets: list[int] = []
         self._sequence_starts: list[SequenceStart] = []
         self._prompt_targets: list[PromptTargets] = []
+        self._masked_rows: list[int] = []
 
     def add_row(self, sequence: Sequence, start: int, length: int) -> None:
         """Compute `length` tokens from position `start` on, and tell the runner what it lacks of the sequence."""
@@ -235,6 +242,8 @@ class PlanBuilder:
         token_ids = sequence.token_ids[start : start + length]
         row = len(self.sequences)
         self.other_rows.append(row)
+        if samples and sequence.grammar is not None:
+            self._masked_rows.append(row)
         self.sequences.append(sequence)
         self._starts.append(start)
         self._lengths.append(length)
@@ -306,6 +315,7 @@ class PlanBuilder:
             copy_targets=_int32(self._copy_targets) if self._copy_targets else _NONE,
             sequence_starts=self._sequence_starts,
             prompt_targets=self._prompt_targets,
+            masked_rows=self._masked_rows,
         )
 
     def _add_prompt_targets(self, sequence: Sequence, row: int, start: int, end: int) -> None:

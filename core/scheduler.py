@@ -7,6 +7,7 @@ lost rows and the step's cost. Every submitted request ends with exactly one ter
 sequences (sequence_states.py).
 """
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
+import numpy as np
+
 from core.config import INTER_TOKEN_TARGET
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
-from core.plan import Flight, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
+from core.plan import Flight, Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates
@@ -35,6 +38,9 @@ from core.types import (
     Usage,
 )
 
+logger = logging.getLogger(__name__)
+
+GRAMMAR_FAILED = "What holds this answer became too complex to follow. Use a simpler schema or grammar."
 ASK_EVERY_STEPS = 8  # whether a running sequence gives way to the queue's head: all of them are looked at
 LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
@@ -409,7 +415,7 @@ class Scheduler:
             builder.add_row(sequence, start, length)
             if allowance is not None:
                 self.states.publish(sequence, end)
-            elif end > sequence.num_prompt_tokens:
+            elif end > sequence.num_prompt_tokens and sequence.grammar is None:
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
 
@@ -560,7 +566,12 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)
-            if token_id in sequence.stop_ids or len(token_ids) >= sequence.max_length or i in logprobs:
+            if (
+                token_id in sequence.stop_ids
+                or len(token_ids) >= sequence.max_length
+                or i in logprobs
+                or sequence.grammar is not None
+            ):
                 self._take_notable_token(sequence, token_id, logprobs.get(i))
             else:
                 told.append(sequence)
@@ -570,9 +581,17 @@ class Scheduler:
 
     def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Tell an appended token that has logprobs or may end its sequence."""
+        grammar = sequence.grammar
         if len(sequence.token_ids) > sequence.max_length:  # max_tokens is 0
             sequence.token_ids.pop()
             self.states.finish(sequence, FinishReason.LENGTH)
+            return
+        if grammar is not None and token_id not in sequence.stop_ids:
+            grammar.accept(token_id)
+        if grammar is not None and grammar.fault is not None:
+            sequence.token_ids.pop()
+            logger.error("%s: its grammar failed: %s", sequence.request_id, grammar.fault)
+            self.states.finish(sequence, FinishReason.ERROR, GRAMMAR_FAILED)
             return
         self._counts.num_generated_tokens += 1
         reason = sequence.end_after_last_token()
@@ -587,6 +606,8 @@ class Scheduler:
                     request_id=sequence.request_id, index=sequence.index, token_ids=(token_id,), logprobs=(logprobs,)
                 )
             )
+        if grammar is not None and grammar.has_ended and reason is None:
+            reason = FinishReason.STOP
         if reason is not None:
             self.states.finish(sequence, reason)
 
@@ -629,6 +650,17 @@ class Scheduler:
         restarted = restart_rows(plan, rows, flight.sequences[rows.start : rows.stop])
         restarted.host_copies = self.host.on_restart()
         return restarted
+
+    def masks(self, plan: StepPlan) -> Int32Array | None:
+        """What the plan's masked rows may sample, as Runner.sample() takes it: every step before it was applied."""
+        if not plan.masked_rows:
+            return None
+        masks = np.full((len(plan.masked_rows), -(-self.limits.vocab_size // 32)), -1, np.int32)
+        for mask, slot in zip(masks, plan.slots[plan.masked_rows].tolist(), strict=True):
+            sequence = self.states.occupants[slot]
+            if sequence is not None and sequence.grammar is not None and sequence.state is SequenceState.RUNNING:
+                sequence.grammar.fill_mask(mask)
+        return masks
 
     def lose_in_flight(self, now: float) -> StepDelivery:
         """A step raised when its result was read, with another one behind it: neither may have computed anything.

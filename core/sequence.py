@@ -7,9 +7,13 @@ import enum
 import math
 import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from core.kv_cache import BlockTable
 from core.types import Cost, FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from core.grammar import GrammarState
 
 NO_SLOT = -1
 ALL_SCORED = sys.maxsize
@@ -118,6 +122,7 @@ class Sequence:
         prepaid_s: ... how much of that is unused ...
         prepaid_end: ... and up to which position it was charged.
         device_s, kv_block_s: what it has taken, as in Cost.
+        grammar: that its own tokens follow.
     """
 
     request_id: str
@@ -154,6 +159,7 @@ class Sequence:
     prepaid_end: int = 0
     device_s: float = 0.0
     kv_block_s: float = 0.0
+    grammar: "GrammarState | None" = None
 
     @property
     def has_deadline(self) -> bool:
@@ -252,6 +258,7 @@ class SequenceGroup:
             table=BlockTable((request.cache_domain, request.cache_salt)),
             is_paused=self.is_paused,
             num_scored_tokens=0 if wants_scores else ALL_SCORED,
+            grammar=None if request.grammar is None else request.grammar.start(),
         )
         self.sequences.append(sequence)
         self.num_live += 1

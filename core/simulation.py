@@ -152,12 +152,15 @@ class SimulatedRunner:
         self._steps.append(_Step(plan, self._free_s))
         return plan
 
-    def sample(self, ticket: StepPlan) -> None:
+    def sample(self, ticket: StepPlan, masks: Int32Array | None = None) -> None:
         rows, sampled = [], []
+        mask_of = dict(zip(ticket.masked_rows, () if masks is None else masks, strict=True))
         for row, samples in enumerate(ticket.samples.tolist()):
             if samples:
                 slot = int(ticket.slots[row])
                 token_id = self._sample_row(slot, int(ticket.starts[row] + ticket.lengths[row]))
+                if row in mask_of:
+                    token_id = _next_allowed(token_id, mask_of[row])
                 self._last_sampled[slot] = token_id
                 rows.append(row)
                 sampled.append(token_id)
@@ -219,6 +222,12 @@ class SimulatedRunner:
         num_blocks = -(-length // self.limits.block_size)
         content = b"".join([self._kv[block] for block in self._tables[slot][:num_blocks]])
         return memoryview(content).cast("i")[:length]
+
+
+def _next_allowed(token_id: int, mask: Int32Array) -> int:
+    """The token itself, or the next one that the mask allows."""
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])
 
 
 def _new_block(content: bytes | memoryview) -> memoryview:

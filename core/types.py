@@ -6,10 +6,14 @@ EngineSnapshot in answer to an Inspect.
 """
 
 import enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from core.outlook import Outlook
+
+if TYPE_CHECKING:
+    from core.grammar import Grammar
 
 LOWEST_CLASS, TOP_CLASS = -4, 4  # of Request.priority
 
@@ -66,6 +70,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         tells_progress: each computed chunk of its prompt is reported (Prefilling).
         cache_domain: requests share cached prompts within a domain ...
         cache_salt: ... and with the same salt.
+        grammar: that holds each of its answers.
     """
 
     request_id: str  # ours, never the client's
@@ -80,6 +85,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tells_progress: bool = False
     cache_domain: str = ""
     cache_salt: str = ""
+    grammar: "Grammar | None" = None
 
 
 class Submit(msgspec.Struct, frozen=True):

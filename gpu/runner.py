@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
+from core.plan import DeviceError, Int32Array, RunnerLimits, StepOutput, StepPlan
 from gpu.checkpoint import Checkpoint
 from gpu.device import FEW_TOKENS, last_level_cache_bytes, to_device, trim_heap
 from gpu.kv_cache import KVCache, bytes_per_block
@@ -212,14 +212,14 @@ class ModelRunner:
         with _device_errors(), torch.inference_mode():
             return self._steps.forward(plan, wants_all=True).logits
 
-    def sample(self, ticket: StepTicket) -> None:
+    def sample(self, ticket: StepTicket, masks: Int32Array | None = None) -> None:
         """Sample a token per sampling row; the tokens stay on the device, and a copy to the host starts."""
         if not len(ticket.sent.sampled.rows):
             return
         ranks = self._operators.ranks
         with _device_errors(), torch.inference_mode():
             if ranks is None or ranks.rank == 0:
-                ticket.tokens = self._to_host.send(self._steps.sample(ticket.sent))
+                ticket.tokens = self._to_host.send(self._steps.sample(ticket.sent, masks))
             if ranks is not None and self.limits.max_in_flight > 1:  # otherwise the next plan holds them
                 ranks.share(self._sampler.last_tokens)
 

@@ -51,6 +51,7 @@ class Feature(enum.IntFlag):
     LOGPROBS = 32
 
 
+FORBIDDEN = -1e30  # a logit that is never sampled, and of which a whole row adds up to a finite number
 ADJUSTED = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS
 
 
@@ -272,6 +273,19 @@ NOISE_CHUNK_CPU = 1 << 17
 NOISE_CHUNK_CUDA = 1 << 24
 
 
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """Rows that may sample some tokens only.
+
+    Args:
+        rows: [masked], of the logits.
+        masks: [masked, words], int32: a bit for each token, see core.plan.Runner.sample.
+    """
+
+    rows: IntArray
+    masks: Int32Array
+
+
 class Sampler:
     """Samples the rows of a step by a kernel, or by torch.
 
@@ -313,21 +327,33 @@ class Sampler:
         find = partial(_logprobs_with, kernel.logprobs[:num_rows], logits)
         return Sampled(kernel.token_ids[:num_rows], kernel.is_finite[:num_rows], self._requested_logprobs(slots, find))
 
-    def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
+    def sample(self, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None = None) -> Sampled:
         """Sample a token per row, at once.
 
         Args:
-            logits: [rows, vocab], float32; not changed.
+            logits: [rows, vocab], float32; changed only where a mask forbids tokens.
             slots: [rows]
             positions: [rows], of the token to sample in its sequence.
         """
+        raw_logits = logits
+        if masked is not None:
+            if (self._numbers(slots, Number.FEATURES) & Feature.LOGPROBS).any():
+                logits = logits.clone()
+            self._forbid(logits, masked)
         if self._called is not None:
             token_ids, is_finite = self._called(logits, slots, positions)
         else:
             is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
             token_ids = self._sample_rows(logits, slots, positions)
         self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
-        return Sampled(token_ids, is_finite, self._requested_logprobs(slots, partial(_logprobs, logits, token_ids)))
+        return Sampled(token_ids, is_finite, self._requested_logprobs(slots, partial(_logprobs, raw_logits, token_ids)))
+
+    def _forbid(self, logits: Tensor, masked: Masked) -> None:
+        """Before everything else that changes logits: what a mask forbids is far below all that it allows."""
+        bits = np.unpackbits(masked.masks.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        is_forbidden = to_device(bits == 0, self._device)  # [masked, vocab]
+        for row, forbidden in zip(masked.rows.tolist(), is_forbidden, strict=True):
+            logits[row].masked_fill_(forbidden, FORBIDDEN)
 
     def _requested_logprobs(
         self, slots: IntArray, find: Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -37,7 +37,7 @@ from gpu.kv_cache import KVCache, num_blocks_for
 from gpu.model import Batch, Model
 from gpu.operators import Operators
 from gpu.rows import NO_SLOT, DeviceTables, StepInputs
-from gpu.sampler import PromptScores, Sampled, Sampler, score, scored_tokens
+from gpu.sampler import Masked, PromptScores, Sampled, Sampler, score, scored_tokens
 from gpu.step_graphs import StepGraphs
 from gpu.step_shapes import StepShape, StepShapes
 from gpu.streams import StagedCopies, Streams
@@ -224,12 +224,14 @@ class SentStep:
         sampled: its rows that sample, without padding.
         logits: of these, [rows, vocab], float32, until the next step is sent.
         is_sampled: by what computed it.
+        masked_rows: see StepPlan.
         scores: of its prompts' targets.
     """
 
     sampled: SampledRows
     logits: Tensor
     is_sampled: bool
+    masked_rows: list[int]
     scores: PromptScores | None = None
 
 
@@ -291,7 +293,8 @@ class Steps:
         layout = lay_out(plan, self.tables.num_prompt_tokens, self._operators.attention.are_own_tokens_alone)
         if wants_all:
             layout = replace(layout, asked=None)
-        samples = self._samples and not wants_all and self._sampler.can_launch(layout.sampled.slots)
+        is_free = not (wants_all or plan.masked_rows)
+        samples = self._samples and is_free and self._sampler.can_launch(layout.sampled.slots)
         may_pad = not (plan.prompt_targets or wants_all) and (samples or self._sampler.launched is None)
         padded = self.graphs.of(layout.shape) if may_pad else None
         if padded is not None:
@@ -302,21 +305,30 @@ class Steps:
         self._bring_up(plan, pack(layout, padded or layout.shape, num_asked))
         num_logits = layout.shape.num_tokens if wants_all else len(layout.sampled.rows)
         if self._logits is None or wants_all:
-            step = SentStep(layout.sampled, self._inputs[:0], samples)
+            step = SentStep(layout.sampled, self._inputs[:0], samples, plan.masked_rows)
         else:
-            step = SentStep(layout.sampled, self._logits[:num_logits], samples)
+            step = SentStep(layout.sampled, self._logits[:num_logits], samples, plan.masked_rows)
         if padded is not None:
             self._streams.current.run(partial(self._replay, padded))
         else:
             self._streams.current.run(partial(self._send, step, plan, layout, num_logits, self.tables.rows_of(layout)))
         return step
 
-    def sample(self, step: SentStep) -> Sampled:
-        """A token per row. Comes before the next step's forward()."""
+    def sample(self, step: SentStep, masks: Int32Array | None = None) -> Sampled:
+        """A token per row. Comes before the next step's forward().
+
+        Args:
+            masks: see Runner.sample.
+        """
         rows = step.sampled
         if step.is_sampled:
             return self._sampler.launched_tokens(step.logits, rows.slots)
-        return self._sampler.sample(step.logits, rows.slots, rows.positions)
+        masked = None
+        if masks is not None:
+            places = np.searchsorted(step.masked_rows, rows.rows)
+            is_masked = np.isin(rows.rows, step.masked_rows)
+            masked = Masked(np.flatnonzero(is_masked), masks[places[is_masked]])
+        return self._sampler.sample(step.logits, rows.slots, rows.positions, masked)
 
     def _replay(self, shape: StepShape) -> None:
         if not self.graphs.replay(shape):

@@ -22,7 +22,7 @@ import torch
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import DeviceUnavailable, ExitCode, StartupError
-from core.plan import DeviceError, StepOutput, StepPlan
+from core.plan import DeviceError, Int32Array, StepOutput, StepPlan
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
 from gpu.linear import can_gather, can_pack
@@ -279,8 +279,8 @@ class ParallelRunner:
         except Exception as error:
             raise DeviceError(f"rank 0 has failed in a step that the others compute: {error!r}") from error
 
-    def sample(self, ticket: ParallelTicket) -> None:
-        self._runner.sample(ticket.own)
+    def sample(self, ticket: ParallelTicket, masks: Int32Array | None = None) -> None:
+        self._runner.sample(ticket.own, masks)
 
     def collect(self, ticket: ParallelTicket) -> StepOutput:
         output = self._runner.collect(ticket.own)

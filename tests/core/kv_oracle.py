@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-from core.plan import PENDING, RunnerLimits, StepOutput, StepPlan
+from core.plan import PENDING, Int32Array, RunnerLimits, StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import TokenLogprobs
 
@@ -60,8 +60,8 @@ class ChainCheckingRunner(SimulatedRunner):
             self.spoil(plan, row)
         return ticket
 
-    def sample(self, ticket: StepPlan) -> None:
-        super().sample(ticket)
+    def sample(self, ticket: StepPlan, masks: Int32Array | None = None) -> None:
+        super().sample(ticket, masks)
         for row in self.misled_rows:
             if ticket.samples[row]:
                 self._last_sampled[ticket.slots[row]] += 1

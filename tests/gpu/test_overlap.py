@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from core.plan import PENDING, SequenceStart, StepOutput, StepPlan
+from core.plan import PENDING, Int32Array, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu.runner import ModelRunner, StepTicket, steps_in_flight
@@ -31,8 +31,8 @@ class CountingRunner:
         self.num_pending += int((plan.token_ids == PENDING).sum())
         return self._runner.forward(plan)
 
-    def sample(self, ticket: StepTicket) -> None:
-        self._runner.sample(ticket)
+    def sample(self, ticket: StepTicket, masks: Int32Array | None = None) -> None:
+        self._runner.sample(ticket, masks)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         return self._runner.collect(ticket)

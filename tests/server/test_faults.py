@@ -14,7 +14,7 @@ import pytest
 
 from core.detokenizer import Detokenizer
 from core.errors import ErrorKind, ExitCode, ServiceError
-from core.plan import StepOutput, StepPlan
+from core.plan import Int32Array, StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedRunner
 from server.api import chat as chat_surface
 from server.api.chat import ChatStream
@@ -140,9 +140,9 @@ class FaultyStage(SimulatedRunner):
         self._fail_in("forward", plan)
         return super().forward(plan)
 
-    def sample(self, ticket: StepPlan) -> None:
+    def sample(self, ticket: StepPlan, masks: Int32Array | None = None) -> None:
         self._fail_in("sample", ticket)
-        super().sample(ticket)
+        super().sample(ticket, masks)
 
     def collect(self, ticket: StepPlan) -> StepOutput:
         self._fail_in("collect", ticket)

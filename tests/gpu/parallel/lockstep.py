@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.config import EngineConfig, parse_model_config
-from core.plan import StepOutput, StepPlan
+from core.plan import Int32Array, StepOutput, StepPlan
 from gpu.loading import load_planned
 from gpu.parallel.ranks import Ranks
 from gpu.parallel.runner import find_room, plan_rank
@@ -82,8 +83,8 @@ class Lockstep:
         first, *self._others = self._threads.map(step, self.runners)
         return first
 
-    def sample(self, ticket: StepTicket) -> None:
-        list(self._threads.map(ModelRunner.sample, self.runners, [ticket, *self._others]))
+    def sample(self, ticket: StepTicket, masks: Int32Array | None = None) -> None:
+        list(self._threads.map(ModelRunner.sample, self.runners, [ticket, *self._others], repeat(masks)))
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         return self.runners[0].collect(ticket)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from core.config import parse_model_config
 from core.errors import ExitCode, StartupError
-from core.plan import DeviceError, StepOutput
+from core.plan import DeviceError, Int32Array, StepOutput
 from gpu.parallel.messages import Job, Step
 from gpu.parallel.ranks import Ranks, close
 from gpu.parallel.runner import Followers, ParallelRunner, load_parallel_runner
@@ -167,7 +167,7 @@ class OwnRank:
             raise self._error
         return plan
 
-    def sample(self, ticket: Any) -> None:
+    def sample(self, ticket: Any, masks: Int32Array | None = None) -> None:
         """Draws nothing."""
 
     def collect(self, ticket: Any) -> StepOutput:

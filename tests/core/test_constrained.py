@@ -1,0 +1,148 @@
+"""Sequences under grammars: the same tokens in any company, valid whatever happens to them, faults their own."""
+
+import re
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from core.grammar import Grammar, choice, json_schema, regex
+from core.plan import RunnerLimits
+from core.types import Cancel, FinishReason, Pause, Request, Resume, Submit
+from tests.core.grammars import compiler, tokenizer
+from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
+
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
+PATTERN = r"[a-c]{2,4}x\d{1,30}!"
+GUILTY = 999
+
+
+def limits(**fields: int) -> RunnerLimits:
+    return small_limits(vocab_size=tokenizer().vocab_size, **fields)
+
+
+def engine(runner_limits: RunnerLimits, runner: FaultyRunner | None = None) -> EngineUnderTest:
+    assert tokenizer().eos_id is not None
+    return EngineUnderTest(runner_limits, eos_ids=(tokenizer().eos_id,), runner=runner)
+
+
+def constrained(name: str, grammar: Grammar, **fields: object) -> Request:
+    request = make_request(name, **{"max_tokens": 60, **fields})  # type: ignore[arg-type]
+    return msgspec.structs.replace(request, grammar=grammar)
+
+
+def requests(count: int) -> list[Request]:
+    """Every other one under a grammar."""
+    by_pattern = compiler().compile(regex(PATTERN, "regex"))
+    return [
+        constrained(f"r{i}", by_pattern, seed=i) if i % 2 else make_request(f"r{i}", max_tokens=20, seed=i)
+        for i in range(count)
+    ]
+
+
+def alone(request: Request) -> list[int]:
+    under_test = engine(limits())
+    under_test.send(Submit(request))
+    under_test.run()
+    return under_test.log.tokens(request.request_id)
+
+
+def test_answers_are_held_and_end_when_nothing_more_may_come() -> None:
+    for seed in range(20):
+        tokens = alone(constrained("a", compiler().compile(regex(PATTERN, "regex")), seed=seed))
+        assert re.fullmatch(PATTERN, tokenizer().decode(tokens))
+    chosen = compiler().compile(choice(["yes", "no"], "choice"))
+    under_test = engine(limits())
+    under_test.send(Submit(constrained("a", chosen)))
+    under_test.run()
+    assert tokenizer().decode(under_test.log.tokens("a")) in ("yes", "no")
+    assert under_test.log.terminal("a").finish_reason is FinishReason.STOP
+
+
+def test_company_changes_no_token() -> None:
+    under_test = engine(limits())
+    crowd = requests(8)
+    under_test.send(*map(Submit, crowd))
+    under_test.run()
+    for request in crowd:
+        assert under_test.log.tokens(request.request_id) == alone(request)
+
+
+def test_preemption_changes_no_token() -> None:
+    """So few blocks that sequences give way to each other and are computed again."""
+    under_test = engine(limits(num_blocks=8))
+    crowd = requests(6)
+    under_test.send(*map(Submit, crowd))
+    under_test.run()
+    assert under_test.scheduler.stats().num_preemptions > 0
+    for request in crowd:
+        assert under_test.log.tokens(request.request_id) == alone(request)
+
+
+def test_choices_of_one_request_have_grammars_of_their_own() -> None:
+    request = constrained("a", compiler().compile(regex(PATTERN, "regex")), num_sequences=3)
+    under_test = engine(limits())
+    under_test.send(Submit(request))
+    under_test.run()
+    texts = [tokenizer().decode(under_test.log.tokens("a", i)) for i in range(3)]
+    assert all(re.fullmatch(PATTERN, text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+def test_a_pause_changes_no_token() -> None:
+    request = requests(2)[1]
+    under_test = engine(limits())
+    under_test.send(Submit(request))
+    under_test.step(3)
+    under_test.send(Pause(request.request_id))
+    under_test.run()
+    under_test.send(Resume(request.request_id))
+    under_test.run()
+    assert under_test.log.tokens(request.request_id) == alone(request)
+
+
+def test_a_cancel_in_flight_ends_it_once() -> None:
+    by_pattern = compiler().compile(regex("a{1000}", "regex"))
+    under_test = engine(limits())
+    under_test.send(Submit(constrained("a", by_pattern)), Submit(constrained("b", by_pattern)))
+    under_test.step(4)
+    under_test.send(Cancel("a", FinishReason.CANCELLED))
+    under_test.run()
+    assert under_test.log.terminal("a").finish_reason is FinishReason.CANCELLED
+    assert set(tokenizer().decode(under_test.log.tokens("b"))) == {"a"}
+
+
+@pytest.mark.parametrize("how", ["raises", "fails"])
+def test_a_faulty_neighbour_changes_no_token(how: str, steps_in_flight: int) -> None:
+    runner_limits = replace(limits(), max_in_flight=steps_in_flight)
+    error = {GUILTY: RuntimeError("broken")} if how == "raises" else {}
+    runner = FaultyRunner(runner_limits, FakeClock(), error, frozenset({GUILTY}) if how == "fails" else frozenset())
+    under_test = engine(runner_limits, runner)
+    crowd = requests(4)
+    under_test.send(*map(Submit, crowd[:3]), Submit(make_request("guilty", prompt_ids=(5, GUILTY, 6))))
+    under_test.step(2)
+    under_test.send(Submit(crowd[3]))
+    under_test.run()
+    assert under_test.log.terminal("guilty").finish_reason is FinishReason.ERROR
+    for request in crowd:
+        assert under_test.log.tokens(request.request_id) == alone(request)
+
+
+def test_a_grammar_that_fails_ends_its_sequence_alone() -> None:
+    state_fails = compiler().compile(json_schema({"type": "string"}, "schema"))
+
+    class Failing:
+        def start(self) -> object:
+            state = state_fails.start()
+            state.accept(0)  # no string begins so: a fault
+            return state
+
+    under_test = engine(limits())
+    crowd = requests(4)
+    under_test.send(*map(Submit, crowd), Submit(constrained("failing", Failing())))  # type: ignore[arg-type]
+    under_test.run()
+    terminal = under_test.log.terminal("failing")
+    assert (terminal.finish_reason, terminal.usage and terminal.usage.num_completion_tokens) == (FinishReason.ERROR, 0)
+    for request in crowd:
+        assert under_test.log.tokens(request.request_id) == alone(request)
