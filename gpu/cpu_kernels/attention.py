@@ -26,7 +26,7 @@ from core.config import BLOCK_SIZE
 from gpu.attention import RaggedRows
 from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
 from gpu.cpu_kernels.matmul import PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
-from gpu.cpu_kernels.team import Kernel
+from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     add,
     clear_outside,
@@ -380,28 +380,25 @@ class Arguments(ctypes.Structure):
     """Of attend_pieces. Addresses are of first elements."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "next_piece",  # 0
-                "pieces",  # PIECE [num_pieces], the longest first
-                "num_pieces",
-                "query",  # bf16 [tokens, heads, head_dim]
-                "query_stride",  # bytes from token to token
-                "keys",  # bf16 [blocks * 16, kv_heads, head_dim]
-                "values",
-                "tables",  # int64 [rows, table_width]
-                "table_width",
-                "window",  # the latest tokens that a token sees, itself among them
-                "out",  # bf16 [tokens, heads * head_dim]
-                "num_kv_heads",
-                "per_kv",
-                "head_dim",
-                "most_rows",  # query heads of one KV head in a piece
-                "most_heads",  # KV heads of a piece
-                "found",  # [units, kv_heads] x _head_bytes of one token, where splits are pieces
-                "counts",  # int64 [units, kv_heads], there: how many of a row's splits have ended, 0 at first
-            )
+        *integers(
+            "next_piece",  # 0
+            "pieces",  # PIECE [num_pieces], the longest first
+            "num_pieces",
+            "query",  # bf16 [tokens, heads, head_dim]
+            "query_stride",  # bytes from token to token
+            "keys",  # bf16 [blocks * 16, kv_heads, head_dim]
+            "values",
+            "tables",  # int64 [rows, table_width]
+            "table_width",
+            "window",  # the latest tokens that a token sees, itself among them
+            "out",  # bf16 [tokens, heads * head_dim]
+            "num_kv_heads",
+            "per_kv",
+            "head_dim",
+            "most_rows",  # query heads of one KV head in a piece
+            "most_heads",  # KV heads of a piece
+            "found",  # [units, kv_heads] x _head_bytes of one token, where splits are pieces
+            "counts",  # int64 [units, kv_heads], there: how many of a row's splits have ended, 0 at first
         ),
         ("scale", ctypes.c_float),  # of scores, log2(e) included
     )
