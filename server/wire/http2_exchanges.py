@@ -19,7 +19,7 @@ from functools import partial
 
 from core.errors import ErrorKind, ServiceError
 from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
-from server.wire.http2 import PIECE_BYTES, Http2Protocol
+from server.wire.http2 import PIECE_BYTES, Http2Protocol, Http2Stream
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
@@ -45,21 +45,6 @@ _ENDED_UNSENT_BYTES = 256 * 1024  # of answers that are complete: beyond it, no 
 _CONTINUE = ResponseHead(100, ())
 
 
-class _Exchange:
-    """One stream, as long as its handler may write to it.
-
-    Attributes:
-        num_unread: bytes of its body, not acknowledged; num_shut: acknowledged for the connection alone.
-    """
-
-    __slots__ = ("num_shut", "num_unread", "stream", "stream_id")
-
-    def __init__(self, stream: HttpStream) -> None:
-        self.stream = stream
-        self.stream_id = stream.request.stream_id
-        self.num_unread = self.num_shut = 0
-
-
 class Http2Exchanges(Exchanges):
     """The exchanges of one connection that speaks HTTP/2."""
 
@@ -69,9 +54,10 @@ class Http2Exchanges(Exchanges):
         limits = context.limits
         self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
-        self._exchanges: dict[int, _Exchange] = {}
+        self._exchanges: dict[int, HttpStream] = {}  # as long as their handlers may write to them
         self._room = BodyRoom(limits.buffered_body_bytes, context.bodies)
-        self._awaited: dict[_Exchange, IncomingBody] = {}  # whose handlers wait for their bodies
+        self._awaited: dict[int, IncomingBody] = {}  # by stream, whose handlers wait for their bodies
+        self._aside: set[int] = set()  # of these, the streams whose windows are kept shut
         # Streams that the peer's windows, or other streams, held back -> since when they have to get rid of what is
         # enough, oldest first, and how much of them had been sent then
         self._held_back: OrderedDict[int, tuple[float, int]] = OrderedDict()
@@ -105,7 +91,7 @@ class Http2Exchanges(Exchanges):
     def adopt(self, stream: HttpStream) -> None:
         """Answer what came by HTTP/1.1, complete, and has no answer yet."""
         self._protocol.adopt(stream.request)
-        self._exchanges[stream.request.stream_id] = _Exchange(stream)
+        self._exchanges[stream.request.stream_id] = stream
         stream.move_to(self)
         self._mark_dirty()
 
@@ -141,9 +127,9 @@ class Http2Exchanges(Exchanges):
 
     def set_blocked(self, is_blocked: bool) -> None:
         """While the transport takes nothing, its own clock runs, and those of the streams stand still."""
-        for exchange in tuple(self._exchanges.values()):
-            if is_blocked or exchange.stream.request.stream_id not in self._over:
-                self._set_blocked(exchange.stream, is_blocked)
+        for stream_id, stream in tuple(self._exchanges.items()):
+            if is_blocked or stream_id not in self._over:
+                self._set_blocked(stream, is_blocked)
         if is_blocked:
             self._blocked_since = self._loop.time()
         else:
@@ -174,19 +160,17 @@ class Http2Exchanges(Exchanges):
 
     def _drop(self, stream_id: int) -> None:
         """The stream has no peer any more: tell its handler, or cancel it."""
-        exchange = self._exchanges.get(stream_id)
-        if exchange is not None:
+        stream = self._exchanges.get(stream_id)
+        if stream is not None:
             try:
                 self._forget(stream_id)
             finally:
-                exchange.stream.disconnect()
+                stream.disconnect()
 
     def _forget(self, stream_id: int) -> None:
-        exchange = self._exchanges.pop(stream_id)
-        self._end_body(exchange)
-        if exchange.num_shut:  # its stream is not ours any more: the peer may send what it likes on it
-            self._protocol.reopen(stream_id, exchange.num_shut)
-        self._acknowledge(exchange)
+        del self._exchanges[stream_id]
+        self._end_body(stream_id)
+        self._protocol.acknowledge(stream_id)  # nobody reads it: what still comes is thrown away
         if not self._exchanges:
             self._idle_since = self._loop.time()
             self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
@@ -200,14 +184,13 @@ class Http2Exchanges(Exchanges):
             elif type(event) is BodyChunk:
                 self._take_body(event)
             elif type(event) is BodyEnd:
-                exchange = self._exchanges.get(event.stream_id)
-                if exchange is not None:
-                    self._end_body(exchange)
-                    exchange.stream.complete_body()
+                stream = self._exchanges.get(event.stream_id)
+                if stream is not None:
+                    self._end_body(event.stream_id)
+                    stream.complete_body()
             elif type(event) is StreamReset:
                 if event.refused_with is not None:
-                    exchange = self._exchanges.get(event.stream_id)
-                    self._tell_refusal(event.refused_with, None if exchange is None else exchange.stream)
+                    self._tell_refusal(event.refused_with, self._exchanges.get(event.stream_id))
                 self._held_back.pop(event.stream_id, None)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
@@ -217,7 +200,7 @@ class Http2Exchanges(Exchanges):
 
     def _start_stream(self, request: HttpRequest) -> None:
         stream = HttpStream(request, self, self._received_s)
-        self._exchanges[request.stream_id] = _Exchange(stream)
+        self._exchanges[request.stream_id] = stream
         self._connection.serve(stream, self._wait_turn)
         if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
             self.drain()
@@ -243,51 +226,42 @@ class Http2Exchanges(Exchanges):
                 turn.set_result(None)
 
     def _take_body(self, event: BodyChunk) -> None:
-        exchange = self._exchanges.get(event.stream_id)
-        if exchange is None:
-            self._protocol.acknowledge(event.stream_id, len(event.data))
+        stream_id = event.stream_id
+        stream, body = self._exchanges.get(stream_id), self._awaited.get(stream_id)
+        if stream is None:
+            self._protocol.acknowledge(stream_id)
             return
-        stream, body = exchange.stream, self._awaited.get(exchange)
         stream.receive_body(event.data)
-        exchange.num_unread += len(event.data)
         if body is not None:
             body.receive(len(event.data), self._loop.time())
             if stream.is_reading_body:
                 self._room.add(body, len(event.data))
-                self._let_go_on(exchange, body)
+                self._let_go_on(stream_id, body)
 
-    def _let_go_on(self, exchange: _Exchange, body: IncomingBody) -> None:
+    def _let_go_on(self, stream_id: int, body: IncomingBody) -> None:
         """Let the peer send as much again as it has sent, as far as there is room for it."""
         if self._room.may_grow(body):
-            if exchange.num_shut:
-                self._protocol.reopen(exchange.stream_id, exchange.num_shut)
-                exchange.num_shut = 0
-            self._acknowledge(exchange)
-        elif exchange.num_unread and not self._room.is_shut:
-            self._protocol.acknowledge_aside(exchange.num_unread)
-            exchange.num_shut += exchange.num_unread
-            exchange.num_unread = 0
-
-    def _acknowledge(self, exchange: _Exchange) -> None:
-        if exchange.num_unread:
-            self._protocol.acknowledge(exchange.stream_id, exchange.num_unread)
-            exchange.num_unread = 0
+            self._aside.discard(stream_id)
+            self._protocol.acknowledge(stream_id)
+        elif not self._room.is_shut and self._protocol.acknowledge_aside(stream_id):
+            self._aside.add(stream_id)
 
     def _on_room(self) -> None:
         """For those that had to wait for it, the clock begins again."""
-        for exchange, body in self._awaited.items():
-            if not self._protocol.may_send(exchange.stream_id):
+        for stream_id, body in self._awaited.items():
+            if not self._protocol.may_send(stream_id):
                 body.restart(self._loop.time())
-        for exchange, body in self._awaited.items():
-            if exchange.stream.is_reading_body:
-                self._let_go_on(exchange, body)
+        for stream_id, body in self._awaited.items():
+            if self._exchanges[stream_id].is_reading_body:
+                self._let_go_on(stream_id, body)
         self._on_changed()
 
-    def _end_body(self, exchange: _Exchange) -> None:
+    def _end_body(self, stream_id: int) -> None:
         """It is complete, or nobody waits for it any more."""
-        body = self._awaited.pop(exchange, None)
+        body = self._awaited.pop(stream_id, None)
         if body is not None:
-            self._acknowledge(exchange)
+            self._aside.discard(stream_id)
+            self._protocol.acknowledge(stream_id)
             self._room.close(body)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
@@ -317,18 +291,17 @@ class Http2Exchanges(Exchanges):
     # What the stream asks (StreamCarrier).
 
     def start_body(self, stream: HttpStream) -> None:
-        exchange = self._exchanges[stream.request.stream_id]
         if stream.body_is_complete:
             return
-        has_begun = exchange.num_unread > 0 or stream.num_body_bytes > 0
+        stream_id, num_bytes = stream.request.stream_id, stream.num_body_bytes
         body = IncomingBody(stream.body_client, self._on_room, self.break_down, self._limits, self._loop.time())
-        self._awaited[exchange] = body
+        self._awaited[stream_id] = body
         self._room.open(body)
-        if exchange.num_unread:
-            self._room.add(body, exchange.num_unread)
-            self._let_go_on(exchange, body)
-        if stream.request.expects_continue and not has_begun:
-            self._responses.send_head(stream.request.stream_id, _CONTINUE)
+        if num_bytes:
+            self._room.add(body, num_bytes)
+            self._let_go_on(stream_id, body)
+        elif stream.request.expects_continue:
+            self._responses.send_head(stream_id, _CONTINUE)
         self._on_changed()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
@@ -430,21 +403,21 @@ class Http2Exchanges(Exchanges):
         elif has_more:
             self._mark_dirty()
 
-    def _watch_progress(self, sent: Sequence[int], held: Sequence[int]) -> None:
+    def _watch_progress(self, sent: Sequence[Http2Stream], held: Sequence[Http2Stream]) -> None:
         """Some streams have sent what they could, and others nothing."""
         now = self._idle_since = self._loop.time()  # at the earliest: the peer has something to read
-        responses, held_back = self._responses, self._held_back
-        for stream_id in sent:
-            if not responses.num_unsent(stream_id):
-                held_back.pop(stream_id, None)
+        held_back = self._held_back
+        for stream in sent:
+            if not stream.data:
+                held_back.pop(stream.id, None)
                 continue
-            num_sent = responses.num_partly_sent(stream_id)
-            _, num_before = held_back.setdefault(stream_id, (now, num_sent))
+            num_sent = stream.num_partly_sent
+            _, num_before = held_back.setdefault(stream.id, (now, num_sent))
             if num_sent - num_before >= self._limits.stall_s * self._limits.stall_bytes_per_s:
-                held_back[stream_id] = (now, num_sent)
-                held_back.move_to_end(stream_id)
-        for stream_id in held:
-            held_back.setdefault(stream_id, (now, responses.num_partly_sent(stream_id)))
+                held_back[stream.id] = (now, num_sent)
+                held_back.move_to_end(stream.id)
+        for stream in held:
+            held_back.setdefault(stream.id, (now, stream.num_partly_sent))
 
     def _judge_shares(self) -> None:
         """Block the streams that have more than their share unsent, and let go of those that have got rid of it."""
@@ -452,14 +425,14 @@ class Http2Exchanges(Exchanges):
         high = max(_LEAST_UNSENT_BYTES, min(self._limits.unsent_bytes, share))
         for stream_id in tuple(self._over):
             num_unsent = self._responses.num_unsent(stream_id)
-            exchange = self._exchanges.get(stream_id)
-            if exchange is None:
+            stream = self._exchanges.get(stream_id)
+            if stream is None:
                 self._over.discard(stream_id)
                 continue
-            is_over = num_unsent > (high // 4 if exchange.stream.is_blocked else high)
+            is_over = num_unsent > (high // 4 if stream.is_blocked else high)
             if not is_over and num_unsent <= _LEAST_UNSENT_BYTES:
                 self._over.discard(stream_id)
-            self._set_blocked(exchange.stream, is_over or self._connection.is_writing_paused)
+            self._set_blocked(stream, is_over or self._connection.is_writing_paused)
 
     # The end, and the clocks.
 
@@ -497,9 +470,10 @@ class Http2Exchanges(Exchanges):
             yield self._idle_since + limits.idle_s, self.drain
         if self._awaited:
             is_shut = self._room.is_shut
-            for exchange, body in self._awaited.items():
-                if not (exchange.num_shut or is_shut) or self._protocol.may_send(exchange.stream_id):
-                    yield body.due, partial(self._fail_body, exchange)  # the others wait for us
+            for stream_id, body in self._awaited.items():
+                waits_for_us = is_shut or stream_id in self._aside
+                if not waits_for_us or self._protocol.may_send(stream_id):
+                    yield body.due, partial(self._fail_body, stream_id)
         if self._early:
             stream_id, since = next(iter(self._early.items()))
             yield since + limits.linger_s, partial(self._break_off_early, stream_id)
@@ -518,9 +492,10 @@ class Http2Exchanges(Exchanges):
         self._drain_due = None
         self._protocol.finish_drain()
 
-    def _fail_body(self, exchange: _Exchange) -> None:
-        self._end_body(exchange)
-        exchange.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
+    def _fail_body(self, stream_id: int) -> None:
+        self._end_body(stream_id)
+        error = ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout")
+        self._exchanges[stream_id].fail_body(error)
 
     def _break_off_early(self, stream_id: int) -> None:
         del self._early[stream_id]
