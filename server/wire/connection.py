@@ -22,7 +22,13 @@ from typing import Concatenate, ParamSpec, Protocol, cast
 from server.clock import DeadlineTimer
 from server.wire.limits import ConnectionLimits
 from server.wire.messages import Headers, Http2ErrorCode, Peer
-from server.wire.stream import BodyRoom, ClientDisconnected, HttpStream
+from server.wire.stream import (
+    BodyRoom,
+    ClientDisconnected,
+    HttpStream,
+    IncomingBody,
+    WrittenCallback,
+)
 from server.wire.tls import client_certificate
 
 logger = logging.getLogger(__name__)
@@ -142,20 +148,28 @@ class ConnectionContext:
 
 
 class Exchanges(ABC):
-    """The requests and responses of one connection, in one protocol; what their streams are written to (StreamCarrier).
+    """The requests and responses of one connection, in one protocol; a StreamCarrier to its streams.
 
-    The connection has the transport, its end and its clock; the exchanges have the protocol, the streams and their
+    The connection owns the transport, its end and its clock; the exchanges own the protocol, the streams and their
     rules.
     """
 
-    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+    def __init__(self, connection: "Connection", context: ConnectionContext, room: BodyRoom) -> None:
+        """
+        Args:
+            room: for the bodies of its requests.
+        """
         self._connection = connection
+        self._out = connection.out
         self._context = context
         self._limits = context.limits
         self._loop = context.loop
         self._clock = context.clock
         self._batch = context.batch
+        self._room = room
         self._received_s = 0.0  # the first byte of the request whose head is read
+        self._is_dirty = False  # flush() is going to be called
+        self._on_written: list[tuple[int, WrittenCallback]] = []  # by stream
 
     @property
     def peer(self) -> Peer:
@@ -164,12 +178,12 @@ class Exchanges(ABC):
     @property
     @abstractmethod
     def has_streams(self) -> bool:
-        """Somebody would miss the peer."""
+        """A handler would miss the peer."""
 
     @property
     @abstractmethod
     def has_more(self) -> bool:
-        """Of what was received, some is left for the loop's next turn: receive(b"") goes on."""
+        """Some received bytes are left for the loop's next turn: receive(b"") goes on."""
 
     @property
     @abstractmethod
@@ -185,19 +199,19 @@ class Exchanges(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Write what there is, at once."""
+        """Write now what there is."""
 
     @abstractmethod
     def end_of_peer(self) -> None:
-        """There is nobody to answer any more: tell the streams, or cancel their handlers. Idempotent."""
+        """The peer has gone: tell the streams, or cancel their handlers. Idempotent."""
 
     @abstractmethod
     def close_after_answer(self) -> None:
-        """Take one more request, and what is on its way when the peer hears of the end."""
+        """Take one more request, and those on their way when the peer hears of the end."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Take no further request; close when those under way are answered."""
+        """Take no further request; close when those in progress are answered."""
 
     @abstractmethod
     def next_due(self) -> float | None:
@@ -208,11 +222,47 @@ class Exchanges(ABC):
 
     @abstractmethod
     def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
-        """The stream's handler is done, or was cancelled by nobody here, and has left the response open."""
+        """The stream's handler has returned, or was cancelled by someone else, and has left the response open."""
+
+    @abstractmethod
+    def _is_written(self, stream_id: int) -> bool:
+        """After a flush: nothing that was sent of the stream waits here, or its peer has gone."""
 
     def break_down(self) -> None:
         """A fault of ours is being handled: it costs this connection alone."""
         self._connection.break_down()
+
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
+        self._on_written.append((stream.request.stream_id, callback))
+        if not self._is_dirty:  # no flush need come
+            self._tell_written()
+
+    def _tell_written(self) -> None:
+        waiting, self._on_written = self._on_written, []
+        written: list[WrittenCallback] = []
+        for stream_id, callback in waiting:
+            if self._is_written(stream_id):
+                written.append(callback)
+            else:
+                self._on_written.append((stream_id, callback))
+        now_s = self._clock() if written else 0.0
+        for callback in written:
+            try:
+                callback(now_s)
+            except Exception:  # the others are told all the same
+                logger.exception("an answer is written, and cannot be accounted for")
+
+    def _flush_soon(self) -> None:
+        """To be called where it is not dirty."""
+        self._is_dirty = True
+        self._batch.add(self)
+
+    def _begin_body(self, stream: HttpStream, on_room: Callable[[], None]) -> IncomingBody:
+        """The stream's handler waits for its body from now on."""
+        body = IncomingBody(stream.body_client, on_room, self.break_down, self._limits, self._loop.time())
+        self._room.open(body)
+        self._room.add(body, stream.num_body_bytes)
+        return body
 
 
 class _Closing(enum.Enum):

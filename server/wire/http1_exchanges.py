@@ -27,7 +27,7 @@ from server.wire.messages import (
     TextFrame,
     TextWriter,
 )
-from server.wire.stream import HttpStream, IncomingBody, WrittenCallback, tell_written
+from server.wire.stream import HttpStream, IncomingBody
 
 PLAIN_ON_TLS = "This port speaks TLS, and the request came in the clear. Ask by https."
 
@@ -41,19 +41,15 @@ class Http1Exchanges(Exchanges):
     """The exchanges of one connection that speaks HTTP/1.1."""
 
     def __init__(self, connection: Connection, context: ConnectionContext) -> None:
-        super().__init__(connection, context)
-        self._out = connection.out
+        super().__init__(connection, context, context.bodies)
         self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
         self._stream: HttpStream | None = None
         self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
-        self._is_dirty = False
-        self._room = context.bodies
         self._body: IncomingBody | None = None  # while the handler waits for it
         self._exchange_is_over = False  # and the next one has not begun
         self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
         self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
-        self._on_written: list[WrittenCallback] = []  # to be called after the next flush
 
     @property
     def has_streams(self) -> bool:
@@ -208,10 +204,7 @@ class Http1Exchanges(Exchanges):
 
     def start_body(self, stream: HttpStream) -> None:
         if not self._protocol.has_read_request:
-            now = self._loop.time()
-            self._body = IncomingBody(stream.body_client, self._let_body_on, self.break_down, self._limits, now)
-            self._room.open(self._body)
-            self._room.add(self._body, stream.num_body_bytes)
+            self._body = self._begin_body(stream, self._let_body_on)
             # RFC 9110 §10.1.1: 100 may be left out once content has come
             if stream.request.expects_continue and not stream.num_body_bytes:
                 self._append(CONTINUE)
@@ -221,10 +214,7 @@ class Http1Exchanges(Exchanges):
         self._append(self._protocol.send_head(head))
 
     def write_data(self, stream: HttpStream, data: bytes) -> None:
-        self._out.append(self._protocol.send_data(data))
-        if not self._is_dirty:
-            self._is_dirty = True
-            self._batch.add(self)
+        self._append(self._protocol.send_data(data))
 
     def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
         if not self._protocol.is_sending_chunks:
@@ -257,18 +247,10 @@ class Http1Exchanges(Exchanges):
     def _append(self, data: bytes) -> None:
         self._out.append(data)
         if not self._is_dirty:
-            self._is_dirty = True
-            self._batch.add(self)
+            self._flush_soon()
 
-    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
-        self._on_written.append(callback)
-        if not self._is_dirty:  # no flush need come
-            self._tell_written()
-
-    def _tell_written(self) -> None:
-        if self._on_written:
-            callbacks, self._on_written = self._on_written, []
-            tell_written(callbacks, self._clock())
+    def _is_written(self, stream_id: int) -> bool:
+        return True
 
     def flush(self) -> None:
         """Write what has been sent, at once. Then the next request, or the end."""

@@ -34,7 +34,7 @@ from server.wire.messages import (
     TextFrame,
     TextWriter,
 )
-from server.wire.stream import BodyRoom, HttpStream, IncomingBody, WrittenCallback, tell_written
+from server.wire.stream import BodyRoom, HttpStream, IncomingBody
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +50,17 @@ class Http2Exchanges(Exchanges):
 
     def __init__(self, connection: Connection, context: ConnectionContext, upgrade: bytes | None = None) -> None:
         """Raises what Http2Protocol does."""
-        super().__init__(connection, context)
         limits = context.limits
+        super().__init__(connection, context, BodyRoom(limits.buffered_body_bytes, context.bodies))
         self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
         self._exchanges: dict[int, HttpStream] = {}  # as long as their handlers may write to them
-        self._room = BodyRoom(limits.buffered_body_bytes, context.bodies)
         self._awaited: dict[int, IncomingBody] = {}  # by stream, whose handlers wait for their bodies
         self._aside: set[int] = set()  # of these, the streams whose windows are kept shut
         # Streams that the peer's windows, or other streams, held back -> since when they have to get rid of what is
         # enough, oldest first, and how much of them had been sent then
         self._held_back: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._early: dict[int, float] = {}  # streams whose answers came before their requests' end -> since when
-        self._awaits_flush = False
         self._blocked_since = 0.0
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
         self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
@@ -70,7 +68,6 @@ class Http2Exchanges(Exchanges):
         self._pending_head: int | None = 0
         self._head_since = self._idle_since = context.loop.time()
         self._has_peer = True
-        self._on_written: list[tuple[int, WrittenCallback]] = []  # once nothing of the stream is unsent
         self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
         self._is_draining = False
         self._closes_after_answer = False
@@ -111,7 +108,8 @@ class Http2Exchanges(Exchanges):
         if protocol.pending_head != self._pending_head:
             self._pending_head = protocol.pending_head
             self._head_since = now
-        self._give_turns()
+        if self._turns:
+            self._give_turns()
         self._mark_dirty()
 
     def _abort(self) -> None:
@@ -121,7 +119,7 @@ class Http2Exchanges(Exchanges):
     def _end(self) -> None:
         """The protocol's GOAWAY is the last that is written."""
         self.end_of_peer()
-        self._connection.out += self._protocol.take_control()
+        self._out += self._protocol.take_control()
         self._connection.end_after_output()
         self._mark_dirty()
 
@@ -218,7 +216,7 @@ class Http2Exchanges(Exchanges):
         return self._num_ended > _ENDED_UNSENT_BYTES
 
     def _give_turns(self) -> None:
-        if not self._turns or self._has_too_many_answers():
+        if self._has_too_many_answers():
             return
         turns, self._turns = self._turns, []
         for turn in turns:
@@ -294,11 +292,8 @@ class Http2Exchanges(Exchanges):
         if stream.body_is_complete:
             return
         stream_id, num_bytes = stream.request.stream_id, stream.num_body_bytes
-        body = IncomingBody(stream.body_client, self._on_room, self.break_down, self._limits, self._loop.time())
-        self._awaited[stream_id] = body
-        self._room.open(body)
+        body = self._awaited[stream_id] = self._begin_body(stream, self._on_room)
         if num_bytes:
-            self._room.add(body, num_bytes)
             self._let_go_on(stream_id, body)
         elif stream.request.expects_continue:
             self._responses.send_head(stream_id, _CONTINUE)
@@ -331,23 +326,8 @@ class Http2Exchanges(Exchanges):
         self._forget(stream.request.stream_id)
         self._mark_dirty()
 
-    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
-        self._on_written.append((stream.request.stream_id, callback))
-        if not self._awaits_flush:  # no flush need come
-            self._tell_written()
-
-    def _tell_written(self) -> None:
-        if not self._on_written:
-            return
-        waiting, self._on_written = self._on_written, []
-        callbacks = []
-        for stream_id, callback in waiting:
-            if not self._has_peer or self._responses.is_written(stream_id):
-                callbacks.append(callback)
-            else:
-                self._on_written.append((stream_id, callback))
-        if callbacks:
-            tell_written(callbacks, self._clock())
+    def _is_written(self, stream_id: int) -> bool:
+        return not self._has_peer or self._responses.is_written(stream_id)
 
     def _on_changed(self) -> None:
         """There may be something to write, and other clocks."""
@@ -355,21 +335,20 @@ class Http2Exchanges(Exchanges):
         self._connection.adjust()
 
     def _mark_dirty(self) -> None:
-        if not self._awaits_flush and (self._protocol.has_output or self._connection.out):
-            self._call_flush()
+        if not self._is_dirty and (self._protocol.has_output or self._out):
+            self._flush_soon()
 
     def _call_flush(self) -> bool:
         """False: it will write none of the bodies."""
-        if not self._awaits_flush:
-            self._awaits_flush = True
-            self._batch.add(self)
+        if not self._is_dirty:
+            self._flush_soon()
         return not self._connection.is_writing_paused
 
     def flush(self) -> None:
         """Write what has been sent and what the windows let through, at once."""
-        self._awaits_flush = False
+        self._is_dirty = False
         connection, protocol = self._connection, self._protocol
-        out = connection.out
+        out = self._out
         if not connection.takes_output:
             out.clear()
             self._tell_written()
@@ -383,10 +362,10 @@ class Http2Exchanges(Exchanges):
             if self._held_back or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
                 connection.adjust()
-            early = [stream.id for stream in output.ended if not stream.has_read_request]
-            if early:
-                self._early.update(dict.fromkeys(early, self._loop.time()))
-                connection.adjust()
+            for stream in output.ended:
+                if not stream.has_read_request:
+                    self._early[stream.id] = self._loop.time()
+                    connection.adjust()
         connection.write_out()
         if self._on_written:
             self._tell_written()
@@ -397,7 +376,8 @@ class Http2Exchanges(Exchanges):
             connection.adjust()  # holds_enough may be true by now
         if self._over:
             self._judge_shares()
-        self._give_turns()
+        if self._turns:
+            self._give_turns()
         if protocol.has_drained and connection.is_open:
             connection.linger()
         elif has_more:

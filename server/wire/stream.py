@@ -11,7 +11,7 @@ and little more than twice the room is held. It stops nobody from reading: conne
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -277,15 +277,6 @@ class HttpStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def tell_written(callbacks: Sequence[WrittenCallback], now_s: float) -> None:
-    """Call each, whatever the others raise."""
-    for callback in callbacks:
-        try:
-            callback(now_s)
-        except Exception:  # it was told too late for the answer: there is nobody to tell of it
-            logger.exception("an answer is written, and cannot be accounted for")
 
 
 def content_headers(body: bytes, media_type: bytes = JSON_TYPE) -> Headers:
