@@ -1,14 +1,14 @@
 """HTTP/2 on a connection: many exchanges at once. Thread: loop.
 
-Decisions a reader may look for:
-- A stream is blocked while more of it is unsent than its share (the peer's windows are shut), or while the transport
-  takes nothing; the other streams go on. One that gets rid of too little in stall_s is reset.
-- What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
-  is read, too much at once shuts the streams' windows, all but the oldest's (BodyRoom); the connection's stays open for
-  that one, unless those that the server lets go on are on other connections.
-- A request that is answered before its end may go on coming for linger_s, and is thrown away: clients that send read
-  the answer when they are done.
-- The client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
+Decisions:
+- A stream is blocked while it has more than its share unsent (the peer's windows are shut), or while the transport's
+  buffer is full; the other streams go on. A stream whose peer reads too little in stall_s is reset.
+- A body that its handler does not read is not acknowledged: the peer's windows shut, and nothing else holds it back. Of
+  bodies that are read, too much at once (BodyRoom) shuts the streams' windows, but not the oldest's; the connection's
+  window stays open for that one, unless the bodies that may go on belong to other connections.
+- A request that is answered before its end may go on for linger_s, and its bytes are dropped: clients that are sending
+  read the answer when they are done.
+- A client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _FLUSH_BYTES = 64 * 1024  # of bodies, in one write
 _UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
 _LEAST_UNSENT_BYTES = PIECE_BYTES
-_ENDED_UNSENT_BYTES = 256 * 1024  # of answers that are complete: beyond it, no further handler begins
+_ENDED_UNSENT_BYTES = 256 * 1024  # of complete answers: beyond it, no further handler begins
 _CONTINUE = ResponseHead(100, ())
 
 
@@ -54,21 +54,21 @@ class Http2Exchanges(Exchanges):
         super().__init__(connection, context, BodyRoom(limits.buffered_body_bytes, context.bodies))
         self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
-        self._exchanges: dict[int, HttpStream] = {}  # as long as their handlers may write to them
-        self._awaited: dict[int, IncomingBody] = {}  # by stream, whose handlers wait for their bodies
+        self._exchanges: dict[int, HttpStream] = {}  # by stream id, while their handlers may write to them
+        self._awaited: dict[int, IncomingBody] = {}  # by stream id: bodies that handlers wait for
         self._aside: set[int] = set()  # of these, the streams whose windows are kept shut
-        # Streams that the peer's windows, or other streams, held back -> since when they have to get rid of what is
-        # enough, oldest first, and how much of them had been sent then
+        # Streams with bytes that wait for a window, or for other streams -> since when the peer has had to take enough,
+        # oldest first, and how much had been sent then
         self._held_back: OrderedDict[int, tuple[float, int]] = OrderedDict()
-        self._early: dict[int, float] = {}  # streams whose answers came before their requests' end -> since when
+        self._early: dict[int, float] = {}  # streams that were answered before their requests' end -> since when
         self._blocked_since = 0.0
-        self._over: set[int] = set()  # streams that have, or had, more unsent than their share
-        self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
-        self._turns: list[asyncio.Future[None]] = []  # handlers that have not begun
+        self._over: set[int] = set()  # streams that have, or had, more than their share unsent
+        self._num_ended = 0  # bytes of complete answers; may count some that have been sent since
+        self._turns: list[asyncio.Future[None]] = []  # of handlers that wait to begin
         self._pending_head: int | None = 0
         self._head_since = self._idle_since = context.loop.time()
         self._has_peer = True
-        self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
+        self._drain_due: float | None = None  # when the second GOAWAY is sent, whether the peer has answered or not
         self._is_draining = False
         self._closes_after_answer = False
 
@@ -82,11 +82,11 @@ class Http2Exchanges(Exchanges):
 
     @property
     def holds_enough(self) -> bool:
-        """The peer does not read what its frames make us send."""
+        """The peer does not read the answers to its control frames."""
         return self._connection.is_writing_paused and self._connection.num_unwritten > self._limits.control_bytes
 
     def adopt(self, stream: HttpStream) -> None:
-        """Answer what came by HTTP/1.1, complete, and has no answer yet."""
+        """Answer a complete request that came by HTTP/1.1, and has no answer yet."""
         self._protocol.adopt(stream.request)
         self._exchanges[stream.request.stream_id] = stream
         stream.move_to(self)
@@ -99,7 +99,7 @@ class Http2Exchanges(Exchanges):
             self._received_s = self._clock()
         self._handle_events(protocol.receive(data, now))
         if protocol.has_failed:
-            self._tell_refusal(protocol.failed_with, None)
+            self._log_refusal(protocol.failed_with, None)
             self._end()
             return
         if protocol.has_peer_left:
@@ -117,14 +117,14 @@ class Http2Exchanges(Exchanges):
         self.end_of_peer()
 
     def _end(self) -> None:
-        """The protocol's GOAWAY is the last that is written."""
+        """The protocol's GOAWAY is the last to be written."""
         self.end_of_peer()
         self._out += self._protocol.take_control()
         self._connection.end_after_output()
         self._mark_dirty()
 
     def set_blocked(self, is_blocked: bool) -> None:
-        """While the transport takes nothing, its own clock runs, and those of the streams stand still."""
+        """While the transport is full, the connection has a clock of its own, and the streams' stand still."""
         for stream_id, stream in tuple(self._exchanges.items()):
             if is_blocked or stream_id not in self._over:
                 self._set_blocked(stream, is_blocked)
@@ -138,10 +138,9 @@ class Http2Exchanges(Exchanges):
             self.flush()
 
     def _set_blocked(self, stream: HttpStream, is_blocked: bool) -> None:
-        """What its handler makes of it is its own, and costs no other stream."""
         try:
             stream.set_blocked(is_blocked)
-        except Exception:
+        except Exception:  # its handler's bug costs no other stream
             logger.exception("a stream cannot be paused or resumed, and is reset")
             self._protocol.reset(stream.request.stream_id, Http2ErrorCode.INTERNAL_ERROR)
             self._mark_dirty()
@@ -157,7 +156,7 @@ class Http2Exchanges(Exchanges):
         self._tell_written()
 
     def _drop(self, stream_id: int) -> None:
-        """The stream has no peer any more: tell its handler, or cancel it."""
+        """The stream has lost its peer: tell its handler, or cancel it."""
         stream = self._exchanges.get(stream_id)
         if stream is not None:
             try:
@@ -168,12 +167,12 @@ class Http2Exchanges(Exchanges):
     def _forget(self, stream_id: int) -> None:
         del self._exchanges[stream_id]
         self._end_body(stream_id)
-        self._protocol.acknowledge(stream_id)  # nobody reads it: what still comes is thrown away
+        self._protocol.acknowledge(stream_id)  # nobody reads it: what still comes is dropped
         if not self._exchanges:
             self._idle_since = self._loop.time()
-            self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
+            self._connection.adjust()  # the idle clock starts even if the peer sends nothing more
 
-    # What the protocol says.
+    # What the protocol reports.
 
     def _handle_events(self, events: list[Event]) -> None:
         for event in events:
@@ -188,7 +187,7 @@ class Http2Exchanges(Exchanges):
                     stream.complete_body()
             elif type(event) is StreamReset:
                 if event.refused_with is not None:
-                    self._tell_refusal(event.refused_with, self._exchanges.get(event.stream_id))
+                    self._log_refusal(event.refused_with, self._exchanges.get(event.stream_id))
                 self._held_back.pop(event.stream_id, None)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
@@ -204,7 +203,7 @@ class Http2Exchanges(Exchanges):
             self.drain()
 
     async def _wait_turn(self) -> None:
-        """Answers wait for the peer's windows: whoever does not read them gets no more of them made."""
+        """A peer that keeps its windows shut gets no more answers made than _ENDED_UNSENT_BYTES."""
         while self._turns or self._has_too_many_answers():
             turn = self._loop.create_future()
             self._turns.append(turn)
@@ -237,7 +236,7 @@ class Http2Exchanges(Exchanges):
                 self._let_go_on(stream_id, body)
 
     def _let_go_on(self, stream_id: int, body: IncomingBody) -> None:
-        """Let the peer send as much again as it has sent, as far as there is room for it."""
+        """Open the windows by what has come, as far as there is room for more."""
         if self._room.may_grow(body):
             self._aside.discard(stream_id)
             self._protocol.acknowledge(stream_id)
@@ -245,7 +244,7 @@ class Http2Exchanges(Exchanges):
             self._aside.add(stream_id)
 
     def _on_room(self) -> None:
-        """For those that had to wait for it, the clock begins again."""
+        """Bodies that had to wait for room may go on; their clocks begin again."""
         for stream_id, body in self._awaited.items():
             if not self._protocol.may_send(stream_id):
                 body.restart(self._loop.time())
@@ -255,7 +254,7 @@ class Http2Exchanges(Exchanges):
         self._on_changed()
 
     def _end_body(self, stream_id: int) -> None:
-        """It is complete, or nobody waits for it any more."""
+        """The body is complete, or its handler no longer waits for it."""
         body = self._awaited.pop(stream_id, None)
         if body is not None:
             self._aside.discard(stream_id)
@@ -264,18 +263,18 @@ class Http2Exchanges(Exchanges):
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         since = self._head_since if stream_id == self._pending_head else self._loop.time()
-        headers, body = self._context.refuse(status, message, self._connection.peer, since, stream, None)
+        headers, body = self._context.refuse(status, message, self.peer, since, stream, None)
         self._responses.send_head(stream_id, ResponseHead(status, headers))
         self._responses.send_data(stream_id, body)
         self._responses.send_end(stream_id)
         self._mark_dirty()
 
-    def _tell_refusal(self, code: Http2ErrorCode, stream: HttpStream | None) -> None:
-        """Of a request, or of a connection, that has RST_STREAM or GOAWAY for its answer: it is accounted for, too."""
+    def _log_refusal(self, code: Http2ErrorCode, stream: HttpStream | None) -> None:
+        """A request, or the connection, is answered by RST_STREAM or GOAWAY alone: it has its access line, too."""
         status = 400
         if code in (Http2ErrorCode.REFUSED_STREAM, Http2ErrorCode.ENHANCE_YOUR_CALM):
             status = 503 if self._is_draining else 429
-        self._context.refuse(status, code.name, self._connection.peer, self._clock(), stream, code)
+        self._context.refuse(status, code.name, self.peer, self._clock(), stream, code)
 
     def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
         stream_id = stream.request.stream_id
@@ -286,14 +285,14 @@ class Http2Exchanges(Exchanges):
             self._answer_error(stream_id, 500, SERVER_FAULT, stream)
         self._drop(stream_id)
 
-    # What the stream asks (StreamCarrier).
+    # StreamCarrier.
 
     def start_body(self, stream: HttpStream) -> None:
         if stream.body_is_complete:
             return
-        stream_id, num_bytes = stream.request.stream_id, stream.num_body_bytes
+        stream_id = stream.request.stream_id
         body = self._awaited[stream_id] = self._begin_body(stream, self._on_room)
-        if num_bytes:
+        if stream.num_body_bytes:
             self._let_go_on(stream_id, body)
         elif stream.request.expects_continue:
             self._responses.send_head(stream_id, _CONTINUE)
@@ -304,7 +303,7 @@ class Http2Exchanges(Exchanges):
             self._responses.send_head(stream.request.stream_id, head)
         except ResponseError:  # nothing of it has been encoded
             raise
-        except Exception:  # what half a head has put into HPACK's table, the peer would never hear
+        except Exception:  # HPACK's table may hold fields that the peer will never receive
             self.break_down()
             raise
         self._mark_dirty()
@@ -319,18 +318,19 @@ class Http2Exchanges(Exchanges):
         return self._responses.text_writer(stream.request.stream_id, frame, stream.send, self._call_flush)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        stream_id = stream.request.stream_id
         if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
             trailers = ()  # RFC 9110 §6.5.1: unless the client is known to take them
-        self._num_ended += self._responses.num_unsent(stream.request.stream_id)
-        self._responses.send_end(stream.request.stream_id, trailers)
-        self._forget(stream.request.stream_id)
+        self._num_ended += self._responses.num_unsent(stream_id)
+        self._responses.send_end(stream_id, trailers)
+        self._forget(stream_id)
         self._mark_dirty()
 
     def _is_written(self, stream_id: int) -> bool:
         return not self._has_peer or self._responses.is_written(stream_id)
 
     def _on_changed(self) -> None:
-        """There may be something to write, and other clocks."""
+        """There may be something to write, and another deadline."""
         self._mark_dirty()
         self._connection.adjust()
 
@@ -339,16 +339,14 @@ class Http2Exchanges(Exchanges):
             self._flush_soon()
 
     def _call_flush(self) -> bool:
-        """False: it will write none of the bodies."""
+        """False: the flush will write no bodies."""
         if not self._is_dirty:
             self._flush_soon()
         return not self._connection.is_writing_paused
 
     def flush(self) -> None:
-        """Write what has been sent and what the windows let through, at once."""
         self._is_dirty = False
-        connection, protocol = self._connection, self._protocol
-        out = self._out
+        connection, protocol, out = self._connection, self._protocol, self._out
         if not connection.takes_output:
             out.clear()
             self._tell_written()
@@ -371,7 +369,7 @@ class Http2Exchanges(Exchanges):
             self._tell_written()
         if connection.is_writing_paused:
             if connection.num_unwritten > self._limits.max_control_bytes:
-                self._abort()  # nothing but answers to the peer's frames can have become so much
+                self._abort()  # only answers to the peer's control frames can have become so much
                 return
             connection.adjust()  # holds_enough may be true by now
         if self._over:
@@ -385,7 +383,7 @@ class Http2Exchanges(Exchanges):
 
     def _watch_progress(self, sent: Sequence[Http2Stream], held: Sequence[Http2Stream]) -> None:
         """Some streams have sent what they could, and others nothing."""
-        now = self._idle_since = self._loop.time()  # at the earliest: the peer has something to read
+        now = self._idle_since = self._loop.time()  # the peer has something to read: it is not idle before
         held_back = self._held_back
         for stream in sent:
             if not stream.data:
@@ -400,7 +398,7 @@ class Http2Exchanges(Exchanges):
             held_back.setdefault(stream.id, (now, stream.num_partly_sent))
 
     def _judge_shares(self) -> None:
-        """Block the streams that have more than their share unsent, and let go of those that have got rid of it."""
+        """Block the streams with more than their share unsent, and unblock those with less than a quarter of it."""
         share = _UNSENT_BYTES // max(1, len(self._responses.streams))
         high = max(_LEAST_UNSENT_BYTES, min(self._limits.unsent_bytes, share))
         for stream_id in tuple(self._over):
@@ -414,22 +412,21 @@ class Http2Exchanges(Exchanges):
                 self._over.discard(stream_id)
             self._set_blocked(stream, is_over or self._connection.is_writing_paused)
 
-    # The end, and the clocks.
+    # The end, and the deadlines.
 
     def close_after_answer(self) -> None:
-        """Drain with the first request: told before it, a peer would not send it, and not hear why."""
+        """Drain with the first request. Told before, a peer would send none, and not learn why."""
         self._closes_after_answer = True
         if self._protocol.num_requests:
             self.drain()
 
     def drain(self) -> None:
-        """Two GOAWAYs: what is under way when the first arrives is still taken (RFC 9113 §6.8)."""
+        """Send two GOAWAYs: requests on their way when the first arrives are still taken (RFC 9113 §6.8)."""
         if not self._is_draining:
             self._is_draining = True
             self._protocol.start_drain()
             self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
-            self._mark_dirty()
-            self._connection.adjust()
+            self._on_changed()
 
     def next_due(self) -> float | None:
         return min((due for due, _ in self._deadlines()), default=None)
@@ -440,7 +437,7 @@ class Http2Exchanges(Exchanges):
         self._mark_dirty()
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
-        """What is awaited of the peer: until when, and what then."""
+        """Each with what happens then."""
         limits = self._limits
         if self._pending_head is not None:
             yield self._head_since + limits.head_s, self._end_slow_head
@@ -462,9 +459,9 @@ class Http2Exchanges(Exchanges):
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)
 
     def _end_slow_head(self) -> None:
-        if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
-            peer, calm = self._connection.peer, Http2ErrorCode.ENHANCE_YOUR_CALM
-            self._context.refuse(408, slow_head(self._limits.head_s), peer, self._head_since, None, calm)
+        if self._pending_head:  # a request's: log it; the peer gets no more than GOAWAY
+            calm = Http2ErrorCode.ENHANCE_YOUR_CALM
+            self._context.refuse(408, slow_head(self._limits.head_s), self.peer, self._head_since, None, calm)
         self._protocol.fail(Http2ErrorCode.ENHANCE_YOUR_CALM)
         self._end()
 
