@@ -14,6 +14,7 @@ from msgspec import structs
 from core.errors import StartupError
 from core.types import Submit
 from server.api.models import ServerCard
+from server.app import Route
 from server.banner import Endpoint, public_addresses
 from server.callers import Gate, load_directory
 from server.clock import Clock
@@ -23,7 +24,7 @@ from server.gate.identity import Scope
 from server.gate.tenants import Tenant
 from server.listening.sockets import TcpAddress, UnixAddress
 from server.process import warn_of_models
-from server.routes import PREFIXES, ROUTES, Route
+from server.routes import PREFIXES, ROUTES
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, answers, chat, completion, request
 
 ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", share=2, models=(MODEL,))
@@ -98,8 +99,8 @@ def test_what_tenants_of_one_domain_send_is_cached_for_all_of_them_but_for_what_
 
 def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
     with closing(SimulatedServer(tenants=(ACME, OTHER))) as server:
-        (model,) = server.app.state.served.reader.cards
-        server.app.state.card = ServerCard(
+        (model,) = server.app.served.reader.cards
+        server.app.card = ServerCard(
             model=model,
             model_type="llama",
             architectures=("LlamaForCausalLM",),
