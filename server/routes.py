@@ -12,7 +12,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import EngineStats
 from server.api import chat, completions, models, responses, tokenize
 from server.api.fields import GenerationDefaults, checked_ids
-from server.api.models import ServedModel, ServerCard, find_model
+from server.api.models import ServedModel, ServerCard
 from server.api.replies import Surface
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
@@ -22,7 +22,7 @@ from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
 from server.observing.accounting import requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
-from server.prompts import PromptReader
+from server.prompts import PromptReader, find_model
 from server.values import nearest
 from server.wire.messages import HttpRequest
 

@@ -201,7 +201,7 @@ def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfi
         gate.prepare(write('tenants = [{name = "b"}]', "{"))
     with pytest.raises(StartupError, match="needs tokens_per_minute"):
         write('tenants = [{name = "b", limits = {burst_tokens = 1}}]')
-    with pytest.raises(StartupError, match="would let everybody in"):
+    with pytest.raises(StartupError, match="would let everyone in"):
         gate.prepare(ServerConfig())
     assert gate.directory is before
 
@@ -304,7 +304,7 @@ def test_a_setting_that_a_reload_cannot_change_is_told(
 
 
 def test_certificates_of_tenants_need_a_ca(write: Callable[..., ServerConfig]) -> None:
-    with pytest.raises(StartupError, match="the tenant a has certificates, and clients are asked for none"):
+    with pytest.raises(StartupError, match="the tenant a has certificates, but clients are not asked for any"):
         load_directory(write('tenants = [{name = "a", certificates = ["DNS:a"]}]'))
 
 
