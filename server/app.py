@@ -19,9 +19,9 @@ from server.callers import Gate
 from server.clock import Clock
 from server.engine_client import EngineClient
 from server.gate.cross_origin import CrossOrigin
-from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.identity import Caller, Scope, mask_keys
 from server.gate.quota import Ticket
+from server.gate.tenants import OwnDeadlineExceeded
 from server.generation import Generations
 from server.listening.clients import DENIED
 from server.listening.listener import Listener

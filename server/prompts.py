@@ -17,9 +17,8 @@ from core.types import Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
 from server.api.replies import ReplyContext, Surface
-from server.gate.deadlines import ANY_TIME
 from server.gate.identity import Caller
-from server.gate.tenants import Tenant
+from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 

@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, UnsetType
 from core.errors import InvalidRequest
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
-from server.gate.deadlines import ANY_TIME, Deadlines, DeadlineTable
+from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
 ANY_SEED = -1  # as of vLLM, llama-server and ollama: asks for another answer each time

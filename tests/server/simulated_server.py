@@ -32,8 +32,7 @@ from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
-from server.gate.deadlines import Deadlines
-from server.gate.tenants import Tenant
+from server.gate.tenants import Deadlines, Tenant
 from server.generation import Generations
 from server.ledger.idempotency import Idempotency
 from server.ledger.usage import NO_PRICES, Prices

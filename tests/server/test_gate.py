@@ -197,7 +197,7 @@ def test_a_reload_takes_tenants_and_keys_as_they_are_now(write: Callable[..., Se
 def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfig]) -> None:
     gate = Gate(write(), CLOCK)
     before = gate.directory
-    with pytest.raises(StartupError, match="no keys file"):
+    with pytest.raises(StartupError, match="not a keys file"):
         gate.prepare(write('tenants = [{name = "b"}]', "{"))
     with pytest.raises(StartupError, match="needs tokens_per_minute"):
         write('tenants = [{name = "b", limits = {burst_tokens = 1}}]')
@@ -317,7 +317,7 @@ def test_tenants_that_nobody_can_prove_to_be_are_told(
 
 @pytest.mark.parametrize("auth", [("certificate",), ("jwt", "key"), ("certificate+key",)])
 def test_a_way_to_say_who_one_is_that_nobody_has_does_not_open_the_server(auth: tuple[str, ...]) -> None:
-    with pytest.raises(StartupError, match=f"--auth {re.escape(auth[-1])}, .* everybody would be let in") as caught:
+    with pytest.raises(StartupError, match=f"--auth {re.escape(auth[-1])}, .* everyone would be let in") as caught:
         Gate(ServerConfig(auth=auth), CLOCK)
     assert "--tls-client-ca" in caught.value.fix
     Gate(ServerConfig(auth=auth, api_keys=("k",)), CLOCK)
@@ -359,7 +359,7 @@ def test_strangers_are_kept_out_by_the_address_or_by_being_asked(
 
 
 def test_a_server_that_strangers_could_use_does_not_start() -> None:
-    with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and nobody is asked") as caught:
+    with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and callers are not auth") as caught:
         Gate(ServerConfig(), CLOCK).check_exposure(public_addresses([HERE, EVERYWHERE]))
     assert "--insecure" in caught.value.fix
 
