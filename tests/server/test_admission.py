@@ -27,8 +27,7 @@ from server.gate.admission import (
     SharedRoom,
     backlog_of,
 )
-from server.gate.deadlines import DeadlineTable
-from server.gate.tenants import Limits, Tenant
+from server.gate.tenants import DeadlineTable, Limits, Tenant
 from server.generation import OFFLOAD_BYTES
 from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport

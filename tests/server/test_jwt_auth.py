@@ -361,13 +361,13 @@ def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(
         now[0] += REFRESH_S
         assert source.find("new") is not None
         await wait_fetched(source)
-        assert "those of before go on to count" in caplog.text
+        assert "the previous ones stay valid" in caplog.text
         now[0] += RETRY_S
         issuer.status = 0
         caplog.clear()
         assert source.find("new") is not None
         await wait_fetched(source)
-        assert "those of before go on to count" in caplog.text
+        assert "the previous ones stay valid" in caplog.text
         assert issuer.num_asked == 4
         now[0] += MAX_AGE_S
         caplog.clear()

@@ -113,11 +113,11 @@ def test_a_live_servers_file_stays_also_when_its_queue_is_full(directory: Path) 
 def test_a_file_of_another_kind_stays(directory: Path) -> None:
     path = directory / "notes"
     path.write_text("mine")
-    assert "is no socket" in refusal(f"unix:{path}").cause
+    assert "is not a socket" in refusal(f"unix:{path}").cause
     assert path.read_text() == "mine"
     link = directory / "link"
     link.symlink_to(path)
-    assert "is no socket" in refusal(f"unix:{link}").cause
+    assert "is not a socket" in refusal(f"unix:{link}").cause
 
 
 def test_a_file_that_another_server_has_put_there_meanwhile_stays(directory: Path) -> None:
@@ -290,11 +290,11 @@ def test_what_does_not_listen_for_streams_is_refused_by_name(unix: socket.socket
             run = take([unfit], LISTEN_FDS="1", LISTEN_FDNAMES="front")
             assert (run.returncode, run.stderr) == (1, "the socket passed as front does not listen for streams\n")
         run = take([file], LISTEN_FDS="1")  # type: ignore[list-item]
-        assert run.stderr.startswith("descriptor 3, passed as unknown, is no socket")
+        assert run.stderr.startswith("descriptor 3, passed as unknown, is not a socket")
 
 
 def test_no_number_is_refused() -> None:
-    assert take([], LISTEN_FDS="two").stderr == "LISTEN_FDS is 'two', and no number of sockets\n"
+    assert take([], LISTEN_FDS="two").stderr == "LISTEN_FDS is 'two', which is not a number\n"
 
 
 def test_sockets_of_another_process_are_left_alone_and_the_variables_go(caplog: pytest.LogCaptureFixture) -> None:
