@@ -214,7 +214,7 @@ async def test_reader_that_stops_costs_two_steps_and_bounded_memory_and_reads_on
 
 
 async def stop_reading(server: Server, steps: Steps, connect: Callable[[], Client]) -> None:
-    generations = server._app.state.generations
+    generations = server._app.generations
     assert generations is not None
     with ExitStack() as stack:
         slow, neighbour, again = [stack.enter_context(closing(await asyncio.to_thread(connect))) for _ in range(3)]
