@@ -27,8 +27,8 @@ from server.api.replies import WIRE_REASONS, Surface, cut_short, status_of
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
 from server.engine_client import NOT_YET, EngineClient, RequestHandle, RequestSequence
 from server.gate.admission import Admission, Contender, Place
-from server.gate.deadlines import Deadlines, OwnDeadlineExceeded
 from server.gate.quota import NEVER, Allowance, Ticket
+from server.gate.tenants import Deadlines, OwnDeadlineExceeded
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, Ledger, Subject, unavailable

@@ -161,7 +161,7 @@ def test_fault_in_a_step_is_the_guilty_ones_alone(stage: str) -> None:
     told, neighbour = ask_both(server)
     assert (told.status, told.json["error"]["code"]) == (500, "engine_error")
     assert (neighbour.text(), neighbour.events[-1]) == (untouched, "[DONE]")
-    assert server.app.state.accounting.recorder.failed(9)[0].record.error_code == "engine_error"
+    assert server.app.accounting.recorder.failed(9)[0].record.error_code == "engine_error"
     server.close()
 
 
@@ -240,8 +240,8 @@ CALLED_OUT: dict[tuple[type, str], tuple[int, ...]] = {
     (Ticket, "settle"): (1, 4),
     (Entry, "reserve"): (1, 3),
     (Entry, "settle"): (1, 4),
-    (Entry, "settled_row"): (1, 4),
-    (Entry, "current_progress"): (1, 2),
+    (Entry, "_settled"): (1, 4),
+    (Entry, "running_row"): (1, 2),
     (LedgerStore, "_apply"): (1, 5, 8),
     (Accounting, "close"): (1, 4),
     (Histogram, "observe"): (1, 7, 30),

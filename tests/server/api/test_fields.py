@@ -14,7 +14,7 @@ from core.types import SamplingParams
 from server.api import chat, completions, responses
 from server.api.fields import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits, checked_ids
 from server.config_sources import load_config
-from server.gate.deadlines import Deadlines
+from server.gate.tenants import Deadlines
 from tests.server.api import wire
 from tests.server.api.wire import VOCAB_SIZE
 
