@@ -42,7 +42,7 @@ ROOMS = (
     ("ledger", "observing"),
     ("config", "callers"),
     ("prompts", "output", "engine_client", "engine_thread", "generation"),
-    ("exchange", "routes", "app"),
+    ("app", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),
 )

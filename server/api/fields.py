@@ -2,12 +2,13 @@
 
 A field is one line of SamplingFields (every surface), ChoiceFields (chat and completions) or a surface's own body. The
 annotation is its check: decode() refuses what does not fit, and words the refusal from it. A field that SamplingParams
-or GenerationCall has under the same name is copied there; only what is converted, or depends on the model, is code.
+has under the same name is copied there; only what is converted, or depends on the model, is code.
 Thread: loop, or wherever a long body is parsed.
 """
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -185,10 +186,7 @@ def _shared(source: type[msgspec.Struct], target: type[msgspec.Struct]) -> tuple
 
 _SAMPLING_NAMES = _shared(SamplingFields, SamplingParams)
 _DEFAULT_NAMES = _shared(GenerationDefaults, SamplingParams)
-
-
-def _given(fields: msgspec.Struct, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(fields, name)) is not None}
+_sampling_values, _default_values = attrgetter(*_SAMPLING_NAMES), attrgetter(*_DEFAULT_NAMES)
 
 
 def generation_call(
@@ -235,7 +233,8 @@ def generation_call(
         tells_queue=isinstance(fields.timings, TimingsFields) and fields.timings.queue,
         tokens=wishes,
         echo=echo,
-        **_given(fields, ("cache_salt", "priority")),
+        cache_salt=fields.cache_salt or "",
+        priority=fields.priority,
         **own,
     )
 
@@ -243,11 +242,13 @@ def generation_call(
 def _sampling_params(
     fields: SamplingFields, defaults: GenerationDefaults, max_tokens: int | None, wishes: TokenWishes, echo: bool
 ) -> SamplingParams:
-    values = _given(defaults, _DEFAULT_NAMES)
+    values: dict[str, Any] = dict(zip(_DEFAULT_NAMES, _default_values(defaults), strict=True))
     if max_tokens is not None and max_tokens < UNLIMITED_TOKENS:
         values["max_tokens"] = max_tokens
     values["min_tokens"] = min(values["min_tokens"], values["max_tokens"])
-    values |= _given(fields, _SAMPLING_NAMES)
+    for name, value in zip(_SAMPLING_NAMES, _sampling_values(fields), strict=True):
+        if value is not None:
+            values[name] = value
     if not 0 <= values["min_tokens"] <= values["max_tokens"]:
         raise InvalidRequest("min_tokens must be from 0 to max_tokens.", "min_tokens")
     if values["temperature"] < _GREEDY_TEMPERATURE:

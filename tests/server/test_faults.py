@@ -161,7 +161,7 @@ def test_fault_in_a_step_is_the_guilty_ones_alone(stage: str) -> None:
     told, neighbour = ask_both(server)
     assert (told.status, told.json["error"]["code"]) == (500, "engine_error")
     assert (neighbour.text(), neighbour.events[-1]) == (untouched, "[DONE]")
-    assert server.app.state.accounting.recorder.failed(9)[0].record.error_code == "engine_error"
+    assert server.app.accounting.recorder.failed(9)[0].record.error_code == "engine_error"
     server.close()
 
 

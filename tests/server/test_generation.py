@@ -341,7 +341,7 @@ def test_access_line_of_a_stream_is_written_when_its_last_byte_is(caplog: pytest
 def test_stream_is_decoding_as_soon_as_its_first_byte_is_out(server: SimulatedServer) -> None:
     transport = server.send(chat(**STREAM))
     server.run_until(lambda: b"data:" in transport.received)
-    (exchange,) = server.app.state.exchanges.values()
+    (exchange,) = server.app.exchanges.values()
     assert exchange.timings.stage is Stage.DECODE
 
 

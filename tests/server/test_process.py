@@ -145,7 +145,7 @@ EXPECTED = {
 @on_loop
 async def test_an_address_of_other_machines_without_keys_is_given_up_again() -> None:
     running = Running(load_with(), host="0.0.0.0")
-    with pytest.raises(StartupError, match="nobody is asked who they are"):
+    with pytest.raises(StartupError, match="callers are not authenticated"):
         await running.exit
     with socket.socket() as probe:  # nobody listens there any more
         assert probe.connect_ex(("127.0.0.1", running.server.listener.port)) == errno.ECONNREFUSED
