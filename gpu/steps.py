@@ -311,17 +311,12 @@ class Steps:
         self._streams.current.run(work)
         return step
 
-<<<<<<< HEAD
     def sample(self, step: SentStep, masks: Int32Array | None = None) -> Sampled:
-        """A token per row. Comes before the next step's forward().
+        """A token per row; call it before the next step's forward().
 
         Args:
             masks: see Runner.sample.
         """
-=======
-    def sample(self, step: SentStep) -> Sampled:
-        """A token per row; call it before the next step's forward()."""
->>>>>>> main
         rows = step.sampled
         if step.is_sampled:
             return self._sampler.launched_tokens(step.logits, rows.slots)

@@ -31,6 +31,7 @@ PLAN = StepPlan(
     copy_targets=int32(5),
     sequence_starts=[SequenceStart(3, (5, 6, 7), 2, SAMPLING, 2**64 - 1, (2,))],
     prompt_targets=[PromptTargets(row=0, first=1, token_ids=(6, 7), num_top=2)],
+    masked_rows=[1],
     host_copies=BlockCopies({1: 2}, {1: BlockLabel(7, (("tenant", "salt"), b"\0\xff"))}, {3: 4}, {4: None}),
 )
 

@@ -62,8 +62,8 @@ def test_step_of_one_row_takes_so_many_calls() -> None:
     Some nine of the calls keep what is in flight, so that a step can be sent before the one before it comes back.
     """
     work = measure(1)
-    assert work.num_calls <= 76
-    assert work.num_builtin_calls <= 84
+    assert work.num_calls <= 77
+    assert work.num_builtin_calls <= 85
 
 
 @pytest.mark.parametrize("engine", [EngineUnderTest, OverlapUnderTest])
