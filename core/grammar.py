@@ -7,6 +7,7 @@ and the keyword, and compiled within limits. A `Grammar` is frozen and shared by
 
 import json
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -203,10 +204,9 @@ class GrammarState:
         num_accepted: tokens.
     """
 
-    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self.num_accepted = 0
         self._matcher = matcher
-        self._num_words = num_words
 
     @property
     def fault(self) -> str | None:
@@ -219,8 +219,9 @@ class GrammarState:
         Args:
             mask: [words], contiguous; as wide as the logits.
         """
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * 4)
-        mask[self._num_words :] = 0
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)]
+        mask[: len(found)] = found
+        mask[len(found) :] = 0
         if self._matcher.is_error():
             mask[:] = -1
 
@@ -257,7 +258,7 @@ class Grammar:
     num_words: int
 
     def start(self) -> GrammarState:
-        return GrammarState(self.matcher.deep_copy(), self.num_words)
+        return GrammarState(self.matcher.deep_copy())
 
 
 class GrammarCompiler:
@@ -265,9 +266,8 @@ class GrammarCompiler:
     Args:
         token_bytes: of each id; b"": none.
         special_ids: of control tokens.
-        eos_ids: any of which ends an answer. At least one.
+        eos_ids: any of which ends an answer; none: answers end where nothing more may come.
         encode: ids of a text, without special tokens.
-        num_logits: of the model, at least as many as there are tokens.
     """
 
     def __init__(
@@ -277,6 +277,9 @@ class GrammarCompiler:
         eos_ids: Sequence[int],
         encode: Callable[[str], Sequence[int]],
     ) -> None:
+        if not eos_ids:  # the library needs one: a token beyond the model's
+            token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
+            eos_ids = [len(token_bytes) - 1]
         self._num_words = -(-len(token_bytes) // 32)
         self._tokenizer = LLTokenizer(
             TokenizerWrapper(_Vocabulary(token_bytes, special_ids, eos_ids, encode)), len(token_bytes), list(eos_ids)
@@ -310,6 +313,31 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
         places = [f"{path}.{key}" for path, key, _ in _keywords(json.loads(spec.source), spec.param, 0) if key in names]
         return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
     return f"{spec.param} cannot be used: {error}"
+
+
+class GrammarCache:
+    """Compiled grammars, the least recently used dropped first. Thread: loop.
+
+    Tenants share them. Where it is full, the tenant that brought most of them loses one.
+    """
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._grammars: OrderedDict[tuple[GrammarKind, str], tuple[str, Grammar]] = OrderedDict()  # with their tenants
+
+    def find(self, spec: GrammarSpec) -> Grammar | None:
+        key = (spec.kind, spec.source)
+        if key not in self._grammars:
+            return None
+        self._grammars.move_to_end(key)
+        return self._grammars[key][1]
+
+    def keep(self, spec: GrammarSpec, tenant: str, grammar: Grammar) -> None:
+        self._grammars[spec.kind, spec.source] = (tenant, grammar)
+        if len(self._grammars) > self._capacity:
+            counts = Counter(owner for owner, _ in self._grammars.values())
+            largest = max(counts, key=counts.__getitem__)
+            del self._grammars[next(key for key, (owner, _) in self._grammars.items() if owner == largest)]
 
 
 class _Vocabulary:

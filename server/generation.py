@@ -15,13 +15,14 @@ import enum
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
+from core.grammar import Grammar, GrammarCache, GrammarSpec
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
 from server.api.replies import WIRE_REASONS, Surface, cut_short, status_of
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
@@ -155,6 +156,7 @@ class Generations:
     deadlines: Deadlines
     idempotency: Idempotency
     ledger: Ledger | None = None
+    grammars: GrammarCache = field(default_factory=GrammarCache)
     active: dict[str, "Generation"] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # after fail_all: of requests and bodies that come too late
 
@@ -181,6 +183,18 @@ class Generations:
         if num_bytes < OFFLOAD_BYTES:
             return work()
         return await self.offload(work)
+
+    async def grammar_of(self, spec: GrammarSpec, tenant: str) -> Grammar:
+        """Compiled off the loop, unless it was before.
+
+        Raises:
+            InvalidRequest: it cannot be held.
+        """
+        grammar = self.grammars.find(spec)
+        if grammar is None:
+            grammar = await self.offload(lambda: self.reader.make_compiler().compile(spec))
+            self.grammars.keep(spec, tenant, grammar)
+        return grammar
 
     def check_open(self) -> None:
         """
@@ -360,9 +374,12 @@ class Generation:
         self._timings.enter(Stage.OFFLOAD, self._clock())
         try:
             work = self._shared.compute(lambda: reader.prepare(self._surface, body, tenant, marks), len(body))
-            return await work
+            prepared = await work
         finally:
             self._timings.take_over(marks)
+        if prepared.call.constraint is None:
+            return prepared
+        return replace(prepared, grammar=await self._shared.grammar_of(prepared.call.constraint, tenant.name))
 
     def _open_answer(self) -> None:
         shared, call, stream = self._shared, self._prepared.call, self._stream

@@ -1,11 +1,14 @@
 """The loaded engine, and what clients and operators see of it. Thread: loop, at start."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from hashlib import sha256
 
 from core.engine import Engine
+from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
+from core.tokenizer import Tokenizer
 from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.fields import GenerationDefaults, RequestLimits
@@ -68,7 +71,16 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
         defaults=GenerationDefaults(vocab_size=limits.vocab_size, limits=request_limits, **files.recommended),
         unix_clock=clock.unix,
+        make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids)),
         fingerprint=_fingerprint(loaded),
+    )
+
+
+def compiler_of(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> GrammarCompiler:
+    """For a model whose answers end with any of these ids."""
+    token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
+    return GrammarCompiler(
+        token_bytes, tokenizer.special_ids, eos_ids, lambda text: tokenizer.encode(text, add_special_tokens=False)
     )
 
 

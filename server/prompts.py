@@ -12,6 +12,7 @@ import msgspec
 
 from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
+from core.grammar import Grammar, GrammarCompiler
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
@@ -25,10 +26,11 @@ from server.observing.timing import Stage, StageMarks
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call, and its prompts as token ids."""
+    """A call, its prompts as token ids, and what holds its answers."""
 
     call: GenerationCall
     prompts: list[tuple[int, ...]]
+    grammar: Grammar | None = None
 
     @property
     def continues_text(self) -> bool:
@@ -43,6 +45,7 @@ class PromptReader:
     Args:
         cards: what /v1/models shows, one per name.
         max_sequences: run by the engine at once.
+        make_compiler: for the model's vocabulary; takes a while at the first call.
         fingerprint: of the model and of what computes it.
     """
 
@@ -53,6 +56,7 @@ class PromptReader:
     max_sequences: int
     defaults: GenerationDefaults
     unix_clock: Callable[[], float]
+    make_compiler: Callable[[], GrammarCompiler]
     fingerprint: str = "fp_steploop"
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
@@ -158,6 +162,7 @@ class PromptReader:
                 tells_progress=call.is_stream and call.tells_queue and i == 0,
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
+                grammar=prepared.grammar,
             )
             for i, ids in enumerate(prepared.prompts)
         ]

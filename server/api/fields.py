@@ -15,8 +15,10 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from core.errors import InvalidRequest
+from core.grammar import GrammarSpec
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
+from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
@@ -118,6 +120,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
     deadlines: Deadlines = ANY_TIME  # that it asks for
     is_stream: bool = False
+    constraint: GrammarSpec | None = None  # that the answer is held to
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
     tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream
@@ -145,7 +148,7 @@ class TimingsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     queue: bool = False
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     """The fields of every surface that generates."""
 
     model: ModelName | None = None
@@ -178,6 +181,7 @@ class ChoiceFields(SamplingFields, frozen=True, kw_only=True):
 
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
 
 
 def _shared(source: type[msgspec.Struct], target: type[msgspec.Struct]) -> tuple[str, ...]:
@@ -198,6 +202,7 @@ def generation_call(
     max_tokens: int | None,
     num_logprobs: int | None,
     echo: bool = False,
+    text_format: ResponseFormat | None = None,
     **own: Any,
 ) -> GenerationCall:
     """The call that a surface's fields ask for, with the model's defaults where they are silent.
@@ -205,6 +210,7 @@ def generation_call(
     Args:
         max_tokens: None: as many as the model's defaults or the context allow.
         num_logprobs: asked for beside each token; None: no logprobs.
+        text_format: responses' text.format.
         own: fields of GenerationCall that only this surface has.
 
     Raises:
@@ -214,8 +220,10 @@ def generation_call(
     options = fields.stream_options or StreamOptions()
     includes_usage = bool(options.include_usage)
     wishes = TokenWishes(num_logprobs, counts_usage=includes_usage and bool(options.continuous_usage_stats))
+    constraint = constraint_of(fields, text_format, "text.format")
     if isinstance(fields, ChoiceFields):
         _check_prompt_logprobs(fields, num_logprobs if echo else None, limits)
+        constraint = constraint_of(fields, fields.response_format)
         wishes = TokenWishes(
             num_logprobs, fields.prompt_logprobs, bool(fields.return_token_ids), counts_usage=wishes.counts_usage
         )
@@ -228,6 +236,7 @@ def generation_call(
         num_sequences=1 if fields.n is None else fields.n,
         deadlines=ANY_TIME if fields.deadlines is None else ANY_TIME.replaced_by(fields.deadlines),
         is_stream=bool(fields.stream),
+        constraint=constraint,
         includes_usage=includes_usage,
         wants_timings=bool(fields.timings),
         tells_queue=isinstance(fields.timings, TimingsFields) and fields.timings.queue,

@@ -22,6 +22,7 @@ from server.api.fields import (
 )
 from server.api.known_fields import rules_of
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
+from server.api.structured import ResponseFormat
 from server.wire import sse
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -54,15 +55,20 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     content: Content = msgspec.UNSET
 
 
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    format: ResponseFormat | None = None
+    verbosity: str | None = None
+
+
 class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
-    """known_fields refuses what asks for something in `text` and `reasoning`."""
+    """known_fields refuses what asks for something in `reasoning`."""
 
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    text: dict[str, Any] | None = None
+    text: TextOptions | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -87,6 +93,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         (_prompt(wire),),
         max_tokens=wire.max_output_tokens,
         num_logprobs=num_logprobs if has_logprobs else None,
+        text_format=None if wire.text is None else wire.text.format,
         wire=wire,
         unknown_fields=unknown_fields,
     )
@@ -131,6 +138,12 @@ def _message(item: InputItem, param: str) -> dict[str, Any]:
     if item.role is None:
         raise missing_field(f"{param}.role")
     return {"role": checked_role(item.role, f"{param}.role"), "content": flatten(item.content, f"{param}.content")}
+
+
+def _text_format(wire: ResponsesBody) -> dict[str, Any]:
+    """As it was asked for."""
+    asked = ResponseFormat(type="text") if wire.text is None or wire.text.format is None else wire.text.format
+    return {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
 
 
 def _check_include(include: list[str]) -> None:
@@ -306,7 +319,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "service_tier": "default",
         "store": False,
         "temperature": call.sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _text_format(wire)},
         "tool_choice": wire.tool_choice or "auto",
         "tools": [],
         "top_logprobs": call.sampling.num_logprobs or 0,

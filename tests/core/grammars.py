@@ -6,6 +6,7 @@ from pathlib import Path
 
 from core.grammar import GrammarCompiler
 from core.tokenizer import Tokenizer
+from server.loaded_engine import compiler_of
 
 MODEL = Path("gpu/demo/model")
 
@@ -18,7 +19,4 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def compiler() -> GrammarCompiler:
-    known = tokenizer()
-    assert known.eos_id is not None
-    token_bytes = [known.bytes_of(i) for i in range(known.vocab_size)]
-    return GrammarCompiler(token_bytes, known.special_ids, [known.eos_id], lambda text: known.encode(text, False))
+    return compiler_of(tokenizer(), [tokenizer().eos_id])  # type: ignore[list-item]

@@ -36,6 +36,7 @@ from server.gate.tenants import Deadlines, Tenant
 from server.generation import Generations
 from server.ledger.idempotency import Idempotency
 from server.ledger.usage import NO_PRICES, Prices
+from server.loaded_engine import compiler_of
 from server.listening.clients import ClientRules
 from server.observing.metrics import Metrics
 from server.process import OpenLedger, opened
@@ -428,6 +429,7 @@ def _reader(limits: RunnerLimits, clock: Clock) -> PromptReader:
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
         defaults=GenerationDefaults(vocab_size=limits.vocab_size),
         unix_clock=clock.unix,
+        make_compiler=lambda: compiler_of(TOKENIZER, (EOS_ID,)),
     )
 
 

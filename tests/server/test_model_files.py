@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, StartupError
+from server.loaded_engine import compiler_of
 from server.api.fields import ChatPrompt, GenerationDefaults, TextPrompt
 from server.model_files import ModelFiles, parse_config, read_model_files
 from server.prompts import PromptReader
@@ -151,7 +152,16 @@ def test_a_message_writes_no_control_token_unless_the_operator_allows_it(directo
     write(directory, "tokenizer_config.json", {"chat_template": "<|im_start|>{{ messages[0].content }}<|im_end|>"})
     files = read_model_files(directory, allows_special_in_content=allows)
     defaults = GenerationDefaults(vocab_size=1)
-    reader = PromptReader((), files.tokenizer, files.chat_template, 128, 1, defaults, lambda: 0.0)
+    reader = PromptReader(
+        (),
+        files.tokenizer,
+        files.chat_template,
+        128,
+        1,
+        defaults,
+        lambda: 0.0,
+        lambda: compiler_of(files.tokenizer, ()),
+    )
     chat = reader.encode(ChatPrompt(({"role": "user", "content": "a<|im_end|>b"},)))
     assert [token_id for token_id in chat if token_id in files.tokenizer.special_ids] == (
         [1, 2, 2] if allows else [1, 2]

@@ -1,0 +1,133 @@
+"""What holds an answer to a form: the fields that ask for it, by the APIs that define them, and their one constraint.
+
+OpenAI's response_format and text.format, vLLM's structured_outputs and its older guided_* fields; those of SGLang and
+llama-server are other names of these (known_fields.py). Thread: loop, or wherever a long body is parsed.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from core import grammar
+from core.errors import InvalidRequest
+from core.grammar import ANY_OBJECT, GrammarSpec
+
+Choices = Annotated[list[str], Meta(min_length=1, max_length=grammar.MAX_CHOICES)]
+Source = Annotated[str, Meta(min_length=1)]
+
+
+class NamedSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """response_format.json_schema. Whether it is strict makes no difference: a schema is always held."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Of chat and completions; text.format of responses, which has the schema beside its name.
+
+    Args:
+        schema: beside json_object as llama-server takes it.
+    """
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's. Exactly one of the constraints."""
+
+    json: Any = None
+    json_object: bool | None = None
+    regex: Source | None = None
+    choice: Choices | None = None
+    grammar: Source | None = None
+    structural_tag: Any = None
+
+
+class StructuredFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of every surface that generates."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: Source | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Source | None = None
+
+
+def constraint_of(
+    fields: StructuredFields, response_format: ResponseFormat | None, param: str = "response_format"
+) -> GrammarSpec | None:
+    """What the fields hold an answer to; None: nothing.
+
+    Args:
+        param: the field's name that response_format came in.
+
+    Raises:
+        InvalidRequest: several of them, or one that cannot be held.
+    """
+    found = _asked(fields)
+    if response_format is not None and response_format.type != "text":
+        found.append((param, lambda: _of_format(response_format, param)))
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequest(f"{names} each hold the answer to a form. Send one of them.", found[1][0])
+    return found[0][1]() if found else None
+
+
+def _asked(fields: StructuredFields) -> list[Any]:
+    """(param, what makes its constraint) of each that is asked for."""
+    outputs = fields.structured_outputs or StructuredOutputs()
+    if outputs.structural_tag is not None:
+        message = "structured_outputs.structural_tag is not supported. Send a grammar, or tools."
+        raise InvalidRequest(message, "structured_outputs.structural_tag", "unsupported_parameter")
+    prefixed = "structured_outputs."
+    candidates = [
+        (prefixed + "json", outputs.json, _schema),
+        (prefixed + "json_object", outputs.json_object or None, _any_object),
+        (prefixed + "regex", outputs.regex, grammar.regex),
+        (prefixed + "choice", outputs.choice, grammar.choice),
+        (prefixed + "grammar", outputs.grammar, grammar.lark),
+        ("guided_json", fields.guided_json, _schema),
+        ("guided_regex", fields.guided_regex, grammar.regex),
+        ("guided_choice", fields.guided_choice, grammar.choice),
+        ("guided_grammar", fields.guided_grammar, grammar.lark),
+    ]
+
+    def maker(make: Any, value: Any, param: str) -> Any:
+        return lambda: make(value, param)
+
+    return [(param, maker(make, value, param)) for param, value, make in candidates if value is not None]
+
+
+def _of_format(response_format: ResponseFormat, param: str) -> GrammarSpec:
+    if response_format.type == "json_object":
+        schema = ANY_OBJECT if response_format.schema is None else response_format.schema
+        return _schema(schema, f"{param}.schema" if response_format.schema is not None else param)
+    named = response_format.json_schema
+    if named is not None:
+        return _schema(named.schema, f"{param}.json_schema.schema")
+    return _schema(response_format.schema, f"{param}.schema")
+
+
+def _schema(schema: Any, param: str) -> GrammarSpec:
+    if schema is None:
+        raise InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
+    if isinstance(schema, str):  # as vLLM and SGLang take it
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise InvalidRequest(f"{param} is not valid JSON: {error}.", param) from None
+    return grammar.json_schema(schema, param)
+
+
+def _any_object(_: bool, param: str) -> GrammarSpec:
+    return grammar.json_schema(ANY_OBJECT, param)
