@@ -29,7 +29,7 @@ from server.listening.clients import (
     proxied_client,
 )
 from server.listening.sockets import DEFAULT_UNIX_MODE, Bind, ListeningSocket, PassedSocket, TcpAddress, open_binds
-from server.wire.connection import Connection, ConnectionContext, Handler, HttpDate, Refuse, WriteBatch
+from server.wire.connection import Connection, ConnectionContext, Handler, Refuse, WriteBatch, http_date
 from server.wire.http1_exchanges import first_exchanges
 from server.wire.limits import ConnectionLimits
 from server.wire.messages import Peer, socket_peer
@@ -184,7 +184,7 @@ class Listener:
             self,
             loop,
             self.batch,
-            HttpDate(wall_clock),
+            http_date(wall_clock),
             BodyRoom(config.buffered_body_bytes),
             clock,
             first_exchanges,
