@@ -95,7 +95,8 @@ def test_streamed_and_whole_say_the_same(make: Any) -> None:
 def test_responses_stream_ends_with_the_whole_answer() -> None:
     body = {"model": "small", "input": "step", "seed": 7, "max_output_tokens": 12, "ignore_eos": True}
     whole = ask(request("POST", "/v1/responses", body)).json
-    last = ask(request("POST", "/v1/responses", body | {"stream": True})).events[-1]
+    *events, last = ask(request("POST", "/v1/responses", body | {"stream": True})).events
+    assert [event["sequence_number"] for event in (*events, last)] == list(range(len(events) + 1))
     assert last["type"] == "response.incomplete"
     assert last["response"]["output"][0]["content"] == whole["output"][0]["content"]
     assert last["response"]["usage"] == whole["usage"]
