@@ -225,7 +225,7 @@ class Generation:
     """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
 
     Args:
-        ticket: the caller and its quotas; who makes the generation lets it in and out.
+        ticket: the caller and its quotas; the app enters and leaves it.
 
     Attributes:
         tenant: its owner's name.
@@ -276,7 +276,7 @@ class Generation:
         self._paused_since_s: float | None = None
         self._last_written_s = self._loop.time()  # when something other than text went out
         self._news_due_s = math.inf
-        self._news = ""  # the last that was told
+        self._news = ""  # the last that was sent
         self._num_prefilled: int | None = None  # tokens of the first prompt, once the engine computes it
 
     # Its task: from READING to RESERVING, and the end.
@@ -402,7 +402,7 @@ class Generation:
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:
-            self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not told of
+            self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not reported
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
         for i, request in enumerate(requests):
             first_choice = i * call.num_sequences
@@ -496,7 +496,7 @@ class Generation:
         self._end_task(fault)
         self._on(Event.CLOSED)
 
-    # What the engine tells: engine_client.DeltaSink.
+    # Output of the engine: engine_client.DeltaSink.
 
     def on_begin(self, choice: int, now_s: float) -> None:
         timings = self._timings
