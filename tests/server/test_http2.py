@@ -100,6 +100,12 @@ def test_content_is_not_saved_up_without_bound() -> None:
     assert protocol.failed_with is CALM
 
 
+@pytest.mark.parametrize("preface", [b"PRI * HTTP/2.0\r\n\r\nXX", b"GET / HTTP/1.1\r\n"])
+def test_wrong_preface_is_a_connection_error(preface: bytes) -> None:
+    """RFC 9113 §3.4, where ALPN has chosen HTTP/2."""
+    assert protocol_after(preface).failed_with is Http2ErrorCode.PROTOCOL_ERROR
+
+
 def test_error_of_the_clients_goaway_is_told() -> None:
     assert not protocol_after(START, frame(GOAWAY, bytes(8))).has_peer_left
     assert protocol_after(START, frame(GOAWAY, bytes(4) + b"\0\0\0\x0b" + b"debug data")).has_peer_left
