@@ -73,12 +73,9 @@ _BLOCK_BYTES_PER_FRAME = 64
 # RFC 9113 §6: whether a frame is of a stream (None: of either), and how long it may be. Another length of PRIORITY is a
 # stream error (§6.3).
 _SHAPES = {
-    DATA: (True, 0, _MOST),
-    HEADERS: (True, 0, _MOST),
-    PRIORITY: (True, 0, _MOST),
+    **dict.fromkeys((DATA, HEADERS, PRIORITY, PUSH_PROMISE), (True, 0, _MOST)),
     RST_STREAM: (True, 4, 4),
     SETTINGS: (False, 0, _MOST),
-    PUSH_PROMISE: (True, 0, _MOST),
     PING: (False, 8, 8),
     GOAWAY: (False, 8, _MOST),
     WINDOW_UPDATE: (None, 4, 4),
@@ -462,6 +459,7 @@ class Http2Protocol:
         has_failed: the connection ends with the GOAWAY that take_control gives; no event comes any more.
         failed_with: the code of that GOAWAY.
         num_requests: whose heads have been taken.
+        has_more: receive has read as much at once as it may; receive(b"", now) goes on.
         responses: of the open streams.
         early: streams whose responses have ended before their requests, oldest first. RFC 9113 §8.1: RST_STREAM with
             NO_ERROR may tell that no more of them is wanted. But clients that are busy sending (curl 7.88, httpx) take
@@ -507,7 +505,7 @@ class Http2Protocol:
         self._now = 0.0
         self._buffer = bytearray()
         self._header: _Header | None = None  # of the frame that the buffer begins with, once judged
-        self._has_preface = self._has_settings = self._has_more = False
+        self._has_preface = self._has_settings = self.has_more = False
         self._frames_at_once = self._num_left = frames_at_once
         self._block: list[bytes] = []  # of a field section: its HEADERS' and CONTINUATIONs' fragments
         self._block_header: _Header | None = None  # of its HEADERS, until it is complete
@@ -518,9 +516,8 @@ class Http2Protocol:
         frames = limits.frames
         self._most_credit = frames.num_overhead_frames * frames.bytes_per_overhead_frame
         self._credit = self._most_credit  # in bytes of content
-        self._resets = TokenBucket(frames.resets)
-        self._pings = TokenBucket(frames.pings)
-        self._settings = TokenBucket(frames.settings)
+        rates = {RST_STREAM: frames.resets, PING: frames.pings, SETTINGS: frames.settings}
+        self._budgets = {kind: TokenBucket(rate) for kind, rate in rates.items()}
         advertised = {_MAX_STREAMS: limits.num_streams, _MAX_LIST: head.head_bytes}
         if frames.frame_bytes > _LEAST_FRAME_BYTES:
             advertised[_MAX_FRAME] = frames.frame_bytes
@@ -533,11 +530,6 @@ class Http2Protocol:
     def has_output(self) -> bool:
         """take_control or take_data may have something."""
         return bool(self._out) or self.responses.has_some
-
-    @property
-    def has_more(self) -> bool:
-        """receive has understood as much at once as it may: receive(b"", now) goes on."""
-        return self._has_more and not self.has_failed
 
     @property
     def pending_head(self) -> int | None:
@@ -569,7 +561,7 @@ class Http2Protocol:
         self._now = now
         self._buffer += data
         self._num_left = self._frames_at_once
-        self._has_more = False
+        self.has_more = False
         try:
             self._read_frames()
         except ConnectionFault as fault:
@@ -580,6 +572,7 @@ class Http2Protocol:
     def fail(self, code: Http2ErrorCode) -> None:
         """End the connection, and all its streams."""
         self.has_failed = True
+        self.has_more = False
         self.failed_with = code
         for stream_id in tuple(self._streams):
             self.responses.forget(stream_id)
@@ -597,7 +590,7 @@ class Http2Protocol:
             header = self._header
             if header is None:
                 if self._num_left <= 0:
-                    self._has_more = True
+                    self.has_more = True
                     break
                 high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(buffer, position)
                 header = self._header = _Header(high << 16 | low, kind, flags, stream_id & _31_BITS)
@@ -652,13 +645,9 @@ class Http2Protocol:
         elif kind == DATA:
             self._earn(max(0, length - _MAX_PADDING_BYTES) if flags & PADDED else length)
             self._charge_overhead()
-        elif kind == RST_STREAM:
-            _spend(self._resets, "RST_STREAM", self._now)
-        elif kind == PING:
-            _spend(self._pings, "PING", self._now)
-        elif kind == SETTINGS:
-            _spend(self._settings, "SETTINGS", self._now)
-            if length > limits.num_settings * SETTING_BYTES:
+        elif kind in self._budgets:
+            self._spend(kind)
+            if kind == SETTINGS and length > limits.num_settings * SETTING_BYTES:
                 raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "There are too many settings in one frame.")
         elif kind == PUSH_PROMISE:
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A client cannot push.")  # RFC 9113 §8.4
@@ -677,6 +666,10 @@ class Http2Protocol:
     def _earn(self, num_bytes: int) -> None:
         """So much content has come, or has been sent: as much overhead may answer it."""
         self._credit = min(self._most_credit, self._credit + num_bytes)
+
+    def _spend(self, kind: int) -> None:
+        if not self._budgets[kind].take(self._now):
+            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, f"Too many frames of type {kind}.")
 
     def _charge_overhead(self) -> None:
         self._credit -= self._limits.frames.bytes_per_overhead_frame
@@ -717,7 +710,7 @@ class Http2Protocol:
         if stream_id in self._streams:
             self._events.append(StreamReset(stream_id, code))
         self._reset(stream_id, code)
-        _spend(self._resets, "RST_STREAM", self._now)
+        self._spend(RST_STREAM)
 
     def _reset(self, stream_id: int, code: Http2ErrorCode) -> None:
         self._close(stream_id, RESET_BY_US)
@@ -729,7 +722,7 @@ class Http2Protocol:
         if stream is not None:
             self._head_bytes -= stream.head_bytes
             if stream.receive_window is not None:
-                self._give_back(None, stream.receive_window.num_unread)
+                self._give_back(stream.receive_window.num_unread)
         self._closed.pop(stream_id, None)
         self._closed[stream_id] = state
         if len(self._closed) > _NUM_CLOSED_KEPT:
@@ -767,10 +760,16 @@ class Http2Protocol:
         ends_stream = bool(begun.flags & END_STREAM)
         if begun.stream_id > self._highest_stream_id:
             self._open(begun.stream_id, fields, not ends_stream)
-        elif not ends_stream:  # RFC 9113 §8.1
+            return
+        try:
+            if not ends_stream:
+                raise Malformed  # RFC 9113 §8.1: trailers end their stream
+            if begun.stream_id in self._streams:
+                check_trailers(fields)
+        except Malformed:
             self._fail_stream(begun.stream_id, Http2ErrorCode.PROTOCOL_ERROR)
         else:
-            self._take_trailers(begun.stream_id, fields)
+            self._end_request(begun.stream_id)
 
     def _open(self, stream_id: int, fields: Fields, has_body: bool) -> None:
         """A request."""
@@ -811,15 +810,6 @@ class Http2Protocol:
         if self._num_refused > self._limits.num_refused:
             raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "Too many streams.")
 
-    def _take_trailers(self, stream_id: int, fields: Fields) -> None:
-        try:
-            if stream_id in self._streams:
-                check_trailers(fields)
-        except Malformed:
-            self._fail_stream(stream_id, Http2ErrorCode.PROTOCOL_ERROR)
-        else:
-            self._end_request(stream_id)
-
     def _take_data(self, header: _Header, payload: bytes) -> None:
         length, _, flags, stream_id = header
         data = payload
@@ -831,7 +821,7 @@ class Http2Protocol:
             data = payload[1 : length - payload[0]]
         self._window.take(length)
         if not self._is_taken(DATA, stream_id):
-            self._give_back(None, length)
+            self._give_back(length)
             return
         is_early = stream_id in self.early
         stream = self.early[stream_id] if is_early else self._streams[stream_id]
@@ -841,7 +831,7 @@ class Http2Protocol:
         if stream.num_awaited is not None:
             stream.num_awaited -= len(data)
             if stream.num_awaited < 0:
-                self._give_back(None, length)
+                self._give_back(length)
                 if is_early:
                     self.break_off(stream_id)
                 else:  # RFC 9113 §8.1.1
@@ -851,7 +841,7 @@ class Http2Protocol:
         if num_kept:
             window.num_unread += num_kept
             self._events.append(BodyChunk(stream_id, data))
-        self._give_back(window, length - num_kept, stream_id)
+        self._give_back(length - num_kept, stream)
         if flags & END_STREAM:
             self._end_request(stream_id)
 
@@ -941,20 +931,22 @@ class Http2Protocol:
 
     def acknowledge(self, stream_id: int) -> None:
         """What has come of the stream's body has been read: the peer may send as much again."""
-        window = self._window_of(stream_id)
+        stream = self._live(stream_id)
+        window = None if stream is None else stream.receive_window
         if window is not None:
             if window.num_aside:
                 window.num_left += window.num_aside
                 self._out.append(_window_update(window.num_aside, stream_id))
             num_unread, window.num_unread, window.num_aside = window.num_unread, 0, 0
-            self._give_back(window, num_unread, stream_id)
+            self._give_back(num_unread, stream)
 
     def acknowledge_aside(self, stream_id: int) -> bool:
         """As acknowledge, for the other streams alone: this one's window stays shut until it is acknowledged.
 
         False: nothing had come of it.
         """
-        window = self._window_of(stream_id)
+        stream = self._live(stream_id)
+        window = None if stream is None else stream.receive_window
         if window is None or not window.num_unread:
             return False
         self._window.num_left += window.num_unread
@@ -963,26 +955,27 @@ class Http2Protocol:
         window.num_unread = 0
         return True
 
-    def _window_of(self, stream_id: int) -> _ReceiveWindow | None:
-        """None: nothing more is to come of the stream."""
-        stream = self._streams.get(stream_id) or self.early.get(stream_id)
-        return None if stream is None else stream.receive_window
+    def _live(self, stream_id: int) -> Http2Stream | None:
+        return self._streams.get(stream_id) or self.early.get(stream_id)
 
-    def _give_back(self, window: _ReceiveWindow | None, num_bytes: int, stream_id: int = 0) -> None:
-        """So many bytes are read, of the stream with this window and of the connection; of the latter alone: None."""
-        for one, owner in ((self._window, 0), (window, stream_id)):
-            increment = 0 if one is None or not num_bytes else one.give_back(num_bytes)
+    def _give_back(self, num_bytes: int, stream: Http2Stream | None = None) -> None:
+        """So many bytes have been read: open the connection's window, and the stream's while more may come of it."""
+        windows = [(self._window, 0)]
+        if stream is not None and stream.receive_window is not None and not stream.has_read_request:
+            windows.append((stream.receive_window, stream.id))
+        for window, owner in windows:
+            increment = window.give_back(num_bytes) if num_bytes else 0
             if increment:
                 self._out.append(_window_update(increment, owner))
 
     def may_send(self, stream_id: int) -> bool:
         """The windows let the peer send more of the open stream's body."""
-        window = self._window_of(stream_id)
+        window = self._streams[stream_id].receive_window
         return self._window.num_left > 0 and window is not None and window.num_left > 0
 
     def reset(self, stream_id: int, code: Http2ErrorCode) -> None:
         """End the stream, both ways. What is unsent is lost."""
-        if stream_id in self._streams or stream_id in self.early:
+        if self._live(stream_id) is not None:
             self._reset(stream_id, code)
 
     def break_off(self, stream_id: int) -> None:
@@ -1061,11 +1054,6 @@ def _check_shape(header: _Header) -> None:
         fits = not length if flags & ACK else length % SETTING_BYTES == 0
     if not fits:
         raise ConnectionFault(Http2ErrorCode.FRAME_SIZE_ERROR, f"A frame of type {kind} cannot be {length} bytes long.")
-
-
-def _spend(budget: TokenBucket, name: str, now: float) -> None:
-    if not budget.take(now):
-        raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, f"Too many {name} frames.")
 
 
 def _depends_on(priority: bytes) -> int:
