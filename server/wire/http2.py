@@ -95,7 +95,7 @@ _RANGES = {
 
 
 class _Verdict(NamedTuple):
-    """What becomes of a frame. Without a code it is taken, or passed over."""
+    """What happens to a frame; `code` where its stream or the connection ends."""
 
     name: str
     code: Http2ErrorCode = Http2ErrorCode.NO_ERROR
@@ -283,10 +283,10 @@ class Responses:
         return stream
 
     def send_head(self, stream_id: int, head: ResponseHead) -> None:
-        """Send the head. A status below 200 is informational, and the head is still to come.
+        """Send the head. A status below 200 is informational: the final head is still to come.
 
         Raises:
-            ResponseError: fields that are not the application's to send, or a head already sent.
+            ResponseError: fields that the application must not send, or a head already sent.
         """
         stream = self.streams[stream_id]
         if stream.is_head_sent or head.status == 101 or head.status < 100:
@@ -456,7 +456,7 @@ class Http2Protocol:
     """One connection's protocol. What is to be written is taken with take_control, then take_data.
 
     Attributes:
-        has_failed: the connection ends with the GOAWAY that take_control gives; no event comes any more.
+        has_failed: the connection ends with the GOAWAY that take_control gives; there are no more events.
         failed_with: the code of that GOAWAY.
         num_requests: whose heads have been taken.
         has_more: receive has read as much at once as it may; receive(b"", now) goes on.
@@ -533,7 +533,7 @@ class Http2Protocol:
 
     @property
     def pending_head(self) -> int | None:
-        """The preface (0), or a request's head (from 1), that has begun and is not complete."""
+        """Which head is incomplete: 0 is the preface, requests are counted from 1; None: none."""
         if not self._has_settings:
             return 0
         is_coming = self._header is not None and self._header.kind in (HEADERS, CONTINUATION)
@@ -544,14 +544,14 @@ class Http2Protocol:
         return stream_id in self._streams
 
     def adopt(self, request: HttpRequest) -> None:
-        """The request that came by HTTP/1.1 is answered here."""
+        """Answer the request that came by HTTP/1.1."""
         assert request.stream_id == 1
         window = self.responses.initial_window
         self._streams[1] = Http2Stream(1, window, request.method != "HEAD", 0, None, has_read_request=True)
         self._last_stream_id = self.num_requests = 1
 
     def receive(self, data: bytes, now: float) -> list[Event]:
-        """What the bytes mean. Of those with which the connection fails, nothing is told.
+        """The events in the bytes; none of the read with which the connection fails.
 
         Args:
             now: in seconds, never less than before.
@@ -664,7 +664,7 @@ class Http2Protocol:
             raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "The header block is too large.")
 
     def _earn(self, num_bytes: int) -> None:
-        """So much content has come, or has been sent: as much overhead may answer it."""
+        """Content, in either direction, pays for overhead."""
         self._credit = min(self._most_credit, self._credit + num_bytes)
 
     def _spend(self, kind: int) -> None:
@@ -728,7 +728,7 @@ class Http2Protocol:
         if len(self._closed) > _NUM_CLOSED_KEPT:
             del self._closed[next(iter(self._closed))]
 
-    # What comes of each frame.
+    # One method for each type of frame.
 
     def _take_headers(self, header: _Header, payload: bytes) -> None:
         start, end = int(bool(header.flags & PADDED)), len(payload)
@@ -803,7 +803,7 @@ class Http2Protocol:
         self.num_requests += 1
 
     def _refuse(self, stream_id: int) -> None:
-        """RFC 9113 §5.1.2 and §8.7: nothing has been done with it, and it may be tried again."""
+        """RFC 9113 §5.1.2, §8.7: the client may try again elsewhere."""
         self._reset(stream_id, Http2ErrorCode.REFUSED_STREAM)
         self._events.append(StreamReset(stream_id, Http2ErrorCode.REFUSED_STREAM))
         self._num_refused += 1
@@ -924,7 +924,7 @@ class Http2Protocol:
             else:
                 self.responses.wake((stream,))
 
-    # What the connection says.
+    # Windows and resets.
 
     def _write(self, kind: int, payload: bytes, flags: int = 0, stream_id: int = 0) -> None:
         self._out.append(_frame(kind, payload, flags, stream_id))
@@ -959,7 +959,7 @@ class Http2Protocol:
         return self._streams.get(stream_id) or self.early.get(stream_id)
 
     def _give_back(self, num_bytes: int, stream: Http2Stream | None = None) -> None:
-        """So many bytes have been read: open the connection's window, and the stream's while more may come of it."""
+        """So many bytes have been read: open the connection's window, and the stream's while its request goes on."""
         windows = [(self._window, 0)]
         if stream is not None and stream.receive_window is not None and not stream.has_read_request:
             windows.append((stream.receive_window, stream.id))
@@ -1010,7 +1010,7 @@ class Http2Protocol:
     # What goes out.
 
     def take_control(self) -> list[bytes]:
-        """What is to be written before any DATA: heads, answers to the peer's frames."""
+        """Frames to write before any DATA: heads, and answers to the peer's frames."""
         out = self._out.copy()
         self._out.clear()
         return out
