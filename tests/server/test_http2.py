@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz.http2 import check
-from server.wire.http2 import CONTINUATION, DATA, GOAWAY, HEADERS, PRIORITY, WINDOW_UPDATE, Http2Protocol
+from server.wire.http2 import Http2Protocol
+from server.wire.http2_frames import CONTINUATION, DATA, GOAWAY, HEADERS, PRIORITY, WINDOW_UPDATE
 from server.wire.http2_heads import read_request
 from server.wire.limits import FrameLimits, HeadLimits, Http2Limits
 from server.wire.messages import Event, Http2ErrorCode

@@ -10,7 +10,7 @@ import json
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.http2 import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
+from server.wire.http2_frames import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.wire.stream import HttpStream
 from tests.server import hpack_cases, http2_cases
 from tests.server.fakes import MemoryServer

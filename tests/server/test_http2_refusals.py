@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.http2 import PING
+from server.wire.http2_frames import PING
 from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from server.wire.stream import HttpStream
 from tests.server.http2_client import Http2Client, fields
