@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections.abc import Callable
-from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -34,7 +33,9 @@ from tests.server.simulated_server import (
     Answer,
     SimulatedServer,
     answers,
+    as_caller,
     completion,
+    keyed_tenant,
     request,
 )
 from tests.server.virtual_loop import VirtualTimeLoop
@@ -48,18 +49,13 @@ MIDNIGHT_S = 6_400  # from the simulated server's start: 1,700,000,000 is 22:13:
 
 
 def server_of(quota: Limits, key_quota: Limits | None = None, discount: int = 0, **fields: Any) -> SimulatedServer:
-    tenant = Tenant(
-        name="acme",
-        key_sha256=(sha256(b"a").hexdigest(), sha256(b"b").hexdigest()),
-        limits=quota,
-        key_limits=key_quota or Limits(),
-        cached_token_discount=discount,
-    )
+    more = {"key_limits": key_quota or Limits(), "cached_token_discount": discount}
+    tenant = keyed_tenant("acme", "a", "b", limits=quota, **more)
     return SimulatedServer(tenants=(tenant,), **{"limits": LONG, **fields})
 
 
 def keyed(data: bytes, key: str = "a") -> bytes:
-    return data.replace(b"\r\n", f"\r\nx-api-key: {key}\r\n".encode(), 1)
+    return as_caller(data, key)
 
 
 def say(max_tokens: int = 12, **fields: Any) -> bytes:
@@ -223,7 +219,7 @@ def test_what_is_wrong_with_a_request_makes_it_no_cheaper() -> None:
 def test_the_limits_of_a_reload_bind_those_who_come_next() -> None:
     server = server_of(Limits(requests_per_minute=1))
     assert [server.ask(say(max_tokens=1)).status for _ in range(2)] == [200, 429]
-    tenant = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), limits=Limits(requests_per_minute=2))
+    tenant = keyed_tenant("acme", "a", limits=Limits(requests_per_minute=2))
     server.gate.prepare(ServerConfig(tenants=(tenant,)))()
     assert [server.ask(say(max_tokens=1)).status for _ in range(2)] == [200, 429]
     server.close()

@@ -12,7 +12,7 @@ from core.simulation import SimulatedRunner
 from server.api import chat as chat_surface
 from server.observing.logs import OUR_LOGGERS, configure_logging
 from tests.server.simulated_engine import MortalRunner, SickRunner
-from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
+from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request, with_lines
 from tests.server.test_faults import Once, fail_at
 
 PROMPT, KEY, WRONG_KEY, QUERY = "planted-prompt", "sl-planted-key", "sl-planted-wrong", "planted-query"
@@ -29,7 +29,7 @@ def _loggers_restored() -> Iterator[None]:
 
 
 def with_key(data: bytes, key: str = KEY) -> bytes:
-    return data.replace(b"\r\n", f"\r\nAuthorization: Bearer {key}\r\n".encode(), 1)
+    return with_lines(data, f"Authorization: Bearer {key}")
 
 
 def messages(**fields: object) -> bytes:
