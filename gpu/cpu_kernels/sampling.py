@@ -15,7 +15,7 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from gpu.cpu_kernels.team import Kernel
+from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import pointer, take_next
 from gpu.sampler import ADJUSTED, Factor, Feature, IntArray, Number, SamplingSlots
 from gpu.sampling_rules import (
@@ -331,29 +331,26 @@ def _sample_from_all(logits, maxima, top_segment, key, inverse):
 class Arguments(ctypes.Structure):
     """Of sample_rows. Addresses are of first elements."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "next_piece",  # 0
-            "next_scratch",  # 0
-            "logits",  # float32 [rows, vocab]
-            "slots",  # int64 [rows]
-            "positions",  # int64 [rows], of the tokens to sample
-            "numbers",  # int64 [slots, Number]
-            "factors",  # float32 [slots, Factor]
-            "bias_ids",  # int64 [slots, num_biases]
-            "biases",  # float32 [slots, num_biases]
-            "stop_ids",  # int64 [slots, num_stop_ids]
-            "seen",  # int32 [slots, vocab], counted in; not touched without penalties
-            "token_ids",  # int64 [rows], written
-            "is_finite",  # uint8 [rows], written
-            "scratch",  # [threads, scratch_bytes(vocab)]
-            "num_rows",
-            "vocab_size",
-            "num_slots",
-            "num_biases",
-            "num_stop_ids",
-        )
+    _fields_ = integers(
+        "next_piece",  # 0
+        "next_scratch",  # 0
+        "logits",  # float32 [rows, vocab]
+        "slots",  # int64 [rows]
+        "positions",  # int64 [rows], of the tokens to sample
+        "numbers",  # int64 [slots, Number]
+        "factors",  # float32 [slots, Factor]
+        "bias_ids",  # int64 [slots, num_biases]
+        "biases",  # float32 [slots, num_biases]
+        "stop_ids",  # int64 [slots, num_stop_ids]
+        "seen",  # int32 [slots, vocab], counted in; not touched without penalties
+        "token_ids",  # int64 [rows], written
+        "is_finite",  # uint8 [rows], written
+        "scratch",  # [threads, scratch_bytes(vocab)]
+        "num_rows",
+        "vocab_size",
+        "num_slots",
+        "num_biases",
+        "num_stop_ids",
     )
 
 
