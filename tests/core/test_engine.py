@@ -176,7 +176,7 @@ def test_shutdown_ends_what_runs_what_waits_and_what_is_in_the_inbox() -> None:
     assert under_test.scheduler.pool.num_used == 0
 
 
-def test_engine_whose_books_do_not_balance_when_it_is_idle_is_broken_and_says_why(
+def test_idle_engine_whose_accounting_is_inconsistent_is_broken_and_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     under_test = EngineUnderTest(small_limits())
@@ -197,8 +197,8 @@ def test_inspection_is_answered_with_the_news_of_the_step_it_came_in() -> None:
     snapshots = [delivery.snapshot for delivery in under_test.log.deliveries]
     assert [snapshot.serial for snapshot in snapshots if snapshot is not None] == [7]
     assert snapshots[1] is not None
-    (live,) = snapshots[1].running
-    assert (live.request_id, live.num_tokens, live.num_computed_tokens) == ("a", 8, 7)
+    (live,) = snapshots[1].state["running"]
+    assert (live["request_id"], live["num_tokens"], live["num_computed_tokens"]) == ("a", 8, 7)
 
 
 def test_inspection_of_an_idle_engine_is_answered_at_once_and_after_what_was_asked_before_it() -> None:
@@ -213,7 +213,7 @@ def test_inspection_of_an_idle_engine_is_answered_at_once_and_after_what_was_ask
     assert before is not None
     assert after is not None
     assert (before.serial, after.serial) == (1, 3)
-    assert before.blocks.num_cached > after.blocks.num_cached == 0
+    assert before.state["blocks"]["num_cached"] > after.state["blocks"]["num_cached"] == 0
 
 
 class IdleWork:

@@ -103,6 +103,21 @@ def test_blocks_are_reused_from_the_least_recently_used_leaf_on() -> None:
     assert usage(under_test, "again").num_cached_tokens == 12
 
 
+@pytest.mark.parametrize("is_raised", [True, False])
+def test_whoever_shares_a_block_in_flight_computes_it_when_its_writer_fails(is_raised: bool) -> None:
+    limits = small_limits(max_batch_tokens=64)
+    raises_at: dict[int, Exception] = {GUILTY: ValueError("shape")} if is_raised else {}
+    runner = FaultyRunner(limits, FakeClock(), raises_at, frozenset() if is_raised else frozenset({GUILTY}))
+    under_test = EngineUnderTest(limits, runner=runner)
+    sharers = [make_request(name, prompt_ids=(*PROMPT[:8], i), arrival_s=i) for i, name in enumerate("bcd", 1)]
+    run(under_test, ask("a", (*PROMPT[:8], GUILTY)), *map(Submit, sharers))
+    assert under_test.log.finish_reason("a") is FinishReason.ERROR
+    for sharer in sharers:
+        assert under_test.log.tokens(sharer.request_id) == under_test.reference(sharer)
+    assert [usage(under_test, name).num_cached_tokens for name in "abcd"] == [0, 0, 8, 8]
+    assert under_test.scheduler.pool.num_used == 0
+
+
 def test_cancelled_sharer_of_a_failed_writer_ends_as_cancelled() -> None:
     limits = small_limits(max_batch_tokens=64)
     under_test = EngineUnderTest(limits)

@@ -247,6 +247,21 @@ def test_nothing_is_sent_behind_a_step_with_one_that_was_in_a_step_that_raised_u
     assert planned(scheduler).num_rows == planned(scheduler).num_rows == 2
 
 
+def test_sibling_that_copied_a_block_which_was_never_written_computes_all_again() -> None:
+    """It forked from a leader that was cancelled in mid-prompt, and whose last chunk, still under way then, failed."""
+    scheduler = two_in_flight(block_size=4, max_batch_tokens=8)
+    scheduler.submit(make_request("a", prompt_ids=tuple(range(10, 20)), num_sequences=2))
+    first, second = planned(scheduler), planned(scheduler)
+    scheduler.cancel("a", FinishReason.CANCELLED, index=0)
+    scheduler.apply(first, drew(None), 0.0)
+    third = planned(scheduler)
+    assert (second.starts.tolist(), third.starts.tolist()) == ([8], [9])
+    assert len(third.copy_sources) == 1  # of the block that the second is to write
+    scheduler.apply(second, drew(None, failed={0: "no logits"}), 0.0)
+    assert scheduler.apply(third, drew(7), 0.0).token_ids == []
+    assert planned(scheduler).starts.tolist() == [0]
+
+
 def test_device_never_waits_for_a_host_that_is_faster_than_it() -> None:
     """A step takes what the longer of both takes, not the sum."""
     cost, host_s, took_s = CostModel(fixed_s=0.010, token_s=0.0), 0.004, []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from core.simulation import logprobs_after
-from core.types import FinishReason, Request, Submit, TokenLogprobs
+from core.types import Cancel, FinishReason, Request, Submit, TokenLogprobs
 from tests.fakes import EngineUnderTest, make_request, small_limits
 
 PROMPT = tuple((5 * i + 1) % 89 for i in range(30))
@@ -63,6 +63,19 @@ def test_after_a_preemption_what_was_told_is_not_told_again(engine_type: type[En
     usage = under_test.log.terminal("a").usage
     assert usage is not None
     assert usage.num_cached_tokens == 0
+
+
+@BOTH
+def test_when_the_leader_leaves_another_tells_the_rest(engine_type: type[EngineUnderTest]) -> None:
+    under_test = engine_type(small_limits(max_batch_tokens=7))
+    request = asking(num_sequences=2)
+    under_test.send(Submit(request))
+    under_test.step(2)
+    assert 0 < len(under_test.log.prompt_logprobs("a")) < len(PROMPT) - 1
+    under_test.send(Cancel("a", FinishReason.CANCELLED, index=0))
+    under_test.run()
+    assert under_test.log.prompt_logprobs("a") == wanted()
+    assert under_test.log.tokens("a", 1) == under_test.reference(request, 1)
 
 
 @BOTH
