@@ -228,7 +228,7 @@ def _family_rows(family: str, context: Context, directory: Path) -> Iterator[Row
         found = Streams(ranks).answers(prompts, len(wanted[0]))
     finally:
         close()
-        ranks.end()
+        ranks.followers.end()
     yield Row(FAMILIES, cells, OK if found == wanted else WRONG, difference(found, wanted))
 
 

@@ -53,7 +53,7 @@ def _answer(said: bytes) -> None:
     for number, start in enumerate(range(0, len(said), _READ_BYTES)):
         for event in protocol.receive(said[start : start + _READ_BYTES], float(number)):
             if isinstance(event, BodyChunk):
-                protocol.acknowledge(event.stream_id, len(event.data))
+                protocol.acknowledge(event.stream_id)
             elif isinstance(event, HttpRequest | ProtocolViolation) and protocol.is_open(event.stream_id):
                 protocol.responses.send_head(event.stream_id, _ANSWER)
                 protocol.responses.send_data(event.stream_id, b"x" * 1_000)

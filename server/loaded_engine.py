@@ -8,8 +8,8 @@ from core.engine import Engine
 from core.plan import RunnerLimits
 from core.types import EngineStats, StepDelivery
 from server import __version__
+from server.api.fields import GenerationDefaults, RequestLimits
 from server.api.models import ServedModel, ServerCard
-from server.api.surface import GenerationDefaults, RequestLimits
 from server.clock import Clock
 from server.engine_thread import Inbox
 from server.model_files import ModelFiles

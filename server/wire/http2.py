@@ -136,6 +136,11 @@ def _frame(kind: int, payload: bytes, flags: int = 0, stream_id: int = 0) -> byt
     return FRAME_HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id) + payload
 
 
+def _piece_start(stream_id: int) -> bytes:
+    """The header of a DATA frame that does not end its stream, behind the length."""
+    return FRAME_HEADER.pack(0, 0, DATA, 0, stream_id)[_LENGTH_BYTES:]
+
+
 def _window_update(increment: int, stream_id: int = 0) -> bytes:
     return _frame(WINDOW_UPDATE, increment.to_bytes(4, "big"), 0, stream_id)
 
@@ -145,12 +150,15 @@ class _ReceiveWindow:
 
     Attributes:
         num_left: bytes that it may send now.
+        num_unread: of a stream's body, that nobody has read.
+        num_aside: of a stream's body, that were given back to the connection's window, and not to this one.
     """
 
-    __slots__ = ("_num_read", "_size", "num_left")
+    __slots__ = ("_num_read", "_size", "num_aside", "num_left", "num_unread")
 
     def __init__(self, size: int) -> None:
         self.num_left = self._size = size
+        self.num_unread = self.num_aside = 0
         self._num_read = 0  # and not yet given back
 
     def take(self, num_bytes: int) -> None:
@@ -158,8 +166,8 @@ class _ReceiveWindow:
         if self.num_left < 0:  # RFC 9113 §6.9.1
             raise ConnectionFault(Http2ErrorCode.FLOW_CONTROL_ERROR, "The peer has sent more than its window.")
 
-    def acknowledge(self, num_bytes: int) -> int:
-        """So much has been read. Returns what to give back now: 0 until it is worth a frame."""
+    def give_back(self, num_bytes: int) -> int:
+        """So much has been read. Returns by how much to open the window now: 0 until it is worth a frame."""
         self._num_read += num_bytes
         is_shut = self.num_left == 0 and self._num_read > min(1024, self._size // 4)
         if not is_shut and self._num_read < self._size // 2:
@@ -170,80 +178,36 @@ class _ReceiveWindow:
         return increment
 
 
+@dataclass(slots=True, eq=False)
 class Http2Stream:
-    """One stream: its response, and what is still to come of its request.
+    """One stream: its response, and what is still to come of its request."""
 
-    Attributes:
-        window: that the peer leaves us for the body; may be negative (RFC 9113 §6.9.2).
-        receive_window: of the request's body; None: it has none.
-        awaited: bytes of the request's body that were declared, and have not come.
-        has_read_request: nothing of it is still to come.
-        head_bytes: that the request's head weighs, until the response has ended.
-        data: unsent; bounded, because it blocks its stream.
-        frame_end: of each DATA frame's header, behind the length.
-        num_partly_sent: bytes that were taken while more was there.
-        is_ending: nothing follows what is there, but the trailers.
-        takes_pieces: the body has begun, has not ended, and its length was not declared.
-        remaining: of a counted body, not yet given to send_data.
-        num_early: bytes that may still come of a request whose response has ended.
-    """
-
-    __slots__ = (
-        "awaited",
-        "data",
-        "frame_end",
-        "has_read_request",
-        "head_bytes",
-        "id",
-        "is_ending",
-        "is_head_request",
-        "is_head_sent",
-        "num_early",
-        "num_partly_sent",
-        "receive_window",
-        "remaining",
-        "sends_body",
-        "takes_pieces",
-        "trailers",
-        "window",
-    )
-
-    def __init__(self, stream_id: int, window: int, is_head_request: bool, has_body: bool, head_bytes: int) -> None:
-        self.id = stream_id
-        self.window = window
-        self.receive_window = _ReceiveWindow(_DEFAULT_WINDOW) if has_body else None
-        self.awaited: int | None = None
-        self.has_read_request = not has_body
-        self.head_bytes = head_bytes
-        self.is_head_request = is_head_request
-        self.is_head_sent = self.is_ending = self.takes_pieces = False
-        self.sends_body = True
-        self.data = bytearray()
-        self.frame_end = FRAME_HEADER.pack(0, 0, DATA, 0, stream_id)[_LENGTH_BYTES:]
-        self.num_partly_sent = self.num_early = 0
-        self.trailers: Headers = ()
-        self.remaining: int | None = None
+    id: int
+    window: int  # that the peer leaves us for the response's body; may be negative (RFC 9113 §6.9.2)
+    sends_body: bool  # not of HEAD, nor with 204 or 304
+    head_bytes: int  # that the request's head weighs
+    receive_window: _ReceiveWindow | None  # of the request's body; None: it has none
+    has_read_request: bool  # nothing of it is still to come
+    num_awaited: int | None = None  # bytes of its body that may still come; None: any number
+    is_head_sent: bool = False
+    is_ending: bool = False  # nothing follows `data` but the trailers
+    takes_pieces: bool = False  # the body has begun, has not ended, and its length was not declared
+    remaining: int | None = None  # bytes of a counted body, not yet given to send_data
+    data: bytearray = field(default_factory=bytearray)  # unsent; bounded, because it blocks its stream
+    trailers: Headers = ()
+    num_partly_sent: int = 0  # bytes that were taken while more was there: the progress of a peer that never takes all
 
 
 @dataclass(slots=True)
 class DataOutput:
-    """What take_data gives.
+    """What take_data gives. A stream may be listed twice."""
 
-    Args:
-        frames: to be written, joined.
-        sent: ids of the streams whose frames these are, but for pieces; an id may be there twice.
-        held: ids of those that have bytes, but no window.
-        ended: streams whose responses are complete.
-        num_bytes: of the frames.
-        has_more: the limit has cut it short.
-    """
-
-    frames: list[bytes] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    ended: list[Http2Stream] = field(default_factory=list)
+    frames: list[bytes] = field(default_factory=list)  # to be joined
+    sent: list[Http2Stream] = field(default_factory=list)  # whose frames these are, but for pieces
+    held: list[Http2Stream] = field(default_factory=list)  # with bytes, but no window
+    ended: list[Http2Stream] = field(default_factory=list)  # whose responses are complete
     num_bytes: int = 0
-    has_more: bool = False
+    has_more: bool = False  # the limit has cut it short
 
 
 _STATUS = {status.value: (b":status", b"%d" % status.value) for status in HTTPStatus}
@@ -297,11 +261,6 @@ class Responses:
         stream = self.streams.get(stream_id)
         return stream is None or not (stream.data or stream.is_ending)
 
-    def num_partly_sent(self, stream_id: int) -> int:
-        """Bytes of the stream's body that went while more was there: the progress of a peer that never takes all."""
-        stream = self.streams.get(stream_id)
-        return 0 if stream is None else stream.num_partly_sent
-
     def num_unsent_ending(self) -> int:
         """Bytes unsent of all bodies to which nothing will be added."""
         return sum([len(stream.data) for stream in self.streams.values() if stream.is_ending])
@@ -319,9 +278,9 @@ class Responses:
         if stream is None:
             return None
         stream.takes_pieces = False
-        pieces = self._pieces
+        pieces, start = self._pieces, _piece_start(stream_id)
         for i in reversed(range(0, len(pieces), _PARTS)):
-            if pieces[i + 1].startswith(stream.frame_end):
+            if pieces[i + 1].startswith(start):
                 self._room += int.from_bytes(pieces[i], "big")
                 del pieces[i : i + _PARTS]
         return stream
@@ -338,7 +297,7 @@ class Responses:
         length = check_fields(head)
         is_final = head.status >= 200
         stream.is_head_sent = is_final
-        stream.sends_body = not (is_final and (stream.is_head_request or head.status in (204, 304)))
+        stream.sends_body &= head.status not in (204, 304)
         stream.remaining = length if stream.sends_body else None
         stream.takes_pieces = is_final and stream.sends_body and length is None
         fields = [_STATUS.get(head.status) or (b":status", b"%d" % head.status)]
@@ -386,7 +345,7 @@ class Responses:
             call_flush: called before the first piece since take_data, and sees that there is another. False: not soon.
         """
         stream, pieces, (head, encoded, tail) = self.streams[stream_id], self._pieces, frame
-        start, num_more = stream.frame_end + head, len(head) + len(tail)
+        start, num_more = _piece_start(stream_id) + head, len(head) + len(tail)
 
         def write(text: str) -> None:
             if not self._knows_room:
@@ -441,7 +400,7 @@ class Responses:
             for stream_id, stream in turn:
                 size = self._frame_next(stream, output)
                 if size:
-                    output.sent.append(stream_id)
+                    output.sent.append(stream)
                     output.num_bytes += size
                     if stream.data:
                         self._ready[stream_id] = stream
@@ -449,7 +408,7 @@ class Responses:
                         self._ready = dict(turn) | self._ready
                         break
                 elif stream.data:
-                    output.held.append(stream_id)
+                    output.held.append(stream)
                     if stream.window > 0:
                         shut_out[stream_id] = stream
         output.has_more = bool(self._ready)
@@ -473,30 +432,27 @@ class Responses:
 
         RFC 9113 §6.9.1: an empty one that ends the stream needs no window. Trailers follow the last.
         """
-        data, frames = stream.data, output.frames
+        data = stream.data
         size = max(0, min(len(data), self.window, stream.window, self.max_frame_bytes))
         is_last = stream.is_ending and size == len(data)
         if not size and not is_last:
             return 0
-        num_bytes = 0
+        frames: list[bytes] = []
         if size or not stream.trailers:
+            flags = END_STREAM if is_last and not stream.trailers else 0
+            frames.append(_frame(DATA, bytes(data[:size]), flags, stream.id))
             self.window -= size
             stream.window -= size
-            num_bytes = HEADER_BYTES + size
-            if is_last and not stream.trailers:
-                frames.append(_frame(DATA, bytes(data), END_STREAM, stream.id))
-            else:
-                frames += (size.to_bytes(_LENGTH_BYTES, "big"), stream.frame_end, bytes(data[:size]))
             del data[:size]
             if data:
                 stream.num_partly_sent += size
         if is_last:
             if stream.trailers:
                 frames.append(self._head_frames(stream.id, stream.trailers, END_STREAM))
-                num_bytes += len(frames[-1])
             del self.streams[stream.id]
             output.ended.append(stream)
-        return num_bytes
+        output.frames += frames
+        return sum(map(len, frames))
 
 
 class Http2Protocol:
@@ -599,7 +555,7 @@ class Http2Protocol:
         """The request that came by HTTP/1.1 is answered here."""
         assert request.stream_id == 1
         window = self.responses.initial_window
-        self._streams[1] = Http2Stream(1, window, request.method == "HEAD", has_body=False, head_bytes=0)
+        self._streams[1] = Http2Stream(1, window, request.method != "HEAD", 0, None, has_read_request=True)
         self._last_stream_id = self.num_requests = 1
 
     def receive(self, data: bytes, now: float) -> list[Event]:
@@ -669,7 +625,7 @@ class Http2Protocol:
         Raises:
             ConnectionFault: it is not to be read.
         """
-        length, kind, flags, _ = header
+        length, kind, flags, stream_id = header
         limits = self._limits.frames
         self._num_left -= 1
         if length > limits.frame_bytes:
@@ -679,12 +635,20 @@ class Http2Protocol:
             if kind != SETTINGS or flags & ACK:
                 raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "The first frame is not SETTINGS.")
             self._has_settings = True
-        if self._block_header is not None or kind == CONTINUATION:
-            self._check_continuation(header)
+        begun = self._block_header
+        if begun is not None or kind == CONTINUATION:
+            # RFC 9113 §6.10: any other frame within a header block is a connection error of type PROTOCOL_ERROR
+            if begun is None or (kind, stream_id) != (CONTINUATION, begun.stream_id):
+                raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A header block is interrupted, or not begun.")
+            self._count_block(header)
             return
         _check_shape(header)
         if kind == HEADERS:
-            self._begin_block(header)
+            self._block_header = header
+            self._num_block_bytes = 0
+            self._num_blocks += 1
+            self._earn(length)
+            self._count_block(header)
         elif kind == DATA:
             self._earn(max(0, length - _MAX_PADDING_BYTES) if flags & PADDED else length)
             self._charge_overhead()
@@ -701,24 +665,12 @@ class Http2Protocol:
         else:  # PRIORITY, WINDOW_UPDATE, GOAWAY, unknown types
             self._charge_overhead()
 
-    def _begin_block(self, header: _Header) -> None:
+    def _count_block(self, header: _Header) -> None:
+        """Another fragment of a field section (CVE-2024-27316)."""
         limits = self._limits.frames
-        if header.length > limits.header_block_bytes:  # where larger frames are taken
-            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "The header block is too large.")
-        self._num_left -= max(_FRAMES_PER_HEAD, header.length // _BLOCK_BYTES_PER_FRAME) - 1
-        self._earn(header.length)
-        self._block_header = header
-        self._num_block_bytes = header.length
-        self._num_blocks += 1
-
-    def _check_continuation(self, header: _Header) -> None:
-        begun, limits = self._block_header, self._limits.frames
-        # RFC 9113 §6.10: any other frame within a header block is a connection error of type PROTOCOL_ERROR
-        if begun is None or header.kind != CONTINUATION or header.stream_id != begun.stream_id:
-            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A header block is interrupted, or continues none.")
-        self._num_left -= max(1, header.length // _BLOCK_BYTES_PER_FRAME) - 1
+        least = _FRAMES_PER_HEAD if header.kind == HEADERS else 1
+        self._num_left -= max(least, header.length // _BLOCK_BYTES_PER_FRAME) - 1
         self._num_block_bytes += header.length
-        # CVE-2024-27316. The block's first fragment is in the list already
         if len(self._block) > limits.num_continuations or self._num_block_bytes > limits.header_block_bytes:
             raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "The header block is too large.")
 
@@ -773,10 +725,11 @@ class Http2Protocol:
 
     def _close(self, stream_id: int, state: int) -> None:
         """Forget the stream but for its state."""
-        stream = self.responses.forget(stream_id)
+        stream = self.responses.forget(stream_id) or self.early.pop(stream_id, None)
         if stream is not None:
             self._head_bytes -= stream.head_bytes
-        self.early.pop(stream_id, None)
+            if stream.receive_window is not None:
+                self._give_back(None, stream.receive_window.num_unread)
         self._closed.pop(stream_id, None)
         self._closed[stream_id] = state
         if len(self._closed) > _NUM_CLOSED_KEPT:
@@ -831,14 +784,16 @@ class Http2Protocol:
             self._refuse(stream_id)
             return
         self._num_refused = 0
-        is_head = (b":method", b"HEAD") in fields
-        stream = Http2Stream(stream_id, self.responses.initial_window, is_head, has_body, head_bytes)
+        window = _ReceiveWindow(_DEFAULT_WINDOW) if has_body else None
+        sends_body = (b":method", b"HEAD") not in fields
+        initial_window = self.responses.initial_window
+        stream = Http2Stream(stream_id, initial_window, sends_body, head_bytes, window, has_read_request=not has_body)
         self._streams[stream_id] = stream
         self._head_bytes += head_bytes
         try:
             request = read_request(stream_id, fields, has_body, self._head_limits)
             if has_body:
-                stream.awaited = content_length(request.headers)
+                stream.num_awaited = content_length(request.headers)
             self._events.append(request)
         except Malformed:
             self._fail_stream(stream_id, Http2ErrorCode.PROTOCOL_ERROR)
@@ -876,27 +831,27 @@ class Http2Protocol:
             data = payload[1 : length - payload[0]]
         self._window.take(length)
         if not self._is_taken(DATA, stream_id):
-            self._acknowledge(None, length)
+            self._give_back(None, length)
             return
-        stream = self._streams.get(stream_id) or self.early[stream_id]
-        assert stream.receive_window is not None
-        stream.receive_window.take(length)
-        if stream_id in self.early:
-            self._acknowledge(stream, length)
-            stream.num_early -= len(data)
-            if stream.num_early < 0:
-                self.break_off(stream_id)
+        is_early = stream_id in self.early
+        stream = self.early[stream_id] if is_early else self._streams[stream_id]
+        window = stream.receive_window
+        assert window is not None
+        window.take(length)
+        if stream.num_awaited is not None:
+            stream.num_awaited -= len(data)
+            if stream.num_awaited < 0:
+                self._give_back(None, length)
+                if is_early:
+                    self.break_off(stream_id)
+                else:  # RFC 9113 §8.1.1
+                    self._fail_stream(stream_id, Http2ErrorCode.PROTOCOL_ERROR)
                 return
-        elif stream.awaited is not None and len(data) > stream.awaited:  # RFC 9113 §8.1.1
-            self._fail_stream(stream_id, Http2ErrorCode.PROTOCOL_ERROR)
-            self._acknowledge(None, length)
-            return
-        else:
-            if stream.awaited is not None:
-                stream.awaited -= len(data)
-            if data:
-                self._events.append(BodyChunk(stream_id, data))
-            self._acknowledge(stream, length - len(data))
+        num_kept = 0 if is_early else len(data)
+        if num_kept:
+            window.num_unread += num_kept
+            self._events.append(BodyChunk(stream_id, data))
+        self._give_back(window, length - num_kept, stream_id)
         if flags & END_STREAM:
             self._end_request(stream_id)
 
@@ -904,7 +859,7 @@ class Http2Protocol:
         stream = self._streams.get(stream_id)
         if stream is None:
             self._close(stream_id, ENDED)
-        elif stream.awaited:  # RFC 9113 §8.1.1
+        elif stream.num_awaited:  # RFC 9113 §8.1.1
             self._fail_stream(stream_id, Http2ErrorCode.PROTOCOL_ERROR)
         else:
             stream.has_read_request = True
@@ -984,40 +939,45 @@ class Http2Protocol:
     def _write(self, kind: int, payload: bytes, flags: int = 0, stream_id: int = 0) -> None:
         self._out.append(_frame(kind, payload, flags, stream_id))
 
-    def acknowledge(self, stream_id: int, num_bytes: int) -> None:
-        """So much of the stream's body has been read: the peer may send as much again."""
-        if not self.has_failed:
-            self._acknowledge(self._streams.get(stream_id) or self.early.get(stream_id), num_bytes)
+    def acknowledge(self, stream_id: int) -> None:
+        """What has come of the stream's body has been read: the peer may send as much again."""
+        window = self._window_of(stream_id)
+        if window is not None:
+            if window.num_aside:
+                window.num_left += window.num_aside
+                self._out.append(_window_update(window.num_aside, stream_id))
+            num_unread, window.num_unread, window.num_aside = window.num_unread, 0, 0
+            self._give_back(window, num_unread, stream_id)
 
-    def _acknowledge(self, stream: Http2Stream | None, num_bytes: int) -> None:
+    def acknowledge_aside(self, stream_id: int) -> bool:
+        """As acknowledge, for the other streams alone: this one's window stays shut until it is acknowledged.
+
+        False: nothing had come of it.
         """
-        Args:
-            stream: None: it is closed, and nothing more is to come of it.
-        """
-        increment = self._window.acknowledge(num_bytes)
-        if increment:
-            self._out.append(_window_update(increment))
-        if stream is not None and stream.receive_window is not None and not stream.has_read_request:
-            increment = stream.receive_window.acknowledge(num_bytes)
-            if increment:
-                self._out.append(_window_update(increment, stream.id))
+        window = self._window_of(stream_id)
+        if window is None or not window.num_unread:
+            return False
+        self._window.num_left += window.num_unread
+        self._out.append(_window_update(window.num_unread))
+        window.num_aside += window.num_unread
+        window.num_unread = 0
+        return True
 
-    def acknowledge_aside(self, num_bytes: int) -> None:
-        """As acknowledge, for the other streams alone: this one's window stays shut until reopen."""
-        if not self.has_failed:
-            self._window.num_left += num_bytes
-            self._out.append(_window_update(num_bytes))
-
-    def reopen(self, stream_id: int, num_bytes: int) -> None:
-        """Let the stream send so much again that was acknowledged aside."""
+    def _window_of(self, stream_id: int) -> _ReceiveWindow | None:
+        """None: nothing more is to come of the stream."""
         stream = self._streams.get(stream_id) or self.early.get(stream_id)
-        if stream is not None and stream.receive_window is not None and not stream.has_read_request:
-            stream.receive_window.num_left += num_bytes
-            self._out.append(_window_update(num_bytes, stream_id))
+        return None if stream is None else stream.receive_window
+
+    def _give_back(self, window: _ReceiveWindow | None, num_bytes: int, stream_id: int = 0) -> None:
+        """So many bytes are read, of the stream with this window and of the connection; of the latter alone: None."""
+        for one, owner in ((self._window, 0), (window, stream_id)):
+            increment = 0 if one is None or not num_bytes else one.give_back(num_bytes)
+            if increment:
+                self._out.append(_window_update(increment, owner))
 
     def may_send(self, stream_id: int) -> bool:
         """The windows let the peer send more of the open stream's body."""
-        window = self._streams[stream_id].receive_window
+        window = self._window_of(stream_id)
         return self._window.num_left > 0 and window is not None and window.num_left > 0
 
     def reset(self, stream_id: int, code: Http2ErrorCode) -> None:
@@ -1067,12 +1027,13 @@ class Http2Protocol:
         output = self.responses.take_data(limit_bytes)
         self._earn(output.num_bytes)
         for stream in output.ended:
+            self._head_bytes -= stream.head_bytes
+            stream.head_bytes = 0
             if stream.has_read_request:
                 self._close(stream.id, ENDED)
             else:
                 self.early[stream.id] = stream
-                stream.num_early = self._limits.early_bytes
-            self._head_bytes -= stream.head_bytes
+                stream.num_awaited = self._limits.early_bytes
         return output
 
 

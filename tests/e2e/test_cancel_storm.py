@@ -119,7 +119,7 @@ async def storm(server: Server, num_per_kind: int) -> Clients:
     """Until the listener knows of nobody, and the engine has told the end of everybody."""
     clients = Clients(server.listener.port, num_per_kind)
     await clients.run()
-    generations, client = server._app.state.generations, server._client
+    generations, client = server._app.generations, server._client
     assert generations is not None
     assert client is not None
     while server.listener.num_open or server.listener.num_handlers or generations.active or client._handles:
