@@ -113,7 +113,7 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 	rm -rf $(VENV)/llama
 
 WHEELS_FOR ?= 3.12
-WHEELS := h2 hpack hyperframe markdown-it-py mdurl msgspec orjson pygments rich uvloop
+WHEELS := hpack markdown-it-py mdurl msgspec orjson pygments rich uvloop
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
 .PHONY: wheels

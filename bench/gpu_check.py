@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ALWAYS = ("numpy", "torch", "msgspec", "jinja2", "rich", "safetensors", "tokenizers")
-SERVER = ("h2", "hpack", "hyperframe", "orjson", "uvloop")
+SERVER = ("hpack", "orjson", "uvloop")
 # What each part imports, beside ALWAYS; a kernel needs triton on any device.
 NEEDED: dict[str, tuple[str, ...]] = {
     "environment": (),

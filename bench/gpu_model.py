@@ -190,7 +190,7 @@ def _check_family(family: str, context: Context) -> Iterator[Row]:
             found = Streams(ranks).answers(prompts, len(wanted[0]))
         finally:
             close()
-            ranks.end()
+            ranks.followers.end()
         yield Row(FAMILIES, cells, OK if found == wanted else WRONG, difference(found, wanted))
 
 

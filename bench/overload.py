@@ -23,7 +23,7 @@ from bench.results import Cell, Plot, Table, percentile, table_of
 from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedRunner
 from server.config import ServerConfig
-from server.gate.deadlines import ANY_TIME
+from server.gate.tenants import ANY_TIME
 from tests.server.fakes import PEER, MemoryTransport
 from tests.server.simulated_server import MODEL, SimulatedServer
 

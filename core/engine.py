@@ -1,12 +1,13 @@
-"""Drives one step after another: inbox, plan, forward, sample, collect, apply, deliver. Thread: engine; it starts none.
+"""Drives the steps: inbox, plan, forward, sample, collect, apply, deliver. Thread: engine; it starts none.
 
-Where the runner allows two steps in flight, the next one is planned and sent before the oldest is collected: the device
-has work while the host reads and plans. What only a result shows (an end, a failed row) takes effect one step late.
+Where the runner allows two steps in flight, the next one is planned and sent before the oldest is collected, so that
+the device has work while the host reads and plans. What only a result shows (an end, a failed row) takes effect one
+step late.
 
-The engine never waits: step() says whether there was work, and who calls it waits for the inbox. It turns faults into
-ends of requests: a row's own, a step that raises (see SentSteps), a lost device.
-Whenever it has nothing to do, it looks whether the scheduler's books balance, and is broken if they do not. Once no
-request has been there for IDLE_S, the runner may do work of its own, slice by slice, each between looks at the inbox.
+The engine never waits: step() says whether there was work, and its caller waits for the inbox. It turns faults into
+ends of requests: of a row, of a step that raises (see SentSteps), of the device.
+When idle it checks the scheduler's block and sequence accounting, and breaks if it is inconsistent. After IDLE_S
+without a request, the runner may do work of its own in slices, between which the engine looks at the inbox.
 """
 
 import logging
@@ -19,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import numpy as np
 
-from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
+from core.inspection import InconsistentAccounting, check_conservation, snapshot_of
 from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import (
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 Ticket = TypeVar("Ticket")
 Result = TypeVar("Result")
 
-IDLE_S = 60.0  # without a request: the load average that requests leave behind has fallen to a third
+IDLE_S = 60.0  # the load average that requests leave behind falls to a third in this time
 _DEVICE_LOST = "The server's compute device failed. Try again once the server has restarted."
 _STEP_FAILED = "The model failed to compute this request."
 _ENGINE_FAULT = "The server's engine failed. Try again once the server has restarted."
@@ -53,25 +54,22 @@ class EngineBroken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """
-    Args:
-        ticket: the runner's; None: it raised.
-    """
+    """A plan and the runner's ticket for it; None: the runner raised."""
 
     plan: StepPlan
     ticket: Any
 
 
 class SentSteps:
-    """Sends plans to the runner and collects what they give, in the same order.
+    """Sends plans to the runner and collects their outputs, in the same order.
 
-    A step that raises while it is sent is computed again once those before it have come back, then bisected to the rows
-    that raise. One that raises when it is collected is too, unless another was sent behind it: that one has read what
+    A step that raises while it is sent is computed again once those before it have come back, and bisected to the rows
+    that raise. So is one that raises when it is collected, unless another was sent behind it: that one has read what
     may never have been written, and both are lost.
 
     Args:
-        runner: anything it raises but DeviceError is taken for the fault of some rows.
-        restart: makes a plan of some rows of the only plan that is in flight, see Scheduler.restart.
+        runner: anything it raises but DeviceError is attributed to some rows.
+        restart: Scheduler.restart.
     """
 
     def __init__(self, runner: Runner[Any], restart: Callable[[StepPlan, range], StepPlan]) -> None:
@@ -84,7 +82,7 @@ class SentSteps:
 
     @property
     def has_failed(self) -> bool:
-        """The last one raised: nothing can be sent behind it."""
+        """Whether the last one raised: nothing can be sent behind it."""
         return bool(self._sent) and self._sent[-1].ticket is None
 
     def send(self, plan: StepPlan) -> None:
@@ -95,7 +93,7 @@ class SentSteps:
         self._sent.append(_Sent(plan, _attempt(self._start, plan, plan.num_rows)))
 
     def collect(self) -> tuple[StepPlan, StepOutput] | None:
-        """The oldest, once it is done. None: all that were sent are lost.
+        """Wait for the oldest step. None: all that were sent are lost.
 
         Raises:
             DeviceError: the device is lost.
@@ -107,14 +105,14 @@ class SentSteps:
             return oldest.plan, output
         if not self._sent:
             return oldest.plan, self._rerun(oldest.plan, range(num_rows))
-        while self._sent:  # wait for the others, whatever they give
+        while self._sent:  # wait for the others and discard their outputs
             sent = self._sent.popleft()
             if sent.ticket is not None:
                 _attempt(self._runner.collect, sent.ticket, sent.plan.num_rows)
         return None
 
     def forget(self) -> None:
-        """Nobody will ask what they give."""
+        """Never collect what was sent."""
         self._sent.clear()
 
     def _start(self, plan: StepPlan) -> Any:
@@ -123,7 +121,7 @@ class SentSteps:
         return ticket
 
     def _rerun(self, plan: StepPlan, rows: range) -> StepOutput:
-        """What these rows of a plan that failed give; computed in halves, and halves of those, if they fail again."""
+        """Compute these rows of a failed plan again; in halves, and halves of those, while they fail."""
         try:
             output = self._runner.collect(self._start(self._restart(plan, rows)))
         except DeviceError:
@@ -147,7 +145,7 @@ class SentSteps:
 
 
 def _attempt(work: Callable[[Any], Result], argument: Any, num_rows: int) -> Result | None:
-    """None: it raised, whatever a model can raise: the rows that raise it again are the guilty ones.
+    """None: it raised, whatever a model can raise. The rows that raise again when bisected are the guilty ones.
 
     Raises:
         DeviceError: the device is lost.
@@ -162,7 +160,7 @@ def _attempt(work: Callable[[Any], Result], argument: Any, num_rows: int) -> Res
 
 
 def _joined(outputs: list[StepOutput]) -> StepOutput:
-    """Outputs over the same plan's rows as one."""
+    """One output of those over parts of a plan's rows."""
     logprobs: dict[int, TokenLogprobs] = {}
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     failed_rows: dict[int, str] = {}
@@ -185,15 +183,14 @@ class Engine:
     """The scheduler and its runner, driven step by step.
 
     Args:
-        runner: computes the plans; anything it raises but DeviceError is taken for the fault of some rows.
+        runner: see SentSteps.
         clock: monotonic seconds.
         inbox: messages of the loop, oldest first. Only popped here, from the left.
-        deliver: takes each step's news. Called once a step, and for news without a step.
+        deliver: called with the news of each step, and with news that needs no step.
         store: is given the cached blocks when no more steps come; None: they are forgotten.
-        check: called where there is nothing to compute, raises DeviceError if the device is lost; None: a step will.
+        check: called when idle; raises DeviceError if the device is lost. None: the next step will raise.
         idle_work: the runner's own work for an idle server, once after start and after each busy phase: each next() is
-            a slice of some tens of ms. It is closed between two slices when a step comes, and begun anew at the next
-            time. None: there is none.
+            a slice of some tens of ms. It is closed between two slices when a step comes, and begun anew next time.
     """
 
     def __init__(
@@ -216,16 +213,16 @@ class Engine:
         self._check = check
         self._idle_work = idle_work
         self._idling: Generator[bool] | None = None
-        self._idle_since: float | None = None  # until its idle work begins
-        self._broken: str | None = None  # what its clients are told
-        self._inspect: Inspect | None = None  # still to be answered
+        self._idle_since: float | None = None  # None once idle work has begun
+        self._broken: str | None = None  # the error for its clients
+        self._inspect: Inspect | None = None  # not answered yet
 
     def step(self) -> bool:
         """Run one step if there is something to compute, or a slice of idle work. False: see wait_s().
 
         Raises:
-            EngineBroken: the device is lost, or the books do not balance; all requests have been answered, those just
-                submitted too.
+            EngineBroken: the device is lost, or the accounting is inconsistent; all requests have been answered,
+                also those just submitted.
         """
         self._drain_inbox()
         if self._broken is not None:
@@ -234,7 +231,7 @@ class Engine:
             self._send()
             if not self._sent:
                 self._flush()
-                self._check_books()
+                self._check_accounting()
                 if self._check is not None:
                     self._check()
                 return self._work_idle()
@@ -260,13 +257,13 @@ class Engine:
             self._sent.send(plan)
 
     def wait_s(self) -> float | None:
-        """How long after a step() that was False nothing will happen without a message; None: for good."""
+        """How long the caller may wait for a message after step() returned False; None: for ever."""
         if self._idle_since is None:
             return None
         return max(0.0, self._idle_since + IDLE_S - self._clock())
 
     def _work_idle(self) -> bool:
-        """A slice, once it is time. False: nothing was due."""
+        """Do a slice of idle work. False: none was due."""
         if self._scheduler.has_requests:  # paused ones
             self._stop_idling()
             return False
@@ -275,7 +272,7 @@ class Engine:
         return next(self._idling)
 
     def _idle(self) -> Generator[bool]:
-        """Tells of each turn whether a slice was done in it."""
+        """The idle engine's states: waiting, working, done. Yields whether it did a slice."""
         if self._idle_work is not None:
             self._idle_since = self._clock()
             while self._clock() < self._idle_since + IDLE_S:
@@ -286,7 +283,7 @@ class Engine:
                         yield True
             except DeviceError:
                 raise
-            except Exception:  # it serves nobody: the next request finds the server as it was
+            except Exception:  # no request depends on it
                 logger.exception("work of the idle engine failed")
             self._idle_since = None
         while True:
@@ -303,10 +300,10 @@ class Engine:
         return self._scheduler.apply(*landed, self._clock())
 
     def shutdown(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every request with a terminal chunk, those in the inbox too.
+        """End every request with a terminal chunk, also those in the inbox.
 
         Args:
-            error: the cause told to the clients, with FinishReason.ERROR.
+            error: the cause for the clients, with FinishReason.ERROR.
         """
         self._drain_inbox()
         self._sent.forget()
@@ -314,7 +311,7 @@ class Engine:
         self._flush()
 
     def close(self) -> None:
-        """No more steps come: have stored what the next process can use. Nobody is told what was in flight."""
+        """Store what the next process can use, when no more steps come. Results in flight are not delivered."""
         if self._store is None or self._broken is not None:
             return
         try:
@@ -326,10 +323,10 @@ class Engine:
         self._store.keep(self._scheduler.offload_kept())
 
     def _drop_forgotten(self, is_asked: bool = False) -> None:
-        """At once: no step may come, and the process may be killed.
+        """Tell the store which slots were forgotten, at once: no step may come, and the process may be killed.
 
         Args:
-            is_asked: what could not be deleted before is tried again, even where there is nothing new to delete.
+            is_asked: retry earlier deletions that failed, even if nothing new is to be deleted.
         """
         slots = self._scheduler.host.take_dropped()
         if (slots or is_asked) and self._store is not None:
@@ -340,11 +337,11 @@ class Engine:
         self.shutdown(FinishReason.ERROR, message)
         raise EngineBroken(message) from cause
 
-    def _check_books(self) -> None:
+    def _check_accounting(self) -> None:
         try:
             check_conservation(self._scheduler)
-        except BooksDoNotBalance as error:
-            logger.critical("the engine is idle and its books do not balance, a fault in this program: %s", error)
+        except InconsistentAccounting as error:
+            logger.critical("the engine is idle and its accounting is inconsistent, a fault in this program: %s", error)
             self._break(_ENGINE_FAULT, error)
 
     def _flush(self) -> None:

@@ -1,12 +1,10 @@
-"""Reads the scheduler's state: a snapshot for operators, and a check that its books balance.
+"""Reads the scheduler's state: a snapshot for operators, and a check of its accounting. It changes nothing.
 
-Thread: engine, between two calls of the scheduler. Nothing here changes anything.
+Thread: engine, between two calls of the scheduler.
 """
 
-from collections.abc import Iterable
-
 from core.scheduler import Scheduler
-from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState, Tenant
+from core.sequence import NO_SLOT, Sequence, SequenceState
 from core.sequence_states import SequenceStates
 from core.step_cost import StepCostModel
 from core.types import (
@@ -22,8 +20,37 @@ from core.types import (
 )
 
 
-class BooksDoNotBalance(Exception):
-    """Something is held that nobody has, or had that nobody holds: a fault of ours, and no answer can be trusted."""
+class InconsistentAccounting(Exception):
+    """Blocks, slots or sequences are counted differently in two places: a bug, after which no answer can be trusted."""
+
+
+def check_conservation(scheduler: Scheduler) -> None:
+    """Check that every block, slot and sequence is in one place. O(live sequences and the blocks that they hold).
+
+    Raises:
+        InconsistentAccounting: it names the counts that differ.
+    """
+    states, pool = scheduler.states, scheduler.pool
+    held = {block for sequence in states.running for block in sequence.table.blocks}
+    live = [s for group in states.groups.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
+    num_occupied = sum(sequence is not None for sequence in states.occupants)
+    num_published = pool.num_kept + sum(map(pool.is_published, held))
+    claims = {
+        "blocks that are used, and held by sequences": (pool.num_used, len(held)),
+        "blocks that are published, and kept or held": (pool.num_published, num_published),
+        "sequences that run, of all that live": (
+            len(states.running),
+            sum(s.state is SequenceState.RUNNING for s in live),
+        ),
+        "slots in all, and taken or free": (len(states.occupants), num_occupied + len(states.free_slots)),
+        "slots that are taken, and had": (num_occupied, sum(s.slot != NO_SLOT for s in live)),
+        "sequences in the queue, of all that live": (len(states.waiting), len(_waiting(states))),
+        "requests that are paused": (states.num_paused, sum(group.is_paused for group in states.groups.values())),
+        "requests that tenants have": (len(states.groups), sum(t.num_live for t in scheduler.shares.tenants())),
+    }
+    wrong = [f"{claim}: {one} and {other}" for claim, (one, other) in claims.items() if one != other]
+    if wrong:
+        raise InconsistentAccounting("; ".join(wrong))
 
 
 def snapshot_of(scheduler: Scheduler, serial: int, now: float, store: StoreState = NO_STORE) -> EngineSnapshot:
@@ -38,63 +65,42 @@ def snapshot_of(scheduler: Scheduler, serial: int, now: float, store: StoreState
         last_step=_last_step(scheduler),
         blocks=_blocks(scheduler),
         step_cost=_fit(scheduler.step_cost),
-        tenants=tuple(map(_counters, scheduler.shares.tenants())),
+        tenants=tuple(
+            TenantCounters(
+                name=tenant.name,
+                share=tenant.share,
+                counter_s=tenant.counter_s,
+                served_s=tenant.served_s,
+                num_requests=tenant.num_live,
+                num_running=tenant.num_running,
+            )
+            for tenant in scheduler.shares.tenants()
+        ),
         store=store,
     )
 
 
-def check_conservation(scheduler: Scheduler) -> None:
-    """Every block, slot and sequence is in one place. O(live sequences and the blocks that they hold).
-
-    Raises:
-        BooksDoNotBalance: it says what is wrong.
-    """
-    states, pool = scheduler.states, scheduler.pool
-    held = {block for sequence in states.running for block in sequence.table.blocks}
-    live = [s for group in states.groups.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
-    num_occupied = sum(sequence is not None for sequence in states.occupants)
-    num_tenants_have = sum(tenant.num_live for tenant in scheduler.shares.tenants())
-    claims = {
-        "blocks that are used, and held by sequences": (pool.num_used, len(held)),
-        "blocks that are published, and kept or held": (
-            pool.num_published,
-            pool.num_kept + sum(map(pool.is_published, held)),
-        ),
-        "sequences that run, of all that live": (
-            len(states.running),
-            sum(s.state is SequenceState.RUNNING for s in live),
-        ),
-        "slots in all, and taken or free": (len(states.occupants), num_occupied + len(states.free_slots)),
-        "slots that are taken, and had": (num_occupied, sum(s.slot != NO_SLOT for s in live)),
-        "sequences in the queue, of all that live": (len(states.waiting), len(list(_waiting(states)))),
-        "requests that are paused": (states.num_paused, sum(group.is_paused for group in states.groups.values())),
-        "requests that tenants have": (len(states.groups), num_tenants_have),
-    }
-    wrong = [f"{claim}: {one} and {other}" for claim, (one, other) in claims.items() if one != other]
-    if wrong:
-        raise BooksDoNotBalance("; ".join(wrong))
-
-
-def _waiting(states: SequenceStates) -> Iterable[tuple[SequenceGroup, Sequence]]:
-    """Those in the queue, with their requests."""
-    for group in states.groups.values():
-        if not group.is_paused:
-            for sequence in group.sequences:
-                if sequence.state is SequenceState.WAITING and sequence.index not in group.unforked:
-                    yield group, sequence
+def _waiting(states: SequenceStates) -> list[Sequence]:
+    """The sequences that the queue should have."""
+    return [
+        sequence
+        for group in states.groups.values()
+        for sequence in group.sequences
+        if sequence.state is SequenceState.WAITING and not group.is_paused and sequence.index not in group.unforked
+    ]
 
 
 def _queues(states: SequenceStates, now: float) -> tuple[WaitingLine, ...]:
-    lines: dict[tuple[int, str], list[tuple[SequenceGroup, Sequence]]] = {}
-    for group, sequence in _waiting(states):
-        lines.setdefault((-sequence.priority, sequence.tenant.name), []).append((group, sequence))
+    lines: dict[tuple[int, str], list[Sequence]] = {}
+    for sequence in _waiting(states):
+        lines.setdefault((-sequence.priority, sequence.tenant.name), []).append(sequence)
     return tuple(
         WaitingLine(
             priority=-below,
             tenant=tenant,
             num_sequences=len(members),
-            num_tokens=sum(sequence.num_uncomputed_tokens for _, sequence in members),
-            oldest_s=now - min(group.request.arrival_s for group, _ in members),
+            num_tokens=sum(len(sequence.token_ids) - sequence.num_computed_tokens for sequence in members),
+            oldest_s=now - min(sequence.arrival_s for sequence in members),
         )
         for (below, tenant), members in sorted(lines.items())
     )
@@ -150,15 +156,4 @@ def _fit(model: StepCostModel) -> StepCostFit:
         decoded_kv_token_s=decoded_kv,
         error_p50=model.error_p50,
         error_p90=model.error_p90,
-    )
-
-
-def _counters(tenant: Tenant) -> TenantCounters:
-    return TenantCounters(
-        name=tenant.name,
-        share=tenant.share,
-        counter_s=tenant.counter_s,
-        served_s=tenant.served_s,
-        num_requests=tenant.num_live,
-        num_running=tenant.num_running,
     )

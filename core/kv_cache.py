@@ -1,26 +1,25 @@
-"""KV blocks: who holds which, which hold the start of a prompt, and which were copied to the host. Thread: engine.
+"""Owns the KV blocks: who holds which, which can be found by their content, which were copied to the host.
 
-A block is a number, its content lies with the runner. A block that nobody holds is either empty, its content worth
-nothing, or kept, its content worth finding again. Empty ones are handed out first, then kept ones, those that were
-let go of longest ago first.
+Thread: engine. A block is a number; its content lies with the runner. A block that no sequence holds is either empty
+(its content is worthless) or kept (it may be found again). Empty blocks are handed out first, then the kept one that
+was released longest ago.
 
-A full block is published under a key: the serial of the publication before it in its chain (the domain, for a chain's
-first block) and its own token ids. Looking a key up compares all of it, so a hit is never a guess; Python hashes it
-with a secret of the process, so no client can build keys that collide. A serial is never used twice: once a block is
-forgotten, or evicted and not kept on the host, nothing that was computed after it can be found through another.
+A full block is published under a key: the serial of the block before it in its chain (the domain, for a chain's first
+block) and its own token ids. A lookup compares the whole key, so a hit is never a guess, and Python's hash has a secret
+of the process, so clients cannot construct colliding keys. A serial is never used twice: once a block is forgotten, or
+evicted without a host copy, nothing that was computed after it can be found through another block.
 
-Whoever holds a published block holds those before it in the chain, and lets go of its last block first. So of what
-nobody holds, the least recently used leaf is the next to be evicted, and never a parent before its children.
+A holder of a published block holds those before it in the chain too, and releases its last block first. So among kept
+blocks the least recently used leaf is evicted next, and never a parent before its children.
 
-A block is published when the row that fills it is planned: rows after it in the plan may read it already, because a
-step writes all its keys and values before any are read. If that row fails, the scheduler has the block forgotten, and
-those who shared it compute it themselves.
+A block is published when the row that fills it is planned: later rows of the same plan may read it, because a step
+writes all its keys and values before it reads any. If the row fails, the scheduler has the block forgotten, and the
+sequences that share it compute it themselves.
 
-Of blocks on the host only the books are kept here; the copies are the runner's, in the order of the plans that carry
-them. A slot holds one block under the key and the serial that it had in the prefix cache: a chain may lie partly on the
-device and partly there, and a hit compares token ids and domain wherever it lies. What a plan copies out can be found
-once that plan was applied, and what it copies back keeps its slot until then. So a step that fails loses copies, but
-nobody finds anything that was not copied.
+For host copies this file only does the accounting; the runner copies, in the order of the plans. A host slot holds one
+block under the key and serial that it had on the device, so a chain may lie partly here and partly there. What a plan
+copies out can be found once the plan was applied, and a slot that a plan copies from keeps its content until then: a
+failed step loses copies, but no lookup finds what was not copied.
 """
 
 import struct
@@ -29,20 +28,20 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-ONLINE_RATE = 0.1  # of the last copies in the measured time of one
+ONLINE_RATE = 0.1  # weight of the newest copies in the measured time of one
 _UNPUBLISHED = 0  # serials are larger
 
-Domain = tuple[str, str]  # whose prompts may share blocks (a tenant, or ""), and the request's own salt
-# Of a full block: the serial of the block before it (the domain, for a chain's first) and its own token ids as int32.
+Domain = tuple[str, str]  # who may share blocks (a tenant, or ""), and the request's own salt
+# Of a full block: the serial of the block before it (the domain, for a chain's first) and its token ids as int32
 BlockKey = tuple[int | Domain, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLabel:
-    """What a full block holds, exactly: two blocks with the same label hold the same.
+    """What a full block holds, exactly: two blocks with equal labels have equal content.
 
     Args:
-        serial: names the block in the keys of those that follow it. Never used for another content.
+        serial: stands for the block in the keys of those that follow it. Never reused for other content.
     """
 
     serial: int
@@ -51,13 +50,13 @@ class BlockLabel:
 
 @dataclass(slots=True)
 class BlockCopies:
-    """Whole blocks, between the device and slots of host memory. All that goes out is read before anything is written.
+    """A plan's copies of whole blocks between the device and host slots. All offloads are read before any write.
 
     Args:
-        offloads: slot -> block that is copied out to it.
-        labels: by slot, of what is copied out.
-        restores: block -> slot that is copied back to it.
-        used: slots that were copied to or asked for, least recently used first: a set in order.
+        offloads: slot -> block to copy out to it.
+        labels: slot -> what is copied out.
+        restores: block -> slot to copy back to it.
+        used: an ordered set of the slots copied to or looked up, least recently used first.
     """
 
     offloads: dict[int, int] = field(default_factory=dict)
@@ -76,12 +75,12 @@ class BlockCopies:
 
 @dataclass(slots=True)
 class BlockTable:
-    """Which block holds which positions of one sequence: position p lies in blocks[p // block_size].
+    """The blocks of one sequence: position p lies in blocks[p // block_size].
 
     Args:
-        domain: whose blocks these may be.
-        num_sent: the first entries, which the runner knows already.
-        num_published: the first entries, which other sequences may find in the prefix cache.
+        domain: which blocks it may share.
+        num_sent: leading entries that the runner knows.
+        num_published: leading entries that other sequences can find.
     """
 
     domain: Domain = ("", "")
@@ -93,13 +92,13 @@ class BlockTable:
         return len(self.blocks)
 
     def replace(self, position: int, block: int) -> int:
-        """Put another block at this index; the runner is told with the next row. Returns what was there."""
+        """Put another block at this index, to be sent with the next row. Returns the old one."""
         replaced, self.blocks[position] = self.blocks[position], block
         self.num_sent = min(self.num_sent, position)
         return replaced
 
     def take(self) -> list[int]:
-        """Empty the table and return what it held."""
+        """Empty the table and return its blocks."""
         blocks, self.blocks, self.num_sent, self.num_published = self.blocks, [], 0, 0
         return blocks
 
@@ -110,31 +109,29 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class HostBlocks:
-    """The slots of host memory. The least recently used one is reused first.
+    """The host slots, reused least recently used first.
 
     Args:
-        num_slots: of one block each; 0: nothing is ever copied.
-        copy_s: that a block takes, either way, as measured at start.
-        stored: slots that an earlier process has filled, least recently used first.
+        num_slots: one block each; 0: nothing is ever copied.
+        copy_s: seconds per block, either way, as measured at start.
+        stored: slots that an earlier process filled, least recently used first.
     """
 
     def __init__(self, num_slots: int, copy_s: float = 0.0, stored: Iterable[tuple[int, BlockLabel]] = ()) -> None:
         self.num_slots = num_slots
         self.copy_s = copy_s
         self.num_offloaded = self.num_restored = self.num_recomputed = 0  # blocks, since the start
-        self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # can be found; least recently used first
-        self._coming: dict[BlockKey, int] = {}  # slots that can be found once a plan was applied
-        self._serials = [0] * num_slots  # by slot
-        self._pinned: set[int] = set()  # slots that are copied back, until that plan was applied
-        self._dropped: list[int] = []  # that were forgotten, until somebody asks
-        self._leaving: set[int] = set()  # slots that are free once a plan was applied
+        self._labels: list[BlockLabel | None] = [None] * num_slots  # of slots that are or will be findable
+        self._num_copies = [0] * num_slots  # by slot: from or to it, planned or in flight
+        self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # findable, least recently used first
+        self._coming: dict[BlockKey, int] = {}  # findable once a plan was applied
+        self._dropped: list[int] = []  # forgotten since take_dropped()
         self._next = BlockCopies()
         self._in_flight: deque[BlockCopies] = deque()  # of each plan, oldest first
         for slot, label in stored:
-            self._slots[label.key], self._serials[slot] = slot, label.serial
-        self.last_serial = max(self._serials, default=0)
-        filled = set(self._slots.values())
-        self._free = deque(slot for slot in range(num_slots) if slot not in filled)
+            self._slots[label.key], self._labels[slot] = slot, label
+        self.last_serial = max((label.serial for label in self._labels if label is not None), default=0)
+        self._free = deque(slot for slot in range(num_slots) if self._labels[slot] is None)
 
     @property
     def num_used(self) -> int:
@@ -142,107 +139,107 @@ class HostBlocks:
 
     @property
     def planned_s(self) -> float:
-        """What the copies of the next plan will take."""
+        """Estimated duration of the next plan's copies."""
         return self.copy_s * self._next.num_copies
 
     def has(self, key: BlockKey) -> bool:
         return key in self._slots
 
     def serial_of(self, key: BlockKey) -> int | None:
-        """Of a block that lies here or comes: whoever publishes the same again goes on with it."""
+        """The serial of a block that lies here or is on its way: publishing the same content again reuses it."""
         slot = self._slots.get(key, self._coming.get(key))
-        return None if slot is None else self._serials[slot]
+        label = None if slot is None else self._labels[slot]
+        return None if label is None else label.serial
 
     def offload(self, block: int, label: BlockLabel) -> None:
-        """Copy a block out before the next plan writes to it, unless it lies here already, or no slot can be had."""
+        """Copy a block out before the next plan writes to it, unless it lies here already or no slot is available."""
         if label.key in self._slots:
             self._use(label.key)
         elif label.key not in self._coming and (slot := self._take_slot()) is not None:
-            self._coming[label.key], self._serials[slot] = slot, label.serial
+            self._coming[label.key], self._labels[slot] = slot, label
+            self._num_copies[slot] += 1
             self._next.offloads[slot] = block
             self._next.labels[slot] = label
             self._note_use(slot)
 
-    def restore(self, block: int, key: BlockKey) -> int:
-        """Copy what lies here to a block, before the next plan reads it. Returns its serial."""
-        slot = self._slots[key]
-        self._next.restores[block] = slot
-        return self._serials[slot]
-
     def pin(self, keys: list[BlockKey]) -> None:
-        """These, a chain that lies here, are about to be restored. Of them the leaf is reused first."""
+        """Protect a chain of slots that restore() is about to copy from. Its leaf will be reused first."""
         for key in reversed(keys):
             self._use(key)
-            self._pinned.add(self._slots[key])
+            self._num_copies[self._slots[key]] += 1
+
+    def restore(self, block: int, key: BlockKey) -> int:
+        """Copy a pinned slot back to a block before the next plan reads it. Returns its serial."""
+        slot = self._next.restores[block] = self._slots[key]
+        label = self._labels[slot]
+        assert label is not None, "a pinned slot is findable"
+        return label.serial
 
     def reuse(self, blocks: Iterable[int]) -> None:
-        """Blocks are given away for something else: what would have been copied to them is not."""
+        """Cancel planned copies back to blocks that are handed out for something else."""
         if self._next.restores:
             for block in blocks:
-                self._next.restores.pop(block, None)
+                if (slot := self._next.restores.pop(block, None)) is not None:
+                    self._finish_copy(slot)
 
     def is_cheaper(self, num_blocks: int, recompute_s: float) -> bool:
-        """Whether to copy so many blocks that lie here back, rather than compute them; counted if not."""
+        """Whether copying so many blocks back takes no longer than computing them; counted if it does."""
         if num_blocks * self.copy_s <= recompute_s:
             return True
         self.num_recomputed += num_blocks
         return False
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Let nobody find these any more."""
+        """Make these unfindable."""
         for key in keys:
             slot = self._slots.pop(key, None)
             if slot is None:
                 slot = self._coming.pop(key, None)
-            if slot is not None:
-                if self._next.offloads.pop(slot, None) is not None:
-                    del self._next.labels[slot]
-                self._next.used.pop(slot, None)
-                self._dropped.append(slot)
-                self._let_go(slot)
+            if slot is None:
+                continue
+            self._labels[slot] = None
+            self._next.used.pop(slot, None)
+            self._dropped.append(slot)
+            if self._next.offloads.pop(slot, None) is not None:
+                del self._next.labels[slot]
+                self._finish_copy(slot)
+            elif not self._num_copies[slot]:
+                self._free.append(slot)
 
     def clear(self) -> None:
         self.forget([*self._slots, *self._coming])
 
     def take_dropped(self) -> list[int]:
-        """The slots whose content was forgotten since this was asked last. Before what is copied to them next."""
+        """The slots forgotten since the last call. Ask before copying anything to them again."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def take_copies(self) -> BlockCopies | None:
-        """What the plan that is made now has to copy."""
+        """The copies of the plan that is being made."""
         copies, self._next = self._next, BlockCopies()
         self._in_flight.append(copies)
         return None if copies.is_empty else copies
 
     def on_restart(self) -> BlockCopies | None:
-        """The last step failed: whether it had copied is not known. Returns what each part of it has to copy.
+        """The last step failed, perhaps before copying. Returns the copies for each part of it that is computed again.
 
-        What was to be copied out may be overwritten by now; it is lost. Copying back twice does no harm.
+        Its offloads are lost, as their blocks may be overwritten by now. Copying back twice does no harm.
         """
         failed = self._in_flight[-1]
         self._lose_offloads(failed)
         return BlockCopies(restores=failed.restores) if failed.restores else None
 
     def on_lost(self) -> None:
-        """The oldest plan will not come back: whether it had copied is not known, and it is not computed again."""
+        """The oldest plan will not come back, and may not have copied anything."""
         self._lose_offloads(self._in_flight[0])
         self.on_applied(is_computed=False, copy_s=0.0)
-
-    def _lose_offloads(self, failed: BlockCopies) -> None:
-        for slot, label in failed.labels.items():
-            if self._coming.get(label.key) == slot:
-                del self._coming[label.key]
-                self._leaving.add(slot)
-                self._dropped.append(slot)  # what a store has of the block before it there
-        failed.offloads, failed.labels = {}, {}
 
     def on_applied(self, is_computed: bool, copy_s: float) -> None:
         """The oldest plan has come back.
 
         Args:
-            is_computed: some of it did not fail. If all failed, what it was to copy back is left to the next.
-            copy_s: that its copies took; 0: not known.
+            is_computed: some row succeeded. Otherwise the next plan copies back instead.
+            copy_s: what its copies took; 0: unknown.
         """
         done = self._in_flight.popleft()
         if copy_s > 0 and done.num_copies:
@@ -250,16 +247,30 @@ class HostBlocks:
         for slot, label in done.labels.items():
             if self._coming.get(label.key) == slot:
                 self._slots[label.key] = self._coming.pop(label.key)
-        self.num_offloaded += len(done.offloads)
+        self.num_offloaded += len(done.labels)
+        for slot in done.offloads:
+            self._finish_copy(slot)
         if is_computed:
             self.num_restored += len(done.restores)
-        else:
-            self._next.restores = done.restores | self._next.restores
-        if self._pinned or self._leaving:
-            self._pinned = {slot for copies in (self._next, *self._in_flight) for slot in copies.restores.values()}
-            leaving, self._leaving = self._leaving, set()
-            for slot in leaving:
-                self._let_go(slot)
+        for block, slot in done.restores.items():
+            if is_computed or block in self._next.restores:
+                self._finish_copy(slot)
+            else:
+                self._next.restores[block] = slot
+
+    def _lose_offloads(self, failed: BlockCopies) -> None:
+        for slot, label in failed.labels.items():
+            if self._coming.get(label.key) == slot:
+                del self._coming[label.key]
+                self._labels[slot] = None
+                self._dropped.append(slot)  # a store may still have the slot's previous block
+        failed.labels = {}
+
+    def _finish_copy(self, slot: int) -> None:
+        """One copy less from or to a slot, which is free after its last one if nothing can be found in it."""
+        self._num_copies[slot] -= 1
+        if not self._num_copies[slot] and self._labels[slot] is None:
+            self._free.append(slot)
 
     def _use(self, key: BlockKey) -> None:
         self._slots.move_to_end(key)
@@ -269,32 +280,23 @@ class HostBlocks:
         self._next.used.pop(slot, None)
         self._next.used[slot] = None
 
-    def _let_go(self, slot: int) -> None:
-        """Of a slot that nobody can find: it is free, unless a copy from or to it is on its way."""
-        if slot in self._pinned or any(slot in copies.offloads for copies in self._in_flight):
-            self._leaving.add(slot)
-        else:
-            self._free.append(slot)
-
     def _take_slot(self) -> int | None:
-        """A free one, else the least recently used; None where all are on their way."""
+        """A free slot, else the least recently used one that nothing is copied from; None: there is none."""
         if self._free:
             return self._free.popleft()
         for key, slot in self._slots.items():
-            if slot not in self._pinned:
+            if not self._num_copies[slot]:
                 del self._slots[key]
                 return slot
         return None
 
 
 class BlockPool:
-    """All blocks: their holders, which of them can be found by what they hold, and what is copied to and from the host.
-
-    Every operation is O(1) for each block that it looks at.
+    """All blocks of the device: their holders and their published content. Every operation is O(1) per block.
 
     Args:
         has_prefix_cache: False: nothing is published, so nothing is found.
-        host: where blocks go that are evicted.
+        host: where evicted blocks go.
     """
 
     def __init__(
@@ -307,7 +309,7 @@ class BlockPool:
         self._block_size = block_size
         self._references = [0] * num_blocks
         self._empty = deque(range(num_blocks))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # published, held by nobody; next to be evicted first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # published and not held, next to be evicted first
         self._content = struct.Struct(f"{block_size}i").pack
         self._blocks: dict[BlockKey, int] = {}  # the published ones
         self._keys: list[BlockKey | None] = [None] * num_blocks  # by block
@@ -316,12 +318,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out."""
+        """Blocks that can be handed out, empty or kept."""
         return len(self._empty) + len(self._kept)
 
     @property
     def num_kept(self) -> int:
-        """Of the free ones, those whose content is kept."""
         return len(self._kept)
 
     @property
@@ -330,14 +331,13 @@ class BlockPool:
 
     @property
     def num_published(self) -> int:
-        """How many can be found."""
         return len(self._blocks)
 
     def is_published(self, block: int) -> bool:
         return self._keys[block] is not None
 
     def is_shared(self, block: int) -> bool:
-        """Whether writing to it would be seen by another holder."""
+        """Whether another holder would see a write to it."""
         return self._references[block] > 1
 
     # Who holds which
@@ -352,7 +352,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Seq[int]) -> None:
-        """Add one reference to each of these blocks, which are used or kept."""
+        """Add one reference to each of these held or kept blocks."""
         for block in blocks:
             if self._references[block] == 0:
                 assert block in self._kept, f"block {block} is empty and cannot be shared"
@@ -360,7 +360,7 @@ class BlockPool:
             self._references[block] += 1
 
     def take_for_shared(self, block: int) -> int:
-        """Take a free block, with one reference, in place of one reference to a shared block, which stays used."""
+        """Exchange one reference to a shared block for a free block with one reference."""
         assert self.is_shared(block), f"block {block} has no other holder"
         (taken,) = self.allocate(1)
         self._references[block] -= 1
@@ -387,10 +387,10 @@ class BlockPool:
     # Which can be found
 
     def extend(self, table: BlockTable, token_ids: Seq[int]) -> int:
-        """Let a table go on, from its last published block, with as many blocks as others have published.
+        """Continue a table, from its last published block, with as many published blocks as match.
 
-        The last token is left to compute, for what follows from it is not kept. Blocks of the table's own that the
-        found ones replace are let go of.
+        The last token is left to compute, because its logits are not cached. Blocks of the table's own that a found
+        one replaces are released.
 
         Returns:
             How many tokens the table's published blocks hold now.
@@ -399,7 +399,7 @@ class BlockPool:
         limit = (len(token_ids) - 1) // size  # blocks
         while table.num_published < limit:
             position = table.num_published
-            block = self._blocks.get(self._key(table, token_ids))
+            block = self._blocks.get((self._parent(table), self._content_at(position, token_ids)))
             if block is None:
                 break
             self.share((block,))
@@ -411,27 +411,25 @@ class BlockPool:
         return table.num_published * size
 
     def publish(self, table: BlockTable, token_ids: Seq[int], num_tokens: int) -> bool:
-        """Let others find the table's blocks that are full with its first num_tokens. Returns whether they can now.
+        """Publish the table's blocks that are full with its first num_tokens. Returns whether all are published now.
 
-        It stops at a block whose content another one is published for: extend() puts that one in its place. (And at
-        one that comes after a forgotten one: nobody can find it.)
+        It stops at a block whose content is published already: extend() replaces that block by the published one. It
+        also stops behind a forgotten block, through which nothing could be found.
         """
         if not self.has_prefix_cache:
             return True
-        while table.num_published < num_tokens // self._block_size:
-            if table.num_published and self._serials[table.blocks[table.num_published - 1]] == _UNPUBLISHED:
-                return False
-            key = self._key(table, token_ids)
-            if key in self._blocks:
+        while (position := table.num_published) < num_tokens // self._block_size:
+            key = self._parent(table), self._content_at(position, token_ids)
+            if key[0] == _UNPUBLISHED or key in self._blocks:
                 return False
             serial = self._host.serial_of(key)
             if serial is None:
                 serial = self._last_serial = self._last_serial + 1
-            self._publish(table, table.blocks[table.num_published], key, serial)
+            self._publish(table, key, serial)
         return True
 
     def forget(self, blocks: Seq[int]) -> None:
-        """Let nobody find these blocks any more, nor what was computed after them. Those who hold them keep them."""
+        """Make these blocks, and what was computed after them, unfindable. Their holders keep them."""
         self._host.forget(key for block in blocks if (key := self._keys[block]) is not None)
         for block in blocks:
             self._unpublish(block)
@@ -444,10 +442,6 @@ class BlockPool:
         self._host.clear()
         self.forget(list(self._blocks.values()))
 
-    def _key(self, table: BlockTable, token_ids: Seq[int]) -> BlockKey:
-        """Of the first block that the table has not published."""
-        return self._parent(table), self._content_at(table.num_published, token_ids)
-
     def _parent(self, table: BlockTable) -> int | Domain:
         position = table.num_published
         return self._serials[table.blocks[position - 1]] if position else table.domain
@@ -456,7 +450,8 @@ class BlockPool:
         start = position * self._block_size
         return self._content(*token_ids[start : start + self._block_size])
 
-    def _publish(self, table: BlockTable, block: int, key: BlockKey, serial: int) -> None:
+    def _publish(self, table: BlockTable, key: BlockKey, serial: int) -> None:
+        block = table.blocks[table.num_published]
         self._blocks[key], self._keys[block], self._serials[block] = block, key, serial
         table.num_published += 1
 
@@ -470,7 +465,7 @@ class BlockPool:
     # To the host and back
 
     def find_on_host(self, table: BlockTable, token_ids: Seq[int]) -> list[BlockKey]:
-        """Keys of the chain that lies on the host and goes on where extend() has stopped."""
+        """Keys of the chain on the host that continues where extend() stopped."""
         keys: list[BlockKey] = []
         if not self._host.num_used:
             return keys
@@ -485,22 +480,21 @@ class BlockPool:
         return keys
 
     def restore(self, table: BlockTable, keys: list[BlockKey]) -> None:
-        """Let a table that has nothing but published blocks go on with these, in new blocks, of which enough are free.
+        """Continue a table of published blocks with the chain that find_on_host() found, in new blocks.
 
-        Args:
-            keys: as find_on_host() has found them.
+        As many blocks must be free.
         """
         self._host.pin(keys)
         for key in keys:
             (block,) = self.allocate(1)
             table.blocks.append(block)
-            self._publish(table, block, key, self._host.restore(block, key))
+            self._publish(table, key, self._host.restore(block, key))
 
     def offload_kept(self) -> None:
-        """Copy out what lies in blocks which nobody holds, last used first served: no more steps come.
+        """Copy out the kept blocks, most recently used preferred, when no more steps come.
 
-        What was found on the device has not been looked up on the host meanwhile. So where it lies there too it is
-        taken for used before anything is copied, or it would be the first to make room.
+        Kept blocks that also lie on the host are marked as used there first: lookups found them on the device, so their
+        slots look old and would be overwritten.
         """
         kept = list(self._kept)[-self._host.num_slots :] if self._host.num_slots else []
         there = [block for block in kept if (key := self._keys[block]) is not None and self._host.has(key)]

@@ -1,8 +1,8 @@
 """Estimates when a request that arrives now would get its first token, and how soon running answers end.
 
-The scheduler tells it with its counts; who asks says what it has handed over since (Backlog). It is meant to be right
-where it matters, under load: there the prompts ahead are computed beside a full batch of decodes, and slots or blocks
-come free as fast as answers end. Any thread; pure.
+Any thread; pure. The scheduler sends an Outlook with its counts; the caller adds what it has submitted since (Backlog).
+It aims to be right under load, where the prompts ahead are computed beside a full batch of decodes, and slots or blocks
+come free as fast as answers end.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ import msgspec
 
 @dataclass(slots=True)
 class Backlog:
-    """Prompts that are to be computed.
+    """Prompts that are still to be computed.
 
     Args:
-        num_sequences: that will hold a slot each.
+        num_sequences: each will need a slot.
         prompt_kv: KV tokens that the prompts' tiles read (StepWork).
     """
 
@@ -32,18 +32,16 @@ class Backlog:
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """As of the last steps.
+    """The engine's state as of the last steps.
 
     Args:
         step_cost_s: StepCostModel.rough_s.
-        max_sequences: that have room.
-        max_batch_tokens: computed in one step.
-        num_kv_tokens: that the KV cache holds.
+        num_kv_tokens: capacity of the KV cache.
         inter_token_target: see EngineConfig.
-        miss_ratio: of prompts' tokens, those that the prefix cache does not have.
+        miss_ratio: share of prompt tokens that the prefix cache does not have.
         kv_of_one: tokens that a running sequence holds.
-        tokens_left: that each of those that decode has yet to say, as the harmonic mean: how often one of them ends.
-        first_left: after so many the first of them has as many as it may.
+        tokens_left: expected per decoding sequence, as the harmonic mean: it gives how often one of them ends.
+        first_left: after so many tokens the first of them reaches its limit.
     """
 
     step_cost_s: tuple[float, float, float, float, float]
@@ -61,7 +59,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             num_decoding: sequences that have had their first token.
-            ahead: what is served before it, prompts that are half computed included.
+            ahead: what is served before it, partly computed prompts included.
         """
         num_coming = ahead.num_sequences + own.num_sequences
         num_soon = min(num_decoding + num_coming, self.max_sequences)
@@ -76,20 +74,20 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
             num_missing = max(num_missing, (both.prompt_tokens - free_tokens) / self.kv_of_one)
         room_s = 0.0  # until there are slots and blocks for all
         if num_missing > 0 and num_decoding:
-            # Those that come and find room decode by then, and end as well
+            # sequences that come and find room will decode by then, and end as well
             num_full = max(num_decoding, num_decoding + num_coming - num_missing)
             room_s = num_missing * self.tokens_left * full_step_s / num_full
         prefill_s = self._prefill_s(both, num_decoding, full_step_s)
         return max(prefill_s, room_s + self._prefill_s(own, num_decoding, full_step_s))
 
     def end_s(self, num_decoding: int) -> float | None:
-        """Seconds from now until one of so many sequences that decode ends; None: none does."""
+        """Seconds from now until one of so many decoding sequences ends; None without any."""
         if not num_decoding:
             return None
         return self._decode_s(num_decoding, num_decoding) * min(self.tokens_left / num_decoding, self.first_left)
 
     def _decode_s(self, num_sequences: float, num_decoding: int) -> float:
-        """A step in which so many decode, the KV being what it is now."""
+        """A step in which so many decode, with the present KV."""
         fixed, _, _, token_s, kv_s = self.step_cost_s
         return fixed + num_sequences * token_s + num_decoding * self.kv_of_one * kv_s
 
@@ -103,16 +101,16 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         return work_s + num_steps * beside_s
 
 
-def tokens_left(mean_tokens: float, num_said: int, num_allowed: int) -> float:
-    """How many more an answer is expected to have that has said so many.
+def tokens_left(mean_tokens: float, num_own: int, limit: int) -> float:
+    """How many more tokens an answer of num_own tokens is expected to have.
 
-    As many as any, while its length is nothing out of the common: lengths are taken to be spread exponentially. One of
-    over twice the mean shows that it is not of their kind: it then goes on for about as long as it has, or to its end.
-    Never less than the mean, even where num_allowed is near: it serves to say how often one of all ends, and the next
-    one in its place has all of its own to say.
+    The mean, as for any answer, while its length is ordinary: lengths are taken to be exponentially distributed. An
+    answer of over twice the mean is not one of these and is expected to double, or to reach its limit. Never less than
+    the mean, even near the limit: the result serves to tell how often answers end, and the next answer in the same slot
+    has all of its tokens to come.
 
     Args:
         mean_tokens: of answers that have ended.
-        num_allowed: its max_tokens.
+        limit: its max_tokens.
     """
-    return max(mean_tokens, min(num_said - mean_tokens, num_allowed - num_said))
+    return max(mean_tokens, min(num_own - mean_tokens, limit - num_own))

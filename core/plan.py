@@ -1,11 +1,11 @@
-"""What scheduler and runner exchange: StepPlan (columns) out, StepOutput back. Thread: engine.
+"""What the scheduler and the runner exchange: StepPlan (columns) out, StepOutput back. Thread: engine.
 
-A step's rows are sequences, each with some new tokens to compute: no prefill or decode, one rule. A sequence lives in
-a *slot* of the runner (0..max_sequences-1) from its SequenceStart until the slot is started anew; the runner keeps
-what is constant or grows there (sampling parameters, block table, counts of tokens): a plan carries differences only.
+A step's rows are sequences, each with some new tokens to compute; prefill and decode are the same thing. A sequence
+lives in a *slot* of the runner (0..max_sequences-1) from its SequenceStart until the slot is started anew. The runner
+keeps what is constant or grows there (sampling parameters, block table, token counts), so a plan carries differences.
 
-A sequence counts the steps that it is in (num_in_flight) and the tokens that these sample for it (num_pending): the
-next plan goes on after them, before anybody knows them. What it holds it keeps until the last of its steps has landed.
+A sequence counts the steps it is in (num_in_flight) and the tokens that these sample for it (num_pending): the next
+plan continues after those tokens before they are known. Its slot and blocks stay until the last of its steps is back.
 """
 
 from collections.abc import Iterable
@@ -34,8 +34,7 @@ class SequenceStart:
 
     Args:
         token_ids: all tokens known so far: the prompt, and after a preemption also what was generated.
-        num_prompt_tokens: how many of them are the prompt's.
-        seed: 64-bit key of its counter-based noise; noise depends on (seed, position) alone.
+        seed: 64-bit key of its counter-based noise, which depends on (seed, position) alone.
         stop_ids: ids that may not be sampled before min_tokens: the model's ends (unless ignored) and the request's.
     """
 
@@ -49,13 +48,13 @@ class SequenceStart:
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """What a row of a prompt is asked beside its keys and values: how likely the tokens are that follow its own.
+    """Asks a row of a prompt how likely the tokens are that follow its own.
 
     Args:
         row: of the plan.
-        first: index among the row's tokens of the first one whose next is asked about.
-        token_ids: what follows that one and those after it, all of the prompt.
-        num_top: so many of the likeliest are told beside each.
+        first: index among the row's tokens of the first one whose successor is asked about.
+        token_ids: the successors of that token and of those after it, all of the prompt.
+        num_top: how many of the likeliest to report beside each.
     """
 
     row: int
@@ -69,10 +68,10 @@ class StepPlan:
     """What to compute in one step.
 
     Row i, in [0, num_rows): the sequence in slots[i] computes its tokens at positions starts[i] up to
-    starts[i] + lengths[i] - 1. Their ids stand one row after the other in token_ids. Where samples[i], the row reaches
-    the sequence's last token, and a token is sampled from its last logits. PENDING in token_ids is the token that
-    was sampled last for this slot, by a step whose result had not been read when this plan was made.
-    Order of effects: sequence_starts reset their slots, blocks are copied out to the host, then back from it, then from
+    starts[i] + lengths[i] - 1. Their ids are in token_ids, one row after the other. Where samples[i], the row reaches
+    the sequence's last token, and a token is sampled from its last logits. PENDING in token_ids is the token that was
+    sampled last for this slot, by a step whose result was not read yet when this plan was made.
+    Order of effects: sequence_starts reset their slots, blocks are copied out to the host, back from it, then from
     block to block, block tables grow, the rows are computed.
     """
 
@@ -88,7 +87,7 @@ class StepPlan:
     copy_targets: Int32Array  # [copies]: ... is copied to this block first (copy on write)
     sequence_starts: list[SequenceStart] = field(default_factory=list)
     host_copies: BlockCopies | None = None
-    prompt_targets: list[PromptTargets] = field(default_factory=list)  # at most one of a row, in the rows' order
+    prompt_targets: list[PromptTargets] = field(default_factory=list)  # at most one per row, in the rows' order
 
     @property
     def num_rows(self) -> int:
@@ -108,12 +107,12 @@ class StepOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> its logprobs
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of its PromptTargets
     failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); samples nothing
-    host_copy_s: float = 0.0  # of the step's time, what its copies from and to the host took
+    host_copy_s: float = 0.0  # the part of the step's time that its host copies took
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRow:
-    """A step of one row that was timed at start, as StepWork.add() has rows: positions `start` to `end` - 1."""
+    """A step of one row that was timed at start: positions `start` to `end` - 1 (StepWork.add)."""
 
     start: int
     end: int
@@ -123,7 +122,7 @@ class TimedRow:
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What a runner has room for, and what its steps take."""
+    """What a runner has room for, and what its steps cost."""
 
     num_blocks: int
     block_size: int  # tokens
@@ -131,12 +130,12 @@ class RunnerLimits:
     max_batch_tokens: int
     max_model_len: int  # tokens
     vocab_size: int  # the logits' width
-    num_host_blocks: int = 0  # slots of host memory, of a block each
+    num_host_blocks: int = 0  # host slots
     block_bytes: int = 0
     host_copy_s: float = 0.0  # of one block to the host or back, as measured at start
     max_in_flight: int = 1  # steps; with 2 the next one is sent before this one's tokens are read
-    prompt_tile: int = 64  # tokens of a prompt that attend together: for any of them all are computed
-    few_tokens: int = 0  # of a step: about so many are multiplied in the time in which the weights are read
+    prompt_tile: int = 64  # prompt tokens that attend together: a started tile costs as much as a full one
+    few_tokens: int = 0  # about so many tokens of a step are multiplied in the time that reading the weights takes
     timed_rows: tuple[TimedRow, ...] = ()  # so that the first requests' steps are predicted
 
 
@@ -145,11 +144,12 @@ class DeviceError(Exception):
 
 
 class BlockStore(Protocol):
-    """Keeps blocks beyond the end of the process."""
+    """Keeps host blocks beyond the end of the process."""
 
     def drop(self, slots: list[int]) -> None:
-        """What was copied out to these nobody may find any more, after a restart of the process neither. Returns at
-        once; what is copied out from now on is kept. What could not be deleted before is tried again.
+        """Make what was copied out to these slots unfindable, also after a restart of the process.
+
+        Returns at once; later copies to the slots are kept. Earlier failed deletions are tried again.
         """
         ...
 
@@ -157,7 +157,7 @@ class BlockStore(Protocol):
     def state(self) -> StoreState: ...
 
     def keep(self, copies: BlockCopies | None) -> None:
-        """After the last step: copy these out, and return once all that was copied out is kept, or time is up."""
+        """After the last step: copy these out, and return once everything copied out is stored, or time is up."""
         ...
 
 
@@ -168,7 +168,7 @@ T = TypeVar("T")
 class Runner(Protocol[Ticket]):
     """Computes steps. The three calls of step N come in order, and steps in the order of their forward().
 
-    With limits.max_in_flight of 2, forward and sample of N+1 come before collect of N, whose tokens N+1 may ask for.
+    With limits.max_in_flight of 2, forward and sample of N+1 come before collect of N, and N+1 may use N's tokens.
     """
 
     limits: RunnerLimits
@@ -178,25 +178,29 @@ class Runner(Protocol[Ticket]):
         ...
 
     def sample(self, ticket: Ticket) -> None:
-        """Draw tokens from the ticket's logits; they stay on the device."""
+        """Sample tokens from the ticket's logits; they stay on the device."""
         ...
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the step and bring its tokens to the host.
 
         Raises:
-            DeviceError: the device is lost. Any other exception is this plan's alone.
+            DeviceError: the device is lost. Any other exception concerns this plan alone.
         """
         ...
 
 
 class PlanBuilder:
-    """One plan in the making. Rows stand in the order in which they were added.
+    """One plan in the making.
 
     Args:
         budget: tokens that may still be added.
         prompt_tile: see RunnerLimits.
-        other_rows: those that are no plain decodes (Sequence.plain_end).
+
+    Attributes:
+        sequences: of the rows, in order.
+        other_rows: rows that are not plain decodes (Sequence.plain_end).
+        sources: blocks that are copied on write.
     """
 
     def __init__(self, budget: int, prompt_tile: int = PROMPT_TILE) -> None:
@@ -204,9 +208,7 @@ class PlanBuilder:
         self.work = StepWork(tile=prompt_tile)
         self.sequences: list[Sequence] = []
         self.other_rows: list[int] = []
-        self.sources: set[int] = set()  # of copies
-        self._copy_sources: list[int] = []
-        self._copy_targets: list[int] = []
+        self.sources: set[int] = set()
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._samples: list[bool] = []
@@ -214,11 +216,13 @@ class PlanBuilder:
         self._table_slots: list[int] = []
         self._table_positions: list[int] = []
         self._table_blocks: list[int] = []
+        self._copy_sources: list[int] = []
+        self._copy_targets: list[int] = []
         self._sequence_starts: list[SequenceStart] = []
         self._prompt_targets: list[PromptTargets] = []
 
     def add_row(self, sequence: Sequence, start: int, length: int) -> None:
-        """Compute `length` tokens from position `start` on; tell the runner what it does not know of the sequence."""
+        """Compute `length` tokens from position `start` on, and tell the runner what it lacks of the sequence."""
         end = start + length
         samples = end == len(sequence.token_ids) + sequence.num_pending
         self.repeat_row(sequence, start, length, samples)
@@ -227,11 +231,10 @@ class PlanBuilder:
         sequence.num_pending += samples
 
     def repeat_row(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
-        """A row of a plan that failed, once more: nothing of the sequence changes."""
+        """Compute a row of a failed plan again: the sequence's state does not change."""
         token_ids = sequence.token_ids[start : start + length]
-        self.other_rows.append(len(self.sequences))
-        if sequence.num_scored_tokens != ALL_SCORED:
-            self._ask_of_prompt(sequence, start, start + length)
+        row = len(self.sequences)
+        self.other_rows.append(row)
         self.sequences.append(sequence)
         self._starts.append(start)
         self._lengths.append(length)
@@ -241,15 +244,22 @@ class PlanBuilder:
             self._token_ids += [PENDING] * (length - len(token_ids))
         self.work.add(start, start + length, sequence.num_prompt_tokens)
         self.budget -= length
+        if sequence.num_scored_tokens != ALL_SCORED:
+            self._add_prompt_targets(sequence, row, start, start + length)
         if not sequence.is_started:
             self._start(sequence)
-        if sequence.table.num_sent < len(sequence.table.blocks):
-            self._send_table(sequence)
+        table = sequence.table
+        if table.num_sent < len(table.blocks):
+            new = table.blocks[table.num_sent :]
+            self._table_slots += [sequence.slot] * len(new)
+            self._table_positions += range(table.num_sent, len(table.blocks))
+            self._table_blocks += new
+            table.num_sent = len(table.blocks)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
-        """Compute the last token of each, one that was sampled for it; the runner knows all else of them.
+        """Compute the last, sampled token of each; the runner knows everything else about them.
 
-        As add_row would, column by column: most rows of most steps are these.
+        Equivalent to add_row, but column by column, as most rows of most steps are these.
         """
         num_rows, positions = len(sequences), [sequence.num_computed_tokens for sequence in sequences]
         self.sequences += sequences
@@ -271,7 +281,7 @@ class PlanBuilder:
         self._copy_targets.append(target)
 
     def replace_block(self, sequence: Sequence, position: int, block: int) -> None:
-        """Copy on write: `block` takes the place of the shared one at this index of the sequence's table."""
+        """Copy on write: `block` replaces the shared one at this index of the sequence's table."""
         self.add_copy(sequence.table.blocks[position], block)
         sequence.table.blocks[position] = block
         if position < sequence.table.num_sent:
@@ -298,13 +308,12 @@ class PlanBuilder:
             prompt_targets=self._prompt_targets,
         )
 
-    def _ask_of_prompt(self, sequence: Sequence, start: int, end: int) -> None:
-        """The row that is added next: what it is to tell of the tokens that follow its own."""
+    def _add_prompt_targets(self, sequence: Sequence, row: int, start: int, end: int) -> None:
         first, last = max(start, sequence.num_scored_tokens), sequence.end_of_scores(end)
         if first < last:
             num_top = sequence.sampling.num_prompt_logprobs or 0
             token_ids = tuple(sequence.token_ids[first + 1 : last + 1])
-            self._prompt_targets.append(PromptTargets(len(self.sequences), first - start, token_ids, num_top))
+            self._prompt_targets.append(PromptTargets(row, first - start, token_ids, num_top))
 
     def _start(self, sequence: Sequence) -> None:
         sequence.is_started = True
@@ -320,14 +329,6 @@ class PlanBuilder:
             )
         )
 
-    def _send_table(self, sequence: Sequence) -> None:
-        table = sequence.table
-        new = table.blocks[table.num_sent :]
-        self._table_slots += [sequence.slot] * len(new)
-        self._table_positions += range(table.num_sent, len(table.blocks))
-        self._table_blocks += new
-        table.num_sent = len(table.blocks)
-
 
 def _int32(values: list[int]) -> Int32Array:
     return np.fromiter(values, np.int32, len(values))  # np.array takes twice as long: it looks for the shape first
@@ -338,14 +339,14 @@ _NONE.flags.writeable = False
 
 
 def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> StepPlan:
-    """The plan of some rows of a failed plan, which relies on nothing that the failed step left in the runner.
+    """The plan of some rows of a failed plan, independent of what the failed step left in the runner.
 
     Every slot is started anew with its whole table. Blocks are copied again: their sources still hold what was shared,
     because the scheduler hands none of them out before the failed plan is applied.
 
     Args:
-        sequences: of these rows, in order. All plans before this one were applied since it was made: tokens that were
-            pending are known, but those of a row that failed: what is sampled here for that one's sequence is not used.
+        sequences: of these rows, in order. All earlier plans have been applied, so that tokens that were pending are
+            known, except those of a row that failed: what this plan samples for that sequence is not used.
     """
     builder = PlanBuilder(budget=plan.num_tokens)
     copies = dict(zip(plan.copy_targets.tolist(), plan.copy_sources.tolist(), strict=True))
@@ -364,12 +365,10 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
 def rows_misled(
     plan: StepPlan, sequences: list[Sequence], failed_rows: Iterable[int], block_size: int
 ) -> tuple[set[int], set[int]]:
-    """Rows of a plan that read blocks which failed rows should have written, or rows misled themselves.
+    """Rows that read blocks which a failed or misled row should have written, and all such unwritten blocks.
 
     Args:
-        sequences: of all its rows, in order; whoever shares a block in a plan comes after its writer.
-
-    Returns: these rows, and the blocks that nobody has written.
+        sequences: of all the plan's rows, in order; a row that shares a block comes after the row that writes it.
     """
     unwritten: set[int] = set()  # blocks
     misled: set[int] = set()
@@ -385,14 +384,14 @@ def rows_misled(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """A step under way.
+    """A step that was planned and has not come back.
 
     Args:
         sequences: of the plan's rows, in order.
-        other_rows: those that are no plain decodes (PlanBuilder).
+        other_rows: rows that are not plain decodes (PlanBuilder).
         planned_s: monotonic.
-        has_suspects: some of them were lost with a step that raised: nothing is sent behind this one, so that its rows
-            can be computed again one by one.
+        has_suspects: a sequence in it was lost with a step that raised: nothing is sent behind this step, so that its
+            rows can be computed again one by one.
     """
 
     plan: StepPlan
@@ -407,19 +406,19 @@ _FORMATS: dict[Any, type[np.generic]] = {Int32Array: np.int32, BoolArray: np.boo
 
 
 def encode(value: object) -> bytes:
-    """As msgpack, never pickle: for processes that compute together, on machines of one byte order.
+    """Msgpack (never pickle) of plans and outputs, for processes on machines of one byte order.
 
     Args:
-        value: a dataclass of what core's are made of: plain values, tuples, others like it, and columns of a StepPlan.
+        value: a dataclass of plain values, tuples, other dataclasses, and columns of a StepPlan.
     """
     return _ENCODER.encode(value)
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """What was encoded; its columns cannot be written to.
+    """What encode() was given; its columns are read-only.
 
     Raises:
-        msgspec.DecodeError: it is none of that kind.
+        msgspec.DecodeError: it is not of that kind.
     """
     hashable: Any = kind
     decoder: msgspec.msgpack.Decoder[T] = _decoder(hashable)
@@ -428,17 +427,13 @@ def decode(content: bytes, kind: type[T]) -> T:
 
 @cache
 def _decoder(kind: Any) -> Any:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_column)
-
-
-def _column(kind: Any, content: Any) -> Any:
-    return np.frombuffer(content, dtype=_FORMATS[kind])
+    return msgspec.msgpack.Decoder(kind, dec_hook=lambda column, data: np.frombuffer(data, dtype=_FORMATS[column]))
 
 
 def _bytes_of(column: Any) -> bytes:
     if isinstance(column, np.ndarray):
         return column.tobytes()
-    raise NotImplementedError(f"{type(column).__name__} in what is encoded")  # as msgspec asks for
+    raise NotImplementedError(f"cannot encode a {type(column).__name__}")  # as msgspec asks for
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_bytes_of)

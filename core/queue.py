@@ -1,29 +1,29 @@
-"""Who waits, who of them is next, who gives way to it, and what tenants are charged. Thread: engine.
+"""Owns the order of waiting sequences, which running ones give way to them, and what tenants are charged.
 
-The order is by class, aged; within a class, requests whose first token is nearly due; then by tenant, the one that has
-had least; within a tenant by place: arrival, less a bounded bonus for short prompts. Adding, removing and finding the
-next take O(log n) comparisons, and one for each tenant over its share whose deadline is nearer than the next one's.
+Thread: engine. The order is by class, aged; within a class, requests whose first token is nearly due; then by tenant,
+the least served first; within a tenant by place: arrival, less a bounded bonus for short prompts. Adding, removing and
+finding the next take O(log n) comparisons, and one for each tenant over its share whose deadline is nearer than the
+next one's.
 
-A deadline lends to its tenant, and gives nothing: it counts no more once the tenant has had OVER_SHARE_S more than
-another that waits. Otherwise who sets deadlines on all requests would go before all who set none, for ever.
+A deadline only borrows from the tenant's own share: it stops counting once the tenant has had OVER_SHARE_S more than
+another that waits. Otherwise a tenant that sets deadlines on all its requests would always precede one that sets none.
 
-A class ages while it waits: each AGEING_S without an admission lift it by one, all but the top class even above that,
-and an admission takes that back. So whatever higher classes do, a class that waits goes before them, in the queue and
-by preemption, after AGEING_S x (TOP_CLASS + 1 - class) seconds: bound_s(). Of classes that age has made alike, the
-lower goes first: it has waited longer for it. That lifts the class, not the request: an old backlog of one tenant must
-not pass the fresh requests of others in the same class, which is what the counters decide.
+A class ages while it waits: each AGEING_S without an admission raise it by one, all but the top class even above the
+top, and an admission resets it. So a waiting class precedes all others, in the queue and by preemption, after
+AGEING_S x (TOP_CLASS + 1 - class) seconds at most: bound_s(). Of classes that ageing has made equal, the lower goes
+first, having waited longer. Ageing raises the class, not the request: an old backlog of one tenant must not pass other
+tenants' fresh requests of the same class; between those the tenants' counters decide.
 
-Tenants' counters follow "Fairness in Serving Large Language Models" (arXiv:2401.00588), the virtual token counter:
-whoever waits with the smallest counter goes first, and who comes back from being idle is lifted to the least of those
-that were not, so that nobody saves up. Counters count seconds by the step-cost model, where the paper counts weighted
-tokens; of a tenant with a share of two, each counts half (there: weighted VTC).
+Tenants' counters follow "Fairness in Serving Large Language Models" (arXiv:2401.00588), the virtual token counter: the
+waiting tenant with the smallest counter goes first, and a tenant that was idle is raised to the least counter of those
+that were not, so that no tenant saves up. Counters count seconds by the step-cost model, where the paper counts
+weighted tokens; with a share of two, each second counts half (the paper's weighted VTC).
 """
 
 import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable
-from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from core.plan import Flight
@@ -32,11 +32,11 @@ from core.step_cost import StepCostModel
 from core.types import TOP_CLASS
 
 AGEING_S = 10.0
-NEARLY_DUE_S = 1.0  # to the latest moment at which a prompt can start and have its first token in time
+NEARLY_DUE_S = 1.0  # before the latest start that still gives the first token in time
 WINDOW_S, LONGEST_S = 0.1, 10.0  # see Burst
 _NEVER = math.inf, -math.inf
 
-# Urgency among all that have work to do, smaller first: (-class, is not nearly due, tenant's counter, place)
+# Urgency of sequences that have work to do, smaller first: (-class, is not nearly due, tenant's counter, place)
 Rank = tuple[int, bool, float, Place]
 
 _PLACE: Callable[[Sequence], Place] = attrgetter("place")
@@ -44,28 +44,56 @@ _DUE_ORDER: Callable[[Sequence], DueOrder] = attrgetter("due_order")
 
 
 def bound_s(priority: int) -> float:
-    """How long a class can wait without an admission before it is preferred to all others."""
+    """How long a class can wait without an admission before it precedes all others."""
     return AGEING_S * (TOP_CLASS + 1 - priority)
 
 
 def aged_class(priority: int, age_s: float) -> int:
-    """One above the top at most; the top class stays what it is."""
+    """At most one above the top; the top class does not age."""
     return max(priority, min(TOP_CLASS + (priority < TOP_CLASS), priority + int(age_s / AGEING_S)))
 
 
 def rank(sequence: Sequence, level: int, now: float) -> Rank:
     """
     Args:
-        level: its class, aged.
+        level: its aged class.
     """
     is_due = sequence.due_order[0] <= now + NEARLY_DUE_S
     return -level, not is_due, sequence.tenant.counter_s, sequence.place
 
 
 def is_due_before(sequence: Sequence, other: Sequence, now: float) -> bool:
-    """Whether it would go before another of its class because its first token is nearly due."""
+    """Whether it precedes another of its class because its first token is nearly due."""
     is_due = sequence.has_deadline and sequence.due_order[0] <= now + NEARLY_DUE_S
     return is_due and not (other.has_deadline and other.due_order < sequence.due_order)
+
+
+class TenantHeap:
+    """Tenants by counter. Counters only grow, so an outdated entry is corrected when it reaches the top."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str, int, Tenant]] = []
+        self._members: set[Tenant] = set()
+
+    def add(self, tenant: Tenant) -> None:
+        if tenant not in self._members:
+            self._members.add(tenant)
+            heapq.heappush(self._heap, self._entry(tenant))
+
+    def least(self) -> Tenant | None:
+        while self._heap:
+            entry = self._heap[0]
+            tenant = entry[3]
+            if entry[0] == tenant.counter_s:
+                return tenant
+            heapq.heapreplace(self._heap, self._entry(tenant))
+        return None
+
+    def drop_least(self) -> None:
+        self._members.remove(heapq.heappop(self._heap)[3])
+
+    def _entry(self, tenant: Tenant) -> tuple[float, str, int, Tenant]:
+        return tenant.counter_s, tenant.name, id(tenant), tenant  # a forgotten tenant may return as another object
 
 
 class WaitingQueue:
@@ -85,7 +113,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence, now: float) -> None:
         """
         Args:
-            now: since when its class ages if nobody else of it waits.
+            now: when its class begins to age, if it is the class's first.
         """
         queue = self._classes.setdefault(sequence.priority, _ClassQueue())
         if not queue.tenants:
@@ -100,7 +128,7 @@ class WaitingQueue:
             self._num_waiting -= 1
 
     def head(self, now: float) -> tuple[Sequence, int] | None:
-        """Who is next, and its aged class; None when nobody waits."""
+        """The next sequence and its aged class; None when the queue is empty."""
         if not self._num_waiting:
             return None
         levels = [(aged_class(c, now - queue.since_s), -c) for c, queue in self._classes.items() if queue.tenants]
@@ -114,30 +142,27 @@ class WaitingQueue:
 
 
 class _ClassQueue:
-    """The sequences of one class.
+    """The waiting sequences of one class.
 
-    Args:
-        since_s: when it began to wait, or was last admitted from.
+    Attributes:
+        tenants: by name, their sequences in order of place.
+        since_s: when the class began to wait, or was last admitted from.
     """
 
     def __init__(self) -> None:
-        self.tenants: dict[str, list[Sequence]] = {}  # by place
+        self.tenants: dict[str, list[Sequence]] = {}
         self.since_s = 0.0
-        self._by_counter: list[tuple[float, str]] = []  # a heap of the tenants; counters may have grown since
-        self._queued: set[str] = set()  # those in the heap
+        self._by_counter = TenantHeap()  # may hold tenants that do not wait any more
         self._due = _DueLines()
 
     def add(self, sequence: Sequence) -> None:
-        tenant = sequence.tenant
-        waiting = self.tenants.setdefault(tenant.name, [])
-        insort(waiting, sequence, key=_PLACE)
-        if tenant.name not in self._queued:
-            self._queued.add(tenant.name)
-            heapq.heappush(self._by_counter, (tenant.counter_s, tenant.name))
+        insort(self.tenants.setdefault(sequence.tenant.name, []), sequence, key=_PLACE)
+        self._by_counter.add(sequence.tenant)
         if sequence.has_deadline:
             self._due.add(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
+        """Returns whether it was there."""
         name = sequence.tenant.name
         waiting = self.tenants.get(name, [])
         i = bisect_left(waiting, sequence.place, key=_PLACE)
@@ -145,39 +170,30 @@ class _ClassQueue:
             return False
         del waiting[i]
         if not waiting:
-            del self.tenants[name]  # its entry in the heap is dropped when it comes to the top
+            del self.tenants[name]
         if sequence.has_deadline:
             self._due.remove(sequence)
         return True
 
     def head(self, now: float) -> Sequence:
-        """Who is next. Somebody must wait."""
-        first = self._first()
-        return self._due.first(now + NEARLY_DUE_S, first.tenant.counter_s + OVER_SHARE_S) or first
-
-    def _first(self) -> Sequence:
-        """Who is next if nothing is due."""
-        while True:
-            counter_s, name = self._by_counter[0]
-            if name not in self.tenants:
-                heapq.heappop(self._by_counter)
-                self._queued.remove(name)
-                continue
-            first = self.tenants[name][0]
-            if first.tenant.counter_s == counter_s:
-                return first
-            heapq.heapreplace(self._by_counter, (first.tenant.counter_s, name))
+        """The next of at least one."""
+        while (tenant := self._by_counter.least()) is not None:
+            waiting = self.tenants.get(tenant.name)
+            if waiting and waiting[0].tenant is tenant:
+                return self._due.first(now + NEARLY_DUE_S, tenant.counter_s + OVER_SHARE_S) or waiting[0]
+            self._by_counter.drop_least()
+        raise AssertionError("no sequence of this class waits")
 
 
 class _DueLines:
-    """Those of a class that wait with a deadline: by tenant, and by when they have to start."""
+    """The waiting sequences of one class that have a deadline: by tenant, and by their latest start."""
 
     def __init__(self) -> None:
-        self.tenants: dict[str, list[Sequence]] = {}
+        self._tenants: dict[str, list[Sequence]] = {}
         self._firsts: list[Sequence] = []  # of each tenant
 
     def add(self, sequence: Sequence) -> None:
-        line = self.tenants.setdefault(sequence.tenant.name, [])
+        line = self._tenants.setdefault(sequence.tenant.name, [])
         insort(line, sequence, key=_DUE_ORDER)
         if line[0] is sequence:
             if len(line) > 1:
@@ -185,19 +201,18 @@ class _DueLines:
             insort(self._firsts, sequence, key=_DUE_ORDER)
 
     def remove(self, sequence: Sequence) -> None:
-        """One of them."""
-        line = self.tenants[sequence.tenant.name]
+        line = self._tenants[sequence.tenant.name]
         is_first = line[0] is sequence
         _take(line, sequence)
         if is_first:
             _take(self._firsts, sequence)
         if not line:
-            del self.tenants[sequence.tenant.name]
+            del self._tenants[sequence.tenant.name]
         elif is_first:
             insort(self._firsts, line[0], key=_DUE_ORDER)
 
     def first(self, end_s: float, limit_s: float) -> Sequence | None:
-        """Who has to start first, and before end_s, of those tenants whose counter is limit_s at most."""
+        """The earliest to start before end_s, of tenants whose counter is at most limit_s."""
         for sequence in self._firsts:
             if sequence.due_order[0] > end_s:
                 return None
@@ -207,28 +222,28 @@ class _DueLines:
 
 
 def _take(ordered: list[Sequence], sequence: Sequence) -> None:
-    """Out of a list by when they have to start."""
+    """Remove it from a list that is ordered by latest start."""
     del ordered[bisect_left(ordered, sequence.due_order, key=_DUE_ORDER)]
 
 
 class TenantShares:
-    """All tenants that have requests, and those that may not come back with less than they had. O(log n) operations."""
+    """The tenants that have requests, and idle ones that may not return with a lower counter. O(log n) operations."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
-        self._heap: list[tuple[float, str]] = []  # each of them once, with a counter that it has had
-        self._floor_s = 0.0  # the least counter of those that have requests, as last seen
+        self._by_counter = TenantHeap()
+        self._floor_s = 0.0  # the least counter of tenants with requests, as last seen
 
     def tenants(self) -> tuple[Tenant, ...]:
         return tuple(self._tenants.values())
 
     def enter(self, name: str, share: int = 1) -> Tenant:
-        """A request of this tenant has come; its share is this from now on."""
+        """A request of this tenant has arrived, and sets the tenant's share from now on."""
         floor_s = self.least_s()
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, share, floor_s)
-            heapq.heappush(self._heap, (floor_s, name))
+            self._by_counter.add(tenant)
         elif tenant.num_live == 0:
             tenant.counter_s = max(tenant.counter_s, floor_s)
         tenant.share = share
@@ -240,51 +255,44 @@ class TenantShares:
         tenant.num_live -= 1
 
     def least_s(self) -> float:
-        """The least counter of those that have requests; with none, the greatest of those that had.
+        """The least counter of tenants with requests; without any, the greatest of those that had some.
 
-        Idle tenants with less are forgotten: if they come back, they are lifted to it.
+        Idle tenants below it are forgotten: if they return, they are raised to it.
         """
-        heap = self._heap
-        while heap:
-            counter_s, name = heap[0]
-            tenant = self._tenants[name]
-            if tenant.counter_s > counter_s:
-                heapq.heapreplace(heap, (tenant.counter_s, name))
-                continue
-            self._floor_s = max(self._floor_s, counter_s)
+        while (tenant := self._by_counter.least()) is not None:
+            self._floor_s = max(self._floor_s, tenant.counter_s)
             if tenant.num_live:
                 break
-            heapq.heappop(heap)
-            del self._tenants[name]
+            self._by_counter.drop_least()
+            del self._tenants[tenant.name]
         return self._floor_s
 
 
 class Burst:
-    """Whom the streams of a step give way to: prompts that come together are computed like one batch.
+    """Decides which prompts the inter-token target does not bind: those that arrived together with the streams.
 
-    The inter-token target protects a stream from prompts that came later. Were it to protect the first of eight that
-    come at once from the other seven, these would all wait for their first token about as long as the last one.
+    The target protects a stream from prompts that came later. If it also protected the first of eight prompts that
+    arrive at once from the other seven, these would wait for their first token about as long as the last one.
 
-    A burst begins with the last step in which nobody decodes. While it lasts, a prompt is not bound by the target if it
-    and each that decodes arrived within WINDOW_S of one another, and none of these is of a higher class. It is over
-    once none of its prompts is computed in a step later than WINDOW_S, or after LONGEST_S; and until nobody decodes
-    there is no other. So a stream gives way in its first LONGEST_S at most, and only to who arrived with it and finds
-    room at once: those of a flood that wait for a slot are bound by the streams that hold it, and a stream that is
-    there already is protected from every burst.
+    A burst begins with the last step in which no sequence decodes. While it lasts, a prompt is exempt if it and all
+    streams arrived within WINDOW_S of one another, and no stream is of a higher class. The burst ends once, later than
+    WINDOW_S, a step computes none of its prompts, or after LONGEST_S; the next one needs a step without decodes first.
+    So a stream gives way in its first LONGEST_S at most, and only to prompts that arrived with it and found room at
+    once: a flood's prompts that wait for a slot are bound by the streams that hold it.
 
     Attributes:
-        is_on: streams may give way. If not, look() is needed only where nobody decodes.
+        is_on: some prompt may be exempt. If not, look() is needed only before steps without decodes.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self._began_s = 0.0
         self._is_computed = False  # some of its prompts, in the last step
-        self._window = _NEVER  # when those arrived to whom this step's streams give way
-        self._priority = 0  # and at least their class
+        self._window = _NEVER  # arrivals of the prompts that this step's streams give way to
+        self._priority = 0  # the lowest class of these
 
     def look(self, streams: Iterable[Sequence], now: float) -> None:
-        """Before the prompts of a step: these decode in it."""
+        """Update before a step's prompts are chosen. streams: the sequences that decode in it."""
         arrivals = [(sequence.arrival_s, sequence.priority) for sequence in streams]
         if not arrivals:
             self.is_on, self._began_s, self._is_computed, self._window = True, now, True, _NEVER
@@ -297,12 +305,12 @@ class Burst:
         self._priority = max(priorities)
 
     def has(self, sequence: Sequence) -> bool:
-        """Whether this step's streams, of which there are some, give way to it."""
+        """Whether this step's streams give way to its prompt."""
         first_s, last_s = self._window
         return first_s <= sequence.arrival_s <= last_s and sequence.priority >= self._priority
 
     def compute(self) -> None:
-        """A prompt of it is computed in this step."""
+        """One of its prompts is computed in this step."""
         self._is_computed = True
 
 
@@ -310,9 +318,10 @@ VictimOrder = tuple[bool, int, bool, int, Place]
 
 
 def victim_order(least_s: float) -> Callable[[Sequence], VictimOrder]:
-    """A key, largest for who goes first: the paused, the lowest class, tenants over their share, the latest arrival.
+    """A sort key, largest for the first victim: the paused, the lowest class, tenants over their share, the latest.
 
-    Over its share is a tenant that has had much more than the one that has had least; then, whoever runs most.
+    A tenant is over its share if it has had OVER_SHARE_S more than the least served. Then the tenant that runs most
+    sequences gives one up.
 
     Args:
         least_s: the least counter of all tenants that have requests.
@@ -327,14 +336,14 @@ def victim_order(least_s: float) -> Callable[[Sequence], VictimOrder]:
 
 
 def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: float, now: float) -> list[Sequence]:
-    """Running sequences that give way to one that waits, first those that go first.
+    """The running sequences that give way to the queue's head, first victim first.
 
-    These are of another class, and were admitted as a lower one than that has become which waits; or they are of a
-    tenant that is ahead of the other's. Age alone does not let a class preempt itself. Nobody gives way who would be
-    the queue's next, before the one that it gave way to: it would be admitted and preempted again, and never end.
+    Either they are of another class and were admitted at a lower level than the head has reached by ageing, or their
+    tenant is ahead of the head's. A class does not preempt itself by ageing alone. A sequence that would itself be the
+    queue's next, before the head, does not give way: it would be admitted and preempted again without end.
 
     Args:
-        level: the class of the one that waits, aged.
+        level: the head's aged class.
     """
     tenants = {sequence.tenant for sequence in running if sequence.level <= level}
     giving_way = {tenant for tenant in tenants if tenant.gives_way_to(head.tenant)}
@@ -350,10 +359,10 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
 def enough_of(
     candidates: Iterable[Sequence], num_slots: int, num_blocks: int, slots_of: Callable[[Sequence], int]
 ) -> list[Sequence]:
-    """The first of them that together hold so many slots and blocks; nobody if all of them do not.
+    """The first candidates that together hold so many slots and blocks; empty if all of them do not.
 
     Args:
-        slots_of: how many one holds, for siblings that wait for it too.
+        slots_of: how many slots a candidate holds, those for its waiting siblings included.
     """
     chosen = []
     for sequence in candidates:
@@ -366,17 +375,16 @@ def enough_of(
 
 
 class Charges:
-    """What tenants are charged for: engine time, by the step-cost model, and KV blocks.
+    """Charges tenants for engine time, by the step-cost model, and for KV blocks.
 
-    A prompt is charged when it is admitted, as in arXiv:2401.00588: the next admission knows of it. A step charges each
-    row an equal part of its fixed time, and sampled tokens for themselves. Blocks count by the part of the cache that
-    they are: to hold all of it for a second costs a second.
+    A prompt is charged when it is admitted, as in arXiv:2401.00588, so that the next admission takes it into account. A
+    step charges each row an equal part of its fixed time, and sampled tokens for themselves. Holding the whole cache
+    for a second costs a second; blocks count in proportion.
 
-    What differs by the row lies on its sequence, in plain floats: few rows cost a fraction of what the same takes in
-    arrays, and hundreds no more, for each has its tenant to be charged.
+    Per-row state is in plain floats on the sequence: faster than arrays for few rows, and no slower for hundreds.
 
     Args:
-        num_blocks: that there are.
+        num_blocks: of the whole cache.
     """
 
     def __init__(self, model: StepCostModel, num_blocks: int) -> None:
@@ -384,7 +392,7 @@ class Charges:
         self._num_blocks = num_blocks
 
     def prepay(self, sequence: Sequence) -> None:
-        """Charge for all that an admitted sequence, which has its slot and does not run yet, has to compute now."""
+        """Charge a sequence that is being admitted for all it has to compute now."""
         start, end = sequence.num_computed_tokens, len(sequence.token_ids)
         cost_s = self._model.prefill_s(start, end, sequence.num_prompt_tokens)
         sequence.prepaid_end = end
@@ -394,21 +402,21 @@ class Charges:
         sequence.tenant.prepaid_s += cost_s
 
     def refund(self, sequence: Sequence) -> None:
-        """Give back what was charged ahead and came from the cache instead, or is not computed as it gives way."""
+        """Return what was prepaid and came from the cache instead, or is not computed because it was preempted."""
         sequence.prepaid_end = 0
         sequence.tenant.refund(sequence.prepaid_s)
         sequence.prepaid_s = 0.0
 
     def charge_step(self, flight: Flight, running: Collection[Sequence], step_s: float) -> int:
-        """Charge a step that took step_s, and attribute it to the sequences that were in it.
+        """Charge a step that took step_s, and divide that time among the sequences that were in it.
 
-        Rows that were computed for nothing, because their sequences had ended one step earlier, are charged to their
-        tenants all the same, as the device has computed them. No request's Cost has them.
+        Rows whose sequences had ended one step earlier are charged to their tenants too, as the device has computed
+        them, but to no request's Cost.
 
         Args:
-            running: all that may be computed: some of the rows, and those that only hold blocks.
+            running: the rows that still run, and the sequences that only held blocks.
 
-        Returns: how many blocks they hold; a shared one counts for each.
+        Returns: how many blocks they hold; a shared one counts for each holder.
         """
         rows = flight.sequences
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
@@ -430,18 +438,33 @@ class Charges:
             owed_s += block_s * num_blocks
             if tenant.credit_s or tenant.share != 1:
                 tenant.charge(owed_s)
-            else:  # what charge() comes to for most rows of most steps
+            else:  # charge() inlined for most rows of most steps
                 tenant.served_s += owed_s
                 tenant.counter_s += owed_s
-        num_held = sum(held)
-        predicted_s = sum(parts_s)
-        num_running = _attribute(rows, parts_s, predicted_s, held, step_s)
+        num_held, predicted_s = sum(held), sum(parts_s)
+        if predicted_s <= 0.0:
+            parts_s, predicted_s = [1.0] * len(rows), len(rows)
+        scale, num_running = step_s / predicted_s, 0
+        is_running, is_finished = SequenceState.RUNNING, SequenceState.FINISHED
+        for sequence, part_s, num_blocks in zip(rows, parts_s, held, strict=True):
+            if sequence.state is is_running:
+                num_running += 1
+            elif sequence.state is is_finished:
+                continue
+            sequence.device_s += part_s * scale
+            sequence.kv_block_s += num_blocks * step_s
         if len(running) > num_running:
-            num_held += self._charge_bystanders(running, set(rows), block_s, step_s)
+            in_step = set(rows)
+            for sequence in running:
+                if sequence not in in_step:
+                    num_blocks = len(sequence.table.blocks)
+                    num_held += num_blocks
+                    sequence.kv_block_s += num_blocks * step_s
+                    sequence.tenant.charge(num_blocks * block_s)
         return num_held
 
     def _use_prepaid(self, sequence: Sequence, start: int, length: int) -> float:
-        """Of what was charged when it was admitted, these positions' part is used now. Returns it, in seconds."""
+        """Use up what was prepaid for these positions. Returns their cost in seconds."""
         part_s = length * sequence.prepaid_token_s
         used_s = min(part_s, sequence.prepaid_s)
         sequence.prepaid_s -= used_s
@@ -449,41 +472,3 @@ class Charges:
         if start + length >= sequence.prepaid_end:
             self.refund(sequence)
         return part_s
-
-    def _charge_bystanders(
-        self, running: Collection[Sequence], rows: set[Sequence], block_s: float, step_s: float
-    ) -> int:
-        """Charge those who only hold blocks. Returns how many."""
-        num_held = 0
-        for sequence in running:
-            if sequence not in rows:
-                num_blocks = len(sequence.table.blocks)
-                num_held += num_blocks
-                sequence.kv_block_s += num_blocks * step_s
-                sequence.tenant.charge(num_blocks * block_s)
-        return num_held
-
-
-def _attribute(rows: Seq[Sequence], parts_s: Seq[float], predicted_s: float, held: Seq[int], step_s: float) -> int:
-    """Divide what the step took among its sequences: by the parts, equally where these are nothing.
-
-    The part of one that had ended before is nobody's.
-
-    Args:
-        predicted_s: all parts together.
-        held: blocks of each.
-
-    Returns: how many of them run.
-    """
-    running, finished, num_running = SequenceState.RUNNING, SequenceState.FINISHED, 0
-    if predicted_s <= 0.0:
-        parts_s, predicted_s = [1.0] * len(rows), len(rows)
-    scale = step_s / predicted_s
-    for sequence, part_s, num_blocks in zip(rows, parts_s, held, strict=True):
-        if sequence.state is running:
-            num_running += 1
-        elif sequence.state is finished:
-            continue
-        sequence.device_s += part_s * scale
-        sequence.kv_block_s += num_blocks * step_s
-    return num_running

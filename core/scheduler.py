@@ -1,9 +1,9 @@
-"""Decides what each step computes, and what its result means. Thread: engine. No I/O; time and seeds are arguments.
+"""Decides what each step computes and takes in its result. Thread: engine. No I/O; time and seeds are arguments.
 
-A step lets sequences catch up on their tokens. plan() takes running decodes first, then, as far as the inter-token
-target allows, prompts: those that run and those that wait, in one order. Who has to give way for it does: the paused,
-then those whom the queue's head outranks, then the least. apply() takes in what came of it: tokens, forks, ends, rows
-that are lost, what it cost. Every submitted request ends with exactly one terminal TokenChunk, from the last of its
+A step lets sequences catch up on their tokens. plan() takes running decodes first and then, as far as the inter-token
+target allows, prompts: running and waiting ones in one order. Where slots or blocks are short, paused sequences are
+preempted first, then those that the queue's head outranks, then the least urgent. apply() takes in tokens, forks, ends,
+lost rows and the step's cost. Every submitted request ends with exactly one terminal TokenChunk, from the last of its
 sequences (sequence_states.py).
 """
 
@@ -35,14 +35,14 @@ from core.types import (
     Usage,
 )
 
-ASK_EVERY_STEPS = 8  # whether somebody gives way to the queue's head: all that run are looked at
+ASK_EVERY_STEPS = 8  # whether a running sequence gives way to the queue's head: all of them are looked at
 LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 
 
 @dataclass
 class _Counts:
-    """Since the start, as EngineStats has them."""
+    """Counters since the start, as in EngineStats."""
 
     num_steps: int = 0
     num_rows: int = 0
@@ -58,10 +58,9 @@ class _Counts:
 
 
 class Scheduler:
-    """Sequences, their slots and their blocks, between the inbox and the runner.
+    """Plans steps for the runner and tells the loop their results.
 
     Args:
-        limits: what the runner has room for.
         eos_ids: the model's own ends.
         seeds: gives a 64-bit seed for a request that names none.
         has_prefix_cache: requests use what others of their domain have computed.
@@ -69,7 +68,7 @@ class Scheduler:
         stored: see HostBlocks.
 
     Attributes:
-        in_flight: steps that were planned and have not come back, oldest first.
+        in_flight: oldest first.
         last_work: of the step that came back last.
     """
 
@@ -99,16 +98,16 @@ class Scheduler:
         self._inter_token_target = inter_token_target
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
-        self._is_short = False  # of blocks or slots that those in flight may have to give up
-        self._stuck: tuple[Sequence, int] | None = None  # the queue's head and its class, to whom nobody gave way
+        self._is_short = False  # of blocks or slots that sequences in flight may have to give up
+        self._stuck: tuple[Sequence, int] | None = None  # a head of the queue, and its class, that none gave way to
         self._ask_again = 0  # from this step on
         self._landed_s = 0.0  # when the last step came back
         self._outlook: Outlook | None = None
         self._looked_s = -math.inf
         self._look_ahead(-math.inf)  # where steps were timed at start
-        self.states.outbox.take(self.stats())  # what the loop knows already
+        self.states.outbox.take(self.stats())  # the loop starts with these
 
-    # What the loop asks
+    # Messages of the loop
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never run is refused with a terminal ERROR chunk."""
@@ -145,7 +144,7 @@ class Scheduler:
         return None
 
     def _make_group(self, request: Request) -> SequenceGroup:
-        """The sequences of a request that can run, the first of which leads."""
+        """The sequences of a request; the first one leads."""
         num_tokens, sampling = len(request.prompt_ids), request.sampling
         latest_start_s = math.inf
         if request.deadline_s is not None:
@@ -163,10 +162,10 @@ class Scheduler:
     def cancel(
         self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
     ) -> None:
-        """End a request, or one of its sequences. What is in flight is marked, and apply() finishes it.
+        """End a request, or one of its sequences. Sequences in flight are marked, and apply() finishes them.
 
-        A sequence that has ended is not ended again, but until its request's terminal chunk its usage is still cut.
-        Without an index, num_tokens_kept holds for each of the request's sequences.
+        The usage of a sequence that has ended is still cut until its request's terminal chunk. Without an index,
+        num_tokens_kept holds for each of the request's sequences.
         """
         group = self.states.groups.get(request_id)
         if group is None or (index is not None and not 0 <= index < len(group.sequences)):
@@ -174,7 +173,7 @@ class Scheduler:
         chosen = group.sequences if index is None else [group.sequences[index]]
         for sequence in chosen:  # all before the first ends: the terminal chunk counts them all
             sequence.keep(num_tokens_kept)
-        for sequence in reversed(chosen):  # the leader last, so that it is not handed on among those who leave too
+        for sequence in reversed(chosen):  # the leader last, so that no cancelled sibling becomes leader
             if not sequence.num_in_flight:
                 self.states.finish(sequence, reason)
             elif sequence.cancel_reason is None:
@@ -183,7 +182,7 @@ class Scheduler:
                 self.states.unsettled[sequence] = None
 
     def pause(self, request_id: str) -> None:
-        """Leave the request out of the next plans. It keeps its blocks as long as nobody else needs them."""
+        """Leave the request out of the next plans. It keeps its blocks until others need them."""
         group = self.states.groups.get(request_id)
         if group is None or group.is_paused:
             return
@@ -207,7 +206,7 @@ class Scheduler:
                 self.states.waiting.add(sequence, self.states.now_s)
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every request, those of steps that will never come back too."""
+        """End every request, also those in steps that will never come back."""
         abandoned = self._abandon(self.states.now_s)
         for group in list(self.states.groups.values()):
             for sequence in reversed(group.sequences):
@@ -216,13 +215,12 @@ class Scheduler:
         for sequence in abandoned:  # some had ended before
             self.states.give_back(sequence)
 
-    # What a step computes
+    # Planning a step
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, None when nothing can be computed now. Every plan must come back to apply(), in order.
+        """The next step; None when nothing can be computed now. Every plan must come back to apply(), in order.
 
-        With a step in flight, None too where it has to come back first: somebody may have to give way, and whoever it
-        is may be in it.
+        Also None while a step in flight must come back first: a sequence may have to be preempted, and may be in it.
         """
         states, has_flights = self.states, bool(self.in_flight)
         if has_flights and (self._is_short or any(flight.has_suspects for flight in self.in_flight)):
@@ -236,13 +234,13 @@ class Scheduler:
             self._add_decodes(builder, plain, others)
         elif has_flights:
             return None
-        else:  # some may have to give way: in turn, so that they are not in the plan before those who need blocks
+        else:  # likely victims last, so that they are not in the plan before the sequences that need their blocks
             self._add_decodes_in_turn(builder, [*plain, *others])
         num_coming = len(behind) + min(len(states.waiting), len(states.free_slots))
         allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
         if self._burst.is_on or (self._inter_token_target is not None and not builder.work.own_tokens):
             self._burst.look(builder.sequences if builder.work.own_tokens else (), now)
-        num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
+        num_reserved = len(builder.sequences)  # blocks that the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
         plan = builder.build()
         if plan is not None:
@@ -253,7 +251,7 @@ class Scheduler:
         return plan
 
     def _ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Who can compute something now: those that decode on, others that need one token alone, and those behind."""
+        """The sequences that can compute something now: plain decodes, other decodes, and those that are behind."""
         plain: list[Sequence] = []
         others: list[Sequence] = []
         behind: list[Sequence] = []
@@ -266,10 +264,9 @@ class Scheduler:
         return plain, others, behind
 
     def _has_to_land(self, sequence: Sequence) -> bool:
-        """Whether a sequence in flight is not to be computed further yet.
+        """Whether a sequence in flight must come back before it is computed further.
 
-        It ends with what is in flight, or computes it again, or its siblings fork from it where it is now: what it
-        writes next is not theirs.
+        It ends with the steps in flight, or computes them again, or its siblings fork from it at its current position.
         """
         if sequence.is_lost or sequence.cancel_reason is not None:
             return True
@@ -277,10 +274,10 @@ class Scheduler:
             return False
         if len(sequence.token_ids) + sequence.num_pending >= sequence.max_length:
             return True
-        return sequence.num_computed_tokens == sequence.num_prompt_tokens and self.states.leads(sequence)
+        return sequence.num_computed_tokens == sequence.num_prompt_tokens and len(self.states.joining(sequence)) > 1
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
-        """Preempt those whom the queue's head outranks, if that is what it takes to admit it."""
+        """Preempt sequences that the queue's head outranks, if it needs their slots or blocks."""
         states = self.states
         found = states.waiting.head(now)
         if found is None:
@@ -301,10 +298,10 @@ class Scheduler:
                 self._preempt(builder, sequence)
 
     def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
-        """Add a row for each, in as few operations as can be for those that have nothing to be looked at.
+        """Add a row for each, the plain ones without any check.
 
-        Of siblings that share a block, the last writes in place what the others copied: the one that is furthest, so
-        that it writes nothing that they have to copy again if the step is restarted.
+        Of siblings that share a block, the last one writes in place what the others copied. It is the furthest one, so
+        that it overwrites nothing that they have to copy again if the step is restarted.
         """
         builder.add_decodes(plain)
         if others:
@@ -313,7 +310,7 @@ class Scheduler:
             self._add_row(builder, sequence)
 
     def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
-        """As _add_decodes, request by request, those that give way last first."""
+        """As _add_decodes, request by request, the first victims last."""
         in_turn = sorted(sequences, key=victim_order(self.shares.least_s()))
         for _, siblings in groupby(in_turn, key=lambda sequence: sequence.request_id):
             plain: list[Sequence] = []
@@ -325,7 +322,7 @@ class Scheduler:
     def _catch_up(
         self, builder: PlanBuilder, allowance: PrefillAllowance, behind: list[Sequence], num_reserved: int, now: float
     ) -> None:
-        """Add chunks of those that are behind and of those that wait, the first in rank first, as far as allowed."""
+        """Add chunks of running and waiting prompts, in order of rank, as far as the allowance goes."""
 
         def rank_of(sequence: Sequence) -> Rank:
             return rank(sequence, aged_class(sequence.level, now - sequence.progress_s), now)
@@ -351,18 +348,18 @@ class Scheduler:
                 if not is_admitting:
                     continue
             self._add_row(builder, sequence, self._burst_allowance if is_of_burst else allowance)
-            if is_of_burst:  # all that the streams leave, and more
+            if is_of_burst:  # it may exceed what the target allows; other prompts get nothing in this step
                 self._burst.compute()
                 allowance.use_up()
 
     def _admit(self, builder: PlanBuilder, sequence: Sequence, level: int, num_reserved: int) -> bool:
         """Give the queue's head its slots, and blocks for all its tokens and the next. False: not yet.
 
-        The blocks are taken at once so that no prefill waits for blocks halfway.
+        It takes all blocks at once so that no prefill waits for blocks halfway.
 
         Args:
-            level: its class, aged.
-            num_reserved: blocks that others will need soon.
+            level: its aged class.
+            num_reserved: free blocks to leave for running sequences.
         """
         states = self.states
         num_joining = len(states.joining(sequence))
@@ -385,21 +382,21 @@ class Scheduler:
         return bool(paused)
 
     def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
-        """Let a sequence give way."""
         self._counts.num_preemptions += 1
-        # nobody else may get a copy's source in this plan: restart() may have to copy it once more
+        # a copy's source must not be handed out in this plan: restart() may have to copy it once more
         assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
         self.states.requeue(victim)
 
     def _add_row(self, builder: PlanBuilder, sequence: Sequence, allowance: PrefillAllowance | None = None) -> None:
-        """
+        """Add a row for as much of the sequence as the allowance and the free blocks permit.
+
         Args:
-            allowance: bounds how much it catches up; None: it needs one token.
+            allowance: None: it needs one token.
         """
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
         start, length = sequence.num_computed_tokens, 1
-        is_published = self.states.publish(sequence, start)  # the block that was filled since this was last asked
+        is_published = self.states.publish(sequence, start)  # the block that it has filled since the last check
         if allowance is not None or not is_published:
             start = self.states.skip_cached(sequence)
         if allowance is not None:
@@ -417,7 +414,7 @@ class Scheduler:
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
-        """Let the sequence own all blocks it writes up to position `end`; False if it cannot yet or gave up its own."""
+        """Make all blocks it writes up to position `end` its own; False if not yet, or if it was preempted itself."""
         while not self.states.own(builder, sequence, end):
             if self.in_flight:
                 self._is_short = True
@@ -429,12 +426,12 @@ class Scheduler:
                 return False
         return True
 
-    # What came of it
+    # Taking in a step's result
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
-        """Take in what the oldest step in flight gave: tokens, forks, ends. Returns all news since the last delivery.
+        """Take in the result of the oldest step in flight. Returns all news since the last delivery.
 
-        What it computed for those who have ended or were lost since it was planned counts for nobody.
+        Results for sequences that have ended or were lost since the step was planned are discarded.
         """
         flight, step_s = self._land(now)
         assert flight.plan is plan, "an older step has to come back first"
@@ -458,12 +455,12 @@ class Scheduler:
         self.states.settle()
         if now >= self._looked_s + LOOK_EVERY_S:
             self._look_ahead(now)
-        return self._deliver()
+        return self.states.outbox.take(self.stats())
 
     def _land(self, now: float) -> tuple[Flight, float]:
-        """The oldest step has come back: its rows are no longer under way.
+        """Take the oldest step out of flight.
 
-        Returns: it, and the seconds that it took: since it was planned, or since the one before it came back.
+        Returns: it, and its duration since it was planned, or since the one before it came back.
         """
         flight = self.in_flight.popleft()
         for sequence, samples in zip(flight.sequences, flight.plan.samples.tolist(), strict=True):
@@ -485,7 +482,7 @@ class Scheduler:
         counts.kv_block_s += num_held * step_s
 
     def _take_prompt_logprobs(self, flight: Flight, output: StepOutput, lost: set[int]) -> None:
-        """Tell what was asked of prompts: each position once, however often it is computed."""
+        """Tell the logprobs that prompts ask for: each position once, however often it is computed."""
         for targets in flight.plan.prompt_targets:
             row = targets.row
             sequence = flight.sequences[row]
@@ -503,10 +500,10 @@ class Scheduler:
             sequence.num_scored_tokens = end if end < sequence.num_prompt_tokens - 1 else ALL_SCORED
 
     def _advance_prompts(self, flight: Flight, lost: set[int], now: float) -> None:
-        """Count what was computed of prompts, and fork those who waited for theirs.
+        """Count what was computed of prompts, and fork the siblings of leaders whose prompt is complete.
 
         Args:
-            lost: rows that computed nothing that can be used.
+            lost: rows whose result cannot be used.
         """
         for row in flight.other_rows:
             sequence, start = flight.sequences[row], int(flight.plan.starts[row])
@@ -515,7 +512,7 @@ class Scheduler:
                 self._advance_prompt(sequence, start, end, now)
 
     def _advance_prompt(self, sequence: Sequence, start: int, end: int, now: float) -> None:
-        """Positions `start` to `end` - 1 of its prompt are computed; what lies before was, or is cached."""
+        """Positions `start` to `end` - 1 of its prompt are computed; those before were computed earlier or cached."""
         counts = self._counts
         counts.num_prefill_rows += 1
         counts.num_prompt_tokens += end - start
@@ -525,7 +522,7 @@ class Scheduler:
         is_looked_up = self.pool.has_prefix_cache and sequence.sampling.num_prompt_logprobs is None
         if group.num_prompt_tokens_done == 0 and is_looked_up:
             counts.num_cache_queries += sequence.num_prompt_tokens
-        num_cached = max(0, start - group.num_prompt_tokens_done)  # nobody of this request has computed these
+        num_cached = max(0, start - group.num_prompt_tokens_done)  # not computed by this request
         group.num_cached_tokens += num_cached
         counts.num_cache_hits += num_cached
         group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, end)
@@ -539,7 +536,7 @@ class Scheduler:
             group.unforked = {}
 
     def _tell_prefill(self, group: SequenceGroup, end: int, now: float) -> None:
-        """Of a chunk up to position `end` of a prompt that had not been done before."""
+        """A chunk has brought the prompt up to position `end` for the first time."""
         request_id, marks = group.request.request_id, self.states.outbox.marks
         group.num_prompt_chunks += 1
         if end == len(group.request.prompt_ids):
@@ -549,7 +546,7 @@ class Scheduler:
             marks.append(Prefilling(request_id, end))
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int]) -> None:
-        """Give sequences the tokens that were sampled for them, but those that ended before or are being cancelled."""
+        """Append the sampled tokens to their sequences, except those that ended, were lost or are being cancelled."""
         told: list[Sequence] = []
         told_ids: list[int] = []
         logprobs, finished = output.logprobs, SequenceState.FINISHED
@@ -572,7 +569,7 @@ class Scheduler:
         self.states.outbox.add_tokens(told, told_ids)
 
     def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Tell a token that has logprobs, or may end its sequence, which it has been appended to."""
+        """Tell an appended token that has logprobs or may end its sequence."""
         if len(sequence.token_ids) > sequence.max_length:  # max_tokens is 0
             sequence.token_ids.pop()
             self.states.finish(sequence, FinishReason.LENGTH)
@@ -594,18 +591,18 @@ class Scheduler:
             self.states.finish(sequence, reason)
 
     def _look_ahead(self, now: float) -> None:
-        """Say anew what is expected, once enough steps were measured. Seldom: it looks at all that run."""
+        """Renew the outlook, once enough steps were measured. Called seldom: it looks at all running sequences."""
         cost_s, limits, running = self.step_cost.rough_s, self.limits, self.states.running
         if cost_s is None:
             return
         self._looked_s = now
         mean, counts = self.states.mean_answer_tokens, self._counts
-        decoding = [  # tokens that each has said, and that it may say
-            (num_said, sequence.max_length - sequence.num_prompt_tokens)
+        decoding = [  # of each: tokens generated, and its limit
+            (num_own, sequence.max_length - sequence.num_prompt_tokens)
             for sequence in running
-            if (num_said := len(sequence.token_ids) - sequence.num_prompt_tokens)
+            if (num_own := len(sequence.token_ids) - sequence.num_prompt_tokens)
         ]
-        rate = len(decoding) / mean  # of ends, by the token; of one that has said over twice the mean it is less
+        rate = len(decoding) / mean  # of ends per token; less for those with over twice the mean
         rate += sum([1 / tokens_left(mean, *one) - 1 / mean for one in decoding if one[0] > 2 * mean])
         self._outlook = Outlook(
             step_cost_s=cost_s,
@@ -616,16 +613,16 @@ class Scheduler:
             miss_ratio=1 - counts.num_cache_hits / max(1, counts.num_cache_queries),
             kv_of_one=self.pool.num_used * limits.block_size / max(1, len(running)),
             tokens_left=len(decoding) / rate if decoding else mean,
-            first_left=max(1, min([num_allowed - num_said for num_said, num_allowed in decoding], default=1)),
+            first_left=max(1, min([limit - num_own for num_own, limit in decoding], default=1)),
         )
 
     # Steps and rows that fail
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
-        """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind.
+        """A plan that computes these rows of a failed step again, independent of what that step has left behind.
 
         Args:
-            plan: the only one in flight: what has been made behind it would have read what it did not write.
+            plan: of the failed step, the only one in flight: a later one would have read what it did not write.
         """
         (flight,) = self.in_flight
         assert flight.plan is plan, "it is not in flight"
@@ -634,12 +631,12 @@ class Scheduler:
         return restarted
 
     def lose_in_flight(self, now: float) -> StepDelivery:
-        """A step raised when its result was read, with another one behind it: neither is known to have done anything.
+        """A step raised when its result was read, with another one behind it: neither may have computed anything.
 
-        Their sequences compute all again. From now on each step with one of them in it has to come back before the
-        next is sent, until it has sampled a token: if one raises again, its rows can be computed one by one.
+        Their sequences compute everything again. Until such a sequence has sampled a token, each step with it must come
+        back before the next is sent, so that a step that raises again can be bisected.
         """
-        unwritten: set[int] = set()  # blocks that their rows write to, and what lies behind them
+        unwritten: set[int] = set()  # the blocks that their rows write to, and later ones
         for flight in self.in_flight:
             self.host.on_lost()
             for start, sequence in zip(flight.plan.starts.tolist(), flight.sequences, strict=True):
@@ -649,10 +646,10 @@ class Scheduler:
             self.states.suspects.add(sequence)
             self.states.compute_again(sequence)
         self.states.settle()
-        return self._deliver()
+        return self.states.outbox.take(self.stats())
 
     def _abandon(self, now: float) -> list[Sequence]:
-        """None of the steps in flight will come back. Returns who was in them, each once."""
+        """None of the steps in flight will come back. Returns the sequences that were in them, each once."""
         self._landed_s = now
         found = dict.fromkeys(sequence for flight in self.in_flight for sequence in flight.sequences)
         for sequence in found:
@@ -661,7 +658,7 @@ class Scheduler:
         return list(found)
 
     def _lose_row(self, sequence: Sequence, cause: str | None) -> None:
-        """A row failed, or (None) read what a failed one should have written: then its sequence computes it itself."""
+        """End the sequence of a failed row; without a cause, it was misled by a failed row and computes again."""
         if cause is None:
             self.states.compute_again(sequence)
         else:
@@ -669,10 +666,10 @@ class Scheduler:
             self.states.finish(sequence, sequence.cancel_reason or FinishReason.ERROR, cause)
 
     def _bystanders_misled(self, lost: list[Sequence], unwritten: set[int]) -> list[Sequence]:
-        """Who counts on these blocks beside the sequences that are lost: admitted with the step or after it.
+        """Running sequences, beside the lost ones, that hold unwritten blocks or copies of them.
 
-        Or in the step itself, with a block of its own that one of these has taken the place of since. Steps in flight
-        may have copied the blocks to others.
+        They were admitted with the step or after it, or were in it with a block that has been replaced since by an
+        unwritten one. Steps in flight may have copied the blocks to others.
         """
         reached, known = set(unwritten), set(lost)
         for flight in self.in_flight:
@@ -680,28 +677,24 @@ class Scheduler:
             reached |= {target for source, target in copies if source in reached}
         return [s for s in self.states.running if s not in known and not reached.isdisjoint(s.table.blocks)]
 
-    # What the loop is told
-
-    def _deliver(self) -> StepDelivery:
-        return self.states.outbox.take(self.stats())
+    # News for the loop
 
     def flush(self) -> StepDelivery | None:
-        """News that no step will bring: ends of what was not in flight, who is paused. None when there are none."""
+        """News that no step will bring, such as ends of sequences that were not in flight. None: no news."""
         stats = self.stats()
         return self.states.outbox.take(stats) if self.states.outbox.has_news(stats) else None
 
     def offload_kept(self) -> BlockCopies | None:
-        """No more steps come: what has to be copied out for all that nobody holds to be on the host."""
+        """When no more steps come: the copies that bring all kept blocks to the host."""
         self.pool.offload_kept()
         return self.host.take_copies()
 
     @property
     def has_requests(self) -> bool:
-        """Any that has not ended: running, waiting or paused."""
+        """Whether any request has not ended: running, waiting or paused."""
         return bool(self.states.groups)
 
     def stats(self) -> EngineStats:
-        """A snapshot. Waiting is the queue's length, running are sequences that hold blocks, paused are requests."""
         return EngineStats(
             num_waiting=len(self.states.waiting),
             num_running=len(self.states.running),

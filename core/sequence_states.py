@@ -1,8 +1,8 @@
-"""Moves sequences between their states, with the slots and blocks that they hold. Thread: engine.
+"""Owns all live sequences and moves them between their states, with the slots and blocks they hold. Thread: engine.
 
-They wait, run, fork, give way, are computed again, and end. They end in one place (finish), and blocks are released in
-one place (give_back). A sequence's blocks are of four kinds: found in the prefix cache, copied back from the host,
-shared with a parent, new. Whoever asks for more than is free gets nothing; the scheduler decides who gives way.
+Sequences wait, run, fork, are preempted, computed again, and end. They end in one place (finish), and blocks are
+released in one place (give_back). A sequence's blocks are found in the prefix cache, copied back from the host, shared
+with a parent, or new. A sequence that asks for more than are free gets none; the scheduler decides which one gives way.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from core.step_cost import StepCostModel
 from core.types import Cost, EngineMark, EngineStats, FinishReason, StepDelivery, TokenChunk, TokenLogprobs, Usage
 
 FIRST_GUESS_TOKENS = 128.0  # of an answer, until some have ended
-ANSWER_RATE = 1 / 32  # of the newest answer in the mean of their lengths
+ANSWER_RATE = 1 / 32  # weight of the newest answer in their mean length
 
 
 class Outbox:
@@ -37,7 +37,7 @@ class Outbox:
         self._token_ids += token_ids
 
     def has_news(self, stats: EngineStats) -> bool:
-        """Whether anything is to be told that no step is needed for: an end, or a change of what the stats count."""
+        """Whether anything must be delivered although no step ran: an end, or changed stats."""
         return bool(self.chunks) or stats != self._told
 
     def take(self, stats: EngineStats) -> StepDelivery:
@@ -56,14 +56,14 @@ class SequenceStates:
 
     Attributes:
         groups: live requests, by id.
-        waiting: neither paused ones nor unforked siblings.
-        running: as they were admitted: a set in order, as unsettled.
+        waiting: without paused ones and unforked siblings.
+        running: an ordered set, in order of admission; so is unsettled.
         num_paused: requests.
-        occupants: by slot; free_slots: a heap: low slots first keep the runner's rows dense.
-        unsettled: cancelled, lost or ended in flight.
-        suspects: were in a step that raised, and were not seen to be innocent since.
-        now_s: when the last plan was made: from then on ages whoever begins to wait, or to run.
-        mean_answer_tokens: of sequences that have ended.
+        occupants: by slot; free_slots: a heap, because low slots first keep the runner's rows dense.
+        unsettled: cancelled, lost or finished while in flight.
+        suspects: were in a step that raised, and have not sampled since.
+        now_s: when the last plan was made; sequences that begin to wait or run age from then on.
+        mean_answer_tokens: of finished sequences.
     """
 
     def __init__(
@@ -95,37 +95,33 @@ class SequenceStates:
     # Waiting and running
 
     def joining(self, sequence: Sequence) -> list[Sequence]:
-        """Who needs a slot when this one is admitted."""
+        """The sequences that need a slot when this one is admitted: itself, and siblings that wait for it."""
         group = self.groups[sequence.request_id]
         return [sequence, *group.unforked.values()] if sequence is group.leader else [sequence]
-
-    def leads(self, sequence: Sequence) -> bool:
-        """Whether siblings wait for it."""
-        return len(self.joining(sequence)) > 1
 
     def admit(self, sequence: Sequence, level: int) -> None:
         """Let the queue's head, which has its blocks, run; its siblings get their slots with it.
 
         Args:
-            level: its class, aged.
+            level: its aged class.
         """
         self.waiting.admit(sequence, self.now_s)
         for member in self.joining(sequence):
             member.slot = heapq.heappop(self.free_slots)
-            member.is_started = False  # the runner has to be told of it anew
+            member.is_started = False
             self.occupants[member.slot] = member
         sequence.level = level
         self.charges.prepay(sequence)
         self._start_running(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child that has a slot start where its parent is, but for its last token: that one it computes itself.
+        """Start a child that has a slot where its parent is, except for the last token, which it computes itself.
 
-        They share the parent's blocks; whoever writes into a shared one first, copies it. Into a full one nobody
-        writes: where the last token fills a block, the child computes that block's tokens. What of the prompt's
-        logprobs has not been told is the child's to compute.
+        They share the parent's blocks; the first to write into a shared one copies it. A full block is never written
+        to: where the last token fills one, the child computes that block's tokens again. The child also computes the
+        positions whose prompt logprobs have not been told.
         """
-        assert not parent.plain_end, "it would go on in a block that is no longer its own"
+        assert not parent.plain_end, "it would continue in a block that is no longer its own"
         child.num_scored_tokens = parent.num_scored_tokens
         child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1, child.num_scored_tokens)
         if len(child.token_ids) % self._block_size == 0 or child.num_scored_tokens != ALL_SCORED:
@@ -138,7 +134,7 @@ class SequenceStates:
         self._start_running(child)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Take its slot and blocks; it computes all its tokens again when its old place in the queue comes."""
+        """Take its slot and blocks; it computes all its tokens again when its old place in the queue comes up."""
         self._stop_running(sequence)
         self.give_back(sequence)
         sequence.state = SequenceState.WAITING
@@ -152,14 +148,14 @@ class SequenceStates:
             self.waiting.add(sequence, self.now_s)
 
     def _start_running(self, sequence: Sequence) -> None:
-        """It has its slot and its blocks: from now on it is charged for them, and may have to give way."""
+        """It has its slot and blocks: from now on it is charged for them and may be preempted."""
         sequence.state = SequenceState.RUNNING
         sequence.progress_s = self.now_s
         self.running[sequence] = None
         sequence.tenant.num_running += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
-        """It is no longer charged, nor preempted. It still holds what it has."""
+        """It is no longer charged or preempted, but still holds its slot and blocks."""
         if sequence.state is SequenceState.RUNNING:
             del self.running[sequence]
             sequence.tenant.num_running -= 1
@@ -175,9 +171,9 @@ class SequenceStates:
         error: str | None = None,
         stop_logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """End a sequence and give back all it holds; the last of its request brings the terminal chunk. Idempotent.
+        """End a sequence and release all it holds; a request's last one brings the terminal chunk. Idempotent.
 
-        Whoever is in a step that has not come back keeps slot and blocks until then.
+        A sequence in flight keeps its slot and blocks until its step comes back.
         """
         if sequence.state is SequenceState.FINISHED:
             return
@@ -208,9 +204,9 @@ class SequenceStates:
         )
 
     def give_back(self, sequence: Sequence) -> None:
-        """The one place where a sequence loses its slot and its blocks: after its end, or when it is preempted.
+        """The one place where a sequence loses its slot and blocks: after its end, or when it is preempted.
 
-        Idempotent, and nothing is done while it is in flight: apply() comes back to it.
+        Idempotent, and without effect while the sequence is in flight: settle() calls it again.
         """
         if sequence.num_in_flight or sequence.slot == NO_SLOT:
             return
@@ -231,7 +227,7 @@ class SequenceStates:
         )
 
     def _leave_siblings(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Before a sequence ends: the siblings that count on it get another leader."""
+        """Before a sequence ends: siblings that wait for it get another leader."""
         if group.unforked.pop(sequence.index, None) is None and sequence is group.leader and group.unforked:
             group.leader = heir = group.unforked.pop(next(iter(group.unforked)))
             heir.num_scored_tokens = sequence.num_scored_tokens
@@ -243,13 +239,13 @@ class SequenceStates:
     # What is lost, and what is in flight
 
     def forget(self, sequence: Sequence) -> None:
-        """Let nobody use what it has computed, itself included: chunks before the one that failed may be wrong too."""
+        """Make everything it has computed unusable, for itself too: chunks before the failed one may be wrong."""
         self.pool.forget(sequence.table.blocks)
-        sequence.num_computed_tokens = 0  # a sibling that takes over goes on from nothing of this
+        sequence.num_computed_tokens = 0  # a sibling that takes over starts from nothing
         sequence.plain_end = 0
 
     def compute_again(self, sequence: Sequence) -> None:
-        """All of it: what it has computed so far cannot be used."""
+        """Recompute all of it, once it is not in flight."""
         self.forget(sequence)
         sequence.is_lost = sequence.state is SequenceState.RUNNING
         if sequence.num_in_flight:
@@ -258,7 +254,7 @@ class SequenceStates:
             self.requeue(sequence)
 
     def settle(self) -> None:
-        """After a step: end those who were cancelled meanwhile, and let go of what nothing in flight needs any more."""
+        """After a step: finish what was cancelled meanwhile, and release what no step in flight needs any more."""
         for sequence in list(self.unsettled):
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
@@ -277,15 +273,15 @@ class SequenceStates:
         return num_blocks_for(len(sequence.token_ids) + 1, self._block_size)
 
     def take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
-        """Give a waiting sequence what is cached of it and new blocks for the rest, or nothing and False.
+        """Give a waiting sequence the blocks that are cached and new ones for the rest, or nothing and return False.
 
-        Into the first of the new ones is copied what lies on the host, where that is cheaper than to compute it.
+        What lies on the host is copied into the first new ones, where that is cheaper than computing it.
 
         Args:
-            num_reserved: blocks that others will need soon.
+            num_reserved: free blocks to leave for running sequences.
         """
         table, num_free = sequence.table, self.pool.num_free
-        if num_free - num_reserved < sequence.num_free_blocks_needed:  # a long prompt is not looked up in each step
+        if num_free - num_reserved < sequence.num_free_blocks_needed:  # do not look a long prompt up in each step
             return False
         self.pool.extend(table, _cacheable(sequence))
         num_new = self.num_blocks_to_admit(sequence) - len(table)
@@ -307,19 +303,19 @@ class SequenceStates:
             self.pool.restore(sequence.table, keys)
 
     def skip_cached(self, sequence: Sequence) -> int:
-        """Let it go on after what others have computed of it by now. Returns its first position to compute."""
+        """Advance it past what other sequences have published by now. Returns its first position to compute."""
         num_cached_tokens = self.pool.extend(sequence.table, _cacheable(sequence))
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
         return sequence.num_computed_tokens
 
     def publish(self, sequence: Sequence, end: int) -> bool:
-        """Let others find what is full with its first `end` tokens. False: of some of it they find somebody else's."""
+        """Publish the blocks that its first `end` tokens fill. False: an equal block of another is published."""
         return self.pool.publish(sequence.table, sequence.token_ids, end)
 
     def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
-        """Let it own all blocks that it writes up to position `end`: the shared one copied, new ones for the rest.
+        """Make all blocks that it writes up to position `end` its own: a shared one copied, new ones for the rest.
 
-        False, and nothing is done, if there are too few free ones.
+        False, and nothing is done, if too few are free.
         """
         blocks = sequence.table.blocks
         first = sequence.num_computed_tokens // self._block_size  # only this one can be shared: later ones are new
@@ -335,7 +331,7 @@ class SequenceStates:
 
 
 def _cacheable(sequence: Sequence) -> list[int]:
-    """Its tokens as far as the cache may give them, and one more: logits that are asked for are not in there."""
+    """The tokens that the cache may give it, and one more: logits that are asked for are not cached."""
     if sequence.num_scored_tokens == ALL_SCORED:
         return sequence.token_ids
     return sequence.token_ids[: sequence.num_scored_tokens + 1]

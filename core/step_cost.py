@@ -1,6 +1,6 @@
-"""What a step costs, fitted online to the steps that were measured, and how much prefill a step may bear by it.
+"""Predicts a step's duration, fitted online to measured steps, and limits its prefill by that. Thread: engine.
 
-Thread: engine. Nothing here reads a clock: durations are given.
+Nothing here reads a clock: durations are arguments.
 """
 
 import math
@@ -14,22 +14,22 @@ import numpy.typing as npt
 from core.config import BLOCK_SIZE
 
 # Prompts attend in tiles of so many query tokens, each of which reads its context once and is computed whole
-# (gpu/attention.py): chunks that end with a tile cost no tile twice. Some kernels compute no more than what is new:
-# RunnerLimits.prompt_tile.
+# (gpu/attention.py): a chunk that ends with a tile leaves no tile to be computed twice. Kernels with smaller tiles say
+# so in RunnerLimits.prompt_tile.
 PROMPT_TILE = 64
-LEAST_TOKENS = 8  # of a chunk that ends within a block: each has a row of its own in every matmul
-# Before anything was measured, for tenants' shares alone: a sampled token at twice a prompt's (arXiv:2401.00588 §5).
+LEAST_TOKENS = 8  # of a chunk that ends within a block: each token is a row of every matmul
+# Before any measurement, for tenants' shares alone: a sampled token costs twice a prompt's (arXiv:2401.00588 §5).
 NOMINAL_S = (0.0, 1e-3, 0.0, 2e-3, 0.0)
 MEMORY_STEPS = 512  # of each kind, with prompts and without: older ones fade
 LEAST_STEPS = 8  # of each kind, before predictions are used
-MAX_SPREADS = 2.0  # a step that takes longer than predicted by more of these has its weight cut (Huber)
+MAX_SPREADS = 2.0  # a step that takes longer than predicted by more than this has its weight cut (Huber)
 FIRST_SPREAD, LEAST_SPREAD, SPREAD_RATE = 0.3, 0.02, 0.02
-SOLVE_EVERY = 16  # steps of a kind at most, and as soon as they are NEWS_SHARE of the kind's: see StepCostModel
+SOLVE_EVERY = 16  # new steps of a kind, or as soon as they are NEWS_SHARE of the kind's: see StepCostModel
 NEWS_SHARE = 1 / 8
-SURPRISE = 0.1  # a step that was off by more of what it took is news enough
+SURPRISE = 0.1  # relative error that causes a fit at once
 NUM_SWEEPS = 6
 ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
-MOST_LATE = 0.15  # what is off by more is no noise of the machine but the model's error, which learns
+MOST_LATE = 0.15  # larger errors are not measurement noise but the model's, which learns
 
 Features = tuple[float, float, float, float, float]
 Float64Array = npt.NDArray[np.float64]
@@ -40,8 +40,8 @@ class StepWork:
     """What a step computes.
 
     Args:
-        prompt_kv: KV tokens that prompts read, PROMPT_TILE query tokens at a time: smaller tiles count as a part.
-        own_tokens: those that were sampled: each attends alone.
+        prompt_kv: KV tokens that prompts read, in units of PROMPT_TILE query tokens; smaller tiles count in proportion.
+        own_tokens: generated tokens, each of which attends alone.
         own_kv: KV tokens that these read.
         tile: see RunnerLimits.prompt_tile.
     """
@@ -67,19 +67,17 @@ class StepWork:
 class StepCostModel:
     """seconds = fixed + a x tokens beyond the few + b x KV tokens prompts read + c x own tokens + d x KV these read.
 
-    The few are multiplied while the weights are read, which a step does however few they are; beyond, each takes its
-    time (the roofline). So a batch that grows is predicted before the first step of its size was measured.
+    The first few tokens are multiplied in the time that reading the weights takes anyway; each further one takes its
+    own time (the roofline). So a growing batch is predicted before a step of its size was measured.
 
-    No coefficient is negative. The fit minimises squared relative errors over the last steps of each kind; a step that
-    was held up (by another process, by a compilation) counts less, one that was faster counts fully: nothing makes a
-    step faster than it is.
+    No coefficient is negative. The fit minimises squared relative errors over the last steps of each kind. A step that
+    was held up (by another process, by a compilation) counts less; one that was faster than predicted counts fully.
 
-    A step is noted when it was measured, which takes a few microseconds; the fit is solved anew when the notes of a
-    kind make an eighth of what is known of it, after SOLVE_EVERY of them at the latest, and at once for a step that was
-    far off: the next ones will be like it. So the first steps count at once, as do those of a batch that has changed,
-    and later ones, each of which moves the fit by a part in hundreds, cost next to nothing. Not by whoever
-    asks for a prediction: every plan and every charge does. And not in closed form: with one stream the fixed part and
-    the part of its one token cannot be told apart, where a descent stays with what it has.
+    Noting a step takes a few microseconds. The fit is solved anew when a kind's new notes are an eighth of its steps,
+    after SOLVE_EVERY of them at the latest, and at once after a step that was far off, as the next ones will resemble
+    it. So the first steps and those after a change count at once, and later ones cost next to nothing. The solver is a
+    descent rather than a closed form: with one stream, the fixed part and that of its one token cannot be told apart,
+    and a descent keeps what it has.
 
     Args:
         prompt_tile, few_tokens: see RunnerLimits.
@@ -87,9 +85,10 @@ class StepCostModel:
     Attributes:
         is_ready: enough steps of both kinds were measured to predict one.
         error_p50, error_p90: of the last steps: |predicted - measured| / measured.
-        late_p90: nine of ten of the last steps took at most this part longer than predicted: MOST_LATE at most.
-        coefficients_s: the same as a line, for charges and estimates: fixed, a prompt's token, KV token that prompts
-            read, own token with its part of those beyond the few in a batch as large as the last, KV token it reads.
+        late_p90: nine of ten of the last steps exceeded their prediction by at most this share; at most MOST_LATE.
+        coefficients_s: a linear form for charges and estimates: fixed, per prompt token, per KV token that prompts
+            read, per own token (with its part of the tokens beyond the few, at the last batch size), per KV token it
+            reads.
     """
 
     def __init__(self, prompt_tile: int = PROMPT_TILE, few_tokens: int = 0) -> None:
@@ -111,14 +110,14 @@ class StepCostModel:
     def wants_bare_decode(self) -> bool:
         """Whether the next step should leave prompts out, so that the model is ready soon.
 
-        In a rush there is no such step for minutes, and none of the full ones tells what a decode costs beside its
-        prompts. Never two in a row, and LEAST_STEPS in all: no prompt starves.
+        Under a rush there may be no such step for minutes, and full steps do not tell what decodes alone cost. Never
+        two in a row, and LEAST_STEPS in all: no prompt starves.
         """
         return self._has_prompt and self._with_prompts.num_steps > 0 and self._without.num_steps < LEAST_STEPS
 
     @property
     def rough_s(self) -> Features | None:
-        """The fit so far, for estimates: under a rush there may be no step without a prompt for a long time."""
+        """The fit so far, for estimates before is_ready; None after too few steps."""
         return None if self._num_observed < 2 * LEAST_STEPS else self._linear_s
 
     def predict(self, work: StepWork) -> float:
@@ -131,14 +130,14 @@ class StepCostModel:
         """What positions `start` to `end` - 1 of a sequence with so long a prompt add to a step.
 
         Args:
-            num_few: tokens that the step has less than the few.
+            num_few: how many tokens the step still has below the few.
         """
         work = StepWork(tile=self.prompt_tile)
         work.add(start, end, num_prompt_tokens)
         return row_cost_s(self.coefficients_s, work) - self.coefficients_s[1] * min(num_few, end - start)
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step. One that took no time says nothing."""
+        """Learn from a step; one of no duration is ignored."""
         self._has_prompt = work.prompt_tokens > 0
         if seconds <= 0:
             return
@@ -188,10 +187,7 @@ class StepCostModel:
 
 
 class _Memory:
-    """One kind of steps, of which old ones fade: the second moments of their features and seconds.
-
-    Each step is taken by its seconds, so that relative errors count.
-    """
+    """The fading second moments of one kind of steps: their features and seconds, each divided by the seconds."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -200,7 +196,7 @@ class _Memory:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is enough new to solve for it."""
+        """Whether enough is new to solve again."""
         return len(self._notes) >= min(SOLVE_EVERY, NEWS_SHARE * self.num_steps)
 
     def note(self, features: Features, seconds: float, weight: float) -> None:
@@ -211,7 +207,7 @@ class _Memory:
         self._notes.append((scale * fixed, scale * a, scale * b, scale * c, scale * d, root))
 
     def learn(self) -> Float64Array:
-        """The moments, with all that was noted: [6, 6], the features' and, last, the seconds'."""
+        """Add the notes to the moments and return these: [6, 6], the features' and, last, the seconds'."""
         if self._notes:
             notes = np.array(self._notes)
             self._moments *= (1 - 1 / min(self.num_steps + 1, MEMORY_STEPS)) ** len(notes)
@@ -221,7 +217,7 @@ class _Memory:
 
 
 def _descend(moments: list[list[float]], fit: Features) -> Features:
-    """Coordinate descent from a fit, none below 0: exact in each coordinate, so it needs no step size.
+    """Coordinate descent from a fit, no coefficient below 0: exact in each coordinate, so it needs no step size.
 
     Args:
         moments: [6, 6], as of _Memory.
@@ -237,12 +233,12 @@ def _descend(moments: list[list[float]], fit: Features) -> Features:
 
 
 class PrefillAllowance:
-    """What a step may compute beside its decodes.
+    """The prefill that a step may compute beside its decodes.
 
     Args:
-        seconds: by the model; infinite where no target is set or nobody decodes.
-        is_due: something has to be granted, however little is left.
-        num_few: tokens that the step has less than the model's few.
+        seconds: by the model; infinite where no target is set or no sequence decodes.
+        is_due: the step's first chunk is granted, however little is left.
+        num_few: how many tokens the step still has below the model's few.
     """
 
     def __init__(self, model: StepCostModel, seconds: float, is_due: bool = True, num_few: int = 0) -> None:
@@ -256,19 +252,18 @@ class PrefillAllowance:
         return not self._is_due and self._seconds <= 0
 
     def spend(self, seconds: float) -> None:
-        """The step does something else as well, for so long."""
+        """The step also does something else for so long."""
         self._seconds -= seconds
 
     def use_up(self) -> None:
-        """Nothing is left."""
         self._seconds, self._is_due = 0.0, False
 
     def chunk(self, start: int, end: int, num_prompt_tokens: int, max_tokens: int) -> int:
         """How many tokens from `start` on, of those up to `end`, may be computed now.
 
-        Chunks that do not reach the end stop at a tile's end, or at a block's where that is much further, or anywhere
-        where that is again much further. The step's first chunk has at least LEAST_TOKENS, so that nobody starves, and
-        what is left of a block where a whole tile is computed for fewer too; a later one may be 0.
+        A chunk that does not reach the end stops at the end of a tile, or of a block where that is much further, or
+        anywhere where that is again much further. The step's first chunk has at least LEAST_TOKENS, so that no prompt
+        starves, or the rest of its block if a started tile costs as much as a full one; a later chunk may be 0.
         """
         limit = min(end, start + max_tokens)
         if not (limit == end and self._fits(start, end, num_prompt_tokens)):
@@ -280,7 +275,7 @@ class PrefillAllowance:
         return limit - start
 
     def _cut(self, start: int, limit: int, num_prompt_tokens: int) -> int:
-        """Where to stop short of the end: at the coarsest of ends that loses no more than a quarter of the tokens."""
+        """Where to stop short of the end: the coarsest boundary that loses no more than a quarter of the tokens."""
         if limit - start < BLOCK_SIZE and self._fits(start, limit, num_prompt_tokens):
             return limit
         tile, block, token = (
@@ -297,7 +292,7 @@ class PrefillAllowance:
         return block if 4 * (block - start) >= 3 * (token - start) else token
 
     def _last_fitting(self, start: int, limit: int, num_prompt_tokens: int, unit: int) -> int:
-        """The last multiple of `unit` up to which may be computed, `start` if there is none."""
+        """The last multiple of `unit` that the allowance reaches, `start` if there is none."""
         ends = range(start // unit * unit + unit, limit + 1, unit)
         num_fitting = bisect_right(ends, self._seconds, key=lambda end: self._cost_s(start, end, num_prompt_tokens))
         return ends[num_fitting - 1] if num_fitting else start
@@ -314,13 +309,14 @@ class PrefillAllowance:
 def allow_prefill(
     model: StepCostModel, inter_token_target: float | None, decodes: StepWork, num_coming: int
 ) -> PrefillAllowance:
-    """What may be computed beside these decodes: up to the target for a step of all who could decode by now.
+    """The prefill that the inter-token target permits beside these decodes.
 
-    The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
-    grow. What streams notice stays bounded by what they notice once the prompts have become streams. One prompt makes
-    no queue: it is bound by those who do decode. As much is left as noise in step times may take: nine of ten steps
-    stay under the target, and not every other one. Until the model predicts, a chunk is the least there is, or what
-    fits among the few tokens that cost nothing.
+    The target applies to the duration of a step of all sequences that could decode by now, those with unfinished
+    prompts included. Applied to the present decodes alone, it would keep the batch small while prompts queue up; what
+    streams notice stays bounded by what they would notice once these prompts have become streams. A single prompt makes
+    no queue, and is bound by the present decodes. A margin for noise in step times lets nine of ten steps, not every
+    other one, stay within the target. Until the model is ready, a chunk has the least tokens, or what fits below the
+    few, which are free.
 
     Args:
         inter_token_target: see EngineConfig.
@@ -338,6 +334,6 @@ def allow_prefill(
 
 
 def row_cost_s(coefficients_s: Features, work: StepWork) -> float:
-    """What rows add to a step, its fixed part left out."""
+    """What rows add to a step, without its fixed part."""
     _, a, b, c, d = coefficients_s
     return a * work.prompt_tokens + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv

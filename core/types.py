@@ -1,8 +1,8 @@
-"""What crosses between the loop and the engine thread. All of it frozen; tuples inside. Any thread.
+"""The messages between the loop and the engine thread: frozen, with tuples inside. Any thread.
 
 Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache, Inspect.
-Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats), and with it
-an EngineSnapshot where an Inspect has asked for one.
+Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats), with an
+EngineSnapshot in answer to an Inspect.
 """
 
 import enum
@@ -15,7 +15,7 @@ LOWEST_CLASS, TOP_CLASS = -4, 4  # of Request.priority
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended. The first four are the wire's words; the API maps the rest to errors."""
+    """Why a sequence ended. The first four go to clients as they are; the API maps the rest to errors."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,10 +30,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are sampled. Validated where it is built (server/api), trusted by the engine.
 
     Args:
-        seed: of the noise, which depends on nothing else but the position; None: the engine chooses one. The same seed
-            and request give the same tokens whatever runs beside them in bfloat16 and float32 on a CPU, whose sums are
-            rounded alike in any company. Models quantised to int8, fp8 or int4, and GPUs, promise the noise only.
-        max_tokens: 0: the prompt is computed, and nothing is said.
+        seed: of the noise, which depends only on it and the position; None: the engine chooses one. In bfloat16 and
+            float32 on a CPU, the same seed and request give the same tokens whatever runs in the same steps, because
+            sums round alike in any batch. Models quantised to int8, fp8 or int4, and GPUs, promise the noise only.
+        max_tokens: 0: the prompt is computed, and no token is returned.
     """
 
     max_tokens: int
@@ -45,27 +45,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0  # until then no stop id is sampled, and no stop string ends the text
+    min_tokens: int = 0  # before that no stop id is sampled, and no stop string ends the text
     seed: int | None = None
     stop: tuple[str, ...] = ()  # matched on the loop's side, by the detokenizer
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None: none; k: the sampled token's and the k likeliest
-    skip_special_tokens: bool = True  # in the text; likewise the detokenizer's
-    num_prompt_logprobs: int | None = None  # as much of the prompt's tokens but the first; beside num_logprobs only
+    skip_special_tokens: bool = True  # in the text, by the detokenizer
+    num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's tokens except the first; only beside it
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, of 1..k sequences over the same prompt.
 
     Args:
-        tenant: whose share of the engine it takes; "" is one like any other.
+        tenant: whose share of the engine it takes; "" is a tenant like any other.
         share: of the engine against other tenants: 2 gets twice what 1 gets, while both have work.
-        priority: its class, of LOWEST_CLASS to TOP_CLASS (core/queue.py); higher goes first.
-        deadline_s: monotonic; when its first token is due, for its order in the queue: nothing is cancelled by it.
-        tells_progress: its prompt's chunks are told as they are computed (Prefilling).
-        cache_domain: whose cached prompts it may use, and who may use its own: those of the same domain.
-        cache_salt: narrows that further, to those with the same salt.
+        priority: its class, from LOWEST_CLASS to TOP_CLASS (core/queue.py); higher goes first.
+        deadline_s: monotonic; when its first token is due. It only affects the queue's order; it cancels nothing.
+        tells_progress: each computed chunk of its prompt is reported (Prefilling).
+        cache_domain: requests share cached prompts within a domain ...
+        cache_salt: ... and with the same salt.
     """
 
     request_id: str  # ours, never the client's
@@ -83,7 +83,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """Queue a request. Answered by exactly one terminal TokenChunk, whatever happens."""
+    """Queue a request. Exactly one terminal TokenChunk answers it, whatever happens."""
 
     request: Request
 
@@ -93,8 +93,8 @@ class Cancel(msgspec.Struct, frozen=True):
 
     Args:
         index: the sequence; None for all of the request.
-        num_tokens_kept: what the loop has used of that sequence's tokens: later ones are cut off the usage.
-            None: the loop has used all that it was given. Without an index it holds for each of the sequences.
+        num_tokens_kept: how many of that sequence's tokens the loop has used: the usage does not count later ones.
+            None: the loop has used all it was given. Without an index it applies to each of the sequences.
     """
 
     request_id: str
@@ -116,14 +116,14 @@ class Resume(msgspec.Struct, frozen=True):
 
 
 class ClearCache(msgspec.Struct, frozen=True):
-    """Let no request find what was computed before now. Those that run keep what they hold."""
+    """Empty the prefix cache. Running requests keep what they hold."""
 
 
 class Inspect(msgspec.Struct, frozen=True):
-    """Deliver an EngineSnapshot, once the messages before this one have had their effect.
+    """Deliver an EngineSnapshot, once the messages before this one have taken effect.
 
     Args:
-        serial: larger than those before; the snapshot repeats it.
+        serial: larger than earlier ones; the snapshot repeats it.
     """
 
     serial: int
@@ -136,8 +136,7 @@ class Usage(msgspec.Struct, frozen=True):
     """What a request cost, in tokens, over all its sequences.
 
     Args:
-        num_prompt_tokens: of the prompt, counted once, those that were computed or cached: less than all only where the
-            request ended before.
+        num_prompt_tokens: computed or cached, counted once: less than the whole prompt if the request ended before.
         num_completion_tokens: sampled and kept, an ending stop id included.
         num_cached_tokens: of the prompt's, those that an earlier request had computed.
     """
@@ -148,7 +147,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a request took of the machine, over all its sequences. Over all requests: EngineStats of the same names.
+    """What a request took of the machine, over all its sequences. EngineStats has the totals under the same names.
 
     Args:
         device_s: its part of the steps that it was in, by the step-cost model.
@@ -160,9 +159,9 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Of one token, sampled or of a prompt: natural logarithms of the probabilities by the raw logits.
+    """Natural logarithms of a sampled or prompt token's probabilities by the raw logits.
 
-    That is before penalties, logit_bias, temperature, top-k, top-p and min-p.
+    Raw means before penalties, logit_bias, temperature, top-k, top-p and min-p.
     """
 
     token_id: int
@@ -174,13 +173,13 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The rarer news of a sequence: tokens with logprobs, its end, and with `usage` its request's end.
 
     A chunk's tokens are not repeated in the columns of its StepDelivery. Exactly one chunk per request has `usage`: the
-    terminal one, which is also the last news of that request. A stop id that ends a sequence is no text: it counts in
-    the usage, but stands neither in the columns nor in token_ids; the sequence's end then has FinishReason.STOP.
+    terminal one, which is also the last news of that request. A stop id that ends a sequence is not text: it counts in
+    the usage but is neither in the columns nor in token_ids, and the sequence ends with FinishReason.STOP.
 
     Args:
         stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
-        prompt_logprobs: the next of the request's prompt, whatever the index: all its tokens but the first come once
-            and in order, in chunks that tell nothing else, before any token.
+        prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
+            and in order, before any generated token, in chunks that contain nothing else.
     """
 
     request_id: str
@@ -190,10 +189,10 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     stop_logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    num_sequence_tokens: int = 0  # with finish_reason: what this sequence counts in the usage
+    num_sequence_tokens: int = 0  # with finish_reason: the sequence's part of the usage
     usage: Usage | None = None
     cost: Cost = Cost()  # with usage
-    error: str | None = None  # with FinishReason.ERROR: the cause, fit for the client
+    error: str | None = None  # with FinishReason.ERROR: the cause, for the client
 
     @property
     def is_terminal(self) -> bool:
@@ -201,18 +200,18 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A request has left the queue, the first time; at_s is monotonic."""
+    """A request has left the queue for the first time; at_s is monotonic."""
 
     request_id: str
     at_s: float
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """A request's prompt is computed, and with it its first token; at_s is monotonic.
+    """A request's prompt is computed, and with it the first token; at_s is monotonic.
 
     Args:
         num_chunks: steps that computed some of the prompt.
-        num_cached_tokens: of the prompt, that nobody had to compute.
+        num_cached_tokens: of the prompt, from the prefix cache.
     """
 
     request_id: str
@@ -222,7 +221,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class Prefilling(msgspec.Struct, frozen=True):
-    """So many tokens of the prompt are computed, of a request that tells its progress, and some are not yet."""
+    """How many tokens of an unfinished prompt are computed, if its request tells its progress."""
 
     request_id: str
     num_tokens: int
@@ -232,35 +231,35 @@ EngineMark = Admitted | Prefilled | Prefilling
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the engine: what the loop's metrics and estimates come from. Counters are since the start."""
+    """What the loop's metrics and estimates come from. Counters are since the start."""
 
-    num_waiting: int = 0
-    num_running: int = 0
-    num_paused: int = 0
+    num_waiting: int = 0  # sequences in the queue
+    num_running: int = 0  # sequences that hold blocks
+    num_paused: int = 0  # requests
     num_blocks: int = 0
     num_used_blocks: int = 0
-    num_cached_blocks: int = 0  # of those that nobody uses: they keep what may be asked for again
+    num_cached_blocks: int = 0  # unused, with content that may be found again
     num_steps: int = 0
-    num_rows: int = 0  # of all steps: sequences that computed something in one
+    num_rows: int = 0  # of all steps
     num_prefill_rows: int = 0  # of these, those that computed some of a prompt
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
     num_preemptions: int = 0
-    num_cache_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
-    num_cache_hits: int = 0  # of these, found: over all requests, Usage.num_cached_tokens
+    num_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache
+    num_cache_hits: int = 0  # of these, found: the sum of Usage.num_cached_tokens
     num_cache_evictions: int = 0  # blocks
-    num_host_blocks: int = 0  # of host memory for what is evicted
+    num_host_blocks: int = 0  # host slots for evicted blocks
     num_used_host_blocks: int = 0
     num_offloaded_blocks: int = 0  # copied to the host
     num_restored_blocks: int = 0  # copied back
-    num_recomputed_blocks: int = 0  # found on the host, and computed all the same: that was cheaper
-    num_unwritten_blocks: int = 0  # that could not be written to the directory, since the start
-    num_undeleted_blocks: int = 0  # that were forgotten, and lie in the directory still: they could not be deleted
+    num_recomputed_blocks: int = 0  # found on the host, but cheaper to compute
+    num_unwritten_blocks: int = 0  # see StoreState
+    num_undeleted_blocks: int = 0
     block_bytes: int = 0
     step_s: float = 0.0  # duration of the last step
     outlook: Outlook | None = None  # None: too few steps were measured
     device_s: float = 0.0  # of all steps
-    kv_block_s: float = 0.0  # blocks held, times the duration of the steps meanwhile
+    kv_block_s: float = 0.0  # see Cost
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
     step_cost_error_p90: float = 0.0
 
@@ -269,8 +268,8 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
     """KV blocks by state: held + cached + empty = all.
 
     Args:
-        num_shared: of the held ones, those that more than one sequence holds.
-        num_cached: held by nobody, kept in case that somebody asks for their content.
+        num_shared: held by more than one sequence.
+        num_cached: not held, with content that may be found again.
     """
 
     num_tokens_each: int
@@ -282,13 +281,13 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitingLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The sequences of one class and tenant that wait for their blocks."""
+    """The waiting sequences of one class and tenant."""
 
     priority: int
     tenant: str
     num_sequences: int
-    num_tokens: int  # that they have still to compute before they decode
-    oldest_s: float  # since the first of their requests has come
+    num_tokens: int  # still to be computed before they decode
+    oldest_s: float  # since the first of their requests arrived
 
 
 class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,7 +299,7 @@ class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     num_prompt_tokens: int
     num_tokens: int  # the prompt's and its own
-    num_computed_tokens: int  # those that a step under way computes too
+    num_computed_tokens: int  # including those of a step in flight
     num_blocks: int
     is_paused: bool
 
@@ -309,7 +308,7 @@ class StepComposition(msgspec.Struct, frozen=True, kw_only=True):
     """The last step, as it was planned.
 
     Args:
-        predicted_s: by the step-cost model as it is now; None: too few steps were measured yet.
+        predicted_s: by the present step-cost model; None: too few steps were measured.
     """
 
     num_prompt_tokens: int
@@ -321,7 +320,7 @@ class StepComposition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepCostFit(msgspec.Struct, frozen=True, kw_only=True):
-    """The step-cost model: seconds of a step, of which each coefficient makes a part."""
+    """The step-cost model's coefficients, in seconds."""
 
     is_ready: bool
     fixed_s: float
@@ -334,23 +333,23 @@ class StepCostFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant has had. Who has nothing and is not ahead of the others is forgotten."""
+    """What a tenant has had. An idle tenant that is not ahead of the others is not listed."""
 
     name: str
     share: int
-    counter_s: float  # engine seconds by its share, the least goes first
-    served_s: float  # engine seconds, in all
+    counter_s: float  # engine seconds divided by its share; the least goes first
+    served_s: float  # engine seconds in all
     num_requests: int
     num_running: int  # sequences that hold blocks
 
 
 class StoreState(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of the blocks that are kept beyond the end of the process.
+    """The directory that keeps host blocks beyond the end of the process.
 
     Args:
-        is_deleting: some that were forgotten are still to be deleted.
-        num_undeleted: that were forgotten and could not be deleted: a restarted server may find them.
-        num_unwritten: that could not be written, since the start.
+        is_deleting: some forgotten blocks are still to be deleted.
+        num_undeleted: forgotten blocks that could not be deleted: a restarted server may find them.
+        num_unwritten: blocks that could not be written, since the start.
     """
 
     is_deleting: bool = False
@@ -365,7 +364,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to Inspect.
 
     Args:
-        serial: of the Inspect; of several that were answered together, the last.
+        serial: of the Inspect; the last of several that are answered together.
     """
 
     serial: int
@@ -379,13 +378,13 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepDelivery(msgspec.Struct, frozen=True):
-    """What one step gives the loop. Row i of the columns: one token of sequence indexes[i] of request_ids[i].
+    """One step's news for the loop. Row i of the columns: one token of sequence indexes[i] of request_ids[i].
 
-    Marks come first in time, then columns, then chunks. A sequence's tokens are in order, within a delivery and over
-    several.
+    Marks precede columns in time, and columns precede chunks. A sequence's tokens are in order, within a delivery and
+    over several.
 
     Args:
-        snapshot: where an Inspect has come since the last delivery.
+        snapshot: if an Inspect has come since the last delivery.
     """
 
     request_ids: list[str]
@@ -393,18 +392,18 @@ class StepDelivery(msgspec.Struct, frozen=True):
     token_ids: list[int]
     chunks: list[TokenChunk]
     stats: EngineStats
-    marks: list[EngineMark] = []  # at most two in a request's life, and one for each chunk of the prompts that tell
+    marks: list[EngineMark] = []  # at most two in a request's life, and one per chunk where a request tells progress
     snapshot: EngineSnapshot | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sequence newly says, as text: the loop makes it of tokens, and holds back what may yet be a stop string.
+    """A sequence's new text. The loop makes it of tokens and holds back what may become a stop string.
 
-    Text of new tokens that come with nothing else needs none.
+    Plain text without anything else is passed on without a Delta.
 
     Args:
-        logprobs: of the tokens whose text this is, when asked for.
-        stop_logprobs: with finish_reason: of the id that ended it and has no text, when asked for.
+        logprobs: of this text's tokens, when asked for.
+        stop_logprobs: with finish_reason: of the ending id, which has no text, when asked for.
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
     """

@@ -1,6 +1,6 @@
-"""What is kept on disk from one start to the next: the user's cache directory, measured.json, compiled kernels.
+"""Files kept from one start to the next: the user's cache directory, measured.json, compiled kernels.
 
-A file that cannot be read, or is not what we write, is as none; one that cannot be written is done without. Imports
+A file that cannot be read, or has an unknown format, counts as missing; failing to write one is no error. Imports
 neither torch nor numba. Thread: engine (at start), or main.
 """
 
@@ -17,22 +17,22 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
-NOWHERE = Path(os.devnull)  # no directory: what is kept below it is not there, and cannot be written
+NOWHERE = Path(os.devnull)  # no directory: no file below it can exist or be written
 NUMBA_VARIABLE = "NUMBA_CACHE_DIR"  # numba reads it when it is imported
 KERNELS = Path(__file__).parent / "cpu_kernels"
 
 
 def cache_home() -> Path:
-    """The user's cache directory; NOWHERE for one without a home, as in a container with a number for a user.
+    """The user's cache directory; NOWHERE for a user without a home, as a bare user id in a container.
 
-    Source: XDG Base Directory Specification: a relative path is not valid, and ignored.
+    Source: XDG Base Directory Specification: a relative path is invalid and ignored.
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if named.is_absolute():
         return named
     try:
         return Path.home() / ".cache"
-    except RuntimeError:  # pathlib's word for it
+    except RuntimeError:  # pathlib: there is no home
         return NOWHERE
 
 
@@ -41,10 +41,10 @@ def measured_file() -> Path:
 
 
 def read_kept(path: Path, parse: Callable[[Any], Found]) -> dict[str, dict[str, Found]]:
-    """Machine -> what was measured -> what was found: all of a file, or nothing.
+    """A whole file, or nothing: machine -> name -> finding.
 
     Args:
-        parse: of JSON what was found; raises ValueError, TypeError or KeyError where it is not that.
+        parse: makes a finding from JSON; raises ValueError, TypeError or KeyError if it is none.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -54,7 +54,7 @@ def read_kept(path: Path, parse: Callable[[Any], Found]) -> dict[str, dict[str, 
 
 
 def write_kept(path: Path, content: Mapping[str, Mapping[str, Any]]) -> None:
-    """Whole or not at all: others may read it, or write it too."""
+    """Replace the file atomically: other processes may read or write it."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -64,11 +64,10 @@ def write_kept(path: Path, content: Mapping[str, Mapping[str, Any]]) -> None:
 
 @cache
 def can_keep_kernels() -> bool:
-    """Whether numba can keep what it compiles, made so where need be; to be asked before a kernel is imported.
+    """Whether numba has a directory for what it compiles; call it before a kernel is imported.
 
-    Beside the kernels' files, or in the user's cache, as numba itself looks for room. Where it finds none (installed
-    by somebody else, and nobody's home) it refuses to compile at all: there it gets a directory of this user's alone
-    among the temporary files.
+    Numba looks beside the kernels' files and in the user's cache. Where it may write to neither (installed by another
+    user, no home) it would refuse to compile: it is given a private directory among the temporary files.
     """
     named = os.environ.get(NUMBA_VARIABLE)
     usual = (KERNELS / "__pycache__", cache_home() / "numba")
@@ -93,7 +92,7 @@ def _can_write(directory: Path) -> bool:
 
 
 def _own_directory() -> Path | None:
-    """The same at the next start; code is run from it, so that nobody else may have made it, or write there."""
+    """The same at every start. Code is run from it, so only this user may own it or write to it."""
     try:
         directory = Path(tempfile.gettempdir()) / f"steploop-numba-{os.geteuid()}"
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Which device, number format and threads to compute with, and why; what memory the machine has. Thread: engine.
+"""Chooses the device, number format and threads to compute with; asks the machine what it has. Thread: engine.
 
-The only place that sets torch's thread count; each choice comes with its reason as text, for the banner. Beside it: how
-numbers of the host come to the device, large pages, and giving memory back that starting needed (trim RSS).
+Each choice has its reason as text, for the banner. Also copies from the host to the device, large pages, and returning
+memory that only starting needed (trim RSS).
 """
 
 import ctypes
@@ -28,13 +28,13 @@ from gpu.host_memory import host_bytes, host_room_bytes
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Instructions that multiply bf16 natively: without them bf16 is slower than float32.
 BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16")
-# See RunnerLimits. A CPU with avx512_bf16 was as fast with 8 rows as with 4; H100 and H200 by their ceilings: over 180.
+# See RunnerLimits. A CPU with avx512_bf16 was as fast with 8 rows as with 4; H100 and H200 have a ceiling over 180.
 FEW_TOKENS = {"cpu": 8, "cuda": 128}
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
-MIN_PROBE_BYTES = 256 * 1024**2  # on a GPU, and where the cache's size is not told
-PROBE_CACHES = 2  # a probe's size in last-level caches: of one, read in order again and again, little would be found
-PROBE_MEMORY_SHARE = 8  # of what is free, a probe takes at most one part of so many
+MIN_PROBE_BYTES = 256 * 1024**2  # on a GPU, and where the cache's size is unknown
+PROBE_CACHES = 2  # a probe's size in last-level caches: read in order, over and over, little of it stays in one
+PROBE_MEMORY_SHARE = 8  # a probe takes at most this fraction (1/8) of the free memory
 PROBE_ROUNDS = 3
 
 
@@ -44,8 +44,7 @@ class DeviceChoice:
 
     Args:
         device: "cpu" or "cuda:0".
-        threads: compute threads on a CPU at most (gpu/tune.py says when); on CUDA, torch's for the little that
-            stays on the host.
+        threads: on a CPU, at most so many compute (gpu/tune.py chooses); on CUDA, torch's for what the host computes.
     """
 
     device: torch.device
@@ -62,10 +61,10 @@ class DeviceChoice:
 
 
 def choose_device(config: EngineConfig) -> DeviceChoice:
-    """Decide device, dtype and threads at most. Changes nothing: see apply_threads.
+    """Choose device, dtype and the most threads; applies nothing.
 
     Raises:
-        DeviceUnavailable: what was asked for by name is not there.
+        DeviceUnavailable: what the settings name is not there.
     """
     device, device_reason = _device(config.device)
     dtype, dtype_reason = _dtype(config.dtype, device)
@@ -118,32 +117,31 @@ def _threads(asked: int | None) -> tuple[int, str]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the first CPU says of its instructions; empty where the kernel does not tell (not Linux on x86)."""
-    try:
-        lines = CPU_INFO.read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
+    """The first CPU's instruction set flags; empty where the kernel does not tell (not Linux on x86)."""
+    return frozenset(_cpu_info("flags").split())
 
 
 def cpu_model() -> str:
     """The first CPU's name; empty where the kernel does not tell."""
+    return _cpu_info("model name")
+
+
+def _cpu_info(name: str) -> str:
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
         return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 
 
 def num_physical_cores() -> int:
     """Cores this process may run on, hyper-threads counted once."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    cores = {_siblings(cpu) for cpu in allowed}
-    return max(1, len(cores))
+    return max(1, len({_siblings(cpu) for cpu in allowed}))
 
 
 def _siblings(cpu: int) -> str:
-    """The hyper-threads that share a core with this one, as the kernel writes them."""
+    """The hyper-threads of this one's core, as the kernel lists them."""
     try:
         return (CPU_TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
@@ -151,7 +149,7 @@ def _siblings(cpu: int) -> str:
 
 
 def last_level_cache_bytes() -> int:
-    """Of the first CPU's largest cache, which neighbours on the machine may share; 0 where the kernel does not tell."""
+    """The first CPU's largest cache, which other cores may share; 0 where the kernel does not tell."""
     sizes = [0]
     for path in (CPU_TOPOLOGY / "cpu0" / "cache").glob("index*/size"):
         with suppress(OSError, ValueError):
@@ -160,30 +158,25 @@ def last_level_cache_bytes() -> int:
 
 
 def probe_bytes(device: torch.device) -> int:
-    """How much to read so that it comes from memory, and not from a cache; whole MiB, within what is free."""
-    wanted = MIN_PROBE_BYTES
-    if device.type == "cpu":
-        wanted = max(wanted, PROBE_CACHES * last_level_cache_bytes())
+    """How much to read so that it comes from memory and not from a cache; whole MiB, within what is free."""
+    wanted = max(MIN_PROBE_BYTES, PROBE_CACHES * last_level_cache_bytes() if device.type == "cpu" else 0)
     room = free_memory_bytes(device) // PROBE_MEMORY_SHARE
     return max(1, min(wanted, room) // 1024**2) * 1024**2
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """What can still be allocated: on CUDA as the driver says, on a CPU also within control groups and ulimit -v."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return host_room_bytes()
+    """What can still be allocated: on a CPU, within control groups and ulimit -v."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host_room_bytes()
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """The device's, whoever has it."""
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host_bytes()
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second that this device reads from its memory, the best of a few rounds: 0.1 to 1 s on a CPU.
+    """Bytes per second that the device reads from its memory: the best of a few rounds, 0.1 to 1 s on a CPU.
 
-    Sums float32, as decode reads weights: once, in order.
+    Sums float32, which reads as decode reads weights: once, in order.
     """
     size_bytes = probe_bytes(device)
     values = torch.ones(size_bytes // 4, device=device)
@@ -198,19 +191,20 @@ def measure_bandwidth(device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Have the host wait for all that was sent to it.
+    """Wait for all work sent to the device.
 
     Raises:
-        torch.AcceleratorError: it is lost: an error that costs a CUDA context comes again with every call.
+        torch.AcceleratorError: the device is lost: such an error is raised again by every later call.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The host goes on at once. On a CPU no copy is made, of a range of an array neither.
+    """Start a copy to the device; on a CPU, share the array's memory.
 
-    To a GPU from pinned memory, of torch's own pool: from any other the host may wait until the device has come so far.
+    To a GPU from pinned memory of torch's own pool: copying from other memory may block the host until the device has
+    caught up.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
@@ -219,15 +213,13 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 PAGE_BYTES = 2 * 1024**2
-LEAST_BYTES = PAGE_BYTES // 2  # of what is worth a call
+LEAST_BYTES = PAGE_BYTES // 2  # less is not worth a call
 MADV_COLLAPSE = 25  # Linux 6.1, include/uapi/asm-generic/mman-common.h
+MADV_DONTNEED = 4  # madvise(2)
 
 
 def use_huge_pages(address: int, size_bytes: int) -> bool:
-    """Collapse the pages that these bytes lie in, now, with what shares a large page with them.
-
-    Returns whether the system did so for all of them; where it did not, they are read as they lie.
-    """
+    """Collapse the pages of these bytes into large ones, now; returns whether the system did so for all of them."""
     advise = _madvise()
     if advise is None or size_bytes < LEAST_BYTES:
         return False
@@ -245,48 +237,42 @@ def _madvise() -> Any:
     return advise
 
 
-_SMAPS = Path("/proc/self/smaps")  # proc_pid_smaps(5)
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ +/.*\.so[.\d]*$")
-_COUNT = re.compile(r"(Anonymous|Rss): +(\d+) kB$")
-_MADV_DONTNEED = 4  # madvise(2)
-
-
-def drop_code_pages() -> int:
-    """Returns how many bytes were resident of what was dropped; 0 where the system does not tell.
-
-    A mapping of which a page was written to, as the loader does where it relocates, is left alone: it would not come
-    back from the file.
-    """
-    try:
-        lines = _SMAPS.read_text(errors="replace").splitlines()
-    except OSError:
-        return 0
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return sum(
-        resident_bytes
-        for start, size, resident_bytes in _clean_mappings(lines)
-        if madvise(start, size, _MADV_DONTNEED) == 0
-    )
-
-
 def trim_heap() -> None:
-    """Give the system back what the allocator keeps of freed memory, where it is glibc's; malloc_trim(3)."""
+    """Return freed memory to the system, where the allocator is glibc's; malloc_trim(3)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
+_SMAPS = Path("/proc/self/smaps")  # proc_pid_smaps(5)
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ *(.*)$")
+_LIBRARY = re.compile(r"/.*\.so[.\d]*$")
+_COUNT = re.compile(r"(Anonymous|Rss): +(\d+) kB$")
+
+
+def drop_code_pages() -> int:
+    """Drop libraries' pages that only starting needed; they are read again when needed.
+
+    A mapping with a page that was written to, as the loader does where it relocates, would not come back from the file,
+    and is left alone. Returns how many resident bytes were dropped; 0 where the system does not tell.
+    """
+    try:
+        lines = _SMAPS.read_text(errors="replace").splitlines()
+    except OSError:
+        return 0
+    advise = _madvise()
+    found = _clean_mappings(lines)
+    return sum(resident for start, size, resident in found if advise(start, size, MADV_DONTNEED) == 0)
+
+
 def _clean_mappings(lines: list[str]) -> Iterator[tuple[int, int, int]]:
-    """(address, bytes, resident bytes) of libraries' mappings that cannot be written to, and were not."""
+    """(address, bytes, resident bytes) of libraries' mappings that cannot be written to, and never were."""
     found: tuple[int, int] | None = None
     resident_bytes = 0
     for line in lines:
         if match := _MAPPING.match(line):
             start, end = int(match[1], 16), int(match[2], 16)
-            found = None if "w" in match[3] else (start, end - start)
-        elif re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            found = None
+            found = (start, end - start) if "w" not in match[3] and _LIBRARY.match(match[4]) else None
         elif found is not None and (count := _COUNT.match(line)):
             if count[1] == "Rss":
                 resident_bytes = int(count[2]) * 1024

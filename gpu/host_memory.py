@@ -1,4 +1,7 @@
-"""What memory the host leaves this process, within control groups and `ulimit -v`. Imports no torch. Any thread."""
+"""How much host memory this process can still allocate, within control groups and `ulimit -v`. Imports no torch.
+
+Thread: any.
+"""
 
 import os
 import resource
@@ -6,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MEMORY_INFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # where all that is called cgroup is mounted
+CGROUP = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS, PROCESS_SIZES = Path("/proc/self/cgroup"), Path("/proc/self/statm")
 UNLIMITED = 1 << 62
 
@@ -17,7 +20,7 @@ def host_room_bytes() -> int:
 
 
 def host_bytes() -> int:
-    """All that the host has, whoever has it."""
+    """The host's whole memory."""
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
@@ -33,10 +36,10 @@ def _available_bytes() -> int:
 
 
 def _cgroup_room_bytes() -> int:
-    """The least room under the limits of the process's own control group and all above it, of cgroup v1 and v2.
+    """The least room in the process's control group and all above it, in cgroup v1 and v2.
 
-    Source: cgroups(7), /proc/[pid]/cgroup. In a container its path may be the host's: what is not there has no limit,
-    and the root of what is mounted is the container's own.
+    Source: cgroups(7), /proc/[pid]/cgroup. In a container the path may be the host's: a missing group has no limit, and
+    the root of the mounted tree is the container's own group.
     """
     try:
         lines = PROCESS_CGROUPS.read_text().splitlines()
@@ -58,7 +61,7 @@ def _cgroup_room_bytes() -> int:
 
 
 def _room_of(group: Path, limit_name: str, used_name: str, dropped_name: str) -> int:
-    """What a control group leaves; files that the kernel can drop do not count."""
+    """What a control group's limit leaves; cached files, which the kernel can drop, do not count as used."""
     try:
         limit, used_bytes = (group / limit_name).read_text().strip(), int((group / used_name).read_text())
     except (OSError, ValueError):
@@ -73,7 +76,7 @@ def _room_of(group: Path, limit_name: str, used_name: str, dropped_name: str) ->
 
 
 def _address_room_bytes() -> int:
-    """What ulimit -v leaves beside what is mapped already."""
+    """What ulimit -v leaves beside the memory that is mapped already."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes == resource.RLIM_INFINITY:
         return UNLIMITED

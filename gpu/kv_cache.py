@@ -1,8 +1,8 @@
-"""Keys and values of all sequences, in blocks of 16 tokens. Thread: engine.
+"""The paged KV cache: keys and values of all sequences, in blocks of 16 tokens. Thread: engine.
 
-Which block belongs to whom is the scheduler's to decide (core/kv_cache.py); here is only their content. One block more
-than there is room for stays zero for ever: SCRATCH pads block tables in a batch of rows of different lengths. Where
-batches are padded with rows, another one takes what these write, and is never read.
+The scheduler decides which sequence has which block (core/kv_cache.py). One extra block, the scratch block, stays zero
+for ever: it pads the block tables of shorter rows. Where batches are padded with rows, another extra block takes what
+padding writes, and is never read.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class KVCache:
 
     Args:
         num_blocks: blocks the scheduler may use, 0..num_blocks-1.
-        has_padding: of rows.
+        has_padding: batches are padded with rows.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class KVCache:
         self.tensor.index_copy_(2, targets, self.tensor.index_select(2, sources))
 
     def make_finite(self, blocks: Tensor) -> None:
-        """Zero what is NaN or infinite in whole blocks, all layers, and leave the rest: others may share it."""
+        """Zero what is NaN or infinite in these blocks, all layers; other sequences may share the rest."""
         found = self.tensor.index_select(2, blocks)
         self.tensor.index_copy_(2, blocks, found.nan_to_num_(0.0, 0.0, 0.0))
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Keys and values of all layers, for one token."""
+    """Keys and values of one token, all layers."""
     return 2 * config.num_layers * config.kv_size * dtype.itemsize
 
 
@@ -67,17 +67,17 @@ def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def num_blocks_for(num_tokens: int) -> int:
-    """Blocks that one sequence of so many tokens takes."""
+    """Blocks of one sequence of so many tokens."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
 def num_blocks_within(memory_bytes: int, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Usable blocks that fit, the scratch block counted in; 0 when none does."""
+    """Usable blocks that fit beside the scratch block; may be 0."""
     return max(0, memory_bytes // bytes_per_block(config, dtype) - 1)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU numpy asks the kernel for zeroed pages, which cost nothing until they are used."""
+    """Zeros. On a CPU by numpy, whose zeroed pages cost nothing until they are used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)

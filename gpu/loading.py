@@ -1,4 +1,4 @@
-"""From a model's files to a runner that is ready to step. Thread: engine, at start."""
+"""Loads a model's files into a runner that is ready to step. Thread: engine, at start."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ from gpu.streams import fill_on
 from gpu.tune import find_operators
 from gpu.weights import MatrixForm, check_checkpoint, load_weights, prequantized_scheme
 
-# Steps that are timed: prompts of so many tokens, and a decode after each; a large model's for so long alone.
+# Steps that are timed: prompts of so many tokens, and a decode after each; fewer of a large model, which takes longer.
 TIMED_CHUNKS = (8, 16, 32, 64) * 3
 TIMED_FOR_S = 2.0
-WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: more rows than those that matmuls are cut otherwise for
+WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: beyond the few rows that other kernels compute
 FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
 
 
@@ -41,15 +41,15 @@ def load_runner(
     graph_progress: Progress = lambda done, total: None,
     find: FindOperators = find_operators,
 ) -> ModelRunner:
-    """Load a Hugging Face directory's weights and get ready to step. Sets torch's threads.
+    """Load a Hugging Face directory or GGUF file and get ready to step. Sets torch's threads.
 
     Args:
         progress: called with (bytes done, bytes total) while weights load.
         graph_progress: called with (graphs done, graphs total) while they are captured.
-        find: what it computes with.
+        find: finds the operators to compute with.
 
     Raises:
-        StartupError: the device, the files or the memory; before the weights are read where that can be known.
+        StartupError: the device, the files or the memory; before the weights are read where possible.
     """
     choice = choose_device(engine)
     apply_threads(choice)
@@ -60,11 +60,11 @@ def load_runner(
         runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
         warm_up(runner)
         runner.open_graphs(graph_progress)
-        if not runner.captures_lazily:  # timing would capture what nobody has asked for
+        if not runner.captures_lazily:  # timing would capture graphs
             runner.limits = replace(runner.limits, timed_rows=time_rows(runner))
         runner.open_offload(engine, checkpoint)
     except DeviceError as error:
-        fix = "start it again; nvidia-smi and the system's log say what has become of the device."
+        fix = "start it again; nvidia-smi and the system's log say what happened to the device."
         raise StartupError(f"The device is lost: {error}", fix, ExitCode.DEVICE) from error
     return runner
 
@@ -79,10 +79,12 @@ def load_planned(
     ranks: Ranks | None = None,
     find: FindOperators = find_operators,
 ) -> ModelRunner:
-    """As load_runner, once it is known where to; not warm yet.
+    """Load weights as planned; the runner is not warmed up yet.
 
     Args:
-        shard: of the model, with whom it is computed together; None: all of it, alone.
+        config: the whole model's.
+        shard: the rank's part; None: the whole model.
+        ranks: None: this process computes the whole model.
     """
     choice, part = memory.device, config if shard is None else shard.config
     operators = find(part, choice)  # compiles or loads kernels
@@ -98,46 +100,45 @@ def load_planned(
 
 
 def warm_up(runner: Runner[Ticket]) -> None:
-    """Step once with a short prompt and once with one token: libraries load and compile what they need."""
-    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, num_logprobs=1)
-    prompt = (0,) * max(1, min(WARM_UP_TOKENS, runner.limits.max_model_len - 1, runner.limits.max_batch_tokens))
-    start = SequenceStart(0, prompt, len(prompt), params, seed=0, stop_ids=())
-    num_blocks = num_blocks_for(len(prompt) + 1)
-    for plan in (_one_row_plan(0, len(prompt), num_blocks, [start]), _one_row_plan(len(prompt), 1, 0, [])):
-        ticket = runner.forward(plan)
-        runner.sample(ticket)
-        runner.collect(ticket)
+    """Step once with a short prompt and once with one token, so that libraries load and compile what they need."""
+    limits = runner.limits
+    size = max(1, min(WARM_UP_TOKENS, limits.max_model_len - 1, limits.max_batch_tokens))
+    _step_twice(runner, size, SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, num_logprobs=1))
 
 
 def time_rows(runner: Runner[Ticket]) -> tuple[TimedRow, ...]:
-    """What steps take: short prompts in slot 0, and a decode after each. The first of a size compiles what it needs."""
+    """Time short prompts, and a decode after each; the first of each size compiles, and does not count."""
     timed, started_s = list[TimedRow](), time.perf_counter()
-    params = SamplingParams(max_tokens=1, temperature=0.0)
     for index, size in enumerate(_timed_chunks(runner.limits)):
-        start = SequenceStart(0, (0,) * size, size, params, seed=0, stop_ids=())
-        rows = [(0, size, num_blocks_for(size + 1), [start]), (size, 1, 0, [])]
-        for position, length, num_blocks, starts in rows:
-            plan = _one_row_plan(position, length, num_blocks, starts)
-            before_s = time.perf_counter()
-            ticket = runner.forward(plan)
-            runner.sample(ticket)
-            runner.collect(ticket)
-            took_s = time.perf_counter() - before_s
-            if index >= len(set(TIMED_CHUNKS)):
-                timed.append(TimedRow(position, position + length, size, took_s))
+        prompt_s, decode_s = _step_twice(runner, size, SamplingParams(max_tokens=1, temperature=0.0))
+        if index >= len(set(TIMED_CHUNKS)):
+            timed += [TimedRow(0, size, size, prompt_s), TimedRow(size, size + 1, size, decode_s)]
         if time.perf_counter() - started_s > TIMED_FOR_S:
             break
     return tuple(timed)
 
 
+def _step_twice(runner: Runner[Ticket], size: int, params: SamplingParams) -> tuple[float, ...]:
+    """Compute a prompt of so many tokens in slot 0, and a token after it; returns the seconds of each step."""
+    start = SequenceStart(0, (0,) * size, size, params, seed=0, stop_ids=())
+    took_s = []
+    for plan in (_one_row_plan(0, size, num_blocks_for(size + 1), [start]), _one_row_plan(size, 1, 0, [])):
+        before_s = time.perf_counter()
+        ticket = runner.forward(plan)
+        runner.sample(ticket)
+        runner.collect(ticket)
+        took_s.append(time.perf_counter() - before_s)
+    return tuple(took_s)
+
+
 def _timed_chunks(limits: RunnerLimits) -> Iterator[int]:
-    """Of the usual sizes as much as there is room for."""
+    """TIMED_CHUNKS, cut to what there is room for."""
     most = max(1, min(limits.max_model_len - 1, limits.max_batch_tokens, limits.num_blocks * limits.block_size - 1))
     return (min(size, most) for size in TIMED_CHUNKS)
 
 
 def _one_row_plan(start: int, length: int, num_blocks: int, sequence_starts: list[SequenceStart]) -> StepPlan:
-    """Slot 0 computes token 0 at these positions, and samples; num_blocks: that it gets, the first ones."""
+    """Slot 0 computes token 0 at these positions, and samples; it gets the first num_blocks blocks."""
 
     def column(*values: int) -> Any:
         return np.array(values, dtype=np.int32)

@@ -129,6 +129,15 @@ class MemoryPlan:
         """The same with other settings of the engine."""
         return replace(self, engine=replace(self.engine, **settings))  # type: ignore[arg-type]
 
+    def with_graphs(self, measured_bytes: int | None) -> "MemoryPlan":
+        """The plan divided: as much KV as is useful beside graphs of this size.
+
+        Raises:
+            NotEnoughMemory: one sequence's KV does not fit.
+        """
+        plan = replace(self, measured_graph_bytes=measured_bytes)
+        return replace(plan, num_blocks=_num_blocks(plan))
+
     def most(self, setting: str) -> int:
         """The largest value of a setting that fits, up to its own; 0: none. Memory grows with it."""
         values = range(1, getattr(self.engine, setting) + 1)
@@ -182,8 +191,7 @@ def plan_memory(
     if weights_bytes is None:
         weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     given = (model, _with_length(model, engine), device, model.num_parameters, checkpoint_bytes, weights_bytes)
-    plan = MemoryPlan(*given, free_bytes, graph_bytes)
-    return replace(plan, num_blocks=_num_blocks(plan))
+    return MemoryPlan(*given, free_bytes).with_graphs(graph_bytes)
 
 
 def memory_needed(

@@ -1,8 +1,7 @@
 """The model: a decoder-only transformer, from token ids to logits. Thread: engine.
 
-One file that reads as one model; the families differ by fields of ModelConfig and by parameters that a layer has or
-has not. Norms and RoPE are computed in float32. Keys and values are written to the paged cache before attention
-reads it.
+Families differ in fields of ModelConfig and in which parameters a layer has. Norms and RoPE are computed in float32.
+Keys and values are written to the paged cache before attention reads it.
 """
 
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ class Batch:
     """One step's inputs.
 
     Args:
-        attending: by the window of a layer.
-        asked: [some], index of the tokens whose logits are wanted; None: all, in order.
+        attending: by a layer's window.
+        asked: [some], indexes of the tokens whose logits are wanted; None: all, in order.
     """
 
     tokens: StepTokens
@@ -38,9 +37,9 @@ class Batch:
 
 @dataclass(slots=True)
 class Layer:
-    """One layer, ready to compute. A norm that the family has not is None."""
+    """One layer, ready to compute. A norm that the family lacks is None."""
 
-    rope: int | None  # index among the model's; None: q and k are not turned
+    rope: int | None  # index among the model's; None: q and k are not rotated
     window: int | None
     attention_norm: Tensor | None  # [hidden]
     qkv: Linear  # hidden -> query + 2 * kv
@@ -54,11 +53,7 @@ class Layer:
 
 
 class Model:
-    """Takes the weights over: layers and a tied embedding are gone afterwards, so that packed copies replace them.
-
-    Args:
-        operators: what it computes with, between its matrices too.
-    """
+    """Takes the weights over: it deletes layers and a tied embedding from them as packed copies replace them."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, operators: Operators) -> None:
         dtype, device = weights.embedding.dtype, weights.embedding.device
@@ -76,12 +71,12 @@ class Model:
             for layer in map(config.layer, range(config.num_layers))
         ]
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]] + [None]
-        # Rounded to the weights' format, as the models were trained.
+        # Rounded to the weights' format, as in training.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self._residual_scale = float(torch.tensor(config.residual_scale, dtype=dtype))
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Compute the batch's tokens; returns what logits() wants of those that are asked for: [asked, hidden]."""
+        """Compute the batch's tokens; returns the last hidden states of those asked for: [asked, hidden]."""
         x = self._embed(batch.tokens.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
@@ -90,7 +85,7 @@ class Model:
         normed = x if first_norm is None else self._operators.norm(x, first_norm)
         for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
             added = self._attention(layer, normed, rotations, batch, kv)
-            if layer is self.layers[-1]:  # nobody asks for the others' output from here on
+            if layer is self.layers[-1]:  # the other tokens' outputs are not needed from here on
                 if batch.asked is not None:
                     x, added = x.index_select(0, batch.asked), added.index_select(0, batch.asked)
                 if not len(x):
@@ -103,14 +98,13 @@ class Model:
         return x
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """What comes of forward()'s rows.
-
+        """
         Args:
-            x: [some, hidden].
-            out: [some, vocab], float32: where they are to lie; not with several ranks.
+            x: [some, hidden], from forward().
+            out: [some, vocab], float32: where to write them; not with several ranks.
 
         Returns:
-            [some, vocab], float32: of several ranks, for the first alone.
+            [some, vocab], float32; with several ranks, on the first alone.
         """
         if not len(x):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
@@ -124,7 +118,7 @@ class Model:
         return logits if ranks is None else ranks.gather_columns(logits, self.config.vocab_size)
 
     def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
-        """Products of the first layers with the width of what goes in: at least so many bytes of weights, if it has."""
+        """Matmuls of the first layers, with their input widths: at least so many bytes of weights, if there are."""
         config = self.config
         found: list[tuple[Linear, int]] = []
         size = 0
@@ -157,7 +151,7 @@ class Model:
         return added if operators.ranks is None else operators.ranks.sum(added)
 
     def _own_norms(self, layer: Layer, qkv: Tensor) -> HeadNorms | None:
-        """Those that see one rank's heads only; others are computed here. qkv: see Operators.rotate_and_store."""
+        """Norms within a head; norms over all ranks' heads are applied here. qkv: see Operators.rotate_and_store."""
         norms, ranks = layer.head_norms, self._operators.ranks
         if norms is None or ranks is None or norms[0].dim() == 1:
             return norms
@@ -167,14 +161,14 @@ class Model:
     def _add(
         self, x: Tensor, added: Tensor, post_norm: Tensor | None, next_norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(x with what a block has added, the next block's input), all [tokens, hidden]."""
+        """(x plus a block's output, the next block's input), all [tokens, hidden]."""
         if post_norm is not None:
             added = self._operators.norm(added, post_norm)
         return self._operators.add_norm(x, added, self._residual_scale, next_norm)
 
 
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
-    """Embedding and head; a tied one is let go of where it is read from the head."""
+    """Embedding and head; a tied embedding is deleted where its rows are read from the head."""
     embedding, lm_head = weights.embedding, weights.lm_head
     if lm_head is embedding:
         del weights.embedding, weights.lm_head

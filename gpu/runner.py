@@ -1,7 +1,7 @@
-"""Computes steps: the Runner of core.plan, on one CPU or one GPU; or a rank's part of them. Thread: engine, all of it.
+"""Computes steps on one CPU or one GPU, or one rank's part of them: the Runner of core.plan. Thread: engine.
 
-Owns the model, its KV cache and the sampling state. Decides nothing: which rows, which blocks, and when a sequence
-ends are the scheduler's. A row whose logits are not finite fails alone, and its blocks are made finite again.
+Owns the model, its KV cache and the sampling state. The scheduler decides which rows and blocks a step has, and when a
+sequence ends. A row whose logits are not finite fails alone, and its blocks are made finite again.
 """
 
 import logging
@@ -25,7 +25,7 @@ from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
 from gpu.parameters import ModelWeights
-from gpu.sampler import OnTheirWay, PromptScores, Sampler, TokensToHost
+from gpu.sampler import PendingTokens, PromptScores, Sampler, TokensToHost
 from gpu.step_graphs import CountedGraphs, Progress, StepGraphs, count_graphs
 from gpu.step_shapes import StepShapes, max_decodes, step_shapes
 from gpu.steps import SentStep, StepParts, Steps
@@ -35,26 +35,26 @@ from gpu.tune import Measured, Tuning, find_recorder
 logger = logging.getLogger(__name__)
 
 NOT_FINITE = "The model computed values that are not finite numbers."
-# Of weights: what a last-level cache does not keep from one round to the next, but not more than is read in 0.1 s.
+# Of weights, for timing matmuls: more than a last-level cache keeps between rounds, no more than is read in 0.1 s.
 MIN_PROBE_BYTES, MAX_PROBE_BYTES = 80 * 1024**2, 512 * 1024**2
 
 
 @dataclass(slots=True)
 class StepTicket:
-    """A step on its way: computed, then its tokens to the host, beside copies of blocks."""
+    """A step under way, its tokens on their way to the host, and its copies of blocks."""
 
     sent: SentStep
-    tokens: OnTheirWay | None = None
+    tokens: PendingTokens | None = None
     host_copies: CopyTicket | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """CUDA graphs that were captured at start.
+    """The CUDA graphs captured at start.
 
     Args:
-        num_of_prompts: of these, those of steps with prompts.
-        size_bytes: of the device's memory.
+        num_of_prompts: how many of them are for steps with prompts.
+        size_bytes: device memory.
     """
 
     num_graphs: int = 0
@@ -67,8 +67,8 @@ class ModelRunner:
     """A loaded model, ready to step.
 
     Args:
-        memory: what was planned, and for which device.
-        weights: taken over: see Model.
+        memory: the plan, and its device.
+        weights: Model takes them over.
         operators: see Model.
     """
 
@@ -116,23 +116,23 @@ class ModelRunner:
     def _tune(self, memory: MemoryPlan) -> Tuning:
         operators = self._operators
         if operators.ranks is not None:
-            # each rank's own choice would round otherwise what all compute alike
+            # ranks that chose differently would round differently what all compute alike
             return Tuning(self.config, memory.device, operators, None)
         probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
         return Tuning(self.config, memory.device, operators, probes)
 
     @property
     def measured(self) -> Measured:
-        """What serves, of what is chosen by measuring."""
+        """What was chosen by measuring."""
         return self._tuning.measured
 
     def idle_work(self) -> Generator[None]:
-        """See Engine: look again at what was within noise, and give back what a busy phase has freed."""
+        """Engine's idle work: measure again what was within noise, and return memory that a busy phase has freed."""
         yield from self._tuning.look_again()
         trim_heap()
 
     def _count_graphs(self, memory: MemoryPlan) -> CountedGraphs:
-        """Before keys and values get what is left; without graphs, as it was planned."""
+        """Measure graphs before KV gets what they leave; without graphs, the plan as it is."""
         if self._recorder is None:
             return CountedGraphs(memory, step_shapes(self.config, self._engine), 0)
 
@@ -140,7 +140,7 @@ class ModelRunner:
             return self._open_steps(cache, shapes).graphs
 
         with _device_errors():
-            counted = count_graphs(open_graphs, self.config, self._engine, memory, self._recorder)
+            counted = count_graphs(open_graphs, memory, self._recorder)
         if not counted.most_graphs:
             self._recorder = None
         return counted
@@ -153,14 +153,14 @@ class ModelRunner:
 
     @property
     def captures_lazily(self) -> bool:
-        """Whether a step's graph is captured when the first step of its shape comes."""
+        """Whether a graph is captured when the first step of its shape comes."""
         return self._recorder is not None and self._engine.graphs == "lazy"
 
     def open_graphs(self, progress: Progress) -> None:
-        """Send steps by CUDA graphs from now on, where there are any.
+        """Send steps by CUDA graphs from now on, if the device can; capture them now unless that is lazy.
 
         Args:
-            progress: called with (graphs captured, of how many), where they are captured now.
+            progress: called with (graphs captured, of how many).
 
         Raises:
             DeviceError: the device is lost.
@@ -176,13 +176,13 @@ class ModelRunner:
         self.captured = Captured(graphs.num_captured, graphs.num_of_prompts, took_s, graphs.size_bytes)
         if graphs.size_bytes > self.memory.graph_bytes:
             sizes = (f"{size_bytes / 2**20:.0f} MiB" for size_bytes in (graphs.size_bytes, self.memory.graph_bytes))
-            logger.warning("CUDA graphs have taken %s of memory, %s were counted for them", *sizes)
+            logger.warning("CUDA graphs have taken %s of memory, %s were planned for them", *sizes)
 
     def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
-        """Get the host memory that the operator asks for, filled with what is kept of the checkpoint's blocks.
+        """Allocate the host memory for KV, filled from its directory, if the settings ask for it.
 
         Raises:
-            StartupError: it cannot be had.
+            StartupError: it does not fit, or the directory cannot be used.
         """
         with torch.inference_mode():
             self.offload = open_offload(self.config, engine, self.memory.device, self._cache, checkpoint, self._streams)
@@ -193,7 +193,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> StepTicket:
         """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample and of targets."""
         threads = self.measured.threads.of(plan.num_tokens)
-        if threads != torch.get_num_threads():  # not for nothing: torch forgets what it has prepared
+        if threads != torch.get_num_threads():  # setting it makes torch forget what it has prepared
             torch.set_num_threads(threads)
         with _device_errors(), torch.inference_mode():
             for start in plan.sequence_starts:
@@ -204,27 +204,27 @@ class ModelRunner:
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
         if plan.host_copies is None:
             return None
-        assert self.offload is not None, "the limits tell of no host memory"
+        assert self.offload is not None, "the scheduler copies to host memory only if the limits have some"
         return self.offload.start(plan.host_copies)
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Samples nothing."""
+        """The logits of every token of a plan's single row, a prompt: [tokens, vocab], float32. Samples nothing."""
         with _device_errors(), torch.inference_mode():
             return self._steps.forward(plan, wants_all=True).logits
 
     def sample(self, ticket: StepTicket) -> None:
-        """Sample a token per sampling row. They stay on the device for the next step, and start for the host."""
+        """Sample a token per sampling row; the tokens stay on the device, and a copy to the host starts."""
         if not len(ticket.sent.sampled.rows):
             return
         ranks = self._operators.ranks
         with _device_errors(), torch.inference_mode():
             if ranks is None or ranks.rank == 0:
                 ticket.tokens = self._to_host.send(self._steps.sample(ticket.sent))
-            if ranks is not None and self.limits.max_in_flight > 1:  # otherwise the next plan has them
+            if ranks is not None and self.limits.max_in_flight > 1:  # otherwise the next plan holds them
                 ranks.share(self._sampler.last_tokens)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
-        """Wait for the sampled tokens; they come in the order of the plan's rows.
+        """Wait for the sampled tokens, in the order of the plan's rows.
 
         Raises:
             DeviceError: the device is lost.
@@ -233,7 +233,7 @@ class ModelRunner:
         if ticket.sent.scores is not None:
             self._collect_scores(ticket.sent.scores, output)
         if ticket.host_copies is not None:
-            assert self.offload is not None, "it has started them"
+            assert self.offload is not None, "it started them"
             with _device_errors():
                 output.host_copy_s = self.offload.finish(ticket.host_copies)
         return output
@@ -244,7 +244,11 @@ class ModelRunner:
             return StepOutput(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
         with _device_errors(), torch.inference_mode():
             tokens.wait()
-            is_finite, token_ids, logprobs = tokens.is_finite.numpy(), tokens.token_ids.numpy(), tokens.told()
+            is_finite, token_ids, logprobs = (
+                tokens.is_finite.numpy(),
+                tokens.token_ids.numpy(),
+                tokens.logprobs_by_row(),
+            )
             self.make_finite(sampled.slots[~is_finite].tolist())
         order = np.argsort(sampled.rows, kind="stable")  # back to the plan's
         order = order[is_finite[order]]
@@ -258,7 +262,7 @@ class ModelRunner:
     def _collect_scores(self, scores: PromptScores, output: StepOutput) -> None:
         with _device_errors(), torch.inference_mode():
             scores.wait()
-            for targets, slot, told in scores.told():
+            for targets, slot, told in scores.entries():
                 if told is not None:
                     output.prompt_logprobs[targets.row] = told
                 else:
@@ -266,7 +270,7 @@ class ModelRunner:
                     self.make_finite([slot])
 
     def make_finite(self, slots: Iterable[int]) -> None:
-        """Zero what is not finite in the blocks of these: others may come to share them."""
+        """Zero non-finite numbers in these slots' blocks: later sequences may share them."""
         with torch.inference_mode():
             for slot in slots:
                 blocks = to_device(self._steps.tables.of(slot), self._cache.tensor.device)
@@ -276,14 +280,14 @@ class ModelRunner:
 def steps_in_flight(overlap: str, device: torch.device) -> int:
     """
     Args:
-        overlap: see EngineConfig. On a CPU the host computes the step itself: there is nothing to gain.
+        overlap: see EngineConfig. "auto" overlaps on a GPU only: a CPU's host computes the step itself.
     """
     return 2 if overlap == "on" or (overlap == "auto" and device.type == "cuda") else 1
 
 
 @contextmanager
 def _device_errors() -> Iterator[None]:
-    """A CUDA error is sticky: nothing on that device succeeds after it. Running out of memory is the plan's alone."""
+    """A CUDA error breaks the device for good. Running out of memory is no such error: it fails one step."""
     try:
         yield
     except torch.AcceleratorError as error:

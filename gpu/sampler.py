@@ -1,17 +1,11 @@
 """Samples one token per row, all rows together, on the device; and scores a prompt's own tokens. Thread: engine.
 
-A token is argmax(logits / temperature + Gumbel noise), which needs no softmax (Gumbel, 1954); the noise depends on
-(seed, position, token id) alone (sampling_rules.py), never on the row or its neighbours.
+gpu/sampling_rules.py defines what is sampled. Here are the settings that requests ask for, slot by slot, torch's
+sampler on top of those rules, the interface of the kernels that replace it, and the way of tokens and logprobs to the
+host.
 
-Order of effects: penalties, logit_bias, min_tokens, then top_k, top_p (of what top_k kept) and min_p, then temperature.
-Tokens tied with the last one kept are kept. Logprobs are of the model's raw logits, before all of these.
-
-A kernel samples a row in one go. What is here in torch's operators is its reference, and serves where there is none:
-each feature costs only the steps in which a row uses it, and a step of greedy rows is one argmax. Both sample the same
-tokens.
-
-What a request asks for stays in its slot (SamplingSlots), written when the slot gets a new occupant, not per step; only
-the tokens seen and the last one change as tokens are sampled.
+Settings are written when a slot gets a new occupant, not per step; only the tokens seen and the last one change as
+tokens are sampled. Logprobs are of the model's raw logits, before everything that changes them.
 """
 
 import enum
@@ -20,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +24,20 @@ from torch import Tensor
 from core.plan import Int32Array, PromptTargets, SequenceStart, StepPlan
 from core.types import SamplingParams, TokenLogprobs
 from gpu.device import to_device
-from gpu.sampling_rules import LEAST_TEMPERATURE, Filters, gumbel_argmax, least_of, row_keys, slope_of
+from gpu.sampling_rules import (
+    LEAST_TEMPERATURE,
+    gumbel_noise,
+    lowest_kept,
+    min_p_offset_of,
+    penalise,
+    row_keys,
+    slope_of,
+)
 from gpu.streams import Event, Streams
 
 Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.signedinteger[Any]]
+Listed = TypeVar("Listed", np.int64, np.float32)
 
 
 class Feature(enum.IntFlag):
@@ -57,7 +60,7 @@ class Number(enum.IntEnum):
     FEATURES = 0  # of Feature
     TOP_K = 1  # at least 1; the vocabulary's size for all
     SEED = 2  # its 64 bits
-    FREE_FROM = 3  # position from which stop ids may be drawn
+    STOP_FROM = 3  # position from which stop ids may be sampled
     NUM_BIASES = 4
     NUM_STOP_IDS = 5
 
@@ -67,29 +70,19 @@ class Factor(enum.IntEnum):
 
     INVERSE_TEMPERATURE = 0
     SLOPE = 1  # see sampling_rules.slope_of
-    TOP_P = 2  # infinity for all
-    LEAST = 3  # see sampling_rules.least_of
+    TOP_P = 2  # 1 for all
+    MIN_P_OFFSET = 3  # see sampling_rules.min_p_offset_of
     REPETITION = 4
     PRESENCE = 5
     FREQUENCY = 6
 
 
-class Address(enum.IntEnum):
-    """Columns of SamplingSlots.addresses: of first elements on the host; of tokens known, how many."""
-
-    BIAS_IDS = 0  # int64
-    BIASES = 1  # float32
-    STOP_IDS = 2  # int64
-    KNOWN_IDS = 3  # int64, each once: of prompt and output, where there are penalties
-    NUM_KNOWN = 4  # grows as tokens are drawn
-    KNOWN_ROOM = 5
-
-
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """
+    """The tokens of a new sequence that has penalties.
+
     Args:
-        counts: of each: 2 * how often in the output, + 1 if in the prompt.
+        counts: of each token: 2 * how often in the output, + 1 if in the prompt.
     """
 
     token_ids: Int64Array  # [some], each once
@@ -97,27 +90,26 @@ class SeenTokens:
 
 
 class SamplingSlots:
-    """Of all slots.
+    """The sampling settings of all slots, on the host; the tokens they sampled, on the device.
 
     Args:
         vocab_size: the logits' width.
-        device: of the tokens drawn last, and the table of tokens seen.
+        device: of last_tokens and seen.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.numbers = np.zeros((num_slots, len(Number)), dtype=np.int64)
         self.factors = np.zeros((num_slots, len(Factor)), dtype=np.float32)
-        self.addresses = np.zeros((num_slots, len(Address)), dtype=np.int64)
-        self.bias_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
-        self.biases: list[Float32Array] = [np.empty(0, dtype=np.float32)] * num_slots
-        self.stop_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
-        self.known_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
         self.num_logprobs = np.zeros(num_slots, dtype=np.int64)
-        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # what each slot drew last
-        self.seen: Tensor | None = None  # int32 [slots, vocab]: 2 * how often in the output, + 1 if in the prompt
+        # [slots, as many as any slot has had]: a slot's own come first, and Number says how many
+        self.bias_ids = np.zeros((num_slots, 0), dtype=np.int64)
+        self.biases = np.zeros((num_slots, 0), dtype=np.float32)
+        self.stop_ids = np.zeros((num_slots, 0), dtype=np.int64)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # that each slot sampled
+        self.seen: Tensor | None = None  # int32 [slots, vocab]: see SeenTokens.counts
         self.vocab_size, self.device = vocab_size, device
         self._changed: set[int] = set()
-        self._seen_at_start: dict[int, SeenTokens] = {}  # of slots whose rows are another's still
+        self._unwritten: dict[int, SeenTokens] = {}  # rows of `seen` that are still an earlier sequence's
 
     def start(self, start: SequenceStart) -> Feature:
         """Give the slot to a new sequence; returns what it needs."""
@@ -125,54 +117,48 @@ class SamplingSlots:
         self._changed.add(slot)
         features = features_of(params)
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        free_from = start.num_prompt_tokens + params.min_tokens
+        stop_from = start.num_prompt_tokens + params.min_tokens
         seed = np.array(start.seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64).view(np.int64)
-        self.numbers[slot] = (features, top_k, seed, free_from, len(params.logit_bias), len(start.stop_ids))
+        self.numbers[slot] = (features, top_k, seed, stop_from, len(params.logit_bias), len(start.stop_ids))
         self.factors[slot] = (
             1 / max(params.temperature, LEAST_TEMPERATURE),
             slope_of(params.temperature),
-            params.top_p if params.top_p < 1 else np.inf,
-            least_of(params.min_p, params.temperature),
+            min(params.top_p, 1.0),
+            min_p_offset_of(params.min_p, params.temperature),
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self.bias_ids[slot] = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
-        self.biases[slot] = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
-        self.stop_ids[slot] = np.array(start.stop_ids, dtype=np.int64)
         self.num_logprobs[slot] = params.num_logprobs or 0
-        self.known_ids[slot] = np.empty(0, dtype=np.int64)
-        num_known = self._see(start) if features & Feature.PENALTIES else 0
-        bias_ids, biases, stop_ids = self.bias_ids[slot], self.biases[slot], self.stop_ids[slot]
-        known_ids = self.known_ids[slot]
-        self.addresses[slot] = (
-            bias_ids.ctypes.data,
-            biases.ctypes.data,
-            stop_ids.ctypes.data,
-            known_ids.ctypes.data,
-            num_known,
-            len(known_ids),
-        )
+        self.bias_ids = _with_list(self.bias_ids, slot, [token_id for token_id, _ in params.logit_bias])
+        self.biases = _with_list(self.biases, slot, [bias for _, bias in params.logit_bias])
+        self.stop_ids = _with_list(self.stop_ids, slot, start.stop_ids)
+        if features & Feature.PENALTIES:
+            token_ids, num_prompt = np.array(start.token_ids, dtype=np.int64), start.num_prompt_tokens
+            counts = 2 * np.bincount(token_ids[num_prompt:], minlength=self.vocab_size)
+            counts[token_ids[:num_prompt]] += 1  # once each: an index that repeats adds once
+            known = np.flatnonzero(counts)
+            self._unwritten[slot] = SeenTokens(known, counts[known].astype(np.int32))
         return features
 
     def take_changed(self) -> set[int]:
-        """The slots that have started since it was asked before."""
+        """The slots that have started since the last call."""
         changed, self._changed = self._changed, set()
         return changed
 
-    def take_seen(self) -> dict[int, "SeenTokens"]:
-        """Slot -> what its row of the table is to hold, and nothing else, where that is not there yet."""
-        found, self._seen_at_start = self._seen_at_start, {}
+    def take_seen(self) -> dict[int, SeenTokens]:
+        """Slot -> what its row of `seen` must hold, for the rows that do not hold it yet."""
+        found, self._unwritten = self._unwritten, {}
         return found
 
     def reserve_seen(self) -> Tensor:
-        """Make the table of tokens seen, where there is none yet: where a CPU computes, most servers never need it."""
+        """Make the table of tokens seen, if there is none yet: on a CPU most servers never need it."""
         if self.seen is None:
             self.seen = torch.zeros((len(self.numbers), self.vocab_size), dtype=torch.int32, device=self.device)
         return self.seen
 
     def write_seen(self) -> Tensor:
-        """The table of tokens seen, up to date."""
+        """The table of tokens seen, brought up to date."""
         table = self.reserve_seen()
         for slot, seen in self.take_seen().items():
             row = torch.zeros(self.vocab_size, dtype=torch.int32)
@@ -180,17 +166,14 @@ class SamplingSlots:
             table[slot] = row.to(self.device)
         return table
 
-    def _see(self, start: SequenceStart) -> int:
-        """Note all tokens known; returns how many different ones there are."""
-        token_ids = np.array(start.token_ids, dtype=np.int64)
-        seen = 2 * np.bincount(token_ids[start.num_prompt_tokens :], minlength=self.vocab_size)
-        seen[token_ids[: start.num_prompt_tokens]] += 1  # once each: an index that repeats adds once
-        known = np.flatnonzero(seen)
-        room = min(self.vocab_size, len(known) + start.sampling.max_tokens + 1)
-        self.known_ids[start.slot] = np.empty(room, dtype=np.int64)
-        self.known_ids[start.slot][: len(known)] = known
-        self._seen_at_start[start.slot] = SeenTokens(known, seen[known].astype(np.int32))
-        return len(known)
+
+def _with_list(table: npt.NDArray[Listed], slot: int, values: Any) -> npt.NDArray[Listed]:
+    """The table with a slot's list written to its row; a wider copy where it has no room."""
+    count, width = len(values), table.shape[1]
+    if count > width:
+        table = np.pad(table, ((0, 0), (0, (1 << (count - 1).bit_length()) - width)))
+    table[slot, :count] = values
+    return table
 
 
 def features_of(params: SamplingParams) -> Feature:
@@ -211,20 +194,14 @@ def features_of(params: SamplingParams) -> Feature:
     return features
 
 
-IntArray = npt.NDArray[np.signedinteger[Any]]
-
-NOISE_CHUNK_CPU = 1 << 17  # elements of noise computed at once: its int64 fits a core's L2 cache
-NOISE_CHUNK_CUDA = 1 << 24
-
-
 @dataclass(frozen=True, slots=True)
-class AskedLogprobs:
+class RequestedLogprobs:
     """Log probabilities that some rows ask for.
 
     Args:
         rows: index into the sampled rows.
-        num_top: how many of the likeliest each one asks for; most: the most that any of them does.
-        find: starts to compute, on the device: of the sampled token [some], of the likeliest [some, most], their ids.
+        num_top: how many of the likeliest tokens each row asks for; most: the largest of these.
+        find: starts to compute, on the device: the sampled tokens' [some], the likeliest [some, most], their ids.
     """
 
     rows: IntArray  # [some]
@@ -239,26 +216,26 @@ class Sampled:
 
     token_ids: Tensor  # [rows]
     is_finite: Tensor  # [rows]: False: the logits are broken and the token means nothing
-    logprobs: AskedLogprobs | None
+    logprobs: RequestedLogprobs | None
 
 
 SampleRows = Callable[[Tensor, IntArray, IntArray], tuple[Tensor, Tensor]]
 """A kernel that the host calls with float32 logits [rows, vocab], slots and positions of the tokens to sample.
 
-Returns token ids, int64 [rows], and whether the logits are finite, bool [rows]. It is bound to the slots that it reads,
-counts what it samples, and leaves the logits as they were.
+Returns token ids, int64 [rows], and whether the logits are finite, bool [rows]. It reads the SamplingSlots it was made
+with, counts the tokens it samples, and leaves the logits as they were.
 """
 
 
 class LaunchedSampler(ABC):
-    """A kernel that reads its rows, and what their slots ask for, on the device: a step launches it, or its graph does.
+    """A kernel that reads its rows and their slots' settings on the device: a step, or its CUDA graph, launches it.
 
-    It is bound to the slots that it reads, counts what it samples, and notes what slots sampled last.
+    It reads the SamplingSlots it was made with, counts the tokens it samples, and writes last_tokens.
 
     Args:
-        token_ids, is_finite: of the rows that were launched last.
-        logprobs: of those that ask for them, [rows at least, 3], float32: the sampled token's, and what to subtract
-            from any logit, one after the other, to have that token's.
+        token_ids, is_finite: of the rows launched last.
+        logprobs: of rows that ask for them, [at least rows, 3], float32: the sampled token's, and two numbers to
+            subtract, one after the other, from any logit to have that token's.
     """
 
     token_ids: Tensor
@@ -267,15 +244,15 @@ class LaunchedSampler(ABC):
 
     @abstractmethod
     def can_sample(self, slots: IntArray) -> bool:
-        """Whether it has room for all that these ask for; torch samples where it has not."""
+        """Whether it has room for all that these slots ask for; if not, torch samples."""
 
     @abstractmethod
     def take_started(self) -> list[Int32Array]:
-        """What slots that have started since ask for, as integers; the first: which slots."""
+        """The settings of slots that have started since the last call, as integers; the first: which slots."""
 
     @abstractmethod
     def put_started(self, parts: list[Tensor]) -> None:
-        """parts: what take_started gave last, on the device."""
+        """parts: what take_started returned last, on the device."""
 
     @abstractmethod
     def launch(self, logits: Tensor, rows: Tensor) -> None:
@@ -288,17 +265,21 @@ class LaunchedSampler(ABC):
 
 
 MakeSampler = Callable[[SamplingSlots], SampleRows | LaunchedSampler]
-"""A kernel that samples what slots ask for, the same tokens as torch"""
+"""Makes a kernel that samples the same tokens as torch."""
+
+# Elements sampled with noise at once: on a CPU their int64 fits a core's L2 cache, on a device it bounds the memory.
+NOISE_CHUNK_CPU = 1 << 17
+NOISE_CHUNK_CUDA = 1 << 24
 
 
 class Sampler:
-    """Sampling state of all slots.
+    """Samples the rows of a step by a kernel, or by torch.
 
     Args:
         vocab_size: the logits' width.
         make_kernel: None: torch samples.
 
-    launched: the kernel that steps launch; None: sample() has to be called.
+    launched: the kernel that steps launch; None: call sample().
     """
 
     def __init__(
@@ -306,35 +287,34 @@ class Sampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._asked = SamplingSlots(num_slots, vocab_size, device)
-        kernel = None if make_kernel is None else make_kernel(self._asked)
+        self._chunk_rows = max(1, (NOISE_CHUNK_CPU if device.type == "cpu" else NOISE_CHUNK_CUDA) // vocab_size)
+        self._settings = SamplingSlots(num_slots, vocab_size, device)
+        kernel = None if make_kernel is None else make_kernel(self._settings)
         self.launched = kernel if isinstance(kernel, LaunchedSampler) else None
         self._called = None if isinstance(kernel, LaunchedSampler) else kernel
 
     @property
     def last_tokens(self) -> Tensor:
         """What each slot sampled last: int64 [slots]."""
-        return self._asked.last_tokens
+        return self._settings.last_tokens
 
     def start(self, start: SequenceStart) -> None:
         """Give the slot to a new sequence."""
-        self._asked.start(start)
+        self._settings.start(start)
 
     def can_launch(self, slots: IntArray) -> bool:
-        """Whether a launch samples all rows of these."""
+        """Whether one launch samples the rows of all these slots."""
         return self.launched is not None and self.launched.can_sample(slots)
 
     def launched_tokens(self, logits: Tensor, slots: IntArray) -> Sampled:
-        """What was sampled by the last launch."""
-        kernel = self.launched
+        """What the last launch sampled."""
+        kernel, num_rows = self.launched, len(slots)
         assert kernel is not None
-        find = partial(_logprobs_with, kernel.logprobs[: len(slots)], logits)
-        return Sampled(
-            kernel.token_ids[: len(slots)], kernel.is_finite[: len(slots)], self._asked_logprobs(slots, find)
-        )
+        find = partial(_logprobs_with, kernel.logprobs[:num_rows], logits)
+        return Sampled(kernel.token_ids[:num_rows], kernel.is_finite[:num_rows], self._requested_logprobs(slots, find))
 
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
-        """Sample a token per row, here and now.
+        """Sample a token per row, at once.
 
         Args:
             logits: [rows, vocab], float32; not changed.
@@ -345,119 +325,101 @@ class Sampler:
             token_ids, is_finite = self._called(logits, slots, positions)
         else:
             is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
-            token_ids = self._draw_rows(logits, slots, positions)
+            token_ids = self._sample_rows(logits, slots, positions)
         self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
-        return Sampled(token_ids, is_finite, self._asked_logprobs(slots, partial(_logprobs, logits, token_ids)))
+        return Sampled(token_ids, is_finite, self._requested_logprobs(slots, partial(_logprobs, logits, token_ids)))
 
-    def _asked_logprobs(
+    def _requested_logprobs(
         self, slots: IntArray, find: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    ) -> AskedLogprobs | None:
-        """find: with (rows, most likely ones asked for)."""
+    ) -> RequestedLogprobs | None:
+        """find: takes (rows, number of likeliest tokens)."""
         rows = np.flatnonzero(self._numbers(slots, Number.FEATURES) & Feature.LOGPROBS)
         if not len(rows):
             return None
-        num_top: list[int] = self._asked.num_logprobs[slots[rows]].tolist()
+        num_top: list[int] = self._settings.num_logprobs[slots[rows]].tolist()
         most = min(max(num_top), self._vocab_size)
-        return AskedLogprobs(rows, num_top, most, partial(find, rows, most))
+        return RequestedLogprobs(rows, num_top, most, partial(find, rows, most))
 
-    def _draw_rows(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
-        features = self._numbers(slots, Number.FEATURES)  # [rows]
+    def _sample_rows(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
+        """Each feature costs only the steps in which a row uses it: a step of greedy rows is one argmax."""
+        features = self._numbers(slots, Number.FEATURES)
         used = int(np.bitwise_or.reduce(features, initial=0))
-        adjusted = self._adjust(logits, slots, positions, features) if used & ADJUSTED else logits
+        adjusted = self._adjust(logits, slots, positions) if used & ADJUSTED else logits
         token_ids = adjusted.argmax(-1)  # [rows]
-        if used & Feature.NOISE:
-            noisy = np.flatnonzero(features & Feature.NOISE)
-            self._draw(adjusted, token_ids, noisy, slots, positions)
-        if used & Feature.PENALTIES:
-            self._count_drawn(token_ids, slots, np.flatnonzero(features & Feature.PENALTIES))
-        return token_ids
-
-    def _adjust(self, logits: Tensor, slots: IntArray, positions: IntArray, features: IntArray) -> Tensor:
-        """Penalties, logit_bias and min_tokens, on a copy: [rows, vocab]."""
-        adjusted, asked = logits.clone(), self._asked
+        noisy = np.flatnonzero(features & Feature.NOISE)
+        for first in range(0, len(noisy), self._chunk_rows):
+            some = noisy[first : first + self._chunk_rows]
+            rows = self._ids(some)
+            token_ids[rows] = self._sample_with_noise(adjusted[rows], slots[some], positions[some])
         penalised = np.flatnonzero(features & Feature.PENALTIES)
         if len(penalised):
-            self._penalise(adjusted, penalised, slots)
-        biased = np.flatnonzero(features & Feature.BIAS)
-        if len(biased):
-            rows, token_ids = self._pairs(biased, [asked.bias_ids[slot] for slot in slots[biased]])
-            biases = np.concatenate([asked.biases[slot] for slot in slots[biased]])
-            adjusted.index_put_((rows, token_ids), torch.from_numpy(biases).to(self._device), accumulate=True)
-        is_early = positions < self._numbers(slots, Number.FREE_FROM)
-        forbidden = np.flatnonzero((features & Feature.MIN_TOKENS > 0) & is_early)
-        if len(forbidden):
-            adjusted[self._pairs(forbidden, [asked.stop_ids[slot] for slot in slots[forbidden]])] = float("-inf")
+            index = (self._ids(slots[penalised]), token_ids[self._ids(penalised)])
+            counted = torch.full_like(index[0], 2, dtype=torch.int32)
+            self._settings.write_seen().index_put_(index, counted, accumulate=True)
+        return token_ids
+
+    def _adjust(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
+        """Stage 1 of sampling_rules.py, on a copy: [rows, vocab]."""
+        adjusted, settings = logits.clone(), self._settings
+        penalised = np.flatnonzero(self._numbers(slots, Number.FEATURES) & Feature.PENALTIES)
+        if len(penalised):
+            rows, of_rows = self._ids(penalised), slots[penalised]
+            penalties = (
+                self._factors(of_rows, each) for each in (Factor.REPETITION, Factor.PRESENCE, Factor.FREQUENCY)
+            )
+            adjusted[rows] = penalise(adjusted[rows], settings.write_seen()[self._ids(of_rows)], *penalties)
+        of_biases = _entries(self._numbers(slots, Number.NUM_BIASES))
+        places = self._places(slots, settings.bias_ids, of_biases)
+        biases = to_device(settings.biases[slots[of_biases[0]], of_biases[1]], self._device)
+        adjusted.index_put_(places, biases, accumulate=True)
+        is_early = positions < self._numbers(slots, Number.STOP_FROM)
+        forbidden = _entries(np.where(is_early, self._numbers(slots, Number.NUM_STOP_IDS), 0))
+        adjusted[self._places(slots, settings.stop_ids, forbidden)] = float("-inf")
         return adjusted
 
-    def _penalise(self, adjusted: Tensor, penalised: IntArray, slots: IntArray) -> None:
-        """Sources: repetition, arXiv:1909.05858 section 4.1; presence and frequency, OpenAI's API reference."""
-        table, row_slots = self._asked.write_seen(), slots[penalised]
-        repetition, presence, frequency = (
-            self._factors(row_slots, factor) for factor in (Factor.REPETITION, Factor.PRESENCE, Factor.FREQUENCY)
-        )  # [some, 1] each
-        rows, seen = self._ids(penalised), table[self._ids(row_slots)]
-        logits, counts = adjusted[rows], seen >> 1  # [some, vocab]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(seen > 0, repeated, logits)
-        adjusted[rows] = logits - frequency * counts - presence * (counts > 0)
+    def _places(self, slots: IntArray, table: Int64Array, entries: tuple[IntArray, IntArray]) -> tuple[Tensor, Tensor]:
+        """(rows, token ids) of list entries, (rows, columns of the table)."""
+        rows, columns = entries
+        return self._ids(rows), self._ids(table[slots[rows], columns])
 
-    def _draw(self, adjusted: Tensor, token_ids: Tensor, noisy: IntArray, slots: IntArray, positions: IntArray) -> None:
-        """Put drawn tokens in place of the argmax, in the rows with a temperature."""
-        noisy_slots = slots[noisy]
-        rows = self._ids(noisy)
-        scaled = adjusted[rows] * self._factors(noisy_slots, Factor.INVERSE_TEMPERATURE)  # [noisy, vocab]
-        filtered = np.flatnonzero(self._numbers(noisy_slots, Number.FEATURES) & Feature.FILTERS)
-        if len(filtered):
-            some = adjusted[self._ids(noisy[filtered])]
-            is_dropped = some < self._filters(noisy_slots[filtered]).lowest_kept(some)
-            scaled[self._ids(filtered)] = scaled[self._ids(filtered)].masked_fill_(is_dropped, float("-inf"))
-        seeds = self._numbers(noisy_slots, Number.SEED).view(np.uint64)
-        keys = torch.from_numpy(row_keys(seeds, positions[noisy]).view(np.int64)).to(self._device).unsqueeze(1)
-        chunk = NOISE_CHUNK_CPU if self._device.type == "cpu" else NOISE_CHUNK_CUDA
-        num_rows = max(1, chunk // self._vocab_size)
-        parts = zip(torch.split(scaled, num_rows), torch.split(keys, num_rows), strict=True)
-        token_ids[rows] = torch.cat([gumbel_argmax(some, some_keys) for some, some_keys in parts])
-
-    def _filters(self, slots: IntArray) -> Filters:
-        return Filters(
-            self._ids(self._numbers(slots, Number.TOP_K)),
-            self._factors(slots, Factor.TOP_P),
-            self._factors(slots, Factor.SLOPE),
-            self._factors(slots, Factor.LEAST),
-        )
-
-    def _count_drawn(self, token_ids: Tensor, slots: IntArray, penalised: IntArray) -> None:
-        assert self._asked.seen is not None
-        index = (self._ids(slots[penalised]), token_ids[self._ids(penalised)])
-        self._asked.seen.index_put_(index, torch.full_like(index[0], 2, dtype=torch.int32), accumulate=True)
+    def _sample_with_noise(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
+        """Stages 2 to 4 of sampling_rules.py, of rows with a temperature: [rows]."""
+        scaled = logits * self._factors(slots, Factor.INVERSE_TEMPERATURE)  # [rows, vocab]
+        if (self._numbers(slots, Number.FEATURES) & Feature.FILTERS).any():
+            filters = (self._factors(slots, each) for each in (Factor.TOP_P, Factor.SLOPE, Factor.MIN_P_OFFSET))
+            top_k = self._ids(self._numbers(slots, Number.TOP_K)).unsqueeze(1)
+            scaled = scaled.masked_fill_(logits < lowest_kept(logits, top_k, *filters), float("-inf"))
+        keys = row_keys(self._numbers(slots, Number.SEED).view(np.uint64), positions).view(np.int64)
+        token_ids = torch.arange(self._vocab_size, device=self._device)
+        return scaled.add_(gumbel_noise(to_device(keys, self._device).unsqueeze(1), token_ids)).argmax(-1)
 
     def _numbers(self, slots: IntArray, column: Number) -> npt.NDArray[np.int64]:
         """[some]"""
-        numbers: npt.NDArray[np.int64] = self._asked.numbers[slots, column]
+        numbers: npt.NDArray[np.int64] = self._settings.numbers[slots, column]
         return numbers
 
     def _factors(self, slots: IntArray, column: Factor) -> Tensor:
         """[some, 1], to go with [some, vocab]."""
-        return to_device(self._asked.factors[slots, column], self._device).unsqueeze(1)
-
-    def _pairs(self, rows: IntArray, lists: list[npt.NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
-        """Each row with each token of its list."""
-        counts = [len(some) for some in lists]
-        return self._ids(np.repeat(rows, counts)), self._ids(np.concatenate(lists))
+        return to_device(self._settings.factors[slots, column], self._device).unsqueeze(1)
 
     def _ids(self, values: Any) -> Tensor:
         return to_device(np.asarray(values, np.int64), self._device)
 
 
+def _entries(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """(row, column) of every entry of lists of so many entries each."""
+    return np.nonzero(np.arange(counts.max(initial=0)) < counts[:, None])  # type: ignore[return-value]
+
+
 def _logprobs(logits: Tensor, token_ids: Tensor, rows: IntArray, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See AskedLogprobs."""
+    """See RequestedLogprobs.find."""
     logprobs = _some_of(logits, rows).log_softmax(-1)  # [some, vocab]
-    drawn = logprobs.gather(1, _some_of(token_ids, rows).unsqueeze(1)).squeeze(1)
-    return drawn, *logprobs.topk(most)
+    of_tokens = logprobs.gather(1, _some_of(token_ids, rows).unsqueeze(1)).squeeze(1)
+    return of_tokens, *logprobs.topk(most)
 
 
 def _logprobs_with(made: Tensor, logits: Tensor, rows: IntArray, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with what a kernel has made: see LaunchedSampler."""
+    """The same from LaunchedSampler.logprobs."""
     made = _some_of(made, rows)  # [some, 3]
     if not most:
         return made[:, 0], made[:, :0], made[:, :0].long()
@@ -466,22 +428,22 @@ def _logprobs_with(made: Tensor, logits: Tensor, rows: IntArray, most: int) -> t
 
 
 def _some_of(found: Tensor, rows: IntArray) -> Tensor:
-    """Rows of it, without numbers of theirs that would have to be copied to the device."""
+    """Some of its rows, without an index that would have to be copied to the device."""
     return found if len(rows) == len(found) else torch.stack([found[row] for row in rows.tolist()])
 
 
 PIECE_BYTES = 32 * 1024**2  # of float32 logits, at most ...
-PIECE_ROWS = 256  # ... and so many tokens: reading the head's weights is not what takes the time then
+PIECE_ROWS = 256  # ... and so many tokens: beyond, reading the head's weights is not what takes the time
 
 
 def piece_rows(vocab_size: int) -> int:
-    """Tokens whose logits are there at once."""
+    """Prompt tokens whose logits are computed at once."""
     return min(PIECE_ROWS, max(1, PIECE_BYTES // (4 * vocab_size)))
 
 
 @dataclass(slots=True)
 class PromptScores:
-    """What one step tells of prompts, on the host once the event has come.
+    """The logprobs of one step's prompt tokens, on the host once the event has come.
 
     Args:
         slots: of the targets' rows.
@@ -497,16 +459,16 @@ class PromptScores:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def told(self) -> Iterator[tuple[PromptTargets, int, list[TokenLogprobs] | None]]:
-        """Of each target, with its slot; None: the logits are not finite."""
+    def entries(self) -> Iterator[tuple[PromptTargets, int, list[TokenLogprobs] | None]]:
+        """(targets, their slot, their logprobs, or None where the logits are not finite)."""
         first = 0
         for targets, slot in zip(self.targets, self.slots, strict=True):
             part = slice(first, first + len(targets.token_ids))
             is_finite = bool(self.logprobs[part].isfinite().all())
-            yield targets, slot, self._entries(targets, part) if is_finite else None
+            yield targets, slot, self._entries_of(targets, part) if is_finite else None
             first = part.stop
 
-    def _entries(self, targets: PromptTargets, part: slice) -> list[TokenLogprobs]:
+    def _entries_of(self, targets: PromptTargets, part: slice) -> list[TokenLogprobs]:
         num_top = targets.num_top
         columns = (self.logprobs[part], self.top[part, :num_top], self.top_ids[part, :num_top])
         return [
@@ -518,7 +480,7 @@ class PromptScores:
 
 
 def scored_tokens(plan: StepPlan, first_tokens: Int32Array) -> Int32Array:
-    """Of the plan's tokens, those whose next ones its targets name, in their order.
+    """Which of the plan's tokens predict its targets, in the targets' order.
 
     Args:
         first_tokens: [rows]: index of each row's first token.
@@ -533,7 +495,7 @@ def scored_tokens(plan: StepPlan, first_tokens: Int32Array) -> Int32Array:
 def score(
     hidden: Tensor, plan: StepPlan, logits_of: Callable[[Tensor], Tensor], vocab_size: int, streams: Streams
 ) -> PromptScores:
-    """Start what the plan's targets ask for on its way to the host.
+    """Compute the logprobs of the plan's targets, and start their copy to the host.
 
     Args:
         hidden: [tokens of all targets, hidden]
@@ -554,47 +516,48 @@ def score(
 
 
 def _to_host(found: Tensor, streams: Streams) -> Tensor:
-    kept = streams.pinned(found.nbytes).view(found.dtype).view(found.shape)
-    streams.current.run(lambda: kept.copy_(found, non_blocking=True))
-    return kept
+    copied = streams.pinned(found.nbytes).view(found.dtype).view(found.shape)
+    streams.current.run(lambda: copied.copy_(found, non_blocking=True))
+    return copied
 
 
 NUM_BUFFERS = 2  # steps whose tokens may be on their way
 
 
 @dataclass(slots=True)
-class OnTheirWay:
+class PendingTokens:
     """What one step sampled, on the host once the event has come."""
 
     token_ids: Tensor  # [rows], int64
     is_finite: Tensor  # [rows]
-    asked: AskedLogprobs | None
-    logprobs: tuple[Tensor, ...]  # what `asked` finds
+    requested: RequestedLogprobs | None
+    logprobs: tuple[Tensor, ...]  # of RequestedLogprobs.find
     event: Event
 
     def wait(self) -> None:
         self.event.synchronize()
 
-    def told(self) -> dict[int, TokenLogprobs]:
-        """Row among the sampled ones -> its logprobs."""
-        if self.asked is None:
+    def logprobs_by_row(self) -> dict[int, TokenLogprobs]:
+        """By row among the sampled ones."""
+        if self.requested is None:
             return {}
-        logprobs, top, top_ids = (found.tolist() for found in self.logprobs)
+        rows, counts = self.requested.rows.tolist(), self.requested.num_top
+        columns = (found.tolist() for found in self.logprobs)
         return {
             row: TokenLogprobs(
                 token_id=int(self.token_ids[row]),
-                logprob=logprobs[index],
-                top=tuple(zip(top_ids[index][:num_top], top[index][:num_top], strict=True)),
+                logprob=logprob,
+                top=tuple(zip(top_ids[:num_top], top[:num_top], strict=True)),
             )
-            for index, (row, num_top) in enumerate(zip(self.asked.rows.tolist(), self.asked.num_top, strict=True))
+            for row, num_top, logprob, top, top_ids in zip(rows, counts, *columns, strict=True)
         }
 
 
 class TokensToHost:
-    """Sampled tokens on their way to the host, while they stay on the device for the next step.
+    """Copies sampled tokens to the host, while they stay on the device for the next step.
 
-    They come down into one of two buffers in turn, behind an event: who waits for step N does not wait for N+1, which
-    was sent after it. On a CPU all is done when it is asked for, and there is nothing to wait for.
+    They come into one of two buffers in turn, behind an event: waiting for step N does not wait for N+1, which was sent
+    after it. On a CPU everything is done when it is asked for, and nothing has to be waited for.
 
     Args:
         num_slots: rows of a step, at most.
@@ -606,23 +569,23 @@ class TokensToHost:
             (self._host(num_slots, torch.int64), self._host(num_slots, torch.bool)) for _ in range(NUM_BUFFERS)
         ]
 
-    def send(self, sampled: Sampled) -> OnTheirWay:
-        """Start the way of what was sampled to the host."""
+    def send(self, sampled: Sampled) -> PendingTokens:
+        """Start the copy of what was sampled to the host."""
         self._buffers.reverse()
         token_ids, is_finite = (buffer[: len(sampled.token_ids)] for buffer in self._buffers[0])
-        sources, targets, asked = [sampled.token_ids, sampled.is_finite], [token_ids, is_finite], sampled.logprobs
-        if asked is not None:
-            num_rows, size = len(asked.rows), len(asked.rows) * asked.most
+        sources, targets, requested = [sampled.token_ids, sampled.is_finite], [token_ids, is_finite], sampled.logprobs
+        if requested is not None:
+            num_rows, size = len(requested.rows), len(requested.rows) * requested.most
             targets += [self._host(num_rows, torch.float32), self._host(size, torch.float32).view(num_rows, -1)]
             targets.append(self._host(size, torch.int64).view(num_rows, -1))
 
         def send() -> None:
-            found = sources if asked is None else [*sources, *asked.find()]
+            found = sources if requested is None else [*sources, *requested.find()]
             for source, target in zip(found, targets, strict=True):
                 target.copy_(source, non_blocking=True)
 
         self._streams.current.run(send)
-        return OnTheirWay(token_ids, is_finite, asked, tuple(targets[2:]), self._streams.current.record())
+        return PendingTokens(token_ids, is_finite, requested, tuple(targets[2:]), self._streams.current.record())
 
     def _host(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return self._streams.pinned(num_elements * dtype.itemsize).view(dtype)

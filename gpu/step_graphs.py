@@ -1,16 +1,15 @@
-"""CUDA graphs of what steps compute, by the shape that steps are padded to, and the memory they take. Thread: engine.
+"""CUDA graphs of steps, one per shape that steps are padded to, and the memory they take. Thread: engine.
 
-A replay launches the same kernels, on the same addresses, with the same numbers of the host: what a step reads and
-writes lies in buffers that stay, and what depends on the step is read there, on the device.
+A replay launches the same kernels on the same addresses with the same arguments: a step's inputs and outputs lie in
+buffers that stay, and kernels read there, on the device, whatever depends on the step.
 
-Captured at start, the largest of each kind first: what a smaller one allocates fits in what the larger one left. Or, if
-that was asked for, one by one, as steps come that need them. Where one cannot be captured, steps of its kind go on
-without; where memory ends, those that were captured stay.
+Graphs are captured at start, the largest of each kind first, so that the smaller ones reuse its memory; with --graphs
+lazy, when the first step needs one. If one cannot be captured, steps of its kind run without graphs; if memory runs
+out, the graphs captured so far stay.
 
-How much a driver keeps of a graph is not told anywhere, and what all graphs share depends on the kernels that were
-chosen: so the largest of each kind are captured on a cache of a block, and a few of the others, and let go of again,
-before keys and values get their memory. Where that leaves too little for the keys and values that the operator asks
-for, there are fewer graphs.
+Drivers do not tell how much memory a graph takes, and what graphs share depends on the chosen kernels. So before KV
+gets its memory, the largest of each kind and a few others are captured on a cache of one block, measured, and freed.
+Where that leaves too little for --kv-memory, there are fewer graphs.
 """
 
 import gc
@@ -22,55 +21,54 @@ from typing import Protocol
 
 import torch
 
-from core.config import EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory
 from gpu.kv_cache import KVCache, bytes_per_block
-from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.memory_plan import MemoryPlan
 from gpu.step_shapes import StepShape, StepShapes, step_shapes
 from gpu.streams import recording
 
 logger = logging.getLogger(__name__)
 
-GRANULE_BYTES = 2 * 1024**2  # what a driver gives of its memory at a time: less than that may not be seen
+GRANULE_BYTES = 2 * 1024**2  # a driver allocates in such pieces: a graph that takes less may not show
 
 
 class CaptureError(Exception):
-    """No graph can hold this work. What it was to compute can be computed without."""
+    """The work cannot be captured; it can run without a graph."""
 
 
 class NoRoomForGraph(CaptureError):
-    """There is no memory for one more graph; those that there are stay as they are."""
+    """There is no memory for one more graph; the others stay."""
 
 
 class Graph(Protocol):
     """
     Args:
-        size_bytes: of the device's memory, what its capture has taken beside that of the recorder's other graphs.
+        size_bytes: device memory that it takes beside the recorder's other graphs.
     """
 
     size_bytes: int
 
     def replay(self) -> None:
-        """Send the work again, behind what was sent before."""
+        """Send the work again, after all work sent before."""
         ...
 
 
 class GraphRecorder(Protocol):
-    """Makes graphs that share their memory: of two, one is replayed after the other."""
+    """Makes graphs that share memory, so that only one runs at a time."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Hold what this sends. It is done a few times, for what it loads, compiles and takes: it must do no harm.
+        """Capture the work; it is also run, to load and compile kernels, and must do no harm.
 
-        What it reads and writes must stay where it is; what it allocates is another graph's between replays.
+        Its inputs and outputs must stay where they are; other graphs overwrite its allocations between replays.
 
         Raises:
-            NoRoomForGraph: the device's memory has ended.
-            CaptureError: it waits for the device, or what it sends depends on what was computed.
+            NoRoomForGraph: the device is out of memory.
+            CaptureError: the work waits for the device, or what it launches depends on computed values.
         """
         ...
 
     def give_back(self) -> None:
-        """Let the device have what graphs that are gone have taken."""
+        """Return the memory of deleted graphs to the device."""
         ...
 
 
@@ -102,7 +100,7 @@ class CudaRecorder:
             graph = torch.cuda.CUDAGraph()
             with recording(graph, self._pool, self._stream):
                 work()
-            graph.replay()  # the driver takes the rest of its part when a graph is first sent
+            graph.replay()  # the driver allocates the rest when a graph is first launched
             return CudaGraph(graph, max(0, free_bytes - self._free_bytes()))
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)  # raises where the device itself is lost
@@ -111,21 +109,20 @@ class CudaRecorder:
 
     def give_back(self) -> None:
         self._empty()
-        self._pool = torch.cuda.graph_pool_handle()  # torch refuses one that no graph has, and memory lies in yet
+        self._pool = torch.cuda.graph_pool_handle()  # torch refuses a pool that still has memory but no graph
 
     def _empty(self) -> None:
-        """All that torch keeps and does not use."""
+        """Free what torch's allocator caches."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def _free_bytes(self) -> int:
-        """As the driver says."""
         self._empty()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def is_of_memory(error: BaseException | None) -> bool:
-    """Whether memory that has ended is behind it: what ends a capture then speaks of the capture alone."""
+    """Whether the device was out of memory: the error that ends a capture may hide that in its context."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True
@@ -135,20 +132,19 @@ def is_of_memory(error: BaseException | None) -> bool:
 
 Progress = Callable[[int, int], None]
 """(graphs captured, of how many)"""
-
-
 Compute = Callable[[StepShape], None]
-"""Sends a step of this shape, from its rows to what is drawn, or to their logits where torch draws."""
+"""Sends a step of this shape, up to its sampled tokens, or up to its logits where torch samples."""
 
 
 class StepGraphs:
-    """
-    Args:
-        compute: what graphs hold.
-        pad: fills all of a shape with padding: what is captured may be computed.
+    """The graphs captured so far.
 
-    recorder: None, as it is at first: nothing is captured.
-    most_graphs: that may be there: what memory was counted for; None: any number.
+    Args:
+        compute: the work that graphs hold.
+        pad: fills a shape with padding only, so that it may be computed.
+
+    recorder: None at first: nothing is captured.
+    most_graphs: how many memory was planned for; None: any number.
     """
 
     def __init__(self, compute: Compute, pad: Callable[[StepShape], None], shapes: StepShapes) -> None:
@@ -163,12 +159,12 @@ class StepGraphs:
 
     @property
     def num_of_prompts(self) -> int:
-        """Captured, of steps with prompts."""
+        """Captured graphs of steps with prompts."""
         return sum(shape.num_prompts > 0 for shape in self._graphs)
 
     @property
     def size_bytes(self) -> int:
-        """Of the device's memory, that they have taken."""
+        """Device memory that the graphs take."""
         return sum(graph.size_bytes for graph in self._graphs.values())
 
     @property
@@ -176,18 +172,18 @@ class StepGraphs:
         return self.most_graphs is not None and len(self._graphs) >= self.most_graphs
 
     def of(self, step: StepShape) -> StepShape | None:
-        """What a step is padded to; None: there is no graph for it, nor may there be."""
+        """The shape a step is padded to; None: it has no graph, and cannot get one."""
         if self.recorder is None:
             return None
         shape = self.shapes.of(step)
         return shape if shape is not None and (not self.is_full or shape in self._graphs) else None
 
     def capture_all(self, progress: Progress) -> None:
-        """As many as there may be, in order."""
+        """Capture as many as there may be, in order."""
         self.capture(self.shapes.in_order[: self.most_graphs], progress)
 
     def capture(self, shapes: Sequence[StepShape], progress: Progress = lambda done, total: None) -> None:
-        """Until all are there, or there may be no more."""
+        """Capture these, or as many of them as there may be."""
         for number, shape in enumerate(shapes):
             if self.recorder is None or self.is_full:
                 return
@@ -195,7 +191,7 @@ class StepGraphs:
             progress(number + 1, len(shapes))
 
     def prepare(self, shape: StepShape) -> None:
-        """Have a graph, if there may be any. What was filled in before is padding afterwards."""
+        """Capture a shape's graph, unless it exists or may not. Overwrites a step's inputs with padding."""
         if self.recorder is None or self.is_full or shape in self._graphs:
             return
         if shape.num_prompts and not self.shapes.chunks:
@@ -210,7 +206,7 @@ class StepGraphs:
             self._give_up(shape, error)
 
     def _give_up(self, shape: StepShape, error: CaptureError) -> None:
-        """All graphs, or those of chunks alone."""
+        """Do without graphs of this kind: with prompts, or all."""
         kind = "CUDA graphs of prompts" if shape.num_prompts else "CUDA graphs"
         logger.warning("no %s: a step of %s cannot be captured: %s", kind, shape, error)
         if shape.num_prompts:
@@ -221,18 +217,18 @@ class StepGraphs:
             self._graphs.clear()
 
     def drop(self) -> None:
-        """Give their memory back."""
+        """Delete the graphs."""
         self._graphs.clear()
 
     def replay(self, shape: StepShape) -> bool:
-        """Send it as it was captured; False: it was not."""
+        """Replay the shape's graph; False: there is none."""
         graph = self._graphs.get(shape)
         if graph is not None:
             graph.replay()
         return graph is not None
 
 
-NUM_MEASURED = 3  # of those that are not the largest
+NUM_MEASURED = 3  # beside the largest ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +236,8 @@ class GraphBytes:
     """What graphs take.
 
     Args:
-        largest_bytes: of the largest ones, num_largest, and with them what all share.
-        other_bytes: of any other, at most.
+        largest_bytes: the num_largest largest graphs, with what all graphs share.
+        other_bytes: any other graph, at most.
     """
 
     num_largest: int
@@ -249,7 +245,7 @@ class GraphBytes:
     other_bytes: int
 
     def of(self, num_graphs: int) -> int:
-        """Of so many: the largest, and others; 0: none."""
+        """What the largest and others take, num_graphs in all."""
         return self.largest_bytes + max(0, num_graphs - self.num_largest) * self.other_bytes if num_graphs else 0
 
 
@@ -258,8 +254,8 @@ class CountedGraphs:
     """
     Args:
         memory: the plan that holds them.
-        shapes: that can be captured.
-        most_graphs: that may be; 0: none.
+        shapes: those that can be captured.
+        most_graphs: 0: none.
     """
 
     memory: MemoryPlan
@@ -268,64 +264,51 @@ class CountedGraphs:
 
 
 def count_graphs(
-    open_graphs: Callable[[KVCache, StepShapes], StepGraphs],
-    model: ModelConfig,
-    engine: EngineConfig,
-    memory: MemoryPlan,
-    recorder: GraphRecorder,
+    open_graphs: Callable[[KVCache, StepShapes], StepGraphs], memory: MemoryPlan, recorder: GraphRecorder
 ) -> CountedGraphs:
-    """Capture a few on a cache that nobody uses, and plan anew with what all will take.
+    """Capture a few graphs on a cache that nothing else uses, and plan memory for all.
 
     Args:
-        open_graphs: those of steps over a cache.
+        open_graphs: makes the graphs of steps over a cache.
     """
-    cache = KVCache(model, 1, memory.device.dtype, memory.device.device, has_padding=True)
-    graphs = open_graphs(cache, step_shapes(model, engine))
+    cache = KVCache(memory.model, 1, memory.device.dtype, memory.device.device, has_padding=True)
+    graphs = open_graphs(cache, step_shapes(memory.model, memory.engine))
     graphs.recorder = recorder
     taken, shapes = measure_graphs(graphs), graphs.shapes
     graphs.drop()
     del graphs, cache
-    gc.collect()  # steps and their graphs know each other
+    gc.collect()  # steps and their graphs refer to each other
     recorder.give_back()
-    return CountedGraphs(memory, shapes, 0) if taken is None else plan_with(taken, model, engine, memory, shapes)
+    return CountedGraphs(memory, shapes, 0) if taken is None else plan_graphs(taken, memory, shapes)
 
 
 def measure_graphs(graphs: StepGraphs) -> GraphBytes | None:
-    """None: not even the largest can be captured, and it was said why."""
+    """None: the largest cannot be captured, which has been logged."""
     graphs.capture(graphs.shapes.largest)
     shapes = graphs.shapes
     largest_bytes, num_largest = graphs.size_bytes, graphs.num_captured
     if num_largest < len(shapes.largest):
         return None
-    some = evenly(shapes.in_order[num_largest:], NUM_MEASURED)
-    graphs.capture(some)
-    num_others = graphs.num_captured - num_largest
-    return extrapolate(num_largest, largest_bytes, num_others, graphs.size_bytes - largest_bytes)
+    graphs.capture(evenly(shapes.in_order[num_largest:], NUM_MEASURED))
+    others_bytes, num_others = graphs.size_bytes - largest_bytes, graphs.num_captured - num_largest
+    # Others show in whole granules, and part of one may have been there before.
+    other_bytes = -(-(others_bytes + GRANULE_BYTES) // max(1, num_others))
+    return GraphBytes(num_largest, largest_bytes, other_bytes)
 
 
 def evenly(shapes: Sequence[StepShape], num_wanted: int) -> list[StepShape]:
-    """So many of them, the first and the last among them; or all."""
+    """So many, from the first to the last, or all."""
     if len(shapes) <= num_wanted:
         return list(shapes)
     return [shapes[place * (len(shapes) - 1) // (num_wanted - 1)] for place in range(num_wanted)]
 
 
-def extrapolate(num_largest: int, largest_bytes: int, num_others: int, others_bytes: int) -> GraphBytes:
-    """From what was seen: what others take is seen in granules, and part of one may have been there before."""
-    other_bytes = -(-(others_bytes + GRANULE_BYTES) // num_others) if num_others else GRANULE_BYTES
-    return GraphBytes(num_largest, largest_bytes, other_bytes)
-
-
-def plan_with(
-    taken: GraphBytes, model: ModelConfig, engine: EngineConfig, memory: MemoryPlan, shapes: StepShapes
-) -> CountedGraphs:
-    """With all graphs, or, where keys and values have no room beside them, with as many as leave it."""
+def plan_graphs(taken: GraphBytes, memory: MemoryPlan, shapes: StepShapes) -> CountedGraphs:
+    """Plan all graphs, or as many as leave room for KV."""
 
     def planned(num_graphs: int) -> MemoryPlan:
-        padding_bytes = bytes_per_block(model, memory.device.dtype) if num_graphs else 0
-        graph_bytes = taken.of(num_graphs) + padding_bytes
-        given = (memory.device, memory.checkpoint_bytes, memory.free_bytes, memory.weights_bytes)
-        return plan_memory(model, engine, *given, graph_bytes)
+        padding_bytes = bytes_per_block(memory.model, memory.device.dtype) if num_graphs else 0
+        return memory.with_graphs(taken.of(num_graphs) + padding_bytes)
 
     def is_too_much(num_graphs: int) -> bool:
         try:

@@ -1,10 +1,10 @@
 """The shapes that steps are padded to, in rows and prompt tokens, so that a few CUDA graphs serve all. Thread: any.
 
-Decodes go by how many they are, in steps small enough that padding costs little beside reading the weights; where
-prompts are computed too, both are padded. How far the ladder of prompts goes is arithmetic, not measurement: a graph
-saves the host the sending of a dozen kernels a layer, and no more, so it pays as long as the device computes the tokens
-of a layer in less time than that takes. The last rung is where both are even: up to there padding is free, and beyond
-it the device is never idle. A chunk of a thousand tokens is bound by the device with any model worth a GPU.
+Steps without prompts are padded in their number of rows, finely enough that padding costs little beside reading the
+weights; steps with prompts are padded in decodes and in prompt tokens. The largest number of prompt tokens is computed,
+not measured: a graph saves the host the launch of a dozen kernels per layer, so it pays as long as the device computes
+a layer's tokens faster than the host launches them. Up to there padding is free; beyond it the device is never idle.
+With any model worth a GPU, the device takes longer for a chunk of a thousand tokens.
 """
 
 from bisect import bisect_left
@@ -14,10 +14,10 @@ from core.config import EngineConfig, ModelConfig
 from gpu.linear import MOST_FEW_ROWS
 
 MOST_TOKENS = 1024  # of prompts, in a step
-# A dozen kernels of a layer, sent one by one, 10 µs each in Python; an H100 or H200 at three quarters of its ceiling.
+# A dozen kernels per layer, launched from Python at 10 µs each; an H100 or H200 at three quarters of its ceiling.
 LAYER_SENDING_S, MULTIPLIED_FLOPS = 120e-6, 600e12
-DECODES_BESIDE = (0, 4, 12, 32, 128, 512)  # rows that decode beside chunks; with MOST_PROMPTS, up to 16 draw in 16
-MOST_PROMPTS = 4  # whose chunks share a step; of more, as when a rush of short ones begins, the device has enough to do
+DECODES_BESIDE = (0, 4, 12, 32, 128, 512)  # decodes beside prompts: 12 and MOST_PROMPTS make the 16 few rows
+MOST_PROMPTS = 4  # in a step with a graph; with more, as in a rush of short prompts, the device is busy enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StepShape:
     """
     Args:
         num_decodes: rows of one token.
-        num_prompts: rows of any number of tokens, num_prompt_tokens in all.
+        num_prompts: other rows, num_prompt_tokens in all.
     """
 
     num_decodes: int
@@ -45,9 +45,9 @@ class StepShape:
         return f"{prompts}{self.num_decodes} rows"
 
     def serves(self, step: "StepShape") -> bool:
-        """Whether a step may be padded to this: nothing of it is computed in other sums for that.
+        """Whether a step may be padded to this shape without changing how its numbers are summed.
 
-        Products of few rows and of many are cut differently (kernels/matmul.py), those with the head too.
+        Matmuls with few rows and with many are cut differently (kernels/matmul.py), those with the LM head too.
         """
         return (
             step.num_decodes <= self.num_decodes
@@ -64,18 +64,17 @@ def _are_cut_alike(num_rows: int, padded: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepShapes:
-    """All that steps are padded to.
-
+    """
     Args:
-        decodes: of steps without chunks, ascending; the last holds all rows that there may be.
-        chunks: of the others, those of fewer tokens first.
+        decodes: numbers of rows without prompts, ascending; the last is the most a step can have.
+        chunks: shapes with prompts, fewer tokens first.
     """
 
     decodes: tuple[int, ...]
     chunks: tuple[StepShape, ...] = ()
 
     def of(self, step: StepShape) -> StepShape | None:
-        """The least that serves; None: none does."""
+        """The smallest shape that serves the step; None: none does."""
         if not step.num_prompts:
             return StepShape(self.decodes[bisect_left(self.decodes, step.num_decodes)])
         return next((shape for shape in self.chunks if shape.serves(step)), None)
@@ -87,39 +86,39 @@ class StepShapes:
 
     @property
     def in_order(self) -> tuple[StepShape, ...]:
-        """As they are captured: the largest of each kind, in whose memory the others fit, then from the smallest up.
+        """In the order of capture: the largest of each kind, whose memory the others reuse, then the smallest first.
 
-        Where memory ends too early, single streams and small batches have theirs, and the largest has.
+        If memory runs out, single streams, small batches and the largest steps have graphs.
         """
         others = [*map(StepShape, self.decodes[:-1]), *self.chunks[:-1]]
         return (*self.largest, *sorted(others, key=lambda shape: shape.num_tokens))
 
 
 def step_shapes(model: ModelConfig, engine: EngineConfig) -> StepShapes:
-    """Those that graphs are captured of."""
+    """The shapes that get graphs."""
     max_rows = max_decodes(engine)
     return StepShapes(decode_sizes(max_rows), chunk_shapes(max_rows, most_chunk_tokens(model, engine)))
 
 
 def max_decodes(engine: EngineConfig) -> int:
-    """Rows of a step, at most."""
+    """The most rows of a step."""
     return min(engine.max_sequences, engine.max_batch_tokens)
 
 
 def decode_sizes(max_rows: int) -> tuple[int, ...]:
-    """Rows that steps are padded to, ascending; the last one holds them all."""
+    """Numbers of rows that steps without prompts are padded to, ascending, up to max_rows."""
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows + 1, 16)]
     return (*(size for size in ladder if size < max_rows), max_rows)
 
 
 def most_chunk_tokens(model: ModelConfig, engine: EngineConfig) -> int:
-    """Of prompts, in a step, where the device takes no longer for a layer than the host does to send it."""
+    """Prompt tokens for which the device takes no longer per layer than the host does to launch it."""
     flops = 2 * multiplied_parameters(model)
     return min(int(LAYER_SENDING_S * MULTIPLIED_FLOPS / flops), engine.max_batch_tokens, MOST_TOKENS)
 
 
 def multiplied_parameters(model: ModelConfig) -> int:
-    """Of a layer's matrices, those that a token is multiplied with."""
+    """Parameters of a layer's matrices that each token is multiplied by."""
     width = model.intermediate_size
     if model.experts is not None:
         width = model.experts.num_active * model.experts.intermediate_size
@@ -127,14 +126,13 @@ def multiplied_parameters(model: ModelConfig) -> int:
 
 
 def chunk_shapes(max_rows: int, most_tokens: int) -> tuple[StepShape, ...]:
-    """Those of fewer tokens first: 16 in all, as products of few rows take, then powers of two beside decodes.
+    """Shapes with prompts, fewer tokens first: 16 tokens in all, the most of few rows, then powers of two.
 
-    A power of two of prompts' tokens, as the planner cuts them where tiles end; more than twice as many decodes have
-    the next one.
+    Powers of two, because the planner cuts prompts at tiles; decodes are at most twice the prompt tokens.
 
     Args:
-        max_rows: of a step: decodes and prompts.
-        most_tokens: of prompts, in a step.
+        max_rows: decodes and prompts of a step.
+        most_tokens: prompt tokens of a step.
     """
     if most_tokens < MOST_FEW_ROWS:
         return ()

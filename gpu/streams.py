@@ -1,7 +1,7 @@
-"""Streams, events, pinned memory and clocks of a device, and the copies that run beside its work. Thread: engine.
+"""Streams, events, pinned memory and clocks of a device, and copies that overlap its work. Thread: engine.
 
-Code that overlaps copies with work asks for `Streams`: a GPU's, a CPU's (what it is asked is done at once), or the
-tests' fake, which does late what a device may do late (tests/gpu/late_streams.py).
+Code that overlaps copies with work asks for `Streams`: a GPU's, a CPU's (which does at once what it is asked), or the
+tests' fake, which does everything as late as a device may (tests/gpu/late_streams.py).
 """
 
 import logging
@@ -23,40 +23,40 @@ from gpu.parameters import Target
 
 
 class Event:
-    """A point in the work of a stream: on a CPU it has come."""
+    """A point in a stream's work: on a CPU it has passed."""
 
     def __init__(self) -> None:
         self.at_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Block the host until the device has passed it."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """What the device was at between two that were recorded as timed; waits for this one."""
+        """Device time between two events that were recorded as timed; waits for this one."""
         return self.at_s - earlier.at_s
 
 
 class Stream:
-    """Work of a device, in order; that of two streams is in no order but by events."""
+    """Work of a device, in order; two streams are ordered by events only."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Start what this starts on the device: operators, and copies to and from pinned memory that do not block."""
+        """Call `work`, which starts operators and non-blocking copies to and from pinned memory."""
         work()
 
     def record(self, is_timed: bool = False) -> Event:
-        """After all that was started so far."""
+        """An event after all work started so far."""
         return Event()
 
     def wait(self, event: Event) -> None:
-        """Have what is started from now on wait for it; the host does not."""
+        """Make work started from now on wait for the event; the host does not wait."""
 
 
 class Streams:
-    """A CPU's: what they are asked to do is done when they are asked.
+    """A CPU's: work is done when it is started.
 
     Args:
         is_host: the device is the host: what it writes is there at once.
-        current: where operators of torch run.
+        current: where torch's operators run.
         side: where copies run beside them.
     """
 
@@ -68,38 +68,32 @@ class Streams:
         self.current = self.side = Stream()
 
     def pinned(self, size_bytes: int) -> Tensor:
-        """Memory of the host that a device copies from and to by itself: bytes. For small ones, that may go again."""
+        """Bytes of host memory that the device copies from and to by itself, for small buffers that may be freed."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def pinned_for_good(self, size_bytes: int) -> Tensor:
-        """The same of exactly so many bytes, until the process ends.
+        """The same, exactly so many bytes, until the process ends.
 
         Raises:
-            OSError, RuntimeError: it cannot be had.
+            OSError, RuntimeError: there is not so much.
         """
         return self.pinned(size_bytes)
 
     def on_device(self, size_bytes: int) -> Tensor:
-        """Memory of the device: bytes. What was sent to `current` before may still use it, for whoever had it."""
+        """Bytes of the device's memory. Earlier work on `current` may still use them, for their former owner."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
 
 class CudaEvent(Event):
-    """event: recorded."""
-
     def __init__(self, event: Any) -> None:
-        self._event = event
+        self.recorded = event
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        self.recorded.synchronize()
 
     def seconds_since(self, earlier: Self) -> float:
-        self._event.synchronize()
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Have a stream wait for it."""
-        stream.wait_event(self._event)
+        self.recorded.synchronize()
+        return float(earlier.recorded.elapsed_time(self.recorded)) / 1e3
 
 
 class CudaStream(Stream):
@@ -117,7 +111,7 @@ class CudaStream(Stream):
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        event.hold(self._stream)
+        self._stream.wait_event(event.recorded)
 
 
 class CudaStreams(Streams):
@@ -143,10 +137,10 @@ def open_streams(device: torch.device) -> Streams:
 
 
 def pinned_for_good(size_bytes: int) -> Tensor:
-    """Host memory that a CUDA device copies from and to by itself: bytes, zero at first.
+    """Host memory that a CUDA device copies from and to by itself: bytes, zero at first, until the process ends.
 
-    Torch's own allocator of it rounds up to a power of two, as suits small buffers that come and go: of 70 GiB it makes
-    128. This is ordinary memory that the driver is told to pin, and stays until the process ends.
+    Torch's own pinned allocator rounds up to a power of two, which suits small buffers: of 70 GiB it makes 128. This
+    is ordinary memory that the driver is told to pin.
 
     Raises:
         OSError: the system has no such memory.
@@ -162,18 +156,18 @@ def pinned_for_good(size_bytes: int) -> Tensor:
 
 
 NUM_BUFFERS = 2
-BUFFER_BYTES = 64 * 1024**2  # of a slice: a link of 50 GB/s takes 1.3 ms for it, a thousand times what starts a copy
+BUFFER_BYTES = 64 * 1024**2  # a link of 50 GB/s takes 1.3 ms for it, a thousand times what starting a copy takes
 
 Fill = Callable[[Target, Tensor], None]
-"""Puts a tensor of the host into its target."""
+"""Copies a tensor of the host into its target."""
 
 
 @dataclass(slots=True)
 class _Buffer:
     """
     Args:
-        used: by what was sent to read it; at first by whoever had that memory before.
-        copied: out of the pinned bytes; None: never yet.
+        used: the device has read its half, or the memory's former owner is done with it.
+        copied: the copy out of the pinned half; None: there was none yet.
     """
 
     pinned: Tensor
@@ -183,13 +177,13 @@ class _Buffer:
 
 
 class StagedCopies:
-    """Copies from the host that run beside the device's work: one is written while the one before it is on its way.
+    """Copies from the host that overlap the device's work: the host writes one while another is under way.
 
-    Two buffers take turns, on the host and on the device, each used anew once what reads it is done. Nothing is
-    allocated on the way, but where a copy is larger than any before: the buffers are enlarged for good.
+    Two buffers take turns, on the host and on the device; each is reused once it has been read. A copy that is larger
+    than any before enlarges them for good; nothing else allocates.
 
     Args:
-        buffer_bytes: of a usual copy.
+        buffer_bytes: a usual copy's size.
     """
 
     def __init__(self, streams: Streams, buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -198,13 +192,13 @@ class StagedCopies:
         self._buffers = [] if streams.is_host else self._make_buffers()
 
     def send(self, size_bytes: int, write: Callable[[Tensor], object], use: Callable[[Tensor], object]) -> None:
-        """Copy what `write` puts into pinned bytes, and send `use`, which gets them on the device and keeps nothing."""
+        """Copy what `write` puts into pinned bytes; `use` starts work on the device's bytes, and must not keep them."""
         if size_bytes > self._buffer_bytes:
             self._enlarge(1 << (size_bytes - 1).bit_length())
         self._buffers.reverse()
         buffer, side, current = self._buffers[0], self._streams.side, self._streams.current
         if buffer.copied is not None:
-            buffer.copied.synchronize()  # what it held before has left for the device
+            buffer.copied.synchronize()
         source, target = buffer.pinned[:size_bytes], buffer.on_device[:size_bytes]
         write(source)
         side.wait(buffer.used)
@@ -215,7 +209,7 @@ class StagedCopies:
         buffer.used = current.record()
 
     def send_integers(self, parts: Sequence[Int32Array], use: Callable[[list[Tensor]], object]) -> None:
-        """What a step changes: `use` gets the parts on the device, flat. On a CPU they are there."""
+        """Copy a step's changes in one piece: `use` gets the parts on the device, flat."""
         sizes = [part.size for part in parts]
         found = np.concatenate([part.reshape(-1) for part in parts])
         if self._streams.is_host:
@@ -228,9 +222,9 @@ class StagedCopies:
         self.send(found.nbytes, write, lambda sent: use(list(torch.split(sent.view(torch.int32), sizes))))
 
     def fill(self, target: Target, tensor: Tensor) -> None:
-        """See Target.fill: a slice of rows at a time, which is read from its file while another is copied.
+        """Target.fill, a slice of rows at a time: one is read from its file while another is copied.
 
-        What is started may still be on its way afterwards, which the current stream waits for.
+        Copies may still be under way afterwards; the current stream waits for them.
         """
         if tensor.numel():
             step = max(1, self._buffer_bytes // tensor[0].nbytes)
@@ -246,7 +240,7 @@ class StagedCopies:
         )
 
     def _enlarge(self, buffer_bytes: int) -> None:
-        """The smaller ones may go once nothing reads them any more: before the others are there."""
+        """Replace the buffers once nothing reads them; the old are freed before the new are allocated."""
         for buffer in self._buffers:
             buffer.used.synchronize()
         self._buffers.clear()
@@ -260,55 +254,54 @@ class StagedCopies:
 
 
 def fill_on(device: torch.device) -> Fill:
-    """How targets on this device are filled: on a CPU straight from the files."""
+    """How targets on this device are filled: on a CPU, straight from the files."""
     return StagedCopies(CudaStreams(device)).fill if device.type == "cuda" else Target.fill
 
 
 def staged_bytes(device: torch.device) -> int:
-    """What this takes of the device's memory, beside the weights and until they are there."""
+    """Device memory that fill_on takes while weights load."""
     return NUM_BUFFERS * BUFFER_BYTES if device.type == "cuda" else 0
 
 
 def _as(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Bytes as rows of that shape and format."""
+    """Bytes as a tensor like `rows`."""
     return buffer.view(rows.dtype).view(rows.shape)
 
 
 logger = logging.getLogger(__name__)
 
 TIMED_ROUNDS = 3
-NEVER_S = math.inf  # what a way takes that fails
+NEVER_S = math.inf  # the time of an implementation that fails
 
 Timer = Callable[[Callable[[], object]], float]
-"""Some work on the device, which it may do several times -> the seconds it takes"""
+"""Work on the device, which may be repeated -> the seconds it takes"""
 
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """torch.cuda.graph, which leaves more behind where the work cannot be captured.
+    """torch.cuda.graph, with the cleaning up that it leaves out where the work cannot be captured.
 
-    By itself its own stream would be the current one afterwards, and the allocator as in a capture that goes on: it
-    would give no memory back to the device any more, and refuse the pool.
+    Without it, the capture's stream would stay the current one, and the allocator would behave as if the capture went
+    on: it would return no memory to the device, and refuse the pool.
 
     Args:
-        pool: a graph_pool_handle. Where this raises, another is to take its place: pinned memory's allocator, which
-            nobody can tell, refuses it still.
+        pool: a graph_pool_handle. Use another one after this raises: the allocator of pinned memory still refuses it.
         stream: None: torch's own.
     """
     before = torch.cuda.stream(torch.cuda.current_stream())
     try:
-        # Another thread may use the driver meanwhile: it is none of the graph's.
+        # thread_local: other threads may use the driver meanwhile.
         with before, torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             yield
     except RuntimeError:
-        with suppress(RuntimeError):  # the capture has ended as it should: it is the work that failed
+        with suppress(RuntimeError):  # the capture itself has ended properly: the work failed
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
         raise
 
 
 def graph_seconds(work: Callable[[], object]) -> float:
-    """The best round on a CUDA device, of a graph as decode replays it: what the host takes to launch is not in it."""
+    """The best round of a CUDA graph of the work, as decode replays it: without the host's launch time."""
     work()  # compiles, and loads libraries
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -327,17 +320,17 @@ def graph_seconds(work: Callable[[], object]) -> float:
 
 
 def seconds_or_never(clock: Timer, work: Callable[[], object], name: str, device: torch.device) -> float:
-    """What the clock says, or NEVER_S where the work fails there.
+    """What the clock measures, or NEVER_S where the work fails on this device.
 
     Args:
-        name: of the way, for the log.
+        name: the implementation's, for the log.
 
     Raises:
         torch.AcceleratorError: the device is lost.
     """
     try:
         return clock(work)
-    except Exception as error:  # whatever a compiler, a library or a driver makes of a device that it does not know
+    except Exception as error:  # a compiler, library or driver may fail in any way on a device it does not know
         synchronize(device)
         logger.warning("%s does not serve here: %s: %s", name, type(error).__name__, error)
         return NEVER_S

@@ -1,6 +1,6 @@
-"""The process from its first line to its last: the `steploop` command, and `python -m server`.
+"""Starts and ends the process of the `steploop` command and of `python -m server`.
 
-Imported before anything is known of the command: whatever is heavy, each function imports.
+It imports little: the command is not known yet.
 """
 
 import os
@@ -13,10 +13,10 @@ INTERRUPTED = 130  # as shells report SIGINT
 
 
 def run_process() -> NoReturn:
-    """Run what was typed, and end the process with its exit code.
+    """Run the command, and end the process with its exit code.
 
-    Until a command takes Ctrl-C for itself, it ends the process on the spot: a KeyboardInterrupt in the middle of an
-    import may be swallowed there, or shown with a traceback.
+    Until a command calls take_interrupts(), Ctrl-C ends the process at once: a KeyboardInterrupt during an import may
+    be swallowed, or shown with a traceback.
     """
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     _open_standard_streams()
@@ -31,21 +31,21 @@ def run_process() -> NoReturn:
 
 
 def _open_standard_streams() -> None:
-    """Those that are closed (`2>&-`) lead nowhere: no file of ours gets their number, and what is said there."""
+    """Open /dev/null for closed streams (`2>&-`): no other file may get their numbers, and our messages."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Leave, also when threads are still at work: the interpreter's own end under a thread in torch's C++ aborts.
+    """Exit, even while threads run: the interpreter's own exit aborts under a thread in torch's C++ code.
 
-    A group of ranks has such threads that are not Python's, and to leave it may mean to wait for one that is lost.
+    torch.distributed has threads that Python does not list, and leaving its group could wait for a lost rank.
     """
     ranks = sys.modules.get("gpu.parallel.ranks")
     if threading.active_count() == 1 and (ranks is None or not ranks.is_member()):

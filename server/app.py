@@ -1,34 +1,37 @@
 """From a request's head to its handler, and from an error to its answer. Thread: loop.
 
-Every request passes here once: route, authentication, readiness, handler, access line.
+Every request passes here once: route, authentication, readiness, handler, access line. What a handler may ask of the
+server is App; what is known of its request is Exchange. The handlers and their routes: routes.py.
 """
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
 
-from h2.errors import ErrorCodes
-
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
+from server.api.models import ServedModel, ServerCard
 from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.callers import Gate
 from server.clock import Clock
-from server.exchange import AppState, Exchange, Readiness
+from server.engine_client import EngineClient
 from server.gate.cross_origin import CrossOrigin
-from server.gate.deadlines import OwnDeadlineExceeded
-from server.gate.identity import mask_keys
+from server.gate.identity import Caller, Scope, mask_keys
+from server.gate.quota import Ticket
+from server.gate.tenants import OwnDeadlineExceeded
+from server.generation import Generations
 from server.listening.clients import DENIED
-from server.observing.accounting import NO_REQUEST, Account, RequestRecord, TraceContext, continue_trace, status_told
+from server.listening.listener import Listener
+from server.observing.accounting import NO_REQUEST, Account, Accounting, TraceContext, continue_trace, status_told
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, answer_headers
-from server.routes import MethodNotAllowed, Route, find_route
 from server.values import escape
-from server.wire.messages import Headers, Peer, ResponseHead
-from server.wire.stream import ClientDisconnected, HttpStream, content_headers
+from server.wire.messages import Headers, Http2ErrorCode, Peer, ResponseHead
+from server.wire.stream import JSON_TYPE, ClientDisconnected, HttpStream, content_headers
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +41,123 @@ INTERNAL = ServiceError(
 )
 
 
-class App:
-    """Answers every request of every connection.
+@dataclass(slots=True)
+class Readiness:
+    """What /ready answers.
+
+    Attributes:
+        stage: what the server is doing while it is not ready.
+        is_stalled: the engine has been busy with one step for too long; it may recover.
+    """
+
+    stage: str = "starting"
+    is_ready: bool = False
+    is_draining: bool = False
+    is_stalled: bool = False
+
+    def check(self) -> None:
+        """
+        Raises:
+            ServiceError: unavailable; loading or draining.
+        """
+        if self.is_draining:
+            raise ServiceError(ErrorKind.UNAVAILABLE, "The server is shutting down.", "draining", retry_after_s=5)
+        if not self.is_ready:
+            message = f"The model is still loading: {self.stage}."
+            raise ServiceError(ErrorKind.UNAVAILABLE, message, "loading", retry_after_s=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange(Account):
+    """A request, what is known of it so far, and its answer.
 
     Args:
+        argument: what the route's prefix leaves of the path, decoded.
+    """
+
+    stream: HttpStream
+    server: "App"
+    ticket: Ticket | None = None
+    argument: str = ""
+
+    @property
+    def known_caller(self) -> Caller:
+        """For handlers of routes that ask for a right."""
+        assert self.caller is not None, "the caller of such a route has been identified"
+        return self.caller
+
+    @property
+    def cards(self) -> tuple[ServedModel, ...]:
+        """The models that the caller may use."""
+        return self.server.served.reader.cards_for(self.known_caller.tenant)
+
+    def enter(self, stage: Stage) -> None:
+        self.timings.enter(stage, self.server.clock.monotonic())
+
+    def send(self, body: bytes, status: int = 200, headers: Headers = (), media_type: bytes = JSON_TYPE) -> None:
+        """Answer with a document that no generation writes."""
+        self.enter(Stage.LAST_FLUSH)
+        self.stream.send_document(status, body, (*answer_headers(self.timings), *headers), media_type)
+        self.stream.call_once_written(self.timings.finish)
+
+    def begin_trace(self) -> None:
+        """Give a generation that came without a trace one of its own, if traces are exported."""
+        if self.trace is None and self.server.accounting.export is not None:
+            self.trace = TraceContext(token_hex(16), self.server.new_span_id(), None, is_sampled=True)
+            current_trace_id.set(self.trace.trace_id)
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A handler, and what is checked before it runs.
+
+    Args:
+        scope: the right that the caller must have; None: no caller is identified.
+        is_counted: the caller's quotas bound it.
+        needs_tokens: a generation, for which quotas of tokens count, too.
+    """
+
+    handler: Handler
+    scope: Scope | None
+    needs_model: bool = True
+    is_counted: bool = False
+    needs_tokens: bool = False
+
+
+class MethodNotAllowed(ServiceError):
+    """Method not allowed.
+
+    Args:
+        allowed: methods, as the Allow header lists them.
+    """
+
+    def __init__(self, message: str, allowed: str) -> None:
+        super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
+        self.allowed = allowed
+
+
+class App:
+    """Answers every request of every connection. The server's start sets the last four attributes, one by one.
+
+    Args:
+        find_route: by path and method, with the argument that the path has for it; raises ServiceError.
         new_request_id: unique ids, ours.
         new_span_id: of 16 hex digits, of our spans in clients' traces.
         cross_origin: whose pages may read the answers; None: no other site's.
+
+    Attributes:
+        exchanges: in progress.
+        generations, card: set when the model is loaded.
+        listener: set before anything is asked.
+        drain: ends the process as SIGTERM does; returns the seconds of grace.
     """
 
     def __init__(
         self,
+        find_route: Callable[[str, str], tuple[Route, str]],
         readiness: Readiness,
         gate: Gate,
         metrics: Metrics,
@@ -57,15 +166,54 @@ class App:
         cross_origin: CrossOrigin | None = None,
         new_span_id: Callable[[], str] = lambda: token_hex(8),
     ) -> None:
-        self.state = AppState(readiness, metrics, clock, new_span_id)
+        self.readiness = readiness
+        self.metrics = metrics
+        self.clock = clock
+        self.new_span_id = new_span_id
+        self.accounting = Accounting(metrics, clock)
+        self._find_route = find_route
         self._gate = gate
-        self._clock = clock
         self._new_request_id = new_request_id
         self._cross_origin = cross_origin or CrossOrigin()
+        self.exchanges: dict[HttpStream, Exchange] = {}
+        self.generations: Generations | None = None
+        self.card: ServerCard | None = None
+        self.listener: Listener | None = None
+        self.drain: Callable[[], float] | None = None
+
+    # What handlers ask.
+
+    @property
+    def served(self) -> Generations:
+        assert self.generations is not None, "readiness is checked before a handler that needs the model"
+        return self.generations
+
+    @property
+    def loaded_engine(self) -> EngineClient:
+        """For operators, who may ask while the server drains.
+
+        Raises:
+            ServiceError: the model is still loading.
+        """
+        if self.generations is None:
+            self.readiness.check()
+        return self.served.engine
+
+    @property
+    def known_listener(self) -> Listener:
+        assert self.listener is not None, "nothing is asked before it listens"
+        return self.listener
+
+    def generating(self) -> list[Exchange]:
+        """The generations in progress."""
+        active = {} if self.generations is None else self.generations.active
+        return [one for one in self.exchanges.values() if one.request_id in active]
+
+    # From head to handler.
 
     async def handle(self, stream: HttpStream) -> None:
         """The connection's handler: exactly one answer, whatever happens."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         timings = StageClock(stream.received_s, now)
         timings.enter(Stage.AUTH, now)
         exchange = Exchange(
@@ -74,10 +222,12 @@ class App:
             request_id=self._new_request_id(),
             timings=timings,
             stream=stream,
-            server=self.state,
+            server=self,
         )
-        exchange.trace = self._trace_of(exchange)
-        self.state.exchanges[stream] = exchange
+        traceparent = exchange.request.header(b"traceparent")
+        if traceparent is not None:
+            exchange.trace = continue_trace(traceparent, self.new_span_id())
+        self.exchanges[stream] = exchange
         current_request_id.set(exchange.request_id)
         current_trace_id.set(None if exchange.trace is None else exchange.trace.trace_id)
         stream.common_headers = (*exchange.identity_headers, *self._cross_origin.headers(stream.request))
@@ -95,89 +245,29 @@ class App:
         except Exception:  # a fault of ours, wherever it is
             error_code = INTERNAL.code
             if stream.head_sent:
-                raise  # only the connection's end can tell it now
+                raise  # closes the connection: nothing else can tell the client now
             path = escape(mask_keys(stream.request.path))
             logger.exception("%s %s cannot be answered", stream.request.method, path)
             self._answer_error(exchange, INTERNAL)
         finally:
-            del self.state.exchanges[stream]
+            del self.exchanges[stream]
             if exchange.refused_status is not None:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             stream.call_once_written(partial(self._close, exchange, error_code))
 
     def _close(self, exchange: Exchange, error_code: str | None, now_s: float) -> None:
-        """The last of it: what was said of it is with the kernel, or nobody is there any more."""
+        """Account for it: its answer's last byte is with the kernel, or its client has left."""
         exchange.timings.finish(now_s)
-        self.state.accounting.close(exchange, exchange.refused_status or status_told(exchange.stream), error_code)
-
-    def fail_all(self, error: ServiceError) -> None:
-        """Break off every generation, and every wait for a body: each has the error for its answer, or its end."""
-        if self.state.generations is not None:
-            self.state.generations.fail_all(error)
-        for stream in self.state.exchanges:
-            stream.fail_body(error)
-
-    def end_revoked(self) -> None:
-        """Break off whatever is in progress for those who have been revoked: what they have used is billed."""
-        message = "What this request was sent with has been revoked. Ask the operator for another key."
-        error = ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")
-        for stream, exchange in list(self.state.exchanges.items()):
-            if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
-                stream.fail_body(error)
-                if self.state.generations is not None:
-                    self.state.generations.fail(exchange.request_id, error)
-
-    def refuse(
-        self,
-        status: int,
-        message: str,
-        peer: Peer,
-        since: float,
-        stream: HttpStream | None,
-        http2_error: ErrorCodes | None,
-    ) -> tuple[Headers, bytes]:
-        """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
-
-        Args:
-            status: one of PROTOCOL_CODES.
-            peer: of the connection.
-            since: when the first byte came of what is no request, on the loop's clock.
-            stream: whose body it was; its handler hears that nobody waits for it any more.
-            http2_error: what is sent instead, by RST_STREAM or GOAWAY.
-        """
-        error_name = None if http2_error is None else http2_error.name
-        exchange = None if stream is None else self.state.exchanges.get(stream)
-        request = NO_REQUEST if stream is None else stream.request
-        account = exchange or Account(  # its handler has not begun
-            request=request, client=peer, request_id=self._new_request_id(), timings=StageClock(since)
-        )
-        account.http2_error = error_name
-        account.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
-        if exchange is None:
-            self.state.accounting.close(account, status, PROTOCOL_CODES[status])
-        elif not exchange.stream.head_sent:
-            exchange.refused_status = status
-        body = protocol_error_body(status, message)
-        headers = (*content_headers(body), *answer_headers(account.timings), *account.identity_headers)
-        return (*headers, *self._cross_origin.headers(account.request)), body
-
-    def _trace_of(self, exchange: Exchange) -> TraceContext | None:
-        """The trace that the client names."""
-        traceparent = exchange.request.header(b"traceparent")
-        return None if traceparent is None else continue_trace(traceparent, self.state.new_span_id())
-
-    def export_to(self, export: Callable[[RequestRecord], None]) -> None:
-        """Hand it each generation that is over, from now on."""
-        self.state.accounting.export = export
+        self.accounting.close(exchange, exchange.refused_status or status_told(exchange.stream), error_code)
 
     def _client_of(self, stream: HttpStream) -> Peer:
         if not stream.peer.is_proxy:
             return stream.peer
-        return self.state.known_listener.gate.client_of(stream.peer, stream.request.headers)
+        return self.known_listener.gate.client_of(stream.peer, stream.request.headers)
 
     async def _dispatch_proxied(self, exchange: Exchange) -> None:
-        """Judge and count the client that a proxy names, as the listener does those who come themselves."""
-        gate, client = self.state.known_listener.gate, exchange.client
+        """Check and count the client that a proxy names, as the listener does direct clients."""
+        gate, client = self.known_listener.gate, exchange.client
         reason = gate.why_refused(client)
         if reason == DENIED:
             message = f"Requests from {client.address} are not taken here. Ask the operator to allow your network."
@@ -193,17 +283,17 @@ class App:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         preflight = self._cross_origin.preflight_headers(exchange.request)
-        if preflight is not None:  # it comes without the key, and for any path: the request itself is judged
+        if preflight is not None:  # it comes without a key, and for any path; the request that follows is checked
             exchange.stream.send_head(ResponseHead(200, ((b"content-length", b"0"), *preflight)))
             exchange.stream.end()
             return
-        route, exchange.argument = find_route(exchange.request.path, exchange.request.method)
+        route, exchange.argument = self._find_route(exchange.request.path, exchange.request.method)
         exchange.asks_generation = route.needs_tokens
         if route.scope is not None:
             exchange.caller = await self._gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
         if route.needs_model:
-            self.state.readiness.check()
+            self.readiness.check()
         if route.is_counted:
             await self._handle_counted(route, exchange)
         else:
@@ -211,7 +301,7 @@ class App:
             await route.handler(exchange)
 
     async def _handle_counted(self, route: Route, exchange: Exchange) -> None:
-        """Let the request in and out of its caller's quotas. One that the server has no room for counts for nothing."""
+        """Count the request in its caller's quotas, unless the server has no room for it."""
         exchange.enter(Stage.QUOTA)
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
         exchange.stream.late_headers = ticket.headers
@@ -229,17 +319,67 @@ class App:
 
     def _answer_error(self, exchange: Exchange, error: ServiceError) -> None:
         if exchange.stream.head_sent:
-            return  # it has been told in the stream
+            return  # the stream has told it
         headers: Headers = ()
         if isinstance(error, MethodNotAllowed):
             headers += ((b"allow", error.allowed.encode()),)
         if error.kind is ErrorKind.AUTHENTICATION:
             headers += ((b"www-authenticate", b"Bearer"),)  # RFC 9110 §11.6.1: a 401 names its scheme
         if error.kind is ErrorKind.DEADLINE_EXCEEDED and not isinstance(error, OwnDeadlineExceeded):
-            headers += ((b"x-should-retry", b"false"),)  # its client's own: SDKs would try a 504 twice more
+            headers += ((b"x-should-retry", b"false"),)  # its client's own deadline: SDKs would retry a 504 twice
         if error.retry_after_s is not None:
             headers += _retry_headers(error.retry_after_s)
         exchange.send(error_body(error), status_of(error), headers)
+
+    def fail_all(self, error: ServiceError) -> None:
+        """Break off every generation and every wait for a body: the error is the answer, or ends the stream."""
+        if self.generations is not None:
+            self.generations.fail_all(error)
+        for stream in self.exchanges:
+            stream.fail_body(error)
+
+    def end_revoked(self) -> None:
+        """Break off the requests of revoked callers; what they have used is billed."""
+        message = "What this request was sent with has been revoked. Ask the operator for another key."
+        error = ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")
+        for stream, exchange in list(self.exchanges.items()):
+            if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
+                stream.fail_body(error)
+                if self.generations is not None:
+                    self.generations.fail(exchange.request_id, error)
+
+    def refuse(
+        self,
+        status: int,
+        message: str,
+        peer: Peer,
+        since: float,
+        stream: HttpStream | None,
+        http2_error: Http2ErrorCode | None,
+    ) -> tuple[Headers, bytes]:
+        """What a connection answers where no handler can: bytes that are no request, or a body that broke off.
+
+        Args:
+            status: one of PROTOCOL_CODES.
+            peer: of the connection.
+            since: when the first of those bytes came, on the loop's clock.
+            stream: whose body it was; its handler sees a disconnect.
+            http2_error: is sent instead, by RST_STREAM or GOAWAY.
+        """
+        exchange = None if stream is None else self.exchanges.get(stream)
+        request = NO_REQUEST if stream is None else stream.request
+        account = exchange or Account(  # its handler has not begun
+            request=request, client=peer, request_id=self._new_request_id(), timings=StageClock(since)
+        )
+        account.http2_error = None if http2_error is None else http2_error.name
+        account.timings.enter(Stage.LAST_FLUSH, self.clock.monotonic())
+        if exchange is None:
+            self.accounting.close(account, status, PROTOCOL_CODES[status])
+        elif not exchange.stream.head_sent:
+            exchange.refused_status = status
+        body = protocol_error_body(status, message)
+        headers = (*content_headers(body), *answer_headers(account.timings), *account.identity_headers)
+        return (*headers, *self._cross_origin.headers(account.request)), body
 
 
 def _retry_headers(retry_after_s: float) -> Headers:

@@ -1,4 +1,4 @@
-"""What the operator reads when the server is ready: eight lines at most, from facts alone. Pure. Any thread."""
+"""The banner: up to eight lines that the operator reads when the server is ready. Any thread."""
 
 import json
 import shlex
@@ -23,12 +23,11 @@ SAMPLE_QUESTION = "What is a KV cache?"
 
 @dataclass(frozen=True, slots=True)
 class BannerFacts:
-    """What there is to say.
-
+    """
     Args:
         num_api_keys: that are valid now.
-        is_shut: every request is refused: callers must say who they are, and nothing that they could show is good.
-        needs_certificate: only clients with a certificate are served where others could reach it.
+        is_shut: every request is refused, since a credential is required and none is valid yet.
+        needs_certificate: see Server.
     """
 
     engine: "EngineFacts"
@@ -40,7 +39,7 @@ class BannerFacts:
 
     @property
     def jwt_issuer(self) -> str | None:
-        """Whose JWTs are taken."""
+        """The issuer of accepted JWTs."""
         return self.config.jwt_issuer if self.config.jwks is not None else None
 
 
@@ -50,8 +49,7 @@ class Endpoint:
 
     Args:
         address: with the port as bound, never 0.
-        has_tls: it is https.
-        takes_proxy: only proxies can talk to it.
+        takes_proxy: it expects the PROXY protocol.
     """
 
     address: TcpAddress | UnixAddress
@@ -70,7 +68,7 @@ class Endpoint:
 
 
 def endpoints_of(sockets: Sequence[ListeningSocket], has_certificate: bool) -> tuple[Endpoint, ...]:
-    """Each once: a name may have several addresses."""
+    """Without duplicates: a host name may have several addresses."""
     endpoints = (
         Endpoint(one.address, has_certificate and not one.bind.is_plain, one.bind.takes_proxy) for one in sockets
     )
@@ -78,7 +76,7 @@ def endpoints_of(sockets: Sequence[ListeningSocket], has_certificate: bool) -> t
 
 
 def banner_lines(facts: BannerFacts) -> list[str]:
-    """The banner, a label and its facts a line; the last line can be pasted into a shell."""
+    """The last line is a command for a shell."""
     engine, limits = facts.engine, facts.engine.limits
     model = f"{engine.model_name}, {format_count(engine.num_parameters)} parameters, {engine.dtype}"
     if engine.is_demonstration:
@@ -100,14 +98,14 @@ def banner_lines(facts: BannerFacts) -> list[str]:
 
 
 def base_url(host: str, port: int, has_tls: bool = False) -> str:
-    """Where this machine reaches a server that listens there: wildcard addresses become loopback ones."""
+    """The URL for clients on this machine: wildcard addresses become loopback addresses."""
     host = WILDCARD_HOSTS.get(host, host)
     scheme = "https" if has_tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def configured_url(config: ServerConfig) -> str | None:
-    """Where this machine would reach a server that has these settings; None: that cannot be told."""
+    """The URL, for clients on this machine, of a server with these settings; None: unknown."""
     for bind in config.all_binds():
         match bind:
             case Bind(address=TcpAddress(host, port), takes_proxy=False) if port:
@@ -116,7 +114,7 @@ def configured_url(config: ServerConfig) -> str | None:
 
 
 def sample_curl(facts: BannerFacts) -> str:
-    """A command that gets an answer when pasted; a key is never shown: it is taken from where it came, or left open."""
+    """A command that asks the server. It never shows a key: the environment variable or a placeholder stands for it."""
     question = {"model": facts.engine.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
     endpoint = min(
         facts.endpoints, key=lambda endpoint: (endpoint.takes_proxy, isinstance(endpoint.address, UnixAddress))
@@ -128,7 +126,7 @@ def sample_curl(facts: BannerFacts) -> str:
         " --cert YOUR_CERTIFICATE --key YOUR_CERTIFICATES_KEY" if facts.needs_certificate and endpoint.has_tls else ""
     )
     key = f' -H "authorization: Bearer {shown_key}"' if facts.num_api_keys or facts.jwt_issuer else ""
-    insecure = " --insecure" if endpoint.has_tls else ""  # the certificate is for another name than this machine's own
+    insecure = " --insecure" if endpoint.has_tls else ""  # the certificate is for the public name
     body = shlex.quote(json.dumps(question))
     return f"curl{insecure}{shown} {_curl_target(endpoint)} -H 'content-type: application/json'{key} -d {body}"
 
@@ -168,7 +166,7 @@ def _auth(facts: BannerFacts) -> str:
 
 
 def public_addresses(endpoints: Sequence[Endpoint]) -> list[str]:
-    """Those that other machines can reach."""
+    """Addresses that other machines can reach."""
     return [
         str(endpoint.address)
         for endpoint in endpoints

@@ -28,22 +28,22 @@ from server.wire.messages import HttpRequest, Peer
 
 logger = logging.getLogger(__name__)
 
-# Fields of ServerConfig; besides, what the files of certificates and of JWTs' keys hold
+# Fields of ServerConfig that a reload applies, beside the files of certificates and of JWTs' keys
 RELOADED = ("tenants", "api_keys", "keys_file")
 SILENT = ("origins", *RELOADED)
 
 
 class Gate:
-    """The callers that are known, and what they have left."""
+    """The known callers and their quotas.
+
+    Args:
+        used_today: tokens that the ledger has for today.
+
+    Raises:
+        StartupError: see load_directory.
+    """
 
     def __init__(self, config: ServerConfig, clock: Clock, used_today: UsedTokens | None = None) -> None:
-        """
-        Args:
-            used_today: what the ledger knows of the day.
-
-        Raises:
-            StartupError: see load_directory.
-        """
         self._config = config
         self._in_force = config  # the last that was reloaded
         self._clock = clock
@@ -53,12 +53,12 @@ class Gate:
         self.quotas = Quotas(lambda: Moment(round(clock.monotonic() * S_NS), int(clock.unix())), used_today)
 
     def start(self) -> None:
-        """Fetch what comes from elsewhere. The loop runs."""
+        """Fetch the issuer's keys. The loop runs."""
         if self._source is not None:
             self._source.refresh()
 
     def _verifier(self, source: KeySource | None) -> JwtVerifier | None:
-        """By the rules of the start: a reload changes the keys alone."""
+        """A verifier with the rules of the start: a reload changes the keys alone."""
         config = self._config
         if source is None:
             return None
@@ -72,7 +72,7 @@ class Gate:
         return JwtVerifier(rules, source, self._clock.unix)
 
     async def identify(self, request: HttpRequest, client: Peer) -> Caller:
-        """Who sent it. Where the key of its JWT may be on its way, it waits for it, KEY_WAIT_S at most.
+        """The caller of a request. If the issuer may have a new key for its JWT, wait for it, KEY_WAIT_S at most.
 
         Raises:
             ServiceError: see Authenticator.identify.
@@ -99,46 +99,46 @@ class Gate:
 
     @property
     def is_shut(self) -> bool:
-        """Callers must say who they are, and nothing that they could show is good."""
+        """Callers must authenticate, and no credential is valid."""
         directory = self.directory
-        names_somebody = self.num_valid_keys or directory.certificates or self._source is not None
-        return not (directory.is_open or names_somebody)
+        has_credentials = self.num_valid_keys or directory.certificates or self._source is not None
+        return not (directory.is_open or has_credentials)
 
     def check_exposure(self, exposed: Sequence[str]) -> None:
         """
         Args:
-            exposed: addresses where other machines reach the server and need no certificate.
+            exposed: addresses where other machines reach the server without a certificate.
 
         Raises:
-            StartupError: there are some, nobody is asked who they are, and --insecure does not say so.
+            StartupError: there are some, callers are not authenticated, and --insecure is not given.
         """
         if not exposed or not self.directory.is_open:
             return
         if not self._config.insecure:
             raise StartupError(
-                f"other machines can reach {', '.join(exposed)}, and nobody is asked who they are",
+                f"other machines can reach {', '.join(exposed)}, and callers are not authenticated",
                 "set STEPLOOP_API_KEY, or --keys-file or [[tenants]] (docs/tenants.md), or --tls-client-ca; or"
-                " --insecure, if everybody who reaches it may use it",
+                " --insecure, if everyone who can reach it may use it",
                 ExitCode.CONFIGURATION,
             )
         logger.warning("anyone who reaches this port can use it, as --insecure says")
 
     def prepare(self, config: ServerConfig) -> Callable[[], None]:
-        """Read and check all that a reload may change, and change nothing yet.
+        """Read and check everything that a reload may change, without changing it yet.
 
-        Returns: what puts it in force, and cannot fail.
+        Returns: a function that puts it in force, and cannot fail.
 
         Raises:
-            StartupError: it is not fit.
+            StartupError: the new configuration is invalid.
         """
-        # A CA or an issuer that the new configuration names is asked at the next start: until then it closes nothing
+        # A new CA or issuer takes effect at the next start, and so does not yet count as authentication
         directory = load_directory(replace(self._config, **{name: getattr(config, name) for name in RELOADED}))
         if directory.is_open and not self.directory.is_open:
-            cause = "the new configuration names no tenants and no keys, and would let everybody in"
+            cause = "the new configuration has no tenants and no keys, and would let everyone in"
             raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)
 
         source, jwks = self._source, self._config.jwks
-        if isinstance(jwks, Path):  # a URL is asked anew, and its keys count until it answers
+        if isinstance(jwks, Path):  # a URL is fetched again; until then its old keys count
             source = KeySource(jwks, self._clock.monotonic)
         verifier = self._verifier(source)
 
@@ -154,7 +154,7 @@ class Gate:
         return apply
 
     def revoke(self) -> None:
-        """A reload is refused: whoever is no longer named, as far as that can be read, is refused all the same."""
+        """A reload has failed: revoke what the new files no longer name, as far as they can be read."""
         before = self.directory
         directory = before.without(self._stated())
         if directory is before:
@@ -190,11 +190,11 @@ class Gate:
 def load_directory(config: ServerConfig) -> Directory:
     """
     Raises:
-        StartupError: the keys file cannot be read, tenants have certificates that nobody is asked for, or --auth asks
-            for what nobody can have.
+        StartupError: the keys file cannot be read; or tenants have certificates, but clients are not asked for any; or
+            --auth is given, but no credential is configured.
     """
     if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
-        cause = f"the tenant {named[0]} has certificates, and clients are asked for none"
+        cause = f"the tenant {named[0]} has certificates, but clients are not asked for any"
         raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
     for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
         if value is not None and config.jwks is None:
@@ -204,17 +204,17 @@ def load_directory(config: ServerConfig) -> Directory:
     directory = make_directory(config.tenants, config.api_keys, records)
     directory = replace(directory, is_open=directory.is_open and config.jwks is None)
     if directory.is_open and config.auth != WAYS and config.tls_client_ca is None:
-        cause = f"--auth {' --auth '.join(config.auth)}, and nothing names a caller: everybody would be let in"
+        cause = f"--auth {' --auth '.join(config.auth)}, but no credential is configured: everyone would be let in"
         fix = (
             "--keys-file, --jwks, or [[tenants]] with certificates and --tls-client-ca (docs/tenants.md); or no --auth"
         )
         raise StartupError(cause, fix, ExitCode.CONFIGURATION)
     if not (directory.is_open or directory.keys or directory.certificates or config.jwks):
-        logger.warning("no key or certificate names a tenant: every request will be refused")
+        logger.warning("no tenant has a key or certificate: every request will be refused")
     return directory
 
 
 def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:
-    """Settings that a reload finds changed and cannot change."""
+    """Changed settings that take effect at the next start only."""
     names = (one.name for one in fields(ServerConfig) if one.name not in SILENT)
     return [name for name in names if getattr(old, name) != getattr(new, name)]

@@ -1,7 +1,6 @@
-"""The `steploop` command: what was typed → what runs, and with what exit code it ends.
+"""The `steploop` command: parses the command line, runs the command, and gives its exit code. Thread: main.
 
-Everything heavy is imported by the command that needs it: --help and --version load no settings, nor torch nor rich.
-Thread: main.
+Each command imports what it needs when it runs: --help and --version load neither settings nor torch nor rich.
 """
 
 import argparse
@@ -10,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Each with its summary, and the file of server/commands whose run(arguments, config) runs it; serve and bench run here
+# Command -> its summary, and the file of server/commands with run(arguments, config); serve and bench run here
 COMMANDS = {
     "serve": ("serve a model over HTTP", None),
     "chat": ("talk to a model in the terminal", "chat"),
@@ -38,14 +38,14 @@ BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuses in the two lines that every refusal here has, instead of a page of usage."""
+    """Reports an error in two lines, as all commands do, instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
         raise StartupError(message, f"{self.prog} --help shows what there is", ExitCode.USAGE)
 
 
 def name_commands() -> tuple[CommandParser, dict[str, CommandParser]]:
-    """The parser of the whole command line, and its commands' own by name, which have no flags yet."""
+    """The parser of the command line, and those of its commands, which have no flags yet."""
     parser = CommandParser(
         prog="steploop",
         description="An LLM inference server in one process: one event loop, one step loop.",
@@ -68,25 +68,25 @@ def name_commands() -> tuple[CommandParser, dict[str, CommandParser]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and give its exit code; --help and --version leave by SystemExit, as argparse has it.
+    """Run a command line and give its exit code.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, where the command has nothing to stop.
+        SystemExit: argparse has printed --help or --version.
+        KeyboardInterrupt: Ctrl-C, if the command does not handle it.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # here, where a reader that has left is no surprise
-    except BrokenPipeError:
-        # whoever read our output has left; the interpreter must not trip over it again when it flushes
+            sys.stdout.flush()  # here, where BrokenPipeError is handled
+    except BrokenPipeError:  # the reader of our output has left; the interpreter's own flush must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
         told = as_startup_error(error)
         lines = ["".join(traceback.format_exception(error)).rstrip()] if "--debug" in argv else []
-        _tell([*lines, *_error_lines(told)], argv)
+        _report([*lines, f"error: {told.cause}", f"fix: {told.fix}"], argv)
         return int(told.exit_code)
 
 
@@ -137,14 +137,12 @@ def _run(argv: list[str]) -> int:
 
 
 def _serve(arguments: argparse.Namespace, config: "ServerConfig") -> int:
-    """Serve until told to stop; refusals go to the log."""
+    from server.commands.command_line import flags_given
     from server.commands.versions import check_floors
+    from server.config_sources import load_config
+    from server.observing.logs import configure_logging, log_everything
 
     check_floors()
-    from server.commands.command_line import flags_given
-    from server.config_sources import load_config
-    from server.observing.logs import configure_logging, log_everything, tell
-
     log = configure_logging(config.log_level, config.log_format)
     log_everything()
     for warning in config.warnings:
@@ -152,12 +150,6 @@ def _serve(arguments: argparse.Namespace, config: "ServerConfig") -> int:
     flags = flags_given(arguments)
     try:
         return run_server(config, lambda: load_config(flags, os.environ))
-    except Exception as error:
-        if arguments.debug:
-            raise
-        told = as_startup_error(error)
-        tell(_error_lines(told), sys.stderr, logging.CRITICAL)
-        return int(told.exit_code)
     finally:
         log.close()
 
@@ -165,10 +157,10 @@ def _serve(arguments: argparse.Namespace, config: "ServerConfig") -> int:
 def run_server(config: "ServerConfig", read_config: "Callable[[], ServerConfig]") -> ExitCode:
     """
     Args:
-        read_config: the configuration as it is now, for SIGHUP.
+        read_config: reads the configuration again, for SIGHUP.
 
     Raises:
-        StartupError: what is wrong, and what to do.
+        StartupError: the server cannot start.
     """
     import faulthandler
 
@@ -179,44 +171,20 @@ def run_server(config: "ServerConfig", read_config: "Callable[[], ServerConfig]"
     from server.process import serve
 
     limit_arenas()
-    faulthandler.enable(_unblocking(sys.stderr))  # a watchdog ends what hangs by SIGABRT: the log has the stacks
+    faulthandler.enable(_unblocking(sys.stderr))  # a watchdog ends a hanging process by SIGABRT: log its stacks
     return uvloop.run(serve(config, engine_loader(config), read_config))
 
 
 def _unblocking(stream: TextIO) -> int | TextIO:
-    """The same file, to write to without a wait for its reader; the stream where that cannot be had."""
+    """The stream's file, opened for writing that does not wait for its reader; the stream itself if it is a socket."""
     try:
         return os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
-    except OSError:  # a socket's: journald's, which reads
+    except OSError:  # a socket, as journald's, which always reads
         return stream
 
 
-def _tell(lines: list[str], argv: list[str]) -> None:
-    """As a server's log has it, before there is one."""
-    if argv[:1] == ["serve"] and "--estimate" not in argv and _told_log_format(argv) == "json":
-        from server.observing.logs import configure_logging, tell
-
-        log = configure_logging("info", "json")
-        tell(lines, sys.stderr, logging.CRITICAL)
-        log.close()
-    else:
-        print("\n".join(lines), file=sys.stderr)
-
-
-def _told_log_format(argv: list[str]) -> str | None:
-    try:
-        from server.config_sources import told_log_format
-    except ImportError:  # a dependency is missing, of which we are about to tell
-        return None
-    return told_log_format(argv, os.environ)
-
-
-def _error_lines(error: StartupError) -> list[str]:
-    return [f"error: {error.cause}", f"fix: {error.fix}"]
-
-
 def as_startup_error(error: Exception) -> StartupError:
-    """Any error as a cause and what to do about it."""
+    """Any error as a cause and a fix."""
     from server.commands.versions import LISTED
 
     if isinstance(error, StartupError):
@@ -228,3 +196,21 @@ def as_startup_error(error: Exception) -> StartupError:
         return StartupError(f"{error.name} is not installed", fix, ExitCode.VERSION)
     cause = f"this is a bug: {type(error).__name__}: {error}"
     return StartupError(cause, "run it again with --debug, and report the traceback", ExitCode.INTERNAL)
+
+
+def _report(lines: list[str], argv: list[str]) -> None:
+    """To stderr; for `serve` as a JSON record if --log-format asks for that."""
+    log_format = None
+    if argv[:1] == ["serve"] and "--estimate" not in argv:
+        with suppress(ImportError):  # a missing dependency may be what we report
+            from server.config_sources import wanted_log_format
+
+            log_format = wanted_log_format(argv, os.environ)
+    if log_format != "json":
+        print("\n".join(lines), file=sys.stderr)
+        return
+    from server.observing.logs import configure_logging, tell
+
+    log = configure_logging("info", "json")
+    tell(lines, sys.stderr, logging.CRITICAL)
+    log.close()

@@ -18,11 +18,11 @@ class Clock:
 class DeadlineTimer:
     """One loop timer for an owner with many deadlines: calls `on_due` once the first of them has passed.
 
-    The deadline may move later without a word: the timer looks again when it fires. When it may have become earlier, or
-    one has appeared, `arm` is to be called. So a deadline that is pushed back a thousand times costs one timer.
+    When the first deadline may have become earlier, or one is new, the owner calls `arm`. One that moves later needs no
+    call, since the timer looks again when it fires: a deadline that is pushed back a thousand times costs one timer.
 
     Args:
-        next_due: the deadline in the loop's seconds, or None.
+        next_due: the first deadline in the loop's seconds, or None.
     """
 
     __slots__ = ("_armed_for", "_handle", "_loop", "_next_due", "_on_due")
@@ -36,7 +36,7 @@ class DeadlineTimer:
         self._loop = loop
         self._next_due = next_due
         self._on_due = on_due
-        # A plain Handle, which knows no `when()`, where uvloop's delay rounds to 0 ms: the due time is kept here
+        # Where uvloop's delay rounds to 0 ms this is a plain Handle without when(): hence _armed_for
         self._handle: asyncio.Handle | None = None
         self._armed_for = 0.0
 

@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
-from server.api.surface import RequestLimits
+from server.api.fields import RequestLimits
 from server.gate.cross_origin import origin_value
-from server.gate.deadlines import Deadlines
 from server.gate.identity import WAYS, way_value
 from server.gate.jwt import JwksUrl, jwks_source
-from server.gate.tenants import Tenant
+from server.gate.tenants import Deadlines, Tenant
 from server.ledger.usage import NO_PRICES, Prices
 from server.listening.clients import (
     FORWARDED,

@@ -1,30 +1,31 @@
-"""Where settings come from, and what is said of those that cannot be taken. Thread: main, at start.
+"""Merges settings from flags, environment and TOML file, and explains what is wrong with one. Thread: main.
 
-Flags win over the environment, the environment over the file, the file over the defaults. Read once, at start.
+Flags win over the environment, the environment over the file, the file over the defaults.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.errors import ExitCode, StartupError
 from server.config import ENVIRONMENT_PREFIX, OLD_OPTIONS, OPTIONS, REPLACED, Option, ServerConfig
-from server.gate.tenants import Tenant, parse_tenants
-from server.ledger.usage import NO_PRICES, parse_prices
-from server.observing.slo import NO_PROMISES, parse_slo
+from server.gate.tenants import parse_tenants
+from server.ledger.usage import parse_prices
+from server.observing.slo import parse_slo
 from server.values import BadValueError, MissingPathError, did_you_mean
 
-_TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}  # what tomllib gives that is no setting's value
+_TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
-TENANTS, PRICES, SLO = "tenants", "prices", "slo"  # the file's tables of these names are no settings
+TENANTS, PRICES, SLO = "tenants", "prices", "slo"  # the file's tables
 _BY_KEY = {option.toml_key: option for option in (*OPTIONS, *OLD_OPTIONS) if option.in_file}
 _BY_FIELD = {option.field_name: option for option in (*OPTIONS, *OLD_OPTIONS)}
 
 
 class Given(NamedTuple):
-    """A value, and the flag, the variable, or the key of the file that gave it."""
+    """A value, and the flag, variable or key of the file that set it."""
 
     value: Any
     origin: str
@@ -40,29 +41,27 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     Raises:
         StartupError: a setting is unknown, malformed or out of range, or the file cannot be read.
     """
-    given = _from_environment(environ) | _from_flags(flags)
-    config_file = given.get("config_file")
-    tenants: tuple[Tenant, ...] = ()
-    prices = NO_PRICES
-    slo = NO_PROMISES
-    if config_file is not None:
+    given = _from_environment(environ)
+    given |= {name: _parse(_BY_FIELD[name], text, _BY_FIELD[name].flag) for name, text in flags.items()}
+    tables: dict[str, Any] = {}
+    if (config_file := given.get("config_file")) is not None:
         path = config_file.value
-        table = _read_toml(path)
-        tenants = parse_tenants(table.pop(TENANTS, []), path)
-        slo = parse_slo(table.pop(SLO, {}), path)
-        prices = parse_prices(table.pop(PRICES, {}), path)
-        given = _from_file(table, path) | given
+        content = _read_toml(path)
+        tables["tenants"] = parse_tenants(content.pop(TENANTS, []), path)
+        tables["slo"] = parse_slo(content.pop(SLO, {}), path)
+        tables["prices"] = parse_prices(content.pop(PRICES, {}), path)
+        given = _from_file(content, path) | given
     warnings = _replace_old(given)
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
-    return ServerConfig(**values, tenants=tenants, prices=prices, slo=slo, origins=origins, warnings=warnings)
+    return ServerConfig(**values, **tables, origins=origins, warnings=warnings)
 
 
 def _replace_old(given: dict[str, Given]) -> tuple[str, ...]:
-    """Put the settings in their place that switches of the last release stand for, and say so.
+    """Replace switches of the last release by the settings that they stand for. Returns a warning for each.
 
     Raises:
-        StartupError: a switch contradicts the setting.
+        StartupError: a switch contradicts its setting.
     """
     warnings = []
     for name, (instead, value) in REPLACED.items():
@@ -70,38 +69,31 @@ def _replace_old(given: dict[str, Given]) -> tuple[str, ...]:
         if old is None or not old.value:
             continue
         flag, now = _BY_FIELD[name].flag, f"{_BY_FIELD[instead].flag} {value}"
-        said = given.setdefault(instead, Given(value, old.origin))
-        if said.value == "auto":
+        new = given.get(instead)
+        if new is None or new.value == "auto":
             given[instead] = Given(value, old.origin)
-        elif said.value != value:
-            cause = f"{_BY_FIELD[instead].flag} {said.value} and {flag} contradict each other"
+        elif new.value != value:
+            cause = f"{_BY_FIELD[instead].flag} {new.value} and {flag} contradict each other"
             raise StartupError(cause, "leave one out", ExitCode.CONFIGURATION)
         warnings.append(f"{old.origin} is an old name, which the next release will not take: use {now}")
     return tuple(warnings)
 
 
-def told_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """--log-format, for what refuses the other settings: of the same sources, as far as they can be read."""
-    told = _typed("--log-format", argv) or environ.get(f"{ENVIRONMENT_PREFIX}LOG_FORMAT")
-    path = Path(_typed("--config", argv) or environ.get(f"{ENVIRONMENT_PREFIX}CONFIG", ""))
-    if told is not None or not path.is_file():
-        return told
-    try:
-        match = re.search(r"""(?m)^\s*log_format\s*=\s*["'](\w+)["']""", path.read_text(errors="replace"))
-    except OSError:
-        return None
-    return match and match[1]
+def wanted_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """--log-format from the same sources, for reporting an error in the other settings; None: not given."""
 
+    def typed(flag: str) -> str | None:
+        values = [word for before, word in pairwise(argv) if before == flag]
+        values += [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]
+        return values[-1] if values else None
 
-def _typed(flag: str, argv: Sequence[str]) -> str | None:
-    """The last of its values."""
-    values = [word for before, word in pairwise(argv) if before == flag]
-    values += [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]
-    return values[-1] if values else None
-
-
-def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Given]:
-    return {name: _parse(_BY_FIELD[name], text, _BY_FIELD[name].flag) for name, text in flags.items()}
+    found = typed("--log-format") or environ.get(f"{ENVIRONMENT_PREFIX}LOG_FORMAT")
+    path = Path(typed("--config") or environ.get(f"{ENVIRONMENT_PREFIX}CONFIG", ""))
+    if found is None and path.is_file():
+        with suppress(OSError):  # the file may not be TOML: look for the line
+            text = path.read_text(errors="replace")
+            found = (re.findall(r"""(?m)^\s*log_format\s*=\s*["'](\w+)["']""", text) or [None])[0]
+    return found
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
@@ -135,30 +127,30 @@ def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    import tomllib  # 7 ms, which --help need not pay
+    import tomllib  # takes 7 ms; most commands read no file
 
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise StartupError(f"{path} is not TOML: {error}", "save it as UTF-8", ExitCode.CONFIGURATION) from error
     except tomllib.TOMLDecodeError as error:
-        line = _line_at_fault(path, str(error))
-        fix = _line_mended(line) or 'write settings as key = value, text in quotes: port = 8080, kv_memory = "2GiB"'
+        line = _bad_line(path, str(error))
+        fix = _line_fix(line) or 'write settings as key = value, text in quotes: port = 8080, kv_memory = "2GiB"'
         raise StartupError(f"{path} is not TOML: {error}", fix, ExitCode.CONFIGURATION) from error
     except OSError as error:
         cause = f"{path} cannot be read: {error.strerror}"
         raise StartupError(cause, f"make it readable: chmod u+r {path}", ExitCode.CONFIGURATION) from error
 
 
-def _line_at_fault(path: Path, error: str) -> str:
-    """As tomllib names it; at the end of the file, the last."""
+def _bad_line(path: Path, error: str) -> str:
+    """The line that tomllib's message names, or the last."""
     number = re.search(r"\(at line (\d+),", error)
     lines = path.read_text(encoding="utf-8").rstrip().split("\n")
     return lines[min(int(number[1]), len(lines)) - 1] if number else lines[-1]
 
 
-def _line_mended(line: str) -> str | None:
-    """What to write in place of `drain_timeout = 60s` or `port: 8000`; None: what it means cannot be told."""
+def _line_fix(line: str) -> str | None:
+    """What to write instead of `drain_timeout = 60s` or `port: 8000`; None: its meaning is unclear."""
     match = re.fullmatch(r"\s*([\w-]+)\s*[=:]\s*([^\"'\[\]{}#]+?)\s*(#.*)?", line)
     option = None if match is None else _BY_KEY.get(match[1].replace("-", "_"))
     if match is None or option is None or option.is_secret:
@@ -169,7 +161,11 @@ def _line_mended(line: str) -> str | None:
 
 
 def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
-    """A TOML value as the text that the other sources would hold; what is no setting's kind is refused."""
+    """A TOML value as the text that a flag would have.
+
+    Raises:
+        StartupError: the value is of a kind that no setting has.
+    """
     if isinstance(value, bool) and option.is_switch:
         return str(value)
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
@@ -177,22 +173,14 @@ def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
     if option.is_list and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
     shown = str(value).lower() if isinstance(value, bool) else _TOML_KINDS.get(type(value), "a date or time")
-    cause = f"{option.toml_key} in {path} is {shown}: it must be {_expected(option, str(value))}"
+    expected = "a list of texts" if option.is_list else "a text in quotes"
+    if not option.is_list:
+        try:
+            option.parse(str(value))  # if the option takes it as text, only the quotes are missing
+        except BadValueError as error:
+            expected = error.expected
+    cause = f"{option.toml_key} in {path} is {shown}: it must be {expected}"
     raise StartupError(cause, _fix(option, None), ExitCode.CONFIGURATION)
-
-
-def _expected(option: Option, text: str) -> str:
-    """What the setting may be, of one whose kind in the file is wrong; in its own words where it would refuse the text.
-
-    A text that it would take, as any name is, lacks its quotes.
-    """
-    if option.is_list:
-        return "a list of texts"
-    try:
-        option.parse(text)
-    except BadValueError as error:
-        return error.expected
-    return "a text in quotes"
 
 
 def _parse(option: Option, text: str | list[str], origin: str) -> Given:

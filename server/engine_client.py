@@ -2,25 +2,27 @@
 
     step's rows ─▶ RequestSequence: text of a token ─▶ its writer, or its request's sink ─▶ the stream's frames
 
-A token has one way. Where its text stands by itself (whole characters that no stop string begins with, nothing to be
-told beside them) the step's loop writes it at once; otherwise the sequence's detokenizer says what may be written.
+A token has one way. Where its text stands by itself (whole characters that begin no stop string, nothing to be told
+beside them) the loop over the step's rows writes it at once; otherwise the sequence's detokenizer says what may be
+written.
 
 The loop decides where text ends: a stop string is found here, a step or more after its token was sampled. The handle
-then drops what came later, tells the engine how many tokens were kept, and cuts the usage to that count, so that the
-same request has the same text and the same usage whatever the timing.
+then drops later tokens, tells the engine how many were kept, and cuts the usage to that count, so that the same request
+has the same text and the same usage whatever the timing.
 """
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
 import msgspec
 
-from core.detokenizer import Detokenizer, TokenTable
+from core.detokenizer import Detokenizer, PlainTexts, TokenTable
 from core.errors import ErrorKind, ServiceError
 from core.types import (
     Cancel,
@@ -48,100 +50,88 @@ from server.wire.messages import TextWriter
 
 logger = logging.getLogger(__name__)
 
-# What is handled before other callbacks of the loop, and the engine thread, get their turn: so many rows, or as many as
-# make so many connections write, whichever comes first. A write costs more than all else of a token, and streams that
-# share a connection share its write. 16, 32, 64, 128, 256 rows cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average
-# over both protocols and 64 and 256 streams (on a busy machine): from 64 on, nothing shows any more.
+# How much is handled before other callbacks of the loop, and the engine thread, get their turn: so many rows, or as
+# many as make so many connections write, whichever comes first. A write costs more than all else of a token, and
+# streams that share a connection share its write. 16, 32, 64, 128, 256 rows cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token,
+# on average over both protocols and 64 and 256 streams: from 64 on the difference is noise.
 SLICE_ROWS = 64
 SLICE_CONNECTIONS = 16
 
+NOT_YET = -math.inf  # before the first text
 LOOK_S, MOST_LOOKS = 0.05, 200  # while the files of a cleared cache are deleted
 _CLEARED = "No request finds now what was computed before"
 
 
 class DeltaSink(Protocol):
-    """Where a request's words go, as they come. Called on the loop, within the delivery of the step; must not block.
+    """Takes a request's output as it comes. Called on the loop, within the delivery of the step; must not block.
 
-    `choice` is the sequence's number among those that share the sink; `now_s` is when the news came, monotonic.
+    `choice` is the sequence's number among those that share the sink; `now_s` is when the output came, monotonic.
     """
 
     def on_begin(self, choice: int, now_s: float) -> None:
-        """The choice's first token is there, and is told next."""
+        """The choice's first token has come; its text follows."""
         ...
 
     def on_text(self, choice: int, text: str) -> None:
-        """New tokens say this, and there is nothing else to tell of them."""
+        """New tokens have this text, and nothing else to tell."""
         ...
 
     def text_writer(self, choice: int) -> TextWriter | None:
-        """What does as on_text(choice, ...) in one call, for a choice that has said something before.
+        """A function that does on_text(choice, ...), for a choice that has had text before.
 
-        Good until the choice has ended or been cancelled. None: not yet; ask again after the next on_text.
+        Valid until the choice has ended or been cancelled. None: not yet; ask again after the next on_text.
         """
         ...
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
-        """The choice has so many tokens: 0 as it is submitted, and later at least its mark.
+        """The choice has so many tokens: 0 when it is submitted, later at least its mark.
 
-        Returns: at how many to call again.
+        Returns: its next mark, the number of tokens at which to call again.
         """
         ...
 
     def on_engine_mark(self, mark: EngineMark) -> None:
-        """How far one of its requests has come, before any token of it."""
+        """One of its requests has passed a stage before its first token."""
         ...
 
     def on_end(self, usage: Usage, error: str | None) -> None:
-        """The request's last news, exactly once. With an error, sequences without a finish reason have failed."""
+        """The request has ended; called exactly once. With an error, sequences without a finish reason have failed."""
         ...
 
 
+@dataclass(slots=True, eq=False)
 class RequestSequence:
-    """One sequence of a request: its tokens, and what they say.
+    """One sequence of a request: its tokens and their text.
 
     Attributes:
-        write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
+        logprobs: of tokens that no text has told of yet; None: none are asked for.
         mark: the sink is told when so many tokens are kept.
-        num_tokens: kept, of those received.
-        num_untold: of these, those that no text has told of yet: half a character, or what may be a stop string.
-        last_s: when its last text came; None before its first.
+        num_tokens: received and kept.
+        num_untold: of these, those whose text is still held back: half a character, or what may become a stop string.
+        last_s: when its last text came.
+        write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
     """
 
-    __slots__ = (
-        "_writer",
-        "choice",
-        "detokenizer",
-        "index",
-        "is_finished",
-        "last_s",
-        "logprobs",
-        "mark",
-        "num_tokens",
-        "num_untold",
-        "plain_texts",
-        "write",
-    )
+    index: int
+    choice: int
+    detokenizer: Detokenizer | ScreenedDetokenizer
+    logprobs: list[TokenLogprobs] | None
+    mark: int
+    num_tokens: int = 0
+    num_untold: int = 0
+    is_finished: bool = False
+    last_s: float = NOT_YET
+    write: TextWriter | None = None
+    plain_texts: PlainTexts = field(init=False)
+    _writer: TextWriter | None = None  # the sink's, once there is one
 
-    def __init__(
-        self, index: int, choice: int, detokenizer: Detokenizer | ScreenedDetokenizer, has_logprobs: bool, mark: int
-    ) -> None:
-        self.index = index
-        self.choice = choice
-        self.detokenizer = detokenizer
-        self.plain_texts = detokenizer.plain_texts
-        self.mark = mark
-        self.num_tokens = 0
-        self.num_untold = 0
-        self.is_finished = False
-        self.logprobs: list[TokenLogprobs] | None = [] if has_logprobs else None
-        self.last_s: float | None = None
-        self.write: TextWriter | None = None
-        self._writer: TextWriter | None = None  # the sink's, once there is one
+    def __post_init__(self) -> None:
+        self.plain_texts = self.detokenizer.plain_texts
 
     def push(self, token_id: int) -> str:
-        """What may be said now."""
+        """The text that may be written now."""
         detokenizer, num_before = self.detokenizer, self.num_tokens
         self.write = None
         detokenizer.num_tokens_kept = num_before  # some have been counted where write was called
@@ -151,7 +141,7 @@ class RequestSequence:
         return text
 
     def tell(self, text: str, sink: DeltaSink) -> None:
-        """Say what a push gave. If nothing is held back, the next token's plain text may go straight to write."""
+        """Write text that came alone. If nothing is held back, the next token's plain text may go straight to write."""
         self.num_untold = 0
         if self._writer is not None:
             self._writer(text)
@@ -162,7 +152,7 @@ class RequestSequence:
             self.write = self._writer
 
     def finish_text(self) -> str:
-        """What was held back; a broken character that ends here may complete a stop string."""
+        """The text still held back; a broken character that ends here may complete a stop string."""
         self.write = None
         self.detokenizer.num_tokens_kept = self.num_tokens
         return self.detokenizer.finish()
@@ -186,41 +176,33 @@ class RequestSequence:
         )
 
 
+@dataclass(slots=True, eq=False)
 class RequestHandle:
     """A submitted request: tokens in, deltas out, until its one terminal chunk.
 
-    A sink that raises has a fault of ours: its request ends with an error, and its neighbours go on.
+    What its sink raises is a bug of ours: EngineClient then calls break_off(), and other requests go on.
 
     Args:
+        post: puts a message into the engine's inbox.
         gaps: observes the seconds from one text of a sequence to the next.
 
     Attributes:
-        cost: nothing until it has ended.
+        cost: set when it ends.
     """
 
-    __slots__ = ("_error", "_gaps", "_has_ended", "_is_cancelled", "_post", "_sink", "cost", "request", "sequences")
-
-    def __init__(
-        self,
-        request: Request,
-        sequences: list[RequestSequence],
-        sink: DeltaSink,
-        post: Callable[[Message], None],
-        gaps: Histogram,
-    ) -> None:
-        self.request = request
-        self.cost = Cost()
-        self.sequences = sequences
-        self._sink = sink
-        self._post = post
-        self._gaps = gaps
-        self._is_cancelled = False
-        self._has_ended = False
-        self._error: str | None = None
+    request: Request
+    sequences: list[RequestSequence]
+    sink: DeltaSink
+    post: Callable[[Message], None]
+    gaps: Histogram
+    cost: Cost = field(default_factory=Cost)
+    _is_cancelled: bool = False
+    _has_ended: bool = False
+    _error: str | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Of its completions, those that have come and are kept."""
+        """Tokens of its completions that have come and are kept."""
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     # What its owner asks.
@@ -235,7 +217,7 @@ class RequestHandle:
                 self._finish(sequence, reason)
 
     def finish(self, reason: FinishReason, now_s: float) -> None:
-        """End all its sequences where they are, and tell it as their ends. Later tokens are dropped."""
+        """End all its sequences where they are, and tell the sink so. Later tokens are dropped."""
         for sequence in self.sequences:
             if not sequence.is_finished:
                 text = sequence.finish_text()
@@ -244,49 +226,46 @@ class RequestHandle:
                 self._tell_delta(sequence, sequence.take_delta(text, end), now_s)
 
     def pause(self) -> None:
-        self._post(Pause(self.request.request_id))
+        self.post(Pause(self.request.request_id))
 
     def resume(self) -> None:
-        self._post(Resume(self.request.request_id))
+        self.post(Resume(self.request.request_id))
 
     # What the engine tells.
 
     def on_token(self, sequence: RequestSequence, token_id: int, now_s: float) -> None:
         """One sampled token, without logprobs and not the last."""
         if not sequence.is_finished:
-            try:
-                self._tell(sequence, sequence.push(token_id), now_s)
-            except Exception:  # whatever a detokenizer or a writer of answers can raise
-                self.break_off()
+            self._tell(sequence, sequence.push(token_id), now_s)
 
     def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:
-        sequence = self.sequences[chunk.index]
-        try:
-            if chunk.prompt_logprobs:
-                self._tell_of_prompt(chunk.prompt_logprobs, now_s)
-            elif not sequence.is_finished:
-                self._take_chunk(sequence, chunk, now_s)
-        except Exception:
-            self.break_off()
+        """Tokens with logprobs, the prompt's logprobs, or the end of a sequence."""
         if chunk.error is not None:
             self._error = chunk.error
+        if chunk.prompt_logprobs:  # told to every sequence: they have one prompt
+            delta = Delta(text="", num_tokens=0, prompt_logprobs=chunk.prompt_logprobs)
+            for sequence in self.sequences:
+                if not sequence.is_finished:
+                    self.sink.on_delta(sequence.choice, delta, now_s)
+        elif not self.sequences[chunk.index].is_finished:
+            self._take_chunk(self.sequences[chunk.index], chunk, now_s)
 
-    def on_engine_mark(self, mark: EngineMark) -> None:
-        self._sink.on_engine_mark(mark)
+    def pass_mark(self, sequence: RequestSequence) -> None:
+        """The sequence has reached its mark."""
+        if not sequence.is_finished:
+            sequence.mark = self.sink.on_mark(sequence.choice, sequence.num_tokens)
 
     def end(self, chunk: TokenChunk) -> None:
-        """The terminal chunk, once it has been told: nothing more will come."""
+        """End by the terminal chunk, after on_chunk(): the engine's usage, with our count of kept tokens.
+
+        The engine may have heard too late of a stop.
+        """
         assert chunk.usage is not None, "it is terminal"
         self.cost = chunk.cost
-        try:
-            usage = self._cut(chunk.usage)
-        except Exception:
-            logger.exception("an answer's tokens cannot be counted", extra={"request_id": self.request.request_id})
-            usage = chunk.usage  # the engine's count
-        self._end(usage, self._error)
+        self._end(msgspec.structs.replace(chunk.usage, num_completion_tokens=self.num_tokens), self._error)
 
     def fail(self, message: str) -> None:
-        """The engine will not tell its end any more: end it here."""
+        """End here: the engine is gone, and no terminal chunk will come."""
         for sequence in self.sequences:
             sequence.end()
         num_kept = self.num_tokens
@@ -295,18 +274,13 @@ class RequestHandle:
         self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
 
     def break_off(self) -> None:
-        """The exception that is handled comes of writing the answer."""
+        """Cancel it for the exception that is being handled, which writing its answer has raised."""
         logger.exception("an answer cannot be written", extra={"request_id": self.request.request_id})
         self._error = "The server failed to write this answer. The fault is not in the request."
         self.cancel(FinishReason.ERROR)
 
-    def pass_mark(self, sequence: RequestSequence) -> None:
-        """It has as many tokens as the sink wanted to know of."""
-        if not sequence.is_finished:
-            sequence.mark = self._sink.on_mark(sequence.choice, sequence.num_tokens)
-
     def _tell(self, sequence: RequestSequence, text: str, now_s: float) -> None:
-        """What its newest tokens say."""
+        """Pass on the text of the newest tokens."""
         if sequence.detokenizer.is_stopped:
             reason = sequence.detokenizer.stop_reason
             self._finish(sequence, reason)
@@ -316,7 +290,7 @@ class RequestHandle:
                 self._tell_delta(sequence, sequence.take_delta(text), now_s)
         elif text:
             self._note_time(sequence, now_s)
-            sequence.tell(text, self._sink)
+            sequence.tell(text, self.sink)
         if sequence.num_tokens >= sequence.mark:
             self.pass_mark(sequence)
 
@@ -332,64 +306,53 @@ class RequestHandle:
         text += sequence.finish_text()
         sequence.end()
         sequence.num_untold += chunk.num_sequence_tokens - sequence.num_tokens
-        sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
+        sequence.num_tokens = chunk.num_sequence_tokens  # a stop id counts, and has no text
         is_stopped = sequence.detokenizer.is_stopped
         reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
         stop_logprobs = None if is_stopped else chunk.stop_logprobs
         self._tell_delta(sequence, sequence.take_delta(text, reason, stop_logprobs), now_s)
 
-    def _tell_of_prompt(self, logprobs: tuple[TokenLogprobs, ...], now_s: float) -> None:
-        """To every sequence: they have one prompt."""
-        delta = Delta(text="", num_tokens=0, prompt_logprobs=logprobs)
-        for sequence in self.sequences:
-            if not sequence.is_finished:
-                self._sink.on_delta(sequence.choice, delta, now_s)
-
     def _tell_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
         if delta.num_tokens:
             self._note_time(sequence, now_s)
-        self._sink.on_delta(sequence.choice, delta, now_s)
+        self.sink.on_delta(sequence.choice, delta, now_s)
 
     def _note_time(self, sequence: RequestSequence, now_s: float) -> None:
         last_s, sequence.last_s = sequence.last_s, now_s
-        if last_s is None:
-            self._sink.on_begin(sequence.choice, now_s)
+        if last_s == NOT_YET:
+            self.sink.on_begin(sequence.choice, now_s)
         else:
-            self._gaps.observe(now_s - last_s)
+            self.gaps.observe(now_s - last_s)
 
     def _finish(self, sequence: RequestSequence, reason: FinishReason) -> None:
         sequence.end()
-        self._post(Cancel(self.request.request_id, reason, sequence.index, sequence.num_tokens))
+        self.post(Cancel(self.request.request_id, reason, sequence.index, sequence.num_tokens))
 
     def _end(self, usage: Usage, error: str | None) -> None:
         if self._has_ended:
             return
         self._has_ended = True
         try:
-            self._sink.on_end(usage, error)
-        except Exception:  # it was its last news: there is nothing left to cancel
+            self.sink.on_end(usage, error)
+        except Exception:  # there is nothing left to cancel
             logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
-
-    def _cut(self, usage: Usage) -> Usage:
-        """The engine's usage with our count of tokens kept: of a stop it may have heard too late."""
-        return msgspec.structs.replace(usage, num_completion_tokens=self.num_tokens)
 
 
 @dataclass(slots=True)
 class LoopWork:
-    """What the loop has done for tokens since the start: text, stop strings, events. Measured once a slice of many."""
+    """What the loop has spent on tokens since the start: text, stop strings, events. Measured once a slice."""
 
     num_tokens: int = 0
     busy_s: float = 0.0
 
     def cost_s(self, since: tuple[int, float], num_tokens: int) -> float:
-        """What so many tokens have cost, at the mean price since then: (num_tokens, busy_s) as they were."""
+        """The cost of so many tokens, at the mean price since then: (num_tokens, busy_s) as they were."""
         num, busy_s = self.num_tokens - since[0], self.busy_s - since[1]
         return busy_s * num_tokens / num if num else 0.0
 
 
 class WriteQueue(Protocol):
-    """Where deltas end up: the connections, each with what it has to write. WriteBatch implements it."""
+    """The connections that deltas are written to. WriteBatch implements it."""
 
     @property
     def num_writes(self) -> int:
@@ -397,18 +360,19 @@ class WriteQueue(Protocol):
         ...
 
     def flush_all(self) -> None:
-        """Write what there is."""
+        """Write what is waiting."""
         ...
 
 
+@dataclass(slots=True, eq=False)
 class EngineClient:
     """Turns requests into deltas, over an engine thread's inbox and outbox.
 
     Args:
         post: puts a message into the engine's inbox.
-        table: what the model's tokens say.
+        table: the text of the model's tokens.
         full_table: likewise, special tokens by their names.
-        output: of all connections; flushed after each slice.
+        output: flushed after each slice.
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
         on_delivered: called for each delivery once it has been told in full.
@@ -418,33 +382,23 @@ class EngineClient:
         stats: the engine's latest.
     """
 
-    def __init__(
-        self,
-        post: Callable[[Message], None],
-        table: TokenTable,
-        full_table: TokenTable,
-        output: WriteQueue,
-        call_soon: Callable[[Callable[[], None]], object],
-        clock: Callable[[], float],
-        on_delivered: Callable[[], None],
-        gaps: Histogram,
-    ) -> None:
-        self.stats = EngineStats()
-        self.work = LoopWork()
-        self._post = post
-        self._table = table
-        self._full_table = full_table
-        self._output = output
-        self._call_soon = call_soon
-        self._clock = clock
-        self._on_delivered = on_delivered
-        self._gaps = gaps
-        self._handles: dict[str, RequestHandle] = {}
-        self._deliveries: deque[StepDelivery] = deque()
-        self._next_row = 0  # of the first delivery
-        self._error: ServiceError | None = None
-        self._inspections: deque[tuple[int, asyncio.Future[EngineSnapshot]]] = deque()  # not yet answered, by serial
-        self._num_inspections = 0
+    post: Callable[[Message], None]
+    table: TokenTable
+    full_table: TokenTable
+    output: WriteQueue
+    call_soon: Callable[[Callable[[], None]], object]
+    clock: Callable[[], float]
+    on_delivered: Callable[[], None]
+    gaps: Histogram
+    stats: EngineStats = field(default_factory=EngineStats)
+    work: LoopWork = field(default_factory=LoopWork)
+    _handles: dict[str, RequestHandle] = field(default_factory=dict)
+    _deliveries: deque[StepDelivery] = field(default_factory=deque)
+    _next_row: int = 0  # of the first delivery
+    _error: ServiceError | None = None
+    # Not yet answered, by serial
+    _inspections: deque[tuple[int, asyncio.Future[EngineSnapshot]]] = field(default_factory=deque)
+    _num_inspections: int = 0
 
     def submit(
         self,
@@ -459,39 +413,30 @@ class EngineClient:
         Args:
             continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
             first_choice: the number of its first sequence; the others follow.
-            forbidden: what ends the text of a sequence that says it, with content_filter.
+            forbidden: ends the text of a sequence where it matches, with content_filter.
 
         Raises:
             ServiceError: the engine has failed.
         """
         if self._error is not None:
             raise self._error
-        has_logprobs = request.sampling.num_logprobs is not None
-        sequences = [
-            RequestSequence(
-                i,
-                first_choice + i,
-                self._detokenizer(request, continues_text, forbidden),
-                has_logprobs,
-                sink.on_mark(first_choice + i, 0),
-            )
-            for i in range(request.num_sequences)
-        ]
-        handle = RequestHandle(request, sequences, sink, self._post, self._gaps)
-        self._handles[request.request_id] = handle
-        self._post(Submit(request))
+        sampling = request.sampling
+        table = self.table if sampling.skip_special_tokens else self.full_table
+        sequences = []
+        detokenizer: Detokenizer | ScreenedDetokenizer
+        for i in range(request.num_sequences):
+            choice = first_choice + i
+            logprobs: list[TokenLogprobs] | None = None if sampling.num_logprobs is None else []
+            detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens)
+            if forbidden:
+                detokenizer = ScreenedDetokenizer(detokenizer, TextScreen(forbidden))
+            sequences.append(RequestSequence(i, choice, detokenizer, logprobs, sink.on_mark(choice, 0)))
+        handle = self._handles[request.request_id] = RequestHandle(request, sequences, sink, self.post, self.gaps)
+        self.post(Submit(request))
         return handle
 
-    def _detokenizer(
-        self, request: Request, continues_text: bool, forbidden: Sequence[Matcher]
-    ) -> Detokenizer | ScreenedDetokenizer:
-        sampling = request.sampling
-        table = self._table if sampling.skip_special_tokens else self._full_table
-        detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens)
-        return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
-
     def inspect(self) -> Awaitable[EngineSnapshot]:
-        """What the engine is at, after all that was asked of it before.
+        """The engine's state, after all that was asked of it before.
 
         Raises:
             ServiceError: the engine has failed.
@@ -501,17 +446,17 @@ class EngineClient:
         self._num_inspections += 1
         future: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
         self._inspections.append((self._num_inspections, future))
-        self._post(Inspect(self._num_inspections))
+        self.post(Inspect(self._num_inspections))
         return future
 
     async def clear_cache(self) -> None:
-        """Let no request find what was computed before now, after a restart neither. Returns once that is so.
+        """Let no request, even after a restart, find what was computed before now. Returns once that is so.
 
         Raises:
-            ServiceError: the engine has failed; or no request finds it now, but one after a restart may: some of its
-                files could not be deleted, or not in time.
+            ServiceError: the engine has failed; or a request after a restart may still find some of it, for its files
+                could not be deleted, or not in time.
         """
-        self._post(ClearCache())
+        self.post(ClearCache())
         store = (await self.inspect()).store
         for _ in range(MOST_LOOKS):
             if not store.is_deleting:
@@ -529,16 +474,16 @@ class EngineClient:
             raise ServiceError(ErrorKind.ENGINE, message, "cache_files_undeleted")
 
     def deliver(self, delivery: StepDelivery) -> None:
-        """Take one step's news: the first slice of it now, the others in turn with the loop's other work."""
-        if self._error is not None:  # all requests have been ended: nobody is left to be told
-            self._on_delivered()
+        """Take one step's output: the first slice of it now, the others in turn with the loop's other work."""
+        if self._error is not None:  # all requests have been ended
+            self.on_delivered()
             return
         self._deliveries.append(delivery)
         if len(self._deliveries) == 1:
             self._deliver_slice()
 
     def fail(self, message: str) -> None:
-        """The engine is gone: end every request it has not answered, refuse those to come. Idempotent."""
+        """The engine is gone: end every request, and refuse new ones. Idempotent."""
         while self._deliveries:
             self._deliver_slice()
         self._error = ServiceError(ErrorKind.ENGINE, message, "engine_error")
@@ -549,28 +494,28 @@ class EngineClient:
             _, future = self._inspections.popleft()
             if not future.done():
                 future.set_exception(self._error)
-        self._output.flush_all()
+        self.output.flush_all()
 
     def _deliver_slice(self) -> None:
         if not self._deliveries:
             return
         try:
-            now_s = self._clock()
+            now_s = self.clock()
             self._take_slice(self._deliveries[0], now_s)
-            self.work.busy_s += self._clock() - now_s
-        except Exception:  # of no request, for those are ended by what they raise; the rows behind are still to be told
-            logger.exception("a step's news cannot be accounted for")
+            self.work.busy_s += self.clock() - now_s
+        except Exception:  # of no single request: those are broken off below. The rows behind are still to be told
+            logger.exception("a step's output cannot be accounted for")
         finally:
-            self._output.flush_all()
+            self.output.flush_all()
         if self._deliveries:
-            self._call_soon(self._deliver_slice)
+            self.call_soon(self._deliver_slice)
 
     def _take_slice(self, delivery: StepDelivery, now_s: float) -> None:
         start, num_rows = self._next_row, len(delivery.token_ids)
         if delivery.marks and start == 0:
             for mark in delivery.marks:
                 try:
-                    self._handles[mark.request_id].on_engine_mark(mark)
+                    self._handles[mark.request_id].sink.on_engine_mark(mark)
                 except Exception:
                     self._break_off(mark.request_id)
         if start < num_rows:
@@ -586,10 +531,10 @@ class EngineClient:
                 if delivery.snapshot is not None:
                     self._answer_inspections(delivery.snapshot)
             finally:
-                self._on_delivered()  # or the engine would wait for it
+                self.on_delivered()  # or the engine would wait for it
 
     def _break_off(self, request_id: str) -> None:
-        """What is being handled was raised where the request was told of something: it ends, and no other does."""
+        """End the request whose output has raised the exception that is being handled."""
         handle = self._handles.get(request_id)
         if handle is None:
             logger.exception("the engine tells of a request that is not in progress", extra={"request_id": request_id})
@@ -597,14 +542,14 @@ class EngineClient:
             handle.break_off()
 
     def _deliver_rows(self, delivery: StepDelivery, row: int, now_s: float) -> None:
-        """A slice of them, from this one on; _next_row says how far it has come."""
-        handles, output = self._handles, self._output
+        """Deliver a slice of the rows, from this one on. Advances _next_row."""
+        handles, output = self._handles, self.output
         last = min(row + SLICE_ROWS, len(delivery.token_ids))
         most_writes = output.num_writes + SLICE_CONNECTIONS
         columns = delivery.request_ids[row:last], delivery.indexes[row:last], delivery.token_ids[row:last]
         rows = zip(*columns, strict=True)
         before_s, num_alike = 0.0, 0  # neighbours' last texts mostly came at one time: so many at this one
-        # One row makes one write at most: so many can be handled before it is worth a look
+        # One row makes one write at most: so many can be handled before the count is worth a look
         while row < last and (num_rows := most_writes - output.num_writes) > 0:
             num_rows = min(num_rows, last - row)
             row = self._next_row = row + num_rows
@@ -624,9 +569,8 @@ class EngineClient:
                         handle.on_token(sequence, token_id, now_s)
                         continue
                     if sequence.last_s != before_s:
-                        assert sequence.last_s is not None, "who has a writer has said something"
                         if num_alike:
-                            self._gaps.observe(now_s - before_s, num_alike)
+                            self.gaps.observe(now_s - before_s, num_alike)
                         before_s, num_alike = sequence.last_s, 0
                     num_alike += 1
                     sequence.last_s = now_s
@@ -634,10 +578,10 @@ class EngineClient:
                     write(text)
                     if num_tokens >= sequence.mark:
                         handle.pass_mark(sequence)
-                except Exception:  # whatever a writer of answers can raise
+                except Exception:  # whatever a detokenizer or a writer of answers can raise
                     self._break_off(request_id)
         if num_alike:
-            self._gaps.observe(now_s - before_s, num_alike)
+            self.gaps.observe(now_s - before_s, num_alike)
 
     def _deliver_chunks(self, chunks: Sequence[TokenChunk], now_s: float) -> None:
         for chunk in chunks:
@@ -654,5 +598,5 @@ class EngineClient:
     def _answer_inspections(self, snapshot: EngineSnapshot) -> None:
         while self._inspections and self._inspections[0][0] <= snapshot.serial:
             _, future = self._inspections.popleft()
-            if not future.done():  # else who asked is gone
+            if not future.done():  # its caller may have left
                 future.set_result(snapshot)

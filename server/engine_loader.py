@@ -136,7 +136,7 @@ def _load(
         context_origin=config.context_origin,
         limits=runner.limits,
     )
-    check = runner.check if isinstance(runner, ParallelRunner) else None
+    check = runner.followers.check if isinstance(runner, ParallelRunner) else None
     idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
     computing: Runner[Any] = runner
     loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)

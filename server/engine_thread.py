@@ -1,6 +1,7 @@
-"""The thread around core.engine: how it is built, woken, and ended. The only one that the loop talks to.
+"""The engine thread: builds core.engine, steps it, wakes it, ends it.
 
-The two crossings: the inbox (a deque and a wake-up) and the outbox (one call_soon_threadsafe per step).
+Two crossings connect it to the loop: the inbox (a deque and a wake-up) and the outbox (one call_soon_threadsafe per
+step).
 """
 
 import threading
@@ -16,32 +17,32 @@ from core.types import Message, StepDelivery
 
 Inbox = deque[Message]
 
-# Steps whose news the loop has not told in full: the engine waits for room, rather than let them pile up where the loop
-# is slower than the steps. More than one, so that a loop that is late for a moment delays no step.
+# Deliveries that the loop has not handled in full: at so many the engine waits, so that none pile up where the loop is
+# slower than the steps. More than one, so that a loop that is late for a moment delays no step.
 MAX_DELIVERIES = 4
 
 
 class Loaded(Protocol):
-    """What loading has made: the engine, and what the loop wants to know of it."""
+    """The result of loading: the engine, and what the loop reads of it."""
 
     @property
     def engine(self) -> Engine: ...
 
 
 class EngineEvents(Protocol):
-    """What the loop is told. Each runs on the loop."""
+    """Receives the thread's events. Each method runs on the loop."""
 
     def on_ready(self, loaded: Any) -> None:
-        """The engine is built; this is what build() has made."""
+        """The engine is built; `loaded` is what build() has returned."""
         ...
 
     def on_delivery(self, delivery: StepDelivery) -> None: ...
 
     def on_beat(self, gil_wait_s: float) -> None:
-        """The engine is between two steps, as ask_for_beat() has asked.
+        """The engine is between two steps: the answer to ask_for_beat().
 
         Args:
-            gil_wait_s: what its thread waited for the interpreter, coming back from a call that had let go of it.
+            gil_wait_s: how long its thread has just waited for the GIL.
         """
         ...
 
@@ -51,13 +52,12 @@ class EngineEvents(Protocol):
 
 
 class EngineThread:
-    """Steps an engine for as long as it has work, sleeps while it has none: until a message, or until work is due.
+    """Steps an engine while it has work; otherwise sleeps until a message comes or work is due.
 
     Args:
-        build: makes the engine, on its thread: imports torch, loads weights. Takes the inbox, and where to deliver.
+        build: makes the engine on its thread (imports torch, loads weights) from the inbox and the delivery function.
 
-    Thread: post(), on_delivered(), ask_for_beat(), start(), stop() and wait_stopped() belong to the loop, the rest to
-    the engine.
+    Thread: public methods belong to the loop, the rest to the engine.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EngineThread:
         self._loop = loop
         self._inbox: Inbox = deque()
         self._wake_up = threading.Event()
-        self._room: SimpleQueue[None] = SimpleQueue()  # a semaphore that is no Python code, for it is passed each step
+        self._room: SimpleQueue[None] = SimpleQueue()  # a semaphore in C: it is passed each step
         for _ in range(MAX_DELIVERIES):
             self._room.put(None)
         self._is_stopping = False
@@ -86,19 +86,19 @@ class EngineThread:
         self._wake_up.set()
 
     def on_delivered(self) -> None:
-        """One more delivery has been told in full."""
+        """One more delivery has been handled in full."""
         self._room.put(None)
 
     def ask_for_beat(self) -> None:
-        """Have the loop told once no step runs: at once when there is none, never when it hangs."""
+        """Call on_beat once no step runs: at once when idle, never when a step hangs."""
         self._owes_beat = True
         self._wake_up.set()
 
     def stop(self) -> None:
-        """Ask the thread to end after its current step. What is unfinished then gets no answer from here."""
+        """Ask the thread to end after its current step. Unfinished requests get no more deliveries."""
         self._is_stopping = True
         self._wake_up.set()
-        self._room.put(None)  # what is delivered yet may never be told
+        self._room.put(None)  # the loop may never handle the last deliveries
 
     def wait_stopped(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -114,7 +114,7 @@ class EngineThread:
 
     def _step_until_stopped(self, engine: Engine) -> None:
         while True:
-            self._wake_up.clear()  # before the inbox and the flag are read: what comes later wakes us
+            self._wake_up.clear()  # before the inbox and the flag are read: later messages wake the thread
             while not self._is_stopping and engine.step():
                 self._beat()
             if self._is_stopping:
@@ -127,7 +127,7 @@ class EngineThread:
         if self._owes_beat:
             self._owes_beat = False
             before_s = time.perf_counter()
-            time.sleep(0)  # lets go of the interpreter, as every wait for a device does, and asks for it back
+            time.sleep(0)  # gives up the GIL, as every wait for a device does, and takes it again
             self._tell(self._events.on_beat, time.perf_counter() - before_s)
 
     def _deliver(self, delivery: StepDelivery) -> None:
@@ -137,5 +137,5 @@ class EngineThread:
     def _tell(self, callback: Callable[..., None], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop has closed while this step ran: nobody listens any more
+        except RuntimeError:  # the loop was closed while this step ran
             self._is_stopping = True

@@ -2,12 +2,12 @@
 
     body → call, prompts → requests → engine → texts → bytes → end
 
-`Generation.run` is the request's task. It waits three times: for the body, for long prompts to be tokenized elsewhere,
-and for the end. In between no task runs: the engine client calls the generation with each text, which is written into
-the stream. What a generation does next depends on its state alone, and TABLE says all that it may do.
+`Generation.run` is the request's task. It waits three times: for the body, for long prompts to be tokenized on another
+thread, and for the end. In between no task runs: the engine client calls the generation with each text, which goes
+through its output into the stream. What a generation does on an event depends on its state alone: see TABLE.
 
-With a ledger, nothing is written into the stream before the ledger has the reservation, and nothing ends well before it
-has the settlement. Without one, both are at once.
+With a ledger, nothing is written into the stream before the ledger has the reservation, and no answer is completed
+before it has the settlement. Without one, both are at once.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
-from server.api.replies import WIRE_REASONS, cut_short, status_of
-from server.api.surface import Surface
+from server.api.replies import WIRE_REASONS, Surface, cut_short, status_of
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
-from server.engine_client import EngineClient, RequestHandle, RequestSequence
+from server.engine_client import NOT_YET, EngineClient, RequestHandle, RequestSequence
 from server.gate.admission import Admission, Contender, Place
-from server.gate.deadlines import Deadlines, OwnDeadlineExceeded
 from server.gate.quota import NEVER, Allowance, Ticket
+from server.gate.tenants import Deadlines, OwnDeadlineExceeded
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, Ledger, Subject, unavailable
@@ -49,15 +49,15 @@ NEWS_EVERY_S = 0.1  # at most, of a place in the queue
 
 
 class State(enum.Enum):
-    """Where a generation is. From RESERVING until SETTLING its answer is open: it can still be broken off."""
+    """Where a generation is. From RESERVING to SETTLING its answer is open: it can still be broken off."""
 
     READING = enum.auto()  # its body comes
     PREPARING = enum.auto()  # its body becomes requests, perhaps on another thread
-    RESERVING = enum.auto()  # the engine has the requests; what it says is withheld until the ledger has them, too
+    RESERVING = enum.auto()  # the engine has the requests; output is withheld until the ledger has them, too
     QUEUED = enum.auto()  # the stream may be written, and no token has come
     STREAMING = enum.auto()  # tokens come
-    SETTLING = enum.auto()  # the engine has said its last; what is whole waits until the ledger has it
-    ENDING = enum.auto()  # broken off, or its client has left: the engine has yet to say its last
+    SETTLING = enum.auto()  # the engine is done; the end of the answer waits until the ledger has it
+    ENDING = enum.auto()  # broken off, or its client has left: the engine is not done yet
     DONE = enum.auto()  # nothing more is written
 
 
@@ -68,23 +68,23 @@ class Event(enum.Enum):
     PREPARED = enum.auto()
     RESERVED = enum.auto()  # durably, if there is a ledger
     FIRST_TOKEN = enum.auto()
-    ENGINE_DONE = enum.auto()  # each of its requests has had its last news
-    SETTLED = enum.auto()  # likewise
+    ENGINE_DONE = enum.auto()  # each of its requests has ended
+    SETTLED = enum.auto()  # durably, if there is a ledger
     BROKEN_OFF = enum.auto()  # by an error: a deadline, a DELETE, an engine's fault, the end of the process
     CLIENT_GONE = enum.auto()
     CLOSED = enum.auto()  # its task ends, well or by an exception
 
 
-Row = dict[Event, tuple[State, str | None]]  # the next state, and what is done there: a method of Generation
+Row = dict[Event, tuple[State, str | None]]  # the next state, and its action: a method of Generation
 
-# While the engine has its requests, and the answer is open
+# While the engine has its requests and the answer is open
 _GOES_ON: Row = {
     Event.ENGINE_DONE: (State.SETTLING, "_settle"),
     Event.BROKEN_OFF: (State.ENDING, "_break_off"),
     Event.CLIENT_GONE: (State.ENDING, "_lose_client"),
     Event.CLOSED: (State.ENDING, "_abandon"),
 }
-TABLE: dict[State, Row] = {  # an event that has no place in its state's row is a bug
+TABLE: dict[State, Row] = {  # an event that is not in its state's row is a bug
     State.READING: {
         Event.BODY_READ: (State.PREPARING, None),
         Event.CLOSED: (State.DONE, None),
@@ -131,7 +131,7 @@ T = TypeVar("T")
 
 
 class Offload(Protocol):
-    """Runs long work off the loop; what the work raises, the awaiter gets."""
+    """Runs long work off the loop. The awaiter gets what the work raises."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
@@ -142,7 +142,7 @@ class Generations:
 
     Args:
         deadlines: of requests whose tenants have none of their own.
-        active: those whose requests are with the engine or were, by our request id.
+        active: those that have been prepared, by our request id.
     """
 
     reader: PromptReader
@@ -156,33 +156,20 @@ class Generations:
     idempotency: Idempotency
     ledger: Ledger | None = None
     active: dict[str, "Generation"] = field(default_factory=dict)
-    _farewell: ServiceError | None = None  # told to those who come, or whose bodies come, after fail_all
+    _farewell: ServiceError | None = None  # after fail_all: of requests and bodies that come too late
 
     def __post_init__(self) -> None:
         self.metrics.num_active = self.active.__len__
-
-    async def generate(
-        self, surface: Surface, stream: HttpStream, request_id: str, timings: StageClock, ticket: Ticket
-    ) -> Outcome:
-        """Answer one generation request.
-
-        Args:
-            ticket: whose request it is, and what may still be asked for; its caller lets it in and out.
-
-        Raises:
-            ServiceError: nothing of the answer has been sent yet.
-        """
-        return await Generation(self, surface, stream, request_id, timings, ticket).run()
 
     async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
         """
         Args:
             sharing_name: the caller's.
-            most_bytes: that what is asked for can need, where that is less than any body may have.
+            most_bytes: a lower limit than that of all bodies.
 
         Raises:
-            ServiceError: there is no room for it, which is told before it is read where its head says how long it is;
-                or see HttpStream.read_body.
+            ServiceError: there is no room for it: before it is read, if its head says how long it is. Or see
+                HttpStream.read_body.
             ClientDisconnected: the peer left.
         """
         declared = stream.request.header(b"content-length")
@@ -190,7 +177,7 @@ class Generations:
         return await stream.read_body(round(min(self.max_body_bytes, most_bytes)), sharing_name)
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Do what takes as long as the body is large: here, or off the loop if that would stall every stream."""
+        """Do work that takes longer the larger the body is: here, or off the loop if it would stall every stream."""
         if num_bytes < OFFLOAD_BYTES:
             return work()
         return await self.offload(work)
@@ -198,7 +185,7 @@ class Generations:
     def check_open(self) -> None:
         """
         Raises:
-            ServiceError: the process ends, or the ledger takes no writes.
+            ServiceError: the process is ending, or the ledger takes no writes.
         """
         if self._farewell is not None:
             raise self._farewell
@@ -211,12 +198,12 @@ class Generations:
             self.active[request_id].fail(error)
 
     def cancel(self, request_id: str, tenant: str | None) -> bool:
-        """End a generation at its owner's wish, or an operator's.
+        """End a generation as its owner or an operator asks.
 
         Args:
-            tenant: None: of any.
+            tenant: None: any.
 
-        Returns: False: the tenant has none of that id whose answer is still open.
+        Returns: whether the tenant has one of that id whose answer is still open.
         """
         generation = self.active.get(request_id)
         if generation is None or tenant not in (None, generation.tenant) or generation.state not in OPEN:
@@ -225,22 +212,22 @@ class Generations:
         return True
 
     def fail_all(self, error: ServiceError) -> None:
-        """Break off every generation in progress, each with its error event or answer; none begins after it."""
+        """Break off every generation in progress, each with an error event or answer, and let none begin."""
         self._farewell = error
         for request_id, generation in list(self.active.items()):
             try:
                 generation.fail(error)
-            except Exception:  # the others are to be told as well
+            except Exception:  # go on with the others
                 logger.exception("an answer cannot be broken off", extra={"request_id": request_id})
 
 
 class _Excuse(NamedTuple):
-    """Why the next token of a choice may come later.
+    """Time that does not count towards the inter-token deadline of a choice.
 
     Args:
-        last_s: when its last text came: with the next one, there is no excuse left.
-        excused_s: what does not count of the time since then.
-        num_untold: tokens without a text, when it was looked at.
+        last_s: when the choice's last text came: newer text ends the excuse.
+        excused_s: seconds since then that do not count.
+        num_untold: tokens without a text when the excuse was given.
     """
 
     last_s: float
@@ -251,11 +238,14 @@ class _Excuse(NamedTuple):
 class Generation:
     """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
 
+    Args:
+        ticket: the caller and its quotas; who makes the generation lets it in and out.
+
     Attributes:
-        tenant: whose it is, by name.
+        tenant: its owner's name.
     """
 
-    # Known once it is prepared
+    # Set once it is prepared
     _output: Output
     _place: Place
     _deadlines: Deadlines
@@ -282,27 +272,27 @@ class Generation:
         self._clock = shared.clock.monotonic
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self._error: ServiceError | None = None  # that has broken it off
-        # What the engine has and has told
-        self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
+        # With the engine
+        self._work_before = (0, 0.0)  # the loop's work on tokens of all requests, when this one was submitted
         self._handles: list[RequestHandle] = []
-        self._usages: list[Usage] = []  # of the handles whose last news has come
+        self._usages: list[Usage] = []  # of the handles that have ended
         self._reasons: list[FinishReason] = []  # of the choices that have ended
         self._withheld: list[tuple[int, str | Delta]] = []  # in RESERVING
-        # What is owed to the quota and the ledger
+        # With the quota and the ledger
         self._allowance: Allowance | None = None  # where there is a quota
         self._entry: Entry | None = None  # where there is a ledger
         self._is_written = False  # its end has been handed to the ledger
         self._is_unsettled = False  # and could not be written
-        # What it owes its reader, and when: _dues
+        # What is due when: see _dues
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
         self._num_talking = 0  # choices that have begun and not ended
         self._num_pauses = 0  # by a slow reader, by an empty quota
         self._paused_since_s: float | None = None
         self._excuses: dict[int, _Excuse] = {}  # by choice
-        self._last_said_s = self._loop.time()  # but for the texts of tokens
+        self._last_said_s = self._loop.time()  # when something other than text went out
         self._news_due_s = math.inf
-        self._news = ""  # as it was told last
-        self._num_prefilled: int | None = None  # tokens, once the engine computes the first prompt
+        self._news = ""  # the last that was told
+        self._num_prefilled: int | None = None  # tokens of the first prompt, once the engine computes it
 
     # Its task: from READING to RESERVING, and the end.
 
@@ -321,7 +311,7 @@ class Generation:
         shared, stream, tenant = self._shared, self._stream, self._ticket.caller.tenant
         sharing_name = self._ticket.caller.sharing_name
         shared.check_open()
-        # As it would be for the most that the body can ask for
+        # With the best class and deadline that the body may ask for
         contender = Contender(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
         shared.admission.check_in_time(contender, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
         self._timings.enter(Stage.BODY, self._clock())
@@ -331,10 +321,10 @@ class Generation:
         if claim is None:
             return await self._answer(body)
         if claim.stored is not None:
-            await self._prepare(body)  # what may be asked is judged as it is now
+            await self._prepare(body)  # the call is checked by today's rules, too
             self._timings.enter(Stage.ANSWER, self._clock())
             replay(stream, claim.stored, answer_headers(self._timings))
-            return Outcome(Usage(0, 0))  # of a replay
+            return Outcome(Usage(0, 0))  # usage of a replay
         recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
         stream.move_to(recording)
         try:
@@ -347,12 +337,13 @@ class Generation:
 
     async def _answer(self, body: bytes) -> Outcome:
         shared = self._shared
-        self._place = shared.admission.enter(self._ticket.caller.sharing_name, len(body))  # others came meanwhile
+        # It can refuse, as other requests came while the body did
+        self._place = shared.admission.enter(self._ticket.caller.sharing_name, len(body))
         try:
             self._prepared = await self._prepare(body)
             self._timings.enter(Stage.QUOTA, self._clock())
-            shared.check_open()  # again: the end may have come meanwhile
-            self._make_answer()
+            shared.check_open()  # again: the process may be ending now
+            self._open_answer()
             shared.active[self._request_id] = self
             try:
                 self._on(Event.PREPARED)
@@ -373,17 +364,17 @@ class Generation:
         finally:
             self._timings.take_over(marks)
 
-    def _make_answer(self) -> None:
-        call, stream, place = self._prepared.call, self._stream, self._place
-        self._shared.metrics.count_unknown_fields(call.unknown_fields)
-        tenants = self._shared.deadlines.replaced_by(self._ticket.caller.tenant.deadlines)
+    def _open_answer(self) -> None:
+        shared, call, stream = self._shared, self._prepared.call, self._stream
+        shared.metrics.count_unknown_fields(call.unknown_fields)
+        tenants = shared.deadlines.replaced_by(self._ticket.caller.tenant.deadlines)
         self._deadlines = tenants.narrowed_by(call.deadlines)
-        context = self._shared.reader.reply_context(self._prepared, self._request_id)
+        context = shared.reader.reply_context(self._prepared, self._request_id)
         output_type = StreamedOutput if call.is_stream else WholeOutput
         self._output = output_type(self._surface, call, context, stream, self._timings)
-        stream.on_disconnect = self.on_disconnect
+        stream.on_disconnect = partial(self._on, Event.CLIENT_GONE)
         stream.on_blocked, stream.on_unblocked = self.on_blocked, self.on_unblocked
-        place.end = self.fail
+        self._place.end = self.fail
 
     def _outcome(self, usage: Usage) -> Outcome:
         is_refused = self._entry is not None and self._entry.state is EntryState.UNRESERVED
@@ -392,12 +383,12 @@ class Generation:
             self._shared.metrics.finished.update(self._reasons)
         return Outcome(usage, tuple(dict.fromkeys(self._reasons)), self._error, is_refused, is_billed)
 
-    # The table, and what it names.
+    # The table, and its actions.
 
     def _on(self, event: Event, *arguments: Any) -> None:
         """
         Raises:
-            LookupError: the event is none of its state: a bug.
+            LookupError: the event is not in its state's row: a bug.
         """
         if event not in TABLE[self.state]:
             raise LookupError(f"{event} in {self.state}")
@@ -406,11 +397,11 @@ class Generation:
             getattr(self, action)(*arguments)
 
     def _submit(self) -> None:
-        """Reserve, and hand every prompt's request to the engine; their choices are numbered through.
+        """Reserve, and submit the request of every prompt to the engine; choices are numbered over all prompts.
 
         Raises:
-            ServiceError: the caller has too little left, or admission, ledger or engine take none now. CLOSED cancels
-                those that the engine has.
+            ServiceError: the caller has too little quota left, or admission, ledger or engine refuse. CLOSED then
+                cancels the requests that the engine has.
         """
         shared, ticket, call, timings = self._shared, self._ticket, self._prepared.call, self._timings
         engine = shared.engine
@@ -423,10 +414,10 @@ class Generation:
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
             entry = shared.ledger.open(self._subject(call.model))
-            entry.reserve(ticket.num_reserved, self._progress, self._on_reserved)
+            entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:
-            self._news_due_s = self._loop.time() + NEWS_EVERY_S  # who need not wait is told nothing
+            self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not told of
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
         for i, request in enumerate(requests):
             first_choice = i * call.num_sequences
@@ -436,7 +427,7 @@ class Generation:
             self._on(Event.RESERVED)
 
     def _release(self) -> None:
-        """Write what was withheld."""
+        """Write the output that was withheld."""
         self._last_said_s = self._clock()
         withheld, self._withheld = self._withheld, []
         for choice, said in withheld:
@@ -451,7 +442,7 @@ class Generation:
             self._on(Event.SETTLED)
 
     def _complete(self) -> None:
-        """All is said, and settled."""
+        """End the answer: all its text is written, and it is settled."""
         self._timings.enter(Stage.LAST_FLUSH, self._clock())
         extras = {} if self._allowance is None else self._allowance.extras
         self._output.complete(total_usage(self._usages), extras)
@@ -459,11 +450,11 @@ class Generation:
         self._end_task()
 
     def _break_off(self, error: ServiceError) -> None:
-        """An error event where the head is out, otherwise an error answer at the end."""
+        """End the answer with an error: an event if its head is out, otherwise an error answer."""
         self._error = error
         try:
             self._output.break_off(error)
-        except Exception as fault:  # it cannot even be told: the connection's end tells it
+        except Exception as fault:  # the error cannot be written: close the connection
             self._end_task(fault)
         is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
         self._cancel(FinishReason.DEADLINE if is_late else FinishReason.CANCELLED)
@@ -473,9 +464,9 @@ class Generation:
         self._cancel(FinishReason.CANCELLED)
 
     def _abandon(self) -> None:
-        """Nobody waits for it."""
+        """Its task has ended."""
         self._cancel(FinishReason.CANCELLED)
-        if self.state is State.ENDING and self._has_ended:  # or there will be no more news of it
+        if self.state is State.ENDING and self._has_ended:  # no on_end will come
             self._on(Event.ENGINE_DONE)
 
     def _cancel(self, reason: FinishReason) -> None:
@@ -484,20 +475,20 @@ class Generation:
         self._timer.cancel()
         if self._allowance is not None:
             self._allowance.close()
-        if self.state is State.DONE:  # it waited for the ledger alone: its row shall tell how it ended instead
+        if self.state is State.DONE:  # it waited for the ledger alone: correct the row that is being written
             if self._entry is not None and self._is_written:
                 self._entry.retell(self._end())
             self._finish()
 
     def _finish(self) -> None:
-        """It is over, and not by its own end."""
+        """End the task of an answer that was not completed."""
         try:
             self._close_books()
         finally:
             self._end_task()
 
     def _close_books(self) -> None:
-        """Whatever became of it, it is counted and written down. Idempotent."""
+        """Settle quota and ledger, however it ended. Idempotent."""
         try:
             self._count()
         finally:
@@ -514,9 +505,9 @@ class Generation:
             self._finished.set_exception(fault)
 
     def _break_down(self, fault: Exception) -> None:
-        """A bug, or whatever a surface, the quota or the ledger can raise: this one ends by it, and no other."""
+        """End this generation, and no other, by an unexpected exception of a surface, the quota or the ledger."""
         if self._finished.done():
-            logger.error("an answer that nobody waits for has failed", exc_info=fault)
+            logger.error("an answer has failed after its task ended", exc_info=fault)
         self._end_task(fault)
         self._on(Event.CLOSED)
 
@@ -527,12 +518,12 @@ class Generation:
         if timings.first_token_s is None:
             timings.first_token_s = now_s
             self._shared.metrics.ttft.observe(now_s - timings.accepted_s)
-            is_first_told = self._output.is_streamed and not self._stream.head_sent  # by a keep-alive it may have been
-            timings.enter(Stage.FIRST_FLUSH if is_first_told else Stage.DECODE, now_s)
+            opens_stream = self._output.is_streamed and not self._stream.head_sent  # a keep-alive may have opened it
+            timings.enter(Stage.FIRST_FLUSH if opens_stream else Stage.DECODE, now_s)
             self._on(Event.FIRST_TOKEN)
         self._place.on_first_token(choice, now_s)
         self._num_talking += 1
-        if self._num_talking == 1:  # the next of another is due after the next of those that talk already
+        if self._num_talking == 1:  # otherwise the timer is armed for an earlier choice
             self._timer.arm()
 
     def on_text(self, choice: int, text: str) -> None:
@@ -545,12 +536,12 @@ class Generation:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons.append(reason)
-            if self._sequence(choice).last_s is not None:
+            if self._sequence(choice).last_s != NOT_YET:
                 self._num_talking -= 1
                 self._place.on_choice_end()
             if self._allowance is not None:
                 self._allowance.drop(choice)
-        # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
+        # An end for a reason that the wire does not know becomes an error at the end of the request
         if delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS:
             self._last_said_s = now_s
             self._say(choice, delta)
@@ -600,12 +591,12 @@ class Generation:
 
     @property
     def _has_ended(self) -> bool:
-        """The engine has told the end of every request."""
+        """All its requests have ended."""
         return len(self._usages) == len(self._handles)
 
     @property
     def _is_withheld(self) -> bool:
-        """The ledger has yet to tell whether it has the reservation."""
+        """The ledger does not have the reservation yet."""
         return self._entry is not None and self._entry.state is EntryState.RESERVING
 
     def _sequence(self, choice: int) -> RequestSequence:
@@ -618,11 +609,8 @@ class Generation:
         """Break the answer off, if it is open."""
         self._on(Event.BROKEN_OFF, error)
 
-    def on_disconnect(self) -> None:
-        self._on(Event.CLIENT_GONE)
-
     def on_blocked(self) -> None:
-        """The reader has stopped."""
+        """The reader is slow: its stream's buffers are full."""
         self._place.set_paused(True)
         self.pause()
 
@@ -631,7 +619,7 @@ class Generation:
         self.resume()
 
     def pause(self) -> None:
-        """Until as many resume() have come. The time until then is the reader's, or the quota's."""
+        """Pause its sequences until as many resume() as pause() have come. Inter-token deadlines do not count it."""
         self._num_pauses += 1
         if self._num_pauses == 1:
             self._paused_since_s = self._clock()
@@ -646,27 +634,27 @@ class Generation:
                 handle.resume()
 
     def end_early(self) -> None:
-        """End all that still goes on, as if at its max_tokens."""
+        """End its unfinished choices, as if at their max_tokens."""
         now_s = self._clock()
         for handle in self._handles:
             handle.finish(FinishReason.LENGTH, now_s)
 
-    # When something is due: deadlines, keep-alives, news of the queue. One timer, and nothing per token.
+    # What is due when: deadlines, keep-alives, news of the queue. One timer, and no work per token.
 
     def _dues(self) -> Iterator[tuple[float, str]]:
-        """What is due next, by the loop's clock: a field of Deadlines that passes, or what a stream is to be told."""
+        """Each with its time on the loop's clock: a field of Deadlines that passes, or a comment for the stream."""
         if self.state not in OPEN:
             return
         head_s, limits = self._timings.arrived_s, self._deadlines
         is_silent = self._is_withheld or self._timings.first_token_s is None
         yield head_s + limits.total_s, "total_s"
-        if is_silent:  # to its client, what is withheld is no first token
+        if is_silent:  # for its client, withheld output is no first token
             yield head_s + limits.ttft_s, "ttft_s"
         elif self._paused_since_s is None:
-            for sequence, last_s in self._talking():
-                yield self._next_token_due_s(sequence, last_s), "inter_token_s"
+            for sequence in self._talking():
+                yield self._next_token_due_s(sequence), "inter_token_s"
         if self._output.is_streamed and not self._is_withheld:
-            yield max([self._last_said_s, *(last_s for _, last_s in self._begun())]) + KEEP_ALIVE_S, "keep_alive"
+            yield max([self._last_said_s, *(one.last_s for one in self._sequences())]) + KEEP_ALIVE_S, "keep_alive"
             if is_silent:
                 yield self._news_due_s, "news"
 
@@ -696,49 +684,45 @@ class Generation:
             "inter_token_s": f"The next token did not come within {limits.inter_token_s:g} s",
         }[name]
         message = f"{what}, the request's deadline. Allow more time, ask for less, or try when the server is less busy."
-        # Who reads slowly, or has emptied its quota, is late by itself
+        # A slow reader, or a caller that has emptied its quota, is late by its own fault
         is_ours = name not in limits.asked and self._paused_since_s is None
         error_type = OwnDeadlineExceeded if is_ours else ServiceError
         self.fail(error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded"))
 
-    def _begun(self) -> Iterator[tuple[RequestSequence, float]]:
-        """The choices that have said something, each with when its last text came."""
-        for handle in self._handles:
-            for sequence in handle.sequences:
-                if sequence.last_s is not None:
-                    yield sequence, sequence.last_s
+    def _sequences(self) -> Iterator[RequestSequence]:
+        return (sequence for handle in self._handles for sequence in handle.sequences)
 
-    def _talking(self) -> Iterator[tuple[RequestSequence, float]]:
-        """Of these, those that have not ended."""
-        return ((sequence, last_s) for sequence, last_s in self._begun() if not sequence.is_finished)
+    def _talking(self) -> Iterator[RequestSequence]:
+        """The choices that have begun and not ended."""
+        return (one for one in self._sequences() if one.last_s != NOT_YET and not one.is_finished)
 
-    def _excuse_of(self, sequence: RequestSequence, last_s: float) -> "_Excuse":
+    def _excuse_of(self, sequence: RequestSequence) -> _Excuse:
         excuse = self._excuses.get(sequence.choice)
-        return excuse if excuse is not None and excuse.last_s == last_s else _Excuse(last_s)
+        return excuse if excuse is not None and excuse.last_s == sequence.last_s else _Excuse(sequence.last_s)
 
-    def _next_token_due_s(self, sequence: RequestSequence, last_s: float) -> float:
-        return last_s + self._deadlines.inter_token_s + self._excuse_of(sequence, last_s).excused_s
+    def _next_token_due_s(self, sequence: RequestSequence) -> float:
+        return sequence.last_s + self._deadlines.inter_token_s + self._excuse_of(sequence).excused_s
 
     def _excuse_pause(self) -> None:
         """The time of a pause does not count between tokens."""
         paused_since_s, self._paused_since_s = self._paused_since_s, None
         assert paused_since_s is not None, "resume() comes after pause()"
         now_s = self._clock()
-        for sequence, last_s in self._talking():
-            excuse = self._excuse_of(sequence, last_s)
-            paused_s = now_s - max(paused_since_s, last_s)
+        for sequence in self._talking():
+            excuse = self._excuse_of(sequence)
+            paused_s = now_s - max(paused_since_s, sequence.last_s)
             self._excuses[sequence.choice] = excuse._replace(excused_s=excuse.excused_s + paused_s)
         self._timer.arm()
 
     def _excuse_untold(self, now_s: float) -> None:
-        """Who would be late now, but has more tokens than at the last look that say nothing yet, has its time anew.
+        """A choice that is late, but has got tokens without a text since the last look, gets its time anew.
 
         When they came is not known.
         """
-        for sequence, last_s in self._talking():
-            num_untold = sequence.num_untold
-            is_late = self._next_token_due_s(sequence, last_s) <= now_s + RESOLUTION_S
-            if is_late and num_untold and num_untold != self._excuse_of(sequence, last_s).num_untold:
+        for sequence in self._talking():
+            last_s, num_untold = sequence.last_s, sequence.num_untold
+            is_late = self._next_token_due_s(sequence) <= now_s + RESOLUTION_S
+            if is_late and num_untold and num_untold != self._excuse_of(sequence).num_untold:
                 self._excuses[sequence.choice] = _Excuse(last_s, now_s - last_s, num_untold)
 
     def _comment(self, line: bytes) -> None:
@@ -746,7 +730,7 @@ class Generation:
         self._output.comment(line)
 
     def _tell_news(self, now_s: float) -> None:
-        """Where it stands in the queue, and how far its prompt is: each when it says something new.
+        """Tell its place in the queue, or how much of its prompt is computed, if that has changed.
 
         : queue {"position":3,"expected_ms":1200}
         : prefill {"tokens":512,"of":2048}
@@ -773,7 +757,7 @@ class Generation:
         return Subject(self._request_id, client_id, self.tenant, key_id, model, request.path, self._ticket.cost)
 
     def _progress(self) -> Usage:
-        """As far as it has come: a prompt of which something has been said was computed."""
+        """The usage so far: a prompt whose completion has begun was computed."""
         num_prompt_tokens = sum(len(one.request.prompt_ids) for one in self._handles if one.num_tokens)
         return Usage(
             num_prompt_tokens=num_prompt_tokens,
@@ -781,36 +765,28 @@ class Generation:
             num_cached_tokens=min(num_prompt_tokens, self._timings.num_cached_tokens),
         )
 
-    def _on_reserved(self, is_durable: bool) -> None:
+    def _on_durable(self, event: Event, is_durable: bool) -> None:
+        """The ledger has written the reservation or the settlement, or failed to."""
+        self._is_unsettled = event is Event.SETTLED and not is_durable
         try:
             self._count()
             if is_durable:
-                self._on(Event.RESERVED)
-            else:
-                self.fail(unavailable())
-        except Exception as fault:
-            self._break_down(fault)
-
-    def _on_settled(self, is_durable: bool) -> None:
-        self._is_unsettled = not is_durable
-        try:
-            if is_durable:
-                self._on(Event.SETTLED)
+                self._on(event)
             else:
                 self.fail(unavailable())
         except Exception as fault:
             self._break_down(fault)
 
     def _count(self) -> None:
-        """Take what it has used from the quota, once engine and ledger have told what is to be paid. Idempotent."""
+        """Settle the quota, once the engine is done and the ledger has the reservation. Idempotent."""
         if self._has_ended and not self._is_withheld:
             is_refused = self._entry is not None and self._entry.state is EntryState.UNRESERVED
             self._ticket.settle(Usage(0, 0) if is_refused else total_usage(self._usages))
 
     def _write_end(self) -> None:
-        """Tell the ledger how it ended. Idempotent."""
+        """Write its end into the ledger. Idempotent."""
         if self._entry is not None and not self._is_written:
-            self._entry.settle(self._end(), self._on_settled)
+            self._entry.settle(self._end(), partial(self._on_durable, Event.SETTLED))
             self._is_written = True
 
     def _end(self) -> End:
@@ -819,8 +795,8 @@ class Generation:
             device_s=sum(handle.cost.device_s for handle in self._handles),
             kv_block_s=sum(handle.cost.kv_block_s for handle in self._handles),
         )
-        told = 200 if self.state is State.SETTLING else CLIENT_GONE
-        status = told if error is None else status_of(error)
+        untroubled = 200 if self.state is State.SETTLING else CLIENT_GONE
+        status = untroubled if error is None else status_of(error)
         if status == CLIENT_GONE:
             reason = FinishReason.CANCELLED
         code = None if error is None else error.code

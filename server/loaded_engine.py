@@ -1,4 +1,4 @@
-"""What loading a model results in: the engine, and what clients are shown of it. Thread: main, at start."""
+"""The loaded engine, and what clients and operators see of it. Thread: loop, at start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from core.engine import Engine
 from core.plan import RunnerLimits
 from core.types import EngineStats, StepDelivery
 from server import __version__
+from server.api.fields import GenerationDefaults, RequestLimits
 from server.api.models import ServedModel, ServerCard
-from server.api.surface import GenerationDefaults, RequestLimits
 from server.clock import Clock
 from server.engine_thread import Inbox
 from server.model_files import ModelFiles
@@ -20,7 +20,7 @@ DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What was loaded, as the operator and the clients are told."""
+    """What was loaded, for the banner and the API."""
 
     model_name: str
     is_demonstration: bool
@@ -35,7 +35,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """What the engine thread has when it is ready to step.
+    """An engine that is ready to step.
 
     Args:
         stats: the scheduler's, before its first step.
@@ -47,12 +47,12 @@ class LoadedEngine:
     stats: EngineStats
 
 
-# Runs on the engine thread: (inbox, where to deliver, what to call with the stage reached) -> engine
+# Runs on the engine thread: (inbox, deliver, report_stage) -> engine
 LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], None]], LoadedEngine]
 
 
 def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits) -> PromptReader:
-    """What makes token ids of prompts for the one model that is served."""
+    """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
     card = ServedModel(
         id=facts.model_name,
@@ -73,14 +73,14 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:
-    """The same for the same model, computed in the same way by the same version: system_fingerprint."""
+    """system_fingerprint: changes with the model, its number format, the device or the version."""
     facts, files = loaded.facts, loaded.files
     parts = (__version__, facts.model_name, facts.num_parameters, facts.dtype, facts.device, files.config)
     return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
 def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]) -> ServerCard:
-    """This server, as routers see it."""
+    """The server's description for routers."""
     limits, config = loaded.facts.limits, loaded.files.config
     return ServerCard(
         model=model,

@@ -1,4 +1,4 @@
-"""Tells a fix, not a traceback or a SIGKILL, where limits leave torch too little memory. Imports little. Any thread."""
+"""Explains memory limits that are too low for torch, which would abort or be killed. Imports little. Any thread."""
 
 import resource
 
@@ -13,14 +13,14 @@ REFUSED_MEMORY = (
     "bad_alloc",
 )
 MIN_ADDRESS_SPACE_BYTES = 1024**3  # torch and the embedded model map 0.7 GB
-MIN_ROOM_BYTES = 160 * 1024**2  # importing torch takes 130 MB that the kernel cannot drop
+MIN_ROOM_BYTES = 160 * 1024**2  # importing torch takes 130 MB that the kernel cannot reclaim
 
 
 def check_address_space() -> None:
-    """Before torch is imported, which would abort.
+    """Call before importing torch, which would abort.
 
     Raises:
-        StartupError: ulimit -v leaves too little for it.
+        StartupError: ulimit -v is too low for torch.
     """
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes != resource.RLIM_INFINITY and limit_bytes < MIN_ADDRESS_SPACE_BYTES:
@@ -28,13 +28,13 @@ def check_address_space() -> None:
 
 
 def check_memory_room(room_bytes: int) -> None:
-    """Before torch is imported: the kernel would kill the process in the middle of it, without a word.
+    """Call before importing torch: the kernel would kill the process without a message.
 
     Args:
-        room_bytes: what the host and control groups leave.
+        room_bytes: free on the host and in the control groups.
 
     Raises:
-        StartupError: that is too little.
+        StartupError: it is too little for torch.
     """
     if room_bytes < MIN_ROOM_BYTES:
         left = f"{room_bytes // 1024**2} MiB of memory are left for this process"
@@ -44,7 +44,7 @@ def check_memory_room(room_bytes: int) -> None:
 
 
 def as_memory_error(error: BaseException) -> StartupError | None:
-    """What ulimit -v has refused, in the words of the loader, torch or the interpreter; None: it was not that."""
+    """The error of the loader, torch or the interpreter as one of ulimit -v; None: it has another cause."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     is_refused = isinstance(error, MemoryError) or any(words in str(error) for words in REFUSED_MEMORY)
     if limit_bytes == resource.RLIM_INFINITY or isinstance(error, StartupError) or not is_refused:

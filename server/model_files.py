@@ -24,7 +24,8 @@ from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import ROPE_FACTORS, config_of, end_ids, generation_of, keys_of, tokenizer_files
 from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
-from server.api.fields import RANGES
+from server.api.decoding import range_of
+from server.api.fields import SamplingFields
 from server.values import show_models
 
 CONFIG_FILE = "config.json"
@@ -34,7 +35,10 @@ GENERATION_FILE = "generation_config.json"
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 MAX_ID = 2**31
 # Bounds of recommended values: those of requests, but top_k may be -1 for all, and top_p 0 for the likeliest token.
-_BOUNDS = {name: (low, high) for name, low, high in RANGES} | {"top_p": (0, 1), "top_k": (-math.inf, math.inf)}
+_BOUNDS = {name: range_of(SamplingFields, name) for name in ("temperature", "min_p", "repetition_penalty")} | {
+    "top_p": (0, 1),
+    "top_k": (-math.inf, math.inf),
+}
 _SAMPLING_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Fields of generation_config.json that are not supported, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -68,7 +72,7 @@ class ModelFiles:
         path: the directory or the file.
         config: config.json, or its equivalent from the GGUF metadata.
         chat_template: without one in the model, rendering raises an error with a fix.
-        recommended: generation_config.json's sampling: fields of server.api.surface.GenerationDefaults.
+        recommended: generation_config.json's sampling: fields of server.api.fields.GenerationDefaults.
         eos_ids: each ends an answer.
     """
 

@@ -1,8 +1,9 @@
 """What a generation writes into its stream: events as they come, or one document at the end. Thread: loop."""
 
 from core.errors import ServiceError
-from core.types import Delta, FinishReason, TokenLogprobs, Usage
-from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
+from core.types import Delta, Usage
+from server.api.fields import GenerationCall
+from server.api.replies import Extras, ReplyContext, Surface
 from server.observing.timing import Stage, StageClock, answer_headers
 from server.wire.messages import ResponseHead, TextWriter
 from server.wire.stream import HttpStream
@@ -17,44 +18,41 @@ class StreamedOutput:
         self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: StageClock
     ) -> None:
         self._call = call
-        self._reply = surface.stream_reply(call, context)
+        self._reply = surface.stream(call, context)
         self._stream = stream
         self._timings = timings
 
     def add_text(self, choice: int, text: str) -> None:
-        if self._stream.status is None:
-            self._open()
-        self._stream.send(self._reply.text(choice, text))
+        self._opened().send(self._reply.text(choice, text))
 
     def text_writer(self, choice: int) -> TextWriter:
-        """add_text in one call, once the choice has begun."""
+        """A function that does add_text(choice, ...), once the choice has begun."""
         frame, reply, stream = self._reply.text_frame(choice), self._reply, self._stream
         return stream.text_writer(frame) if frame is not None else lambda text: stream.send(reply.text(choice, text))
 
     def add(self, choice: int, delta: Delta) -> None:
-        if self._stream.status is None:
-            self._open()
-        self._stream.send(self._reply.delta(choice, delta))
+        self._opened().send(self._reply.delta(choice, delta))
 
     def comment(self, line: bytes) -> None:
-        """Send what parsers of events skip, where the reader has not enough to read anyway."""
-        if self._stream.is_blocked:
-            return
-        if self._stream.status is None:
-            self._open()
-        self._stream.send(line)
+        """Send what parsers of events skip, unless the reader is behind anyway."""
+        if not self._stream.is_blocked:
+            self._opened().send(line)
 
     def complete(self, usage: Usage, extras: Extras) -> None:
-        if self._stream.status is None:
-            self._open()
-        self._stream.send(self._reply.end(usage, extras | _timings_of(self._call, self._timings)))
+        self._opened().send(self._reply.end(usage, extras | _timings_of(self._call, self._timings)))
         self._stream.end(((b"server-timing", self._timings.server_timing()), _usage_trailer(usage)))
 
     def break_off(self, error: ServiceError) -> None:
-        """Tell the error as the last event, if the head is already out; otherwise it becomes the answer."""
+        """Write the error as the last event, if the head is already out; otherwise it becomes the answer."""
         if self._stream.head_sent:
             self._stream.send(self._reply.error(error))
             self._stream.end()
+
+    def _opened(self) -> HttpStream:
+        """The stream, once its head is out and the reply has begun."""
+        if self._stream.status is None:
+            self._open()
+        return self._stream
 
     def _open(self) -> None:
         headers = (
@@ -75,53 +73,23 @@ class WholeOutput:
     def __init__(
         self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: StageClock
     ) -> None:
-        self._surface = surface
         self._call = call
-        self._context = context
+        self._reply = surface.whole(call, context)
         self._stream = stream
         self._timings = timings
-        num_choices = len(call.prompts) * call.num_sequences
-        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
-        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
-        self._stop_logprobs: list[TokenLogprobs | None] = [None] * num_choices
-        self._prompt_logprobs = [surface.prompt_logprobs(call, context, choice) for choice in range(num_choices)]
-        self._reasons = [FinishReason.STOP] * num_choices
+        self.add = self._reply.add
 
     def add_text(self, choice: int, text: str) -> None:
-        self._texts[choice].append(text)
+        self._reply.texts[choice].append(text)
 
     def text_writer(self, choice: int) -> TextWriter:
-        return self._texts[choice].append
-
-    def add(self, choice: int, delta: Delta) -> None:
-        self._texts[choice].append(delta.text)
-        if delta.logprobs:
-            self._logprobs[choice].extend(delta.logprobs)
-        prompt_logprobs = self._prompt_logprobs[choice]
-        if prompt_logprobs is not None and delta.prompt_logprobs:
-            prompt_logprobs.add_prompt(delta.prompt_logprobs)
-        if delta.finish_reason is not None:
-            self._reasons[choice] = delta.finish_reason
-            self._stop_logprobs[choice] = delta.stop_logprobs
+        return self._reply.texts[choice].append
 
     def comment(self, line: bytes) -> None:
         """A document has none."""
 
     def complete(self, usage: Usage, extras: Extras) -> None:
-        has_logprobs = self._call.sampling.num_logprobs is not None
-        choices = [
-            Choice(
-                i,
-                "".join(texts),
-                self._reasons[i],
-                self._logprobs[i] if has_logprobs else None,
-                self._stop_logprobs[i],
-                self._prompt_logprobs[i],
-            )
-            for i, texts in enumerate(self._texts)
-        ]
-        extras = extras | _timings_of(self._call, self._timings)
-        body = self._surface.whole_reply(self._call, self._context, choices, usage, extras)
+        body = self._reply.end(usage, extras | _timings_of(self._call, self._timings))
         self._stream.send_document(200, body, answer_headers(self._timings))
 
     def break_off(self, error: ServiceError) -> None:

@@ -17,14 +17,13 @@ from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import StepDelivery
-from server.app import App
+from server.app import App, Readiness
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
 from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread
-from server.exchange import Readiness
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import DAY_S, UsedTokens
@@ -40,6 +39,7 @@ from server.loaded_engine import LoadedEngine, LoadEngine, prompt_reader, server
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
+from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
 from server.wire.tls import ServerTls, server_tls
 
@@ -91,6 +91,7 @@ class Server:
         self._metrics.standing = self._standing
         self._gate = Gate(config, self._clock, used_today)
         self._app = App(
+            find_route,
             self._readiness,
             self._gate,
             self._metrics,
@@ -100,11 +101,11 @@ class Server:
         )
         self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
         if self._tracing is not None:
-            self._app.export_to(self._tracing.put)
+            self._app.accounting.export = self._tracing.put
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
-        self._app.state.listener = self.listener
-        self._app.state.drain = self._drain
+        self._app.listener = self.listener
+        self._app.drain = self._drain
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
         )
@@ -193,11 +194,11 @@ class Server:
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         reader = prompt_reader(loaded, self._clock, config.request_limits)
-        self._app.state.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
+        self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         limits = QueueLimits(
             max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
         )
-        self._app.state.generations = Generations(
+        self._app.generations = Generations(
             reader=reader,
             engine=client,
             clock=self._clock,

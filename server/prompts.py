@@ -1,57 +1,48 @@
-"""From a request's body to what the engine is asked: parsed, checked against text rules, templated, tokenized.
+"""From a request's body to the engine's requests: parsed, checked against text rules, templated, tokenized.
 
-Nothing here waits. A long body is read on another thread (Generations.compute): what is here changes nothing.
+Nothing here waits or changes anything: a long body is read on another thread (Generations.compute).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 import msgspec
 
 from core.chat_template import ChatTemplate, max_text_chars
-from core.errors import ContextLengthExceeded, InvalidRequest, context_overflow
+from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams
-from server.api.models import ServedModel, find_model
-from server.api.surface import (
-    ChatPrompt,
-    GenerationCall,
-    GenerationDefaults,
-    IdsPrompt,
-    Prompt,
-    ReplyContext,
-    Surface,
-    TextPrompt,
-)
-from server.gate.deadlines import ANY_TIME
+from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
+from server.api.models import ServedModel
+from server.api.replies import ReplyContext, Surface
 from server.gate.identity import Caller
-from server.gate.tenants import Tenant
+from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call, and its prompts as ids."""
+    """A call, and its prompts as token ids."""
 
     call: GenerationCall
     prompts: list[tuple[int, ...]]
 
     @property
     def continues_text(self) -> bool:
-        """What is said goes on with the prompt, rather than being a text of its own."""
+        """The output goes on with the prompt's text, rather than being one of its own."""
         return not isinstance(self.call.prompts[0], ChatPrompt)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """The model, as the loop knows it: how bodies become requests, and how many tokens fit.
+    """The model as the loop knows it: how bodies become requests, and how many tokens fit.
 
     Args:
         cards: what /v1/models shows, one per name.
-        max_sequences: that the engine runs at once.
+        max_sequences: run by the engine at once.
         fingerprint: of the model and of what computes it.
     """
 
@@ -65,16 +56,17 @@ class PromptReader:
     fingerprint: str = "fp_steploop"
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
-        """The models that it may use."""
+        """The models that the tenant may use."""
         return tuple(card for card in self.cards if tenant.models is None or card.id in tenant.models)
 
     def prepare(self, surface: Surface, body: bytes, tenant: Tenant, marks: StageMarks) -> Prepared:
-        """
+        """Parse and tokenize a request's body.
+
         Args:
-            marks: told of the stages that it passes.
+            marks: told of the stages that this passes.
 
         Raises:
-            ServiceError: the body is not fit, or asks for what the tenant or the model does not allow.
+            ServiceError: the body is invalid, or asks for something that the tenant or the model does not allow.
         """
 
         def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
@@ -82,52 +74,46 @@ class PromptReader:
 
         marks.enter(Stage.VALIDATE)
         call = surface.parse(body, defaults_of)
-        params = [_param(prompt, i, len(call.prompts)) for i, prompt in enumerate(call.prompts)]
+        prompts = [(prompt, _param(prompt, i, len(call.prompts))) for i, prompt in enumerate(call.prompts)]
         rules = rule_book(tenant.text_rules)
         if rules.on_answer and (param := call.tokens.param) is not None:
-            message = f"{param} would tell what the operator's text rules may hold back. Leave it out."
+            message = f"{param} would show text that the operator's text rules may hold back. Leave it out."
             raise InvalidRequest(message, param, "unsupported_parameter")
         if rules.on_prompt or (call.echo and rules.on_answer):
-            for param, prompt in zip(params, call.prompts, strict=True):
+            for prompt, param in prompts:
                 rules.check_prompt(self._texts_of(prompt), param, is_echoed=call.echo)
         if call.num_sequences > self.max_sequences:
             raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
-        prompts = [
-            self._encode_checked(prompt, param, marks) for param, prompt in zip(params, call.prompts, strict=True)
-        ]
+        ids = [self._encode_checked(prompt, param, marks) for prompt, param in prompts]
         marks.enter(Stage.OFFLOAD)
-        return Prepared(call, prompts)
+        return Prepared(call, ids)
 
     def encode(self, prompt: Prompt, param: str = "prompt", marks: StageMarks | None = None) -> tuple[int, ...]:
-        """Whatever form a prompt has, as ids.
-
-        Args:
-            marks: told of the stages that it passes.
+        """The ids of a prompt in any form.
 
         Raises:
-            InvalidRequest: its text is longer than any that fits the context, so that nobody need count its tokens.
+            InvalidRequest: its text is too long to fit the context, which is known without tokenizing it.
         """
-        match prompt:
-            case IdsPrompt(ids):
-                return ids
-            case TextPrompt(text, adds_special_tokens):
-                self._check_length(text, param)
-                if marks is not None:
-                    marks.enter(Stage.TOKENIZE)
-                return tuple(self.tokenizer.encode(text, adds_special_tokens))
-            case ChatPrompt(messages, field_name):
-                now = datetime.fromtimestamp(self.unix_clock())
-                if marks is not None:
-                    marks.enter(Stage.TEMPLATE)
-                text = self.chat_template.render(messages, now=now, param=field_name)
-                if marks is not None:
-                    marks.enter(Stage.TOKENIZE)
-                return tuple(self.tokenizer.encode_chat(text))
+        if isinstance(prompt, IdsPrompt):
+            return prompt.ids
+        if isinstance(prompt, TextPrompt):
+            self._check_length(prompt.text, param)
+            if marks is not None:
+                marks.enter(Stage.TOKENIZE)
+            return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
+        if marks is not None:
+            marks.enter(Stage.TEMPLATE)
+        now = datetime.fromtimestamp(self.unix_clock())
+        text = self.chat_template.render(prompt.messages, now=now, param=prompt.param)
+        if marks is not None:
+            marks.enter(Stage.TOKENIZE)
+        return tuple(self.tokenizer.encode_chat(text))
 
     def _encode_checked(self, prompt: Prompt, param: str, marks: StageMarks) -> tuple[int, ...]:
         """
         Raises:
-            InvalidRequest: the prompt has no token, or leaves no room for one.
+            InvalidRequest: the prompt has no token.
+            ContextLengthExceeded: it leaves no room for a token of output.
         """
         ids = self.encode(prompt, param, marks)
         if not ids:
@@ -144,19 +130,19 @@ class PromptReader:
             raise InvalidRequest(message, param, "context_length_exceeded")
 
     def _texts_of(self, prompt: Prompt) -> list[str]:
-        """What it says, each field of a message by itself: of names and reasoning too, which templates may show."""
+        """The prompt's text, each field of a message by itself: templates may show names and reasoning, too."""
         if isinstance(prompt, ChatPrompt):
             return [text for message in prompt.messages for name, text in message.items() if name != "role"]
         return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:
-        """One for each prompt.
+        """The engine's requests, one for each prompt.
 
         Raises:
             InvalidRequest: min_tokens is more than the context leaves.
         """
         call, tenant = prepared.call, caller.tenant
-        # The server's own deadline is no wish to be served before others
+        # Only deadlines of tenants and requests move a request forward in the queue, not the server's own
         asked_ttft_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
         return [
             Request(
@@ -177,7 +163,7 @@ class PromptReader:
         ]
 
     def _sampling(self, call: GenerationCall, num_prompt_tokens: int) -> SamplingParams:
-        """The call's, with max_tokens cut to what the context leaves."""
+        """The call's sampling parameters, with max_tokens cut to what the context leaves."""
         context, min_tokens = self.max_model_len, call.sampling.min_tokens
         max_tokens = min(call.sampling.max_tokens, context - num_prompt_tokens)
         if min_tokens > max(max_tokens, self.defaults.min_tokens):
@@ -209,8 +195,33 @@ class PromptReader:
         )
 
 
+def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
+    """The model that a request names.
+
+    Args:
+        models: those that its caller may use.
+        name: None: the only one.
+
+    Raises:
+        InvalidRequest: no name, and several models.
+        ServiceError: none of the models has that name; the message lists them.
+    """
+    if name is None and len(models) > 1:
+        names = ", ".join(model.id for model in models)
+        raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
+    for model in models:
+        if name is None or model.id == name:
+            return model
+    what = "There is no model" if name is None else f"There is no model {name[:64]!r}"
+    if models:
+        message = f"{what} here. Served: {', '.join(model.id for model in models)}."
+    else:
+        message = f"{what} that you may use: your tenant may use none of those that are served here. Ask the operator."
+    raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
+
+
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
-    """The field that a prompt came in."""
+    """The request's field that a prompt came in."""
     if isinstance(prompt, ChatPrompt):
         return prompt.param
     return "prompt" if num_prompts == 1 else f"prompt[{position}]"

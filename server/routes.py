@@ -1,9 +1,8 @@
-"""Which handler a path has, by method, what it asks of a request first, and what it does. Thread: loop."""
+"""The routes: which handler a path and a method have, what is checked before it runs, what it does. Thread: loop."""
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 from urllib.parse import unquote
 
@@ -11,21 +10,19 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import EngineStats
-from server.api import models, tokenize
-from server.api.chat import ChatSurface
-from server.api.completions import CompletionsSurface
-from server.api.fields import checked_ids
-from server.api.models import ServedModel, ServerCard, find_model
-from server.api.responses import ResponsesSurface, input_tokens_reply
-from server.api.surface import GenerationDefaults, Surface
-from server.exchange import Exchange
+from server.api import chat, completions, models, responses, tokenize
+from server.api.fields import GenerationDefaults, checked_ids
+from server.api.models import ServedModel, ServerCard
+from server.api.replies import Surface
+from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
+from server.generation import Generation
 from server.ledger.ledger import PROBE_S
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
 from server.observing.accounting import requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
-from server.prompts import PromptReader
+from server.prompts import PromptReader, find_model
 from server.values import nearest
 from server.wire.messages import HttpRequest
 
@@ -33,25 +30,23 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES = 4096  # of a body, beside its ids
 MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
-REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # an answer's id is taken as it was shown
+REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # ids of answers are accepted as they were shown
 _SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
-
-Handler = Callable[[Exchange], Awaitable[None]]
 
 
 # Generations, and what only counts or cuts tokens.
 
 
 def generating(surface: Surface) -> Handler:
-    """A handler that answers in the surface's words."""
+    """A handler that generates, in the surface's wire format."""
 
     async def generate(exchange: Exchange) -> None:
         check_media_type(exchange.request)
         exchange.begin_trace()
-        outcome = await exchange.server.served.generate(
-            surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_ticket
-        )
-        exchange.outcome = outcome
+        served, ticket = exchange.server.served, exchange.ticket
+        assert ticket is not None, "a counted route"
+        generation = Generation(served, surface, exchange.stream, exchange.request_id, exchange.timings, ticket)
+        outcome = exchange.outcome = await generation.run()
         if outcome.error is not None:
             raise outcome.error
 
@@ -64,11 +59,11 @@ Computed = tuple[bytes, tuple[str, ...]]  # a reply, and the names of the body's
 def computing(
     work: Callable[[PromptReader, tuple[ServedModel, ...], bytes], Computed], bounds_body: bool = False
 ) -> Handler:
-    """A handler that answers with what `work` makes of the body, with the models that the caller may use.
+    """A handler that answers with what `work` computes from the body.
 
     Args:
-        work: may run on another thread.
-        bounds_body: to what the ids of a whole context need: parsing holds the GIL, wherever it runs.
+        work: gets the models that the caller may use; may run on another thread.
+        bounds_body: to the size of a whole context's ids: parsing holds the GIL, wherever it runs.
     """
 
     async def compute(exchange: Exchange) -> None:
@@ -113,15 +108,14 @@ def count_input_tokens(reader: PromptReader, cards: tuple[ServedModel, ...], bod
     def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
         return find_model(cards, model).id, reader.defaults
 
-    call = ResponsesSurface().parse(body, defaults_of)
-    return input_tokens_reply(sum(len(reader.encode(prompt)) for prompt in call.prompts)), call.unknown_fields
+    call = responses.parse(body, defaults_of)
+    return responses.input_tokens_reply(sum(len(reader.encode(prompt)) for prompt in call.prompts)), call.unknown_fields
 
 
 def check_media_type(request: HttpRequest) -> None:
     """
     Raises:
-        ServiceError: the body says that it is something else than JSON, or packed. One that says nothing is taken for
-            JSON.
+        ServiceError: the body's headers say that it is not JSON, or compressed. Without them it is taken for JSON.
     """
     coding = request.header(b"content-encoding")
     if coding is not None and coding.strip().lower() not in (b"", b"identity"):
@@ -155,7 +149,7 @@ async def get_model(exchange: Exchange) -> None:
 
 
 def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
-    """A handler that shows the server, with the model that the caller may use; if none, it is told of none."""
+    """A handler that shows the server's card with the model that the caller may use; without one it is a 404."""
 
     async def describe(exchange: Exchange) -> None:
         card = exchange.server.card
@@ -166,14 +160,14 @@ def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
 
 
 async def show_tokenizer_info(exchange: Exchange) -> None:
-    """The special tokens by name, the chat template and the context: what evaluation asks before it tokenizes."""
+    """The special tokens by name, the chat template and the context, for evaluation tools."""
     find_model(exchange.cards[:1], None)
     reader = exchange.server.served.reader
     template = reader.chat_template.sources.get("default")
     exchange.send(tokenize.tokenizer_info_reply(reader.tokenizer.special_tokens, template, reader.max_model_len))
 
 
-# Requests that have come: how they get on, their cancellation, and what a tenant used.
+# Requests in progress and past: how they went, their cancellation, and what a tenant has used.
 
 
 async def list_requests(exchange: Exchange) -> None:
@@ -189,7 +183,7 @@ async def show_request(exchange: Exchange) -> None:
 
 
 async def delete_request(exchange: Exchange) -> None:
-    """By our id alone: a client's own others could guess, and retries repeat it."""
+    """Cancel by our id alone: other clients could guess a client's own id, and retries repeat it."""
     if not exchange.server.served.cancel(_plain_id(exchange.argument), _tenant_of(exchange.known_caller)):
         message = (
             f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already. "
@@ -200,7 +194,7 @@ async def delete_request(exchange: Exchange) -> None:
 
 
 async def show_usage(exchange: Exchange) -> None:
-    """Of the caller's tenant, by ?by=day|model|key and ?since=."""
+    """Usage of the caller's tenant, by ?by=day|model|key and ?since=."""
     served, now = exchange.server.served, datetime.fromtimestamp(exchange.server.clock.unix(), UTC)
     query = parse_usage(exchange.request.query, exchange.known_caller.tenant.name, now)
     ledger = served.ledger
@@ -211,7 +205,7 @@ async def show_usage(exchange: Exchange) -> None:
 
 
 def _tenant_of(caller: Caller) -> str | None:
-    """Whose requests it may see and end; None: everybody's."""
+    """The tenant whose requests the caller may see and cancel; None: all tenants."""
     return None if Scope.ADMIN in caller.scopes else caller.tenant.name
 
 
@@ -221,7 +215,7 @@ def _plain_id(shown: str) -> str:
     return shown
 
 
-# For operators and what watches the server.
+# For operators and monitoring.
 
 
 async def show_health(exchange: Exchange) -> None:
@@ -231,7 +225,7 @@ async def show_health(exchange: Exchange) -> None:
 async def show_readiness(exchange: Exchange) -> None:
     server = exchange.server
     server.readiness.check()
-    if server.readiness.is_stalled:  # requests may still wait for it; a balancer had better look elsewhere
+    if server.readiness.is_stalled:  # requests in progress may still end well; a balancer should look elsewhere
         message = "The engine has been busy with one step for too long."
         raise ServiceError(ErrorKind.UNAVAILABLE, message, "stalled", retry_after_s=5)
     why = None if (ledger := server.served.ledger) is None else ledger.why_unavailable
@@ -263,29 +257,12 @@ async def clear_cache(exchange: Exchange) -> None:
 
 async def drain(exchange: Exchange) -> None:
     server = exchange.server
-    assert server.drain is not None, "the process has said how it ends before it listens"
+    assert server.drain is not None, "set before it listens"
     grace_s = server.drain()
     exchange.send(models.drain_reply(grace_s, server.known_listener.num_handlers - 1), status=202)
 
 
 # The table.
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A handler, and what it asks of a request first.
-
-    Args:
-        scope: the right that the caller must have; None: anybody may ask, unknown to us.
-        is_counted: it is work, which the caller's quotas bound.
-        needs_tokens: of these quotas.
-    """
-
-    handler: Handler
-    scope: Scope | None
-    needs_model: bool = True
-    is_counted: bool = False
-    needs_tokens: bool = False
 
 
 ASKS = Scope.INFERENCE
@@ -296,9 +273,9 @@ def _generation(surface: Surface) -> Route:
 
 
 ROUTES: dict[str, dict[str, Route]] = {
-    "/v1/chat/completions": {"POST": _generation(ChatSurface())},
-    "/v1/completions": {"POST": _generation(CompletionsSurface())},
-    "/v1/responses": {"POST": _generation(ResponsesSurface())},
+    "/v1/chat/completions": {"POST": _generation(chat.SURFACE)},
+    "/v1/completions": {"POST": _generation(completions.SURFACE)},
+    "/v1/responses": {"POST": _generation(responses.SURFACE)},
     "/v1/responses/input_tokens": {"POST": Route(computing(count_input_tokens), ASKS, is_counted=True)},
     "/tokenize": {"POST": Route(computing(tokenize_prompt), ASKS, is_counted=True)},
     "/detokenize": {"POST": Route(computing(detokenize, bounds_body=True), ASKS, is_counted=True)},
@@ -317,14 +294,14 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
     "/admin/drain": {"POST": Route(drain, Scope.ADMIN, needs_model=False)},
 }
-_SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # to whoever asks for a path that is not here
-_LEAST_SIMILARITY = 0.8  # /v1/messages and /v1/usage, which are no slips of one another, have 0.75
-# As clients ask whose base URL ends without /v1
+_SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # in the error for an unknown path
+_LEAST_SIMILARITY = 0.8  # of a slip; /v1/messages and /v1/usage have 0.75
+# For clients whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
 }
-# Of paths that begin so; the rest is the handler's argument
+# By prefix of the path; the rest is the handler's argument
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS)},
     "/models/": {"GET": Route(get_model, ASKS)},
@@ -339,21 +316,12 @@ PREFIXES: dict[str, dict[str, Route]] = {
 }
 
 
-class MethodNotAllowed(ServiceError):
-    """Method not allowed."""
-
-    def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
-        self.allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in allowed)
-        message = f"{path[:_SHOWN_CHARS]} does not take {method}. Allowed: {self.allowed}."
-        super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
-
-
 def find_route(path: str, method: str) -> tuple[Route, str]:
-    """The route, and the argument that its prefix leaves, decoded.
+    """The route, and the argument that its prefix leaves of the path, decoded.
 
     Raises:
         ServiceError: there is no such path.
-        MethodNotAllowed: there is, but not for this.
+        MethodNotAllowed: it does not take the method.
     """
     methods, argument = ROUTES.get(path), ""
     if methods is None:
@@ -364,7 +332,9 @@ def find_route(path: str, method: str) -> tuple[Route, str]:
         raise _not_found(path[:_SHOWN_CHARS])
     route = methods.get("GET" if method == "HEAD" else method)
     if route is None:
-        raise MethodNotAllowed(path, method, methods)
+        allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in methods)
+        message = f"{path[:_SHOWN_CHARS]} does not take {method}. Allowed: {allowed}."
+        raise MethodNotAllowed(message, allowed)
     return route, argument
 
 

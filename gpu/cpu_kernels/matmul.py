@@ -1,34 +1,38 @@
-"""Matmuls with a prepacked bf16 matrix, by avx512_bf16. Kernels: any thread, without the GIL; classes: engine.
+"""Matmuls with a prepacked bf16 matrix on a CPU, by avx512_bf16. Kernels: any thread, without the GIL; classes: engine.
 
-The kernel and oneDNN read the same memory: nothing is kept twice. A matrix lies in blocks of 64 outputs, pairs of
-inputs side by side, as oneDNN packs bf16; a pair's 64 outputs are 256 bytes. oneDNN's layout is its own affair: of each
-shape one matrix is compared with what the kernel expects, and where it differs oneDNN serves alone.
+The kernel reads the memory that oneDNN packed: nothing is stored twice. A matrix lies in blocks of 64 outputs, pairs of
+inputs side by side; a pair's 64 outputs are 256 bytes. That layout is oneDNN's own affair: one matrix of each shape is
+compared with what the kernel expects, and where it differs oneDNN serves.
 
 A piece of work is some blocks: each is read from memory once, a part of its inputs at a time, and multiplied with all
-rows while that part lies in a core's cache; the next part is fetched meanwhile. Up to six rows' sums lie in registers.
-Sums are float32, a row's 64 side by side, and rounded once.
+rows while that part lies in a core's cache; the next part is prefetched meanwhile. Up to six rows' sums lie in
+registers. Sums are float32, a row's 64 side by side, and rounded once.
+
+A 0.6B model's decode step, two Zen 5 cores, with this kernel and with oneDNN: 1 row 20.6 and 23.8 ms, 4 rows 25.5 and
+33.8, 16 rows 42 and 49.
 """
 
 import ctypes
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from torch import Tensor
 
 from gpu.cpu_kernels import emit
 from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
-from gpu.cpu_kernels.team import Kernel
+from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     add,
     keep,
     load_floats,
-    load_integer,
     load_widened,
     nothing,
     operation,
+    pointer,
     store_floats,
     store_rounded,
     take_next,
@@ -41,16 +45,16 @@ PAIR_BYTES = BLOCK_REGISTERS * REGISTER_BYTES  # of a pair of inputs, all output
 SUM_ROW_BYTES = 4 * BLOCK_OUTPUTS
 MOST_TILE_ROWS = 6  # with 4 registers of sums each, and 4 of weights: of 32 registers
 PART_PAIRS = 512  # of inputs: 128 KiB of weights, an eighth of a second-level cache
-# Of a few tiles of rows: weights stay in half of a first-level cache from tile to tile, so that what is asked for
-# meanwhile has the buffers of that cache's misses for itself.
+# Of a few tiles of rows: weights stay in half of a first-level cache from tile to tile, so that prefetches have that
+# cache's miss buffers to themselves.
 NEAR_PAIRS, NEAR_ROWS = 64, 48
-STREAM_AHEAD = 4096  # bytes: how far ahead the one tile of few rows asks for weights
+STREAM_AHEAD = 4096  # bytes: how far ahead a single tile of rows prefetches weights
 PAIR_LINES = PAIR_BYTES // REGISTER_BYTES
-SHARED_LINES = 2  # that each pair asks for where several tiles share that: of at least two tiles, enough
+SHARED_LINES = 2  # prefetched per pair where at least two tiles share the prefetching
 PANEL_ROWS = 256  # at a time
-# Of a panel's x: so much stays in a second-level cache from block to block. Of more, a part does, and is read for all
-# blocks of a piece, of which there are at most so many.
-KEPT_BYTES = 768 * 1024
+# So much of a panel's x stays in a second-level cache from block to block. Of a larger one a part does, and is read for
+# all blocks of a piece.
+CACHED_BYTES = 768 * 1024
 MOST_PIECE_BLOCKS = 8
 
 
@@ -58,7 +62,7 @@ def _make_tile(most_lines):
     """Add the products of up to MOST_TILE_ROWS with a part of a block to their sums.
 
     Args:
-        most_lines: that are asked for while a pair of inputs is multiplied.
+        most_lines: prefetched while a pair of inputs is multiplied.
     """
 
     @operation(nothing, *[types.int64] * 8)
@@ -68,7 +72,7 @@ def _make_tile(most_lines):
             x: address of bf16 [num_rows, 2 * num_pairs], rows x_stride bytes apart.
             weights: address of bf16 [num_pairs, 64, 2].
             sums: address of float32 [num_rows, 64].
-            wanted: address of lines that are asked for meanwhile; num_quarters: so many by four pairs.
+            wanted: address of the lines to prefetch; num_quarters: how many per four pairs.
         """
         arguments = (x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
         emit.emit_by_count(
@@ -89,16 +93,16 @@ def _emit_tile(builder, num_rows, arguments, most_lines):
         for row in range(num_rows)
         for column in range(BLOCK_REGISTERS)
     ]
-    kept = [cgutils.alloca_once(builder, emit.FLOATS) for _ in places]
-    for room, (place, _, _) in zip(kept, places, strict=True):
+    registers = [cgutils.alloca_once(builder, emit.FLOATS) for _ in places]
+    for room, (place, _, _) in zip(registers, places, strict=True):
         builder.store(emit.load(builder, place, emit.FLOATS), room)
     rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
     with cgutils.for_range(builder, num_pairs) as loop:
         at = builder.add(weights, builder.mul(loop.index, constant(PAIR_BYTES)))
         line = builder.lshr(builder.mul(loop.index, num_quarters), constant(2))
-        asked = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
+        lines = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
         for index in range(most_lines):
-            emit.prefetch(builder, builder.add(asked, constant(index * REGISTER_BYTES)))
+            emit.prefetch(builder, builder.add(lines, constant(index * REGISTER_BYTES)))
         columns = [
             emit.load(builder, builder.add(at, constant(column * REGISTER_BYTES)), emit.PAIRS)
             for column in range(BLOCK_REGISTERS)
@@ -107,10 +111,10 @@ def _emit_tile(builder, num_rows, arguments, most_lines):
         for row in range(num_rows):
             pair = emit.spread_pair(builder, builder.add(rows[row], offset))
             for column in range(BLOCK_REGISTERS):
-                room = kept[row * BLOCK_REGISTERS + column]
+                room = registers[row * BLOCK_REGISTERS + column]
                 added = emit.add_products(builder, builder.load(room), columns[column], pair)
                 builder.store(added, room)
-    for room, (place, _, _) in zip(kept, places, strict=True):
+    for room, (place, _, _) in zip(registers, places, strict=True):
         emit.store(builder, place, builder.load(room))
 
 
@@ -124,13 +128,13 @@ def _multiply_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_
 
 @njit(cache=True)
 def _stream_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted):
-    """Asks for as much as it reads."""
+    """Prefetches as much as it reads."""
     _lone_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
 
 
 @njit(cache=True)
 def _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following):
-    """Few rows: lines are asked for a little ahead of their use, at the end those of what follows."""
+    """Few rows: prefetches lines a little ahead of their use, at the end those of what follows."""
     num_last = min(num_pairs, STREAM_AHEAD // PAIR_BYTES)
     num_first = num_pairs - num_last
     _stream_tile(num_rows, x, x_stride, weights, num_first, sums, weights + STREAM_AHEAD)
@@ -139,20 +143,20 @@ def _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following):
 
 @njit(cache=True)
 def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, following):
-    """All rows with a part of a block: tiles of about equally many rows, each of which asks for a share of the next.
+    """Multiply all rows with a part of a block, in tiles of about equally many rows.
 
-    So memory is read all the while, and not in the first tile's time alone. A row's sums are the same to the last bit
-    however many rows there are, and however long the parts.
+    Each tile prefetches a share of the next part, so that memory is read all the time and not only in the first tile. A
+    row's sums are the same to the last bit however many rows there are, and however long the parts.
 
     Args:
-        following: address of the part that comes next from memory, supposed to be as long; 0: nothing is asked for.
+        following: address of the part that is read next, assumed to be as long; 0: nothing is prefetched.
     """
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
     if following and num_tiles == 1:
         _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following)
         return
     first, num_quarters = 0, 0
-    wanted = following if following else x  # which lies in a cache
+    wanted = following if following else x  # in a cache: prefetching it costs nothing
     for tile in range(num_tiles):
         end = (tile + 1) * num_rows // num_tiles
         if following:
@@ -181,21 +185,24 @@ def write_block(sums, num_rows, bias, out, out_stride):
 
 
 class Arguments(ctypes.Structure):
-    """What the kernel is told, in the order in which it reads. Addresses are of first elements."""
+    """Of multiply_rows. Addresses are of first elements."""
 
-    _fields_ = (
-        ("next_piece", ctypes.c_int64),  # 0
-        ("x", ctypes.c_int64),  # bf16 [rows, 2 * num_pairs]
-        ("x_stride", ctypes.c_int64),  # bytes from row to row
-        ("weights", ctypes.c_int64),  # bf16 [blocks, num_pairs, 64, 2]
-        ("bias", ctypes.c_int64),  # bf16 [blocks * 64]; 0: none
-        ("out", ctypes.c_int64),  # bf16 [rows, blocks * 64]
-        ("num_rows", ctypes.c_int64),
-        ("num_pairs", ctypes.c_int64),
-        ("num_blocks", ctypes.c_int64),
-        ("piece_blocks", ctypes.c_int64),  # blocks that are computed together: a part of x is read once for all
-        ("num_threads", ctypes.c_int64),  # that take pieces: they mostly do so in turn
+    _fields_ = integers(
+        "next_piece",  # 0
+        "x",  # bf16 [rows, 2 * num_pairs]
+        "x_stride",  # bytes from row to row
+        "weights",  # bf16 [blocks, num_pairs, 64, 2]
+        "bias",  # bf16 [blocks * 64]; 0: none
+        "out",  # bf16 [rows, blocks * 64]
+        "num_rows",
+        "num_pairs",
+        "num_blocks",
+        "piece_blocks",  # blocks that are computed together: a part of x is read once for all
+        "num_threads",  # that take pieces, mostly in turn
     )
+
+
+_ARGUMENTS = np.dtype(Arguments)
 
 
 @njit(cache=True)
@@ -225,70 +232,86 @@ def _multiply_blocks(x, x_stride, weights, num_blocks, num_pairs, num_rows, sums
 @cfunc(types.void(types.int64), cache=True)
 def multiply_rows(arguments):
     """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
-    x, x_stride = load_integer(arguments + 8), load_integer(arguments + 16)
-    weights, bias, out = load_integer(arguments + 24), load_integer(arguments + 32), load_integer(arguments + 40)
-    num_rows, num_pairs = load_integer(arguments + 48), load_integer(arguments + 56)
-    num_blocks, piece_blocks = load_integer(arguments + 64), load_integer(arguments + 72)
-    num_threads = load_integer(arguments + 80)
-    of_block = num_rows * SUM_ROW_BYTES
-    memory = np.empty(piece_blocks * of_block + REGISTER_BYTES, dtype=np.uint8)
+    told = carray(pointer(arguments), 1, _ARGUMENTS)[0]
+    num_rows, num_pairs, num_blocks, piece_blocks = told.num_rows, told.num_pairs, told.num_blocks, told.piece_blocks
+    sum_bytes, block_bytes, out_stride = (
+        num_rows * SUM_ROW_BYTES,
+        num_pairs * PAIR_BYTES,
+        2 * num_blocks * BLOCK_OUTPUTS,
+    )
+    memory = np.empty(piece_blocks * sum_bytes + REGISTER_BYTES, dtype=np.uint8)
     sums = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     first = take_next(arguments) * piece_blocks
     while first < num_blocks:
         some = min(piece_blocks, num_blocks - first)
         clear_sums(sums, some * num_rows)
-        at, block_bytes = weights + first * num_pairs * PAIR_BYTES, num_pairs * PAIR_BYTES
-        next_piece = at + num_threads * piece_blocks * block_bytes
-        _multiply_blocks(x, x_stride, at, some, num_pairs, num_rows, sums, next_piece)
+        at = told.weights + first * block_bytes
+        next_piece = at + told.num_threads * piece_blocks * block_bytes
+        _multiply_blocks(told.x, told.x_stride, at, some, num_pairs, num_rows, sums, next_piece)
         for block in range(some):
             offset = 2 * (first + block) * BLOCK_OUTPUTS
-            into = out + offset
-            write_block(
-                sums + block * of_block, num_rows, bias + offset if bias else 0, into, 2 * num_blocks * BLOCK_OUTPUTS
-            )
+            bias = told.bias + offset if told.bias else 0
+            write_block(sums + block * sum_bytes, num_rows, bias, told.out + offset, out_stride)
         first = take_next(arguments) * piece_blocks
     keep(memory)
 
 
-class PackedMatmul:
-    """One matrix's.
+class PanelMatmul(ABC):
+    """A matmul with one matrix, some rows of x at a time. Not for two threads at once: the arguments are its own.
 
     Args:
-        packed, weight: what pack() gave, in the layout that is known, and for what; the latter is not kept.
-        bias: [out], or None.
+        arguments: the matrix's; those of a panel are set here.
+        memory: owns what the arguments point to.
     """
 
-    def __init__(self, kernel: Kernel, packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._kernel = kernel
-        self._kept = (packed, bias)  # own the memory
-        self._num_out, self._num_in = weight.shape
-        self._arguments = Arguments(
-            weights=torch.ops.mkldnn.data_ptr(packed),
-            bias=0 if bias is None else bias.data_ptr(),
-            num_pairs=self._num_in // 2,
-            num_blocks=self._num_out // BLOCK_OUTPUTS,
-        )
+    def __init__(
+        self, kernel: Kernel, arguments: ctypes.Structure, num_out: int, panel_rows: int, *memory: Tensor | None
+    ) -> None:
+        self._kernel, self._arguments, self._memory = kernel, arguments, memory
+        self._num_out, self._panel_rows = num_out, panel_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
         out = x.new_empty((x.shape[0], self._num_out))
-        told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
-        told.x_stride, num_threads = x_stride, torch.get_num_threads()
-        told.num_threads = num_threads
-        for first in range(0, x.shape[0], PANEL_ROWS):
-            told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
-            told.piece_blocks = self._piece_blocks(told.num_rows, num_threads)
-            told.x, told.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
-            self._kernel(told, num_threads)
+        x_stride, out_stride = x.stride(0) * x.element_size(), self._num_out * x.element_size()
+        panel, num_threads = self._arguments, torch.get_num_threads()
+        panel.x_stride, panel.num_threads = x_stride, num_threads
+        for first in range(0, x.shape[0], self._panel_rows):
+            panel.next_piece, panel.num_rows = 0, min(self._panel_rows, x.shape[0] - first)
+            panel.piece_blocks = self.piece_blocks(panel.num_rows, num_threads)
+            panel.x, panel.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
+            self._kernel(panel, num_threads)
         return out
 
-    def _piece_blocks(self, num_rows: int, num_threads: int) -> int:
-        """As many for each thread."""
-        if 2 * num_rows * self._num_in <= KEPT_BYTES:
+    @abstractmethod
+    def piece_blocks(self, num_rows: int, num_threads: int) -> int:
+        """Blocks of outputs that a thread takes at a time."""
+
+
+class PackedMatmul(PanelMatmul):
+    """
+    Args:
+        packed, weight: what pack() returned, in the layout that is_layout_known, and for what; weight is not kept.
+        bias: [out], or None.
+    """
+
+    def __init__(self, kernel: Kernel, packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        num_out, self._num_in = weight.shape
+        self._num_blocks = num_out // BLOCK_OUTPUTS
+        arguments = Arguments(
+            weights=torch.ops.mkldnn.data_ptr(packed),
+            bias=0 if bias is None else bias.data_ptr(),
+            num_pairs=self._num_in // 2,
+            num_blocks=self._num_blocks,
+        )
+        super().__init__(kernel, arguments, num_out, PANEL_ROWS, packed, bias)
+
+    def piece_blocks(self, num_rows: int, num_threads: int) -> int:
+        """Equally many for each thread."""
+        if 2 * num_rows * self._num_in <= CACHED_BYTES:
             return 1
-        num_blocks = self._num_out // BLOCK_OUTPUTS
-        rounds = -(-num_blocks // (num_threads * MOST_PIECE_BLOCKS))
-        return -(-num_blocks // (num_threads * rounds))
+        rounds = -(-self._num_blocks // (num_threads * MOST_PIECE_BLOCKS))
+        return -(-self._num_blocks // (num_threads * rounds))
 
 
 class PackedMatmuls:

@@ -1,9 +1,9 @@
-"""Matmuls with int4 and int8 weights, of any number of rows. Kernels: any thread, without the GIL; classes: engine.
+"""Matmuls with int4 and int8 weights on a CPU, by avx512_bf16. Kernels: any thread, without the GIL; classes: engine.
 
 Integers become bf16 in registers, exactly, and are multiplied so; scales and zeros come in once a group of inputs, on
 float32 sums: sum(x * ((v - 8) * scale + zero)) = scale * sum(x * (v - 8)) + zero * sum(x). A piece of work is some
-blocks of 64 outputs, read from memory once: tiles of rows find a block in the second-level cache. Torch's operators
-and slabs (gpu/quant.py) serve where this does not.
+blocks of 64 outputs, read from memory once: tiles of rows find a block in the second-level cache. Matrices that
+can_multiply refuses are dequantised in slabs (gpu/quant.py).
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from torch import Tensor
 
@@ -25,19 +25,20 @@ from gpu.cpu_kernels.matmul import (
     PART_PAIRS,
     STREAM_AHEAD,
     SUM_ROW_BYTES,
+    PanelMatmul,
     clear_sums,
     multiply_part,
     write_block,
 )
-from gpu.cpu_kernels.team import Kernel
+from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     keep,
     load_floats,
-    load_integer,
     load_widened,
     multiply,
     nothing,
     operation,
+    pointer,
     store_floats,
     take_next,
 )
@@ -49,34 +50,38 @@ GROUP_BYTES = 2 * 2 * BLOCK_OUTPUTS  # of a group's scales and zeros, bf16, of a
 INT4_PAIR_BYTES, INT8_PAIR_BYTES = REGISTER_BYTES, 2 * REGISTER_BYTES  # of a pair of inputs, a block's outputs
 PANEL_ROWS = 512  # at a time: their sums stay in a second-level cache
 GROUP_STEP = 32  # inputs: groups are whole registers
-# At a block's end the next one is asked for: of short blocks a thread takes several, where there are many.
+# The end of a block prefetches the next one: a thread takes several short blocks, where there are many.
 SHORT_BLOCK_BYTES, SHORT_BLOCKS, SHORT_PIECES = 64 * 1024, 4, 8
 
 
 class Arguments(ctypes.Structure):
-    """What the kernel is told, in the order in which it reads. Addresses are of first elements."""
+    """Of multiply_quantized. Addresses are of first elements."""
 
-    _fields_ = (
-        ("next_piece", ctypes.c_int64),  # 0
-        ("x", ctypes.c_int64),  # bf16 [rows, 2 * num_pairs]
-        ("x_stride", ctypes.c_int64),  # bytes from row to row
-        ("values", ctypes.c_int64),  # [blocks, num_pairs, 64 (int4) or 128 (int8) bytes]
-        ("scales", ctypes.c_int64),  # bf16 [blocks, groups, scale and zero, 64]
-        ("bias", ctypes.c_int64),  # bf16 [blocks * 64]; 0: none
-        ("out", ctypes.c_int64),  # bf16 [rows, blocks * 64]
-        ("num_rows", ctypes.c_int64),
-        ("num_pairs", ctypes.c_int64),
-        ("num_blocks", ctypes.c_int64),
-        ("num_groups", ctypes.c_int64),
-        ("is_int4", ctypes.c_int64),  # or int8
-        ("piece_blocks", ctypes.c_int64),  # that a thread reads one after the other
+    _fields_ = integers(
+        "next_piece",  # 0
+        "x",  # bf16 [rows, 2 * num_pairs]
+        "x_stride",  # bytes from row to row
+        "values",  # [blocks, num_pairs, 64 (int4) or 128 (int8) bytes]
+        "scales",  # bf16 [blocks, groups, scale and zero, 64]
+        "bias",  # bf16 [blocks * 64]; 0: none
+        "out",  # bf16 [rows, blocks * 64]
+        "num_rows",
+        "num_pairs",
+        "num_blocks",
+        "num_groups",
+        "is_int4",  # or int8
+        "piece_blocks",  # that a thread reads one after the other
+        "num_threads",
     )
 
 
+_ARGUMENTS = np.dtype(Arguments)
+
+
 def _int4_columns(builder, at):
-    """A pair of inputs' 64 outputs: of 32 bytes the low halves are 16 outputs, the high ones the next 16."""
+    """A pair of inputs' 64 outputs: the low halves of 32 bytes are 16 outputs, the high halves the next 16."""
     halves = ir.VectorType(ir.IntType(16), 2 * LANES)
-    # An index counts modulo 32: with the table twice, what stands above the low half does no harm.
+    # An index counts modulo 32: with the table twice, the bit above a low half does no harm.
     table = [int.from_bytes(np.float32(n % 16 - MIDDLE_INT4).tobytes()[2:], "little") for n in range(2 * LANES)]
     table, four = ir.Constant(halves, table), ir.Constant(halves, [4] * 2 * LANES)
     columns = []
@@ -128,12 +133,12 @@ def _emit_tile(builder, num_rows, arguments, pair_bytes, columns_of):
         return ir.Constant(ir.IntType(64), value)
 
     cells = [(row, column) for row in range(num_rows) for column in range(BLOCK_REGISTERS)]
-    kept = {cell: cgutils.alloca_once(builder, emit.FLOATS) for cell in cells}
+    registers = {cell: cgutils.alloca_once(builder, emit.FLOATS) for cell in cells}
     nothing = ir.Constant(emit.FLOATS, [0.0] * LANES)
     rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
     with cgutils.for_range(builder, num_groups) as groups:
         first = builder.mul(groups.index, group_pairs)
-        for room in kept.values():
+        for room in registers.values():
             builder.store(nothing, room)
         with cgutils.for_range(builder, group_pairs) as loop:
             pair = builder.add(first, loop.index)
@@ -145,7 +150,7 @@ def _emit_tile(builder, num_rows, arguments, pair_bytes, columns_of):
             for row in range(num_rows):
                 spread = emit.spread_pair(builder, builder.add(rows[row], offset))
                 for column in range(BLOCK_REGISTERS):
-                    room = kept[row, column]
+                    room = registers[row, column]
                     builder.store(emit.add_products(builder, builder.load(room), columns[column], spread), room)
         at = builder.add(scales, builder.mul(groups.index, constant(GROUP_BYTES)))
         for column in range(BLOCK_REGISTERS):
@@ -158,7 +163,7 @@ def _emit_tile(builder, num_rows, arguments, pair_bytes, columns_of):
                 x_sum = emit.spread(builder, emit.load(builder, place, ir.FloatType()), emit.FLOATS)
                 place = builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES))
                 total = emit.load(builder, place, emit.FLOATS)
-                total = emit.multiply_add(builder, builder.load(kept[row, column]), scale, total)
+                total = emit.multiply_add(builder, builder.load(registers[row, column]), scale, total)
                 emit.store(builder, place, emit.multiply_add(builder, x_sum, zero, total))
 
 
@@ -206,7 +211,7 @@ def _widen_int8(builder, source, target):
 
 @njit(cache=True)
 def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened):
-    """A block of int8: a part of it becomes bf16 once, for all rows."""
+    """Multiply a block of int8, of which a part at a time becomes bf16 once for all rows."""
     for first in range(0, num_pairs, PART_PAIRS):
         some = min(PART_PAIRS, num_pairs - first)
         for pair in range(some):
@@ -221,12 +226,10 @@ def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, wi
 
 @cfunc(types.void(types.int64), cache=True)
 def multiply_quantized(arguments):
-    """Take blocks until none is left: any number of threads at once. arguments: the address of Arguments."""
-    x, x_stride, values = load_integer(arguments + 8), load_integer(arguments + 16), load_integer(arguments + 24)
-    scales, bias, out = load_integer(arguments + 32), load_integer(arguments + 40), load_integer(arguments + 48)
-    num_rows, num_pairs = load_integer(arguments + 56), load_integer(arguments + 64)
-    num_blocks, num_groups = load_integer(arguments + 72), load_integer(arguments + 80)
-    is_int4, piece_blocks = load_integer(arguments + 88), load_integer(arguments + 96)
+    """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
+    told = carray(pointer(arguments), 1, _ARGUMENTS)[0]
+    x, x_stride, num_rows, num_pairs = told.x, told.x_stride, told.num_rows, told.num_pairs
+    num_blocks, num_groups, is_int4 = told.num_blocks, told.num_groups, told.is_int4
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
     group_pairs = num_pairs // num_groups
     is_widened = not is_int4 and num_tiles > 1  # few rows' sums are the same without
@@ -238,33 +241,34 @@ def multiply_quantized(arguments):
     if is_int4:
         _sum_groups(x, x_stride, num_rows, num_groups, 2 * group_pairs, x_sums)
     block_bytes = num_pairs * (INT4_PAIR_BYTES if is_int4 else INT8_PAIR_BYTES)
-    block = take_next(arguments) * piece_blocks
+    block = take_next(arguments) * told.piece_blocks
     while block < num_blocks:
         clear_sums(sums, num_rows)
-        at, of = values + block * block_bytes, scales + block * num_groups * GROUP_BYTES
+        values, scales = told.values + block * block_bytes, told.scales + block * num_groups * GROUP_BYTES
         if is_widened:
-            _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened)
+            _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened)
         first = 0
         for tile in range(0 if is_widened else num_tiles):
             end = (tile + 1) * num_rows // num_tiles
             some, tile_x = end - first, x + first * x_stride
             tile_x_sums, tile_sums = x_sums.ctypes.data + 4 * first * num_groups, sums + first * SUM_ROW_BYTES
             if is_int4:
-                _int4_tile(some, tile_x, x_stride, at, of, group_pairs, num_groups, tile_x_sums, tile_sums)
+                _int4_tile(some, tile_x, x_stride, values, scales, group_pairs, num_groups, tile_x_sums, tile_sums)
             else:
-                _int8_tile(some, tile_x, x_stride, at, of, group_pairs, num_groups, tile_x_sums, tile_sums)
+                _int8_tile(some, tile_x, x_stride, values, scales, group_pairs, num_groups, tile_x_sums, tile_sums)
             first = end
-        block_bias = bias + 2 * block * BLOCK_OUTPUTS if bias else 0
-        write_block(sums, num_rows, block_bias, out + 2 * block * BLOCK_OUTPUTS, 2 * num_blocks * BLOCK_OUTPUTS)
+        offset = 2 * block * BLOCK_OUTPUTS
+        bias = told.bias + offset if told.bias else 0
+        write_block(sums, num_rows, bias, told.out + offset, 2 * num_blocks * BLOCK_OUTPUTS)
         block += 1
-        if block % piece_blocks == 0:
-            block = take_next(arguments) * piece_blocks
+        if block % told.piece_blocks == 0:
+            block = take_next(arguments) * told.piece_blocks
     keep(memory)
     keep(x_sums)
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
-    """Whether the kernel knows such a matrix: integers, whole blocks of outputs and registers of inputs."""
+    """Whether the kernel supports the matrix: integers, whole blocks of outputs and registers of inputs."""
     num_out, num_in = weight.shape
     return (
         weight.dtype == torch.bfloat16
@@ -275,59 +279,39 @@ def can_multiply(weight: QuantizedWeight) -> bool:
     )
 
 
-class QuantizedMatmul:
-    """One matrix's.
-
+class QuantizedMatmul(PanelMatmul):
+    """
     Args:
         weight: one that it can_multiply; not kept.
         bias: [out], or None.
     """
 
-    def __init__(self, kernel: Kernel, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        self._kernel = kernel
-        self._num_out, num_in = weight.shape
-        num_blocks = self._num_out // BLOCK_OUTPUTS
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        num_out, num_in = weight.shape
+        self._num_blocks = num_out // BLOCK_OUTPUTS
         values = _int8_blocks(weight.values) if weight.zeros is None else _int4_blocks(weight.values)
         scales = _scale_blocks(weight)
-        self._kept = (values, scales, bias)  # own the memory
         use_huge_pages(values.data_ptr(), values.nbytes)
-        self._arguments = Arguments(
+        arguments = Arguments(
             values=values.data_ptr(),
             scales=scales.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
             num_pairs=num_in // 2,
-            num_blocks=num_blocks,
+            num_blocks=self._num_blocks,
             num_groups=weight.scales.shape[1],
             is_int4=weight.zeros is not None,
         )
-        self._block_bytes = values.nbytes // max(1, num_blocks)
+        self._block_bytes = values.nbytes // max(1, self._num_blocks)
+        super().__init__(_kernel(), arguments, num_out, PANEL_ROWS, values, scales, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]; returns [tokens, out]."""
-        out = x.new_empty((x.shape[0], self._num_out))
-        told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
-        told.x_stride, num_threads = x_stride, torch.get_num_threads()
-        told.piece_blocks = self._piece_blocks(num_threads)
-        for first in range(0, x.shape[0], PANEL_ROWS):
-            told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
-            told.x, told.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
-            self._kernel(told, num_threads)
-        return out
-
-    def _piece_blocks(self, num_threads: int) -> int:
-        num_blocks = self._num_out // BLOCK_OUTPUTS
-        has_many = num_blocks >= SHORT_BLOCKS * SHORT_PIECES * num_threads
+    def piece_blocks(self, num_rows: int, num_threads: int) -> int:
+        has_many = self._num_blocks >= SHORT_BLOCKS * SHORT_PIECES * num_threads
         return SHORT_BLOCKS if has_many and self._block_bytes <= SHORT_BLOCK_BYTES else 1
 
 
 @cache
 def _kernel() -> Kernel:
     return Kernel(multiply_quantized)
-
-
-def make_quantized_matmul(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedMatmul:
-    """With one that it can_multiply."""
-    return QuantizedMatmul(_kernel(), weight, bias)
 
 
 def _int8_blocks(values: Tensor) -> Tensor:

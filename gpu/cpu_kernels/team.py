@@ -1,7 +1,10 @@
 """Runs a compiled kernel on torch's own compute threads, without the GIL. Thread: engine.
 
-One pool of threads, not two: torch's OpenMP runtime is asked for a parallel region, as its own operators do. Where it
-cannot be found, one thread computes.
+There is one pool of threads, not two: torch's OpenMP runtime is asked for a parallel region, as torch's own operators
+do. Where it cannot be found, one thread computes.
+
+A kernel takes one address, that of a ctypes.Structure that all threads share. In the kernel it is a numpy record:
+`carray(pointer(address), 1, np.dtype(Structure))[0]`. Its first field counts the pieces of work taken.
 """
 
 import ctypes
@@ -15,11 +18,15 @@ import torch
 Start = Callable[[int, int, int, int], None]
 
 
-class Kernel:
-    """A compiled function of one address: that of its arguments, which all threads share.
+def integers(*names: str) -> tuple[tuple[str, type], ...]:
+    """Fields of 64 bits of a kernel's arguments: numbers, and addresses of first elements; 0 unless they are set."""
+    return tuple((name, ctypes.c_int64) for name in names)
 
+
+class Kernel:
+    """
     Args:
-        compiled: numba's cfunc of int64 to nothing; divides the work among whoever calls it.
+        compiled: numba's cfunc of int64 to nothing, which divides the work among the threads that call it.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -29,7 +36,7 @@ class Kernel:
         self._start = _find_start()
 
     def __call__(self, arguments: ctypes.Structure, num_threads: int) -> None:
-        """Returns when every thread has."""
+        """Returns when every thread has returned."""
         address = ctypes.addressof(arguments)
         if num_threads == 1 or self._start is None:
             self._call(address)

@@ -1,15 +1,14 @@
 """Samples a token per row: @triton.jit. Thread: engine.
 
-A row is read once: adjusted, summed for logprobs, its segments' maxima found, and a token taken where nothing filters.
-What top_k, top_p and min_p keep is sampled afterwards: from the maxima alone follows, mostly, which few segments hold
-what is kept, and only those are read again; nothing is sorted. Programs read a row, a range of segments each
-(`scan_rows`), and one ends it (`end_rows`): the tokens are the same, however many read it. Nothing depends on the host:
-what slots ask for, positions and all results are on the device.
+The stages and their arithmetic are gpu/sampling_rules.py's, operation by operation: divisions are rounded as IEEE 754
+has it, and the kernels are launched with enable_fp_fusion=False, so that a token is torch's to the last bit.
 
-The rules are gpu/sampling_rules.py's, operation by operation, so that a token is the same to the last bit as torch's:
-divisions are rounded as IEEE 754 has it, and these are launched with enable_fp_fusion=False.
+`scan_rows` reads a row once, several programs a range of its segments each: adjusts it, sums it for logprobs, finds its
+segments' maxima, and samples where nothing filters. `end_rows` puts the ranges together, and samples rows with filters:
+from the maxima alone follows, mostly, which few segments hold what top-k, top-p and min-p keep, and only those are read
+again; nothing is sorted. The tokens do not depend on how many programs share a row. Nothing is read from the host.
 
-Of every kernel: slots are those of requests, < 0: a row that is padding; `scratch` holds a row's adjusted logits.
+In every kernel: slots are those of requests, < 0: a row that is padding; `scratch` holds a row's adjusted logits.
 """
 
 from typing import Any, NamedTuple
@@ -25,8 +24,8 @@ SEGMENT = tl.constexpr(128)  # tokens
 NOISE, FILTERS, PENALTIES = (tl.constexpr(int(f)) for f in (Feature.NOISE, Feature.FILTERS, Feature.PENALTIES))
 BIAS, MIN_TOKENS = tl.constexpr(int(Feature.BIAS)), tl.constexpr(int(Feature.MIN_TOKENS))
 LOGPROBS, ADJUSTED = tl.constexpr(int(Feature.LOGPROBS)), tl.constexpr(int(_ADJUSTED))
-FEATURES, TOP_K, SEED, FREE_FROM, NUM_BIASES, NUM_STOP_IDS = (tl.constexpr(int(n)) for n in Number)
-INVERSE, SLOPE, TOP_P, LEAST, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(int(f)) for f in Factor)
+FEATURES, TOP_K, SEED, STOP_FROM, NUM_BIASES, NUM_STOP_IDS = (tl.constexpr(int(n)) for n in Number)
+INVERSE, SLOPE, TOP_P, MIN_P_OFFSET, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(int(f)) for f in Factor)
 NUM_NUMBERS, NUM_FACTORS = tl.constexpr(len(Number)), tl.constexpr(len(Factor))
 NUM_LOGPROBS = tl.constexpr(3)  # of a row: see sampler.LaunchedSampler
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -34,15 +33,15 @@ MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
 class Row(NamedTuple):
-    """A row of logits, and what its slot asks for.
+    """A row of logits, and its slot's settings.
 
     Args:
         logits: [vocab], as the model gives them.
         scratch: float32 [vocab]: adjusted, where the slot asks for it.
-        maxima: float32 [segments], of what is drawn from.
+        maxima: float32 [segments], of the logits that are sampled from.
         numbers, factors: [Number], [Factor], of the slot.
         features: Feature's bits, of the slot.
-        position: of the token to draw.
+        position: of the token to sample.
         vocab_size: tokens.
     """
 
@@ -58,7 +57,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_logits(row, tokens, mask):
-    """What is drawn from, as float32; -inf where masked."""
+    """The logits that are sampled from, as float32; -inf where masked."""
     if (row.features & ADJUSTED) != 0:
         value = tl.load(row.scratch + tokens, mask=mask, other=MINUS_INFINITY)
     else:
@@ -74,7 +73,7 @@ LN_0, LN_1, LN_2ND, LN_3, LN_4 = (tl.constexpr(term) for term in rules.LN_TERMS)
 LEAST_POWER, ROUNDER = tl.constexpr(rules.LEAST_POWER), tl.constexpr(rules.ROUNDER)
 WEIGHT_BITS = tl.constexpr(rules.WEIGHT_BITS)
 EXP2_0, EXP2_1, EXP2_2, EXP2_3, EXP2_4, EXP2_5, EXP2_6 = (tl.constexpr(term) for term in rules.EXP2_TERMS)
-BOUND_SLACK = tl.constexpr(1e-3)  # beyond what rounding makes of a bound
+BOUND_SLACK = tl.constexpr(1e-3)  # more than the rounding of a bound
 
 
 @triton.jit
@@ -133,7 +132,7 @@ def noise_of(uniforms):
 
 @triton.jit
 def most_noise_of(uniforms):
-    """What noise_of stays below, without a logarithm: an exponential number is at least its uniform one."""
+    """A bound of noise_of without a logarithm: an exponential number is at least its uniform one."""
     exponent = 127 - (uniforms.to(tl.int32, bitcast=True) >> 23)
     return exponent.to(tl.float32) * LN_2 + BOUND_SLACK
 
@@ -179,11 +178,11 @@ def number_of(ordered):
 
 @triton.jit
 def largest_reaching(ordered, weights, needed):
-    """The largest of these numbers such that those not below it weigh at least as much as is needed; all together do.
+    """The largest number such that those not below it weigh at least `needed`; all of them together must.
 
     Args:
         ordered: int32 [some], of ordered_of.
-        weights: int64 [some]; 0: is not there.
+        weights: int64 [some]; 0: there is no such number.
     """
     low = tl.min(tl.where(weights > 0, ordered, 0x7FFFFFFF), 0).to(tl.int64)
     high = tl.max(tl.where(weights > 0, ordered, -0x7FFFFFFF), 0).to(tl.int64)
@@ -217,7 +216,7 @@ def adjust(
     row, seen, biases, bias_ids, stop_ids, first, end,
     MAX_BIASES: tl.constexpr, MAX_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Penalties, logit_bias and min_tokens, of tokens first..end - 1, to scratch. See sampler._adjust.
+    """Stage 1 of the rules, of tokens first..end - 1, to scratch.
 
     Args:
         seen, biases, bias_ids, stop_ids: of the slot.
@@ -232,7 +231,7 @@ def adjust(
         tl.store(row.scratch + ids, value, mask=is_here)
         tl.debug_barrier()
     if row.features & MIN_TOKENS:
-        if row.position < tl.load(row.numbers + FREE_FROM):
+        if row.position < tl.load(row.numbers + STOP_FROM):
             places = tl.arange(0, MAX_STOP_IDS)
             ids = tl.load(stop_ids + places, mask=places < tl.load(row.numbers + NUM_STOP_IDS), other=-1)
             tl.store(row.scratch + ids, MINUS_INFINITY, mask=(ids >= first) & (ids < end))
@@ -257,7 +256,7 @@ def sum_exponentials(logits, first, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def scan(row, first, end, GROUP: tl.constexpr):
-    """Segments' maxima, of tokens first..end - 1, first a segment's; what is drawn of them where nothing filters.
+    """Segments' maxima, of tokens first..end - 1, where `first` begins a segment; samples them where nothing filters.
 
     Returns:
         (the largest sum with noise, or logit; its token, of equals the first; how many logits are not finite)
@@ -266,9 +265,9 @@ def scan(row, first, end, GROUP: tl.constexpr):
     key, inverse = key_of(tl.load(row.numbers + SEED), row.position), tl.load(row.factors + INVERSE)
     rows, columns = tl.arange(0, GROUP), tl.arange(0, SEGMENT)
     bests = tl.full([GROUP, SEGMENT], MINUS_INFINITY, tl.float32)
-    drawn = tl.full([GROUP, SEGMENT], NO_TOKEN, tl.int32)
+    sampled = tl.full([GROUP, SEGMENT], NO_TOKEN, tl.int32)
     broken = tl.zeros([GROUP, SEGMENT], tl.int32)
-    least = tl.full([], MINUS_INFINITY, tl.float32)  # what the largest sum is at least
+    least = tl.full([], MINUS_INFINITY, tl.float32)  # a lower bound of the largest sum
     for start in range(first, end, GROUP * SEGMENT):
         tokens = start + rows[:, None] * SEGMENT + columns[None, :]
         is_inside = tokens < end
@@ -291,11 +290,11 @@ def scan(row, first, end, GROUP: tl.constexpr):
             if may_win:
                 is_better = value > bests
                 bests = tl.where(is_better, value, bests)
-                drawn = tl.where(is_better, tokens, drawn)
+                sampled = tl.where(is_better, tokens, sampled)
                 if is_noisy:
                     least = tl.max(tl.max(bests, 1), 0)
     best = tl.max(tl.max(bests, 1), 0)
-    token = tl.min(tl.min(tl.where(bests == best, drawn, NO_TOKEN), 1), 0)
+    token = tl.min(tl.min(tl.where(bests == best, sampled, NO_TOKEN), 1), 0)
     return best, token, tl.sum(tl.sum(broken, 1), 0)
 
 
@@ -303,12 +302,12 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 class Gathered(NamedTuple):
-    """What of a row may be kept: in memory, where it had room, and the segments that it comes from.
+    """The logits of a row that filters may keep, and the segments that they come from.
 
     Args:
         listed: int32 [num_listed]: segments, ascending.
-        logits, tokens: float32 and int32 [num_logits], ascending by token; all of them where num_logits is at most
-            GROUP * SEGMENT.
+        logits, tokens: float32 and int32 [num_logits], ascending by token; where there are more than GROUP * SEGMENT,
+            they are incomplete, and the listed segments are read instead.
     """
 
     listed: Any
@@ -357,8 +356,8 @@ def _load_segments(row, listed, start, num_listed, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _gather(row, listed, num_listed, bound, logits, tokens_kept, GROUP: tl.constexpr):
-    """Logits not below the bound, and their tokens, ascending, to memory, as many as it takes; returns how many."""
+def _gather(row, listed, num_listed, bound, logits, tokens_gathered, GROUP: tl.constexpr):
+    """Logits not below the bound, and their tokens, ascending, to memory, as many as have room; returns how many."""
     num_found = 0
     for start in range(0, num_listed, GROUP):
         value, tokens = _load_segments(row, listed, start, num_listed, GROUP)
@@ -367,7 +366,7 @@ def _gather(row, listed, num_listed, bound, logits, tokens_kept, GROUP: tl.const
         places = num_found + tl.cumsum(counts, 0) - 1
         has_room = is_found & (places < GROUP * SEGMENT)
         tl.store(logits + places, value, mask=has_room)
-        tl.store(tokens_kept + places, tokens, mask=has_room)
+        tl.store(tokens_gathered + places, tokens, mask=has_room)
         num_found += tl.sum(counts, 0)
     tl.debug_barrier()
     return num_found
@@ -375,13 +374,13 @@ def _gather(row, listed, num_listed, bound, logits, tokens_kept, GROUP: tl.const
 
 @triton.jit
 def _end_of(gathered, GROUP: tl.constexpr):
-    """Where a walk of GROUP segments at a time ends: after its first turn, where all had room."""
+    """Where a loop over GROUP segments at a time ends: after its first turn, where all logits had room."""
     return tl.where(gathered.num_logits <= GROUP * SEGMENT, 1, gathered.num_listed)
 
 
 @triton.jit
 def _load_gathered(row, gathered, start, GROUP: tl.constexpr):
-    """(logits, tokens) of what was gathered, where it had room; else of some of the segments that it comes from."""
+    """(logits, tokens) that were gathered, where they had room; otherwise of some of the segments they come from."""
     if gathered.num_logits <= GROUP * SEGMENT:
         places = tl.arange(0, GROUP * SEGMENT)
         value = tl.load(gathered.logits + places, mask=places < gathered.num_logits, other=MINUS_INFINITY)
@@ -418,7 +417,7 @@ def _reaching(row, gathered, limit, top, slope, needed, BY_MASS: tl.constexpr, G
         weights = _weights_of(value, tokens, limit, top, slope, BY_MASS)
         found = largest_reaching(ordered_of(value), weights, needed)
     else:
-        # All not below the limit are enough; where there is none, those not below the lowest float32 are as good.
+        # Those not below the limit reach it; without a limit, those not below the lowest float32.
         low = ordered_of(tl.maximum(limit, LOWEST)).to(tl.int64)
         high = ordered_of(top).to(tl.int64)
         while low < high:
@@ -432,13 +431,13 @@ def _reaching(row, gathered, limit, top, slope, needed, BY_MASS: tl.constexpr, G
 
 @triton.jit
 def _bound_of(row, top, GROUP: tl.constexpr, SEGMENTS: tl.constexpr):
-    """(a logit that none below is kept, nor counts in a share; what of the weights top_p needs, as it has no top_k)."""
+    """(a bound below which no logit is kept or counts in a share; the weight that top-p needs, without a top-k)."""
     top_k, top_p, slope = tl.load(row.numbers + TOP_K), tl.load(row.factors + TOP_P), tl.load(row.factors + SLOPE)
     has_top_k, is_by_mass = top_k < row.vocab_size, top_p < 1
     num_segments = tl.cdiv(row.vocab_size, SEGMENT)
     segments = tl.arange(0, SEGMENTS)
     tops = tl.load(row.maxima + segments, mask=segments < num_segments, other=MINUS_INFINITY)
-    bound = tl.where(has_top_k & is_by_mass, MINUS_INFINITY, top + tl.load(row.factors + LEAST))
+    bound = tl.where(has_top_k & is_by_mass, MINUS_INFINITY, top + tl.load(row.factors + MIN_P_OFFSET))
     needed = top_k
     if has_top_k:
         if top_k <= num_segments:  # as many segments, at least as many tokens
@@ -455,51 +454,51 @@ def _bound_of(row, top, GROUP: tl.constexpr, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def _limit_of(row, gathered, bound, needed, top, GROUP: tl.constexpr):
-    """The least logit that is kept. bound, needed: of _bound_of."""
+    """The smallest logit that is kept. bound, needed: of _bound_of."""
     top_k, top_p, slope = tl.load(row.numbers + TOP_K), tl.load(row.factors + TOP_P), tl.load(row.factors + SLOPE)
     has_top_k = top_k < row.vocab_size
     limit_k = bound
     if has_top_k:
         if top_k < gathered.num_logits:
             limit_k = _reaching(row, gathered, bound, top, slope, top_k, False, GROUP)
-    limit = tl.maximum(top + tl.load(row.factors + LEAST), limit_k)
+    limit = tl.maximum(top + tl.load(row.factors + MIN_P_OFFSET), limit_k)
     if top_p < 1:
         weight = _weigh_gathered(row, gathered, limit_k, top, slope, True, GROUP)
         if has_top_k:
             needed = needed_of(weight, top_p)
-        if weight >= needed:  # otherwise min_p keeps less
+        if weight >= needed:  # otherwise min-p keeps less
             limit = tl.maximum(limit, _reaching(row, gathered, limit_k, top, slope, needed, True, GROUP))
     return limit
 
 
 @triton.jit
-def draw_filtered(row, listed, logits, tokens_kept, GROUP: tl.constexpr, SEGMENTS: tl.constexpr):
-    """A token of what top_k, top_p and min_p keep. listed, logits, tokens_kept: room for Gathered."""
+def sample_filtered(row, listed, logits, tokens_gathered, GROUP: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Stages 2 to 4 of the rules, of a row with filters. listed, logits, tokens_gathered: room for Gathered."""
     segments = tl.arange(0, SEGMENTS)
     is_inside = segments < tl.cdiv(row.vocab_size, SEGMENT)
     top = tl.max(tl.load(row.maxima + segments, mask=is_inside, other=MINUS_INFINITY), 0)
     bound, needed = _bound_of(row, top, GROUP, SEGMENTS)
     num_listed = _list_segments(row, bound, listed, SEGMENTS)
-    num_logits = _gather(row, listed, num_listed, bound, logits, tokens_kept, GROUP)
-    gathered = Gathered(listed, num_listed, logits, tokens_kept, num_logits)
+    num_logits = _gather(row, listed, num_listed, bound, logits, tokens_gathered, GROUP)
+    gathered = Gathered(listed, num_listed, logits, tokens_gathered, num_logits)
     limit = _limit_of(row, gathered, bound, needed, top, GROUP)
     key, inverse = key_of(tl.load(row.numbers + SEED), row.position), tl.load(row.factors + INVERSE)
     bests = tl.full([GROUP * SEGMENT], MINUS_INFINITY, tl.float32)
-    drawn = tl.full([GROUP * SEGMENT], NO_TOKEN, tl.int32)
+    sampled = tl.full([GROUP * SEGMENT], NO_TOKEN, tl.int32)
     for start in range(0, _end_of(gathered, GROUP), GROUP):
         value, tokens = _load_gathered(row, gathered, start, GROUP)
         sums = value * inverse + noise_of(uniforms_of(key, tokens))
         is_better = (tokens >= 0) & (value >= limit) & (sums > bests)
         bests = tl.where(is_better, sums, bests)
-        drawn = tl.where(is_better, tokens, drawn)
-    return tl.min(tl.where(bests == tl.max(bests, 0), drawn, NO_TOKEN), 0)
+        sampled = tl.where(is_better, tokens, sampled)
+    return tl.min(tl.where(bests == tl.max(bests, 0), sampled, NO_TOKEN), 0)
 
 
 @triton.jit
 def _finish(
     row, index, slot, token, num_broken, top, total, seen, token_ids, is_finite, logprobs, last_tokens
 ):  # fmt: skip
-    """What is told of a row, the index-th."""
+    """Write the results of the index-th row."""
     token = tl.where((num_broken == 0) & (token < row.vocab_size), token, 0)
     tl.store(token_ids + index, token.to(tl.int64))
     tl.store(last_tokens + slot, token.to(tl.int64))
@@ -574,7 +573,7 @@ def end_rows(
     logits, slots, positions, numbers, factors, seen, scratch, maxima,
     listed,  # int32 [rows, segments], written
     values,  # float32 [rows, GROUP * SEGMENT], written
-    tokens_kept,  # int32 [rows, GROUP * SEGMENT], written
+    tokens_gathered,  # int32 [rows, GROUP * SEGMENT], written
     found, found_tokens,
     token_ids,  # int64 [rows], written
     is_finite,  # int8 [rows], written
@@ -586,7 +585,7 @@ def end_rows(
     GROUP: tl.constexpr,
     SEGMENTS: tl.constexpr,  # >= those of a row
 ):  # fmt: skip
-    """Program: a row, whose ranges scan_rows has read; what it found is put together in their order."""
+    """Program: a row, whose ranges scan_rows has read: puts them together, in order."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + index)
     if slot >= 0:
@@ -596,16 +595,16 @@ def end_rows(
         bests = tl.load(found + places * 3, mask=is_inside, other=MINUS_INFINITY)
         tops = tl.load(found + places * 3 + 1, mask=is_inside, other=MINUS_INFINITY)
         totals = tl.load(found + places * 3 + 2, mask=is_inside, other=0.0)
-        drawn = tl.load(found_tokens + places * 2, mask=is_inside, other=NO_TOKEN)
+        sampled = tl.load(found_tokens + places * 2, mask=is_inside, other=NO_TOKEN)
         num_broken = tl.sum(tl.load(found_tokens + places * 2 + 1, mask=is_inside, other=0), 0)
-        token = tl.min(tl.where(bests == tl.max(bests, 0), drawn, NO_TOKEN), 0)
+        token = tl.min(tl.where(bests == tl.max(bests, 0), sampled, NO_TOKEN), 0)
         top = tl.max(tops, 0)
         total = tl.sum(totals * tl.exp(tops - top), 0)
         if (row.features & FILTERS != 0) & (num_broken == 0):
             num_segments = tl.cdiv(vocab_size, SEGMENT)
-            token = draw_filtered(
+            token = sample_filtered(
                 row, listed + index * num_segments, values + index * GROUP * SEGMENT,
-                tokens_kept + index * GROUP * SEGMENT, GROUP, SEGMENTS,
+                tokens_gathered + index * GROUP * SEGMENT, GROUP, SEGMENTS,
             )  # fmt: skip
         _finish(
             row, index, slot, token, num_broken, top, total, seen + slot * vocab_size, token_ids, is_finite, logprobs,

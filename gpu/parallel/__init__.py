@@ -1,1 +1,1 @@
-"""One model on several devices of this machine: a process for each, which compute every step together."""
+"""Tensor parallelism: one model on several devices of this machine, a process for each."""

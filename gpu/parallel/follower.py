@@ -1,7 +1,7 @@
-"""`python -m gpu.parallel.follower`: a worker of tensor parallelism, every rank but the first.
+"""`python -m gpu.parallel.follower`: the process of every rank but the first.
 
-Computes its part of every step and samples nothing. Orders come by stdin, answers go to stdout; whatever else is
-printed goes to stderr. It outlives no parent: not one that is killed either.
+It computes its part of every step and samples nothing. It reads orders from stdin and answers on stdout; all else that
+is printed goes to stderr. It never outlives its parent, even one that is killed.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
-    """Ends by os._exit: what a group of ranks has running would abort the interpreter's own end."""
+    """Ends by os._exit: the process group's threads would abort the interpreter's own exit."""
     orders = sys.stdin.buffer
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         die_with_parent()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all of a group, the parent drains
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal sends them to all; the parent drains
             signal.signal(number, signal.SIG_IGN)
         try:
             follow(orders, answers)
@@ -41,13 +41,13 @@ def main() -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Linux; elsewhere the end of the orders has to do."""
+    """Linux only; elsewhere the process ends when its orders do."""
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def follow(orders: IO[bytes], answers: IO[bytes]) -> None:
-    """One job, from its first order to its last."""
+    """Carry out one job."""
     job = read_message(orders, Job)
     if job is None:
         return  # the parent has ended
@@ -66,7 +66,7 @@ def follow(orders: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _refuse(answers: IO[bytes], refusal: Refusal) -> NoReturn:
-    with suppress(OSError):  # nobody asks any more
+    with suppress(OSError):  # the parent has ended
         write_message(answers, Answer(refusal=refusal))
     sys.stderr.flush()
     os._exit(refusal.exit_code)

@@ -1,6 +1,6 @@
-"""What the first rank tells the others, and what they answer: core's encoding with its length before it. Pure.
+"""Messages between the first rank and the others: core's encoding, length first. Pure.
 
-A rank is told a Job, then what to Load, then a Step after the other; it answers the first two.
+A rank gets a Job, then Load, then one Step after another; it answers the first two.
 """
 
 import struct
@@ -15,11 +15,10 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a rank is to be.
-
+    """
     Args:
-        path: of the checkpoint.
-        model: all of it.
+        path: the checkpoint's.
+        model: the whole model.
         meeting: see Ranks.
     """
 
@@ -32,17 +31,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load, with so much free memory on each rank's device."""
+    """
+    Args:
+        free_bytes: what every rank's device has, at least.
+    """
 
     free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Compute a step.
-
+    """
     Args:
-        broken_slots: whose blocks are made finite before.
+        broken_slots: slots whose blocks are made finite before the step.
     """
 
     plan: StepPlan
@@ -51,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A StartupError, or what came instead."""
+    """A StartupError of the rank, or another exception as one."""
 
     cause: str
     fix: str
@@ -60,10 +61,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """It is done, or refused.
-
+    """
     Args:
-        free_bytes: of a Job: on the rank's device.
+        free_bytes: on the rank's device, in answer to a Job.
+        refusal: None: done.
     """
 
     free_bytes: int = 0
@@ -76,7 +77,7 @@ M = TypeVar("M", Job, Load, Step, Answer)
 def write_message(pipe: IO[bytes], message: Job | Load | Step | Answer) -> None:
     """
     Raises:
-        OSError: nobody reads any more.
+        OSError: the reader has closed the pipe.
     """
     body = encode(message)
     pipe.write(_LENGTH.pack(len(body)) + body)
@@ -84,7 +85,7 @@ def write_message(pipe: IO[bytes], message: Job | Load | Step | Answer) -> None:
 
 
 def read_message(pipe: IO[bytes], kind: type[M]) -> M | None:
-    """None: whoever wrote has ended."""
+    """None: the writer has ended."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

@@ -1,15 +1,15 @@
-"""Tensor parallelism: which part of a model each rank has, and what the ranks add up and gather. Thread: engine.
+"""Tensor parallelism: how a model is split among ranks, and what the ranks sum and gather. Thread: engine.
 
-Each rank has some of the heads, with their keys and values, and some of the numbers between an MLP's matrices, of every
-expert. What leaves attention and MLPs are parts of a sum over the ranks. Fewer KV heads than ranks: those that share
-one have a copy each. The head's rows are split, because a decode step reads all of them; the embedding is not, because
-a step reads few, and splitting it would cost one more sum. Norms and routers are every rank's, and computed alike; only
-norms that run over all heads (OLMo 2) have a part on each rank. Matrices that are served quantized, as the checkpoint
-has them, are split like others, at borders of what shares a scale. Source: Megatron-LM (arXiv:1909.08053), section 3.
+Each rank has some of the attention heads, with their keys and values, and part of the intermediate dimension of every
+MLP and expert; the outputs of attention and MLPs are summed over the ranks. Where there are fewer KV heads than ranks,
+ranks that share one have a copy each. The LM head's rows are split, because a decode step reads all of them; the
+embedding is not, because a step reads few rows, and splitting it would cost one more sum. Norms and routers are
+replicated; only norms over all heads (OLMo 2) are split. Prequantized matrices are split like others, between groups
+that share a scale. Source: Megatron-LM (arXiv:1909.08053), section 3.
 
-The ranks are a process group of torch.distributed: NCCL between GPUs, gloo between CPUs. They meet in memory that a
-descriptor names, so that nobody else can, and talk over the loopback. All make the same calls in the same order; one
-that is lost breaks the calls of the others.
+The ranks are a process group of torch.distributed: NCCL between GPUs, gloo between CPUs. They meet in an anonymous file
+that only their processes can reach, and talk over the loopback. All make the same calls in the same order; a lost rank
+breaks the others' calls.
 """
 
 import atexit
@@ -30,20 +30,20 @@ from core.plan import DeviceError
 from gpu.parameters import HEAD, MXFP4_BLOCK
 from gpu.quant import LEAST_GROUP, prequantized_group
 
-# For one call. A rank that is lost is noticed by its closed connections; this is for one that hangs, and must be more
-# than what compiling a kernel for the first time keeps one of them from it.
+# For one call of a rank that hangs: longer than one of them may be busy compiling a kernel for the first time. A lost
+# rank is noticed earlier, by its closed connections.
 CALL_TIMEOUT = timedelta(minutes=10)
 
 
 class Ranks:
-    """This process among them.
+    """This process's membership in the group.
 
     Args:
         device: this rank's.
         meeting: descriptor of a file in memory, the same for all, empty at first.
 
     Raises:
-        DeviceError: they have not met.
+        DeviceError: the group cannot be formed.
     """
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, meeting: int) -> None:
@@ -58,23 +58,23 @@ class Ranks:
         atexit.register(close)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, for all of them; x is gone."""
+        """The sum over all ranks, for all of them; overwrites x."""
         x = x.contiguous()
         with _lost_ranks():
             dist.all_reduce(x)
         return x
 
     def share(self, x: Tensor) -> None:
-        """Give all ranks what the first one has of x, in place."""
+        """Copy the first rank's x to all, in place."""
         with _lost_ranks():
             dist.broadcast(x, 0)
 
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
-        """What all ranks have side by side, for the first; the others get zeros of that shape.
+        """All ranks' columns side by side, for the first rank; the others get zeros.
 
         Args:
-            x: [rows, columns], all ranks' the same columns but the last's, which may have fewer.
-            num_columns: of all.
+            x: [rows, columns]; the last rank may have fewer columns.
+            num_columns: in all.
         Returns:
             [rows, num_columns]
         """
@@ -89,26 +89,26 @@ class Ranks:
 
 
 def is_member() -> bool:
-    """Whether this process is one of several ranks."""
+    """Whether this process belongs to a group."""
     return dist.is_initialized()
 
 
 def close() -> None:
-    """Leave the group: its threads would abort the interpreter's own end."""
+    """Leave the group: its threads would abort the interpreter's own exit."""
     if is_member():
         dist.destroy_process_group()
 
 
 @contextmanager
 def _lost_ranks() -> Iterator[None]:
-    """What torch.distributed raises is all of one kind: a connection is gone, or did not come about."""
+    """torch.distributed raises RuntimeError for every connection that is lost or cannot be made."""
     try:
         yield
     except RuntimeError as error:
         raise DeviceError(f"a rank is lost: {error}") from error
 
 
-# Added once, not once a rank: to what the first one computes.
+# Added once, on the first rank.
 _ADDED_TO_SUMS = ("self_attn.o_proj.bias", "mlp.down_proj.bias", "mlp.experts.down_proj_bias")
 _OF_KV_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
 MAX_RANKS = 64
@@ -119,10 +119,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part.
+    """One rank's part of a model.
 
     Args:
-        whole: a model that check_shards has let pass.
+        whole: check_shards has accepted it.
     """
 
     whole: ModelConfig
@@ -135,15 +135,15 @@ class Shard:
 
     @property
     def head_rows(self) -> slice:
-        """Of the head: as many for each rank, but the last, which may have fewer."""
+        """Of the LM head: the same number for each rank but the last, which may have fewer."""
         num_rows = head_rows_of(self.whole, self.num_ranks)
         return slice(self.rank * num_rows, min((self.rank + 1) * num_rows, self.whole.vocab_size))
 
     def cut(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """This rank's part of a tensor of the checkpoint, a view where it lies in one piece.
+        """This rank's part of a checkpoint's tensor, a view if it is contiguous there.
 
         Args:
-            shape: of the part.
+            shape: the part's.
         """
         if self.rank and name.endswith(_ADDED_TO_SUMS):
             return torch.zeros(shape, dtype=tensor.dtype)
@@ -154,7 +154,7 @@ class Shard:
         return tensor
 
     def _spans(self, name: str, num_part: int) -> list[Span]:
-        """Of the dimension that is split, what is this rank's."""
+        """This rank's spans of the dimension that is split."""
         whole, part = self.whole, self.config
         query, first_key = (self.rank * part.query_size, part.query_size), self._first_kv_head * part.head_dim
         if "self_attn.qkv_proj." in name:
@@ -178,7 +178,7 @@ class Shard:
 
 
 def part_of(whole: ModelConfig, num_ranks: int) -> ModelConfig:
-    """What one of so many ranks computes, as a model of its own."""
+    """A rank's part as a model of its own."""
     experts = whole.experts
     if experts is not None:
         experts = replace(experts, intermediate_size=experts.intermediate_size // num_ranks)
@@ -192,31 +192,31 @@ def part_of(whole: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def head_rows_of(whole: ModelConfig, num_ranks: int) -> int:
-    """Rows of the head that a rank has, at most."""
+    """Most rows of the LM head that a rank has."""
     return -(-whole.vocab_size // num_ranks)
 
 
-def check_shards(whole: ModelConfig, num_ranks: int, is_kept_packed: bool) -> None:
+def check_shards(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> None:
     """
     Args:
-        is_kept_packed: see gpu.weights.prequantized_scheme.
+        is_prequantized: matrices are served prequantized; see gpu.weights.prequantized_scheme.
 
     Raises:
-        StartupError: so many ranks cannot share the model.
+        StartupError: the model cannot be split so.
     """
-    why = _why_not(whole, num_ranks, is_kept_packed)
+    why = _why_not(whole, num_ranks, is_prequantized)
     if why is not None:
-        others = [str(count) for count in range(1, MAX_RANKS + 1) if _why_not(whole, count, is_kept_packed) is None]
-        raise _refused(num_ranks, why, ", or ".join(others))
+        others = [str(count) for count in range(1, MAX_RANKS + 1) if _why_not(whole, count, is_prequantized) is None]
+        raise StartupError(f"--tensor-parallel {num_ranks}: {why}.", f"--tensor-parallel {', or '.join(others)}.")
 
 
-def _why_not(whole: ModelConfig, num_ranks: int, is_kept_packed: bool) -> str | None:
+def _why_not(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> str | None:
     """What cannot be split; None: nothing."""
-    return _why_not_even(whole, num_ranks) or (_why_not_grouped(whole, num_ranks) if is_kept_packed else None)
+    return _why_not_even(whole, num_ranks) or (_why_not_grouped(whole, num_ranks) if is_prequantized else None)
 
 
 def _why_not_grouped(whole: ModelConfig, num_ranks: int) -> str | None:
-    """A rank's part of a row of inputs is to be whole groups that share a scale, or parts of them that kernels take."""
+    """A rank's part of a row must be whole groups that share a scale, or parts of groups that kernels accept."""
     assert whole.packing is not None
     stored = whole.packing.group_size
     for width in _split_widths(whole):
@@ -242,7 +242,7 @@ def _why_not_even(whole: ModelConfig, num_ranks: int) -> str | None:
     if whole.num_heads % num_ranks:
         return f"{whole.num_heads} heads do not split into {num_ranks} parts"
     if whole.num_kv_heads % num_ranks and num_ranks % whole.num_kv_heads:
-        return f"{whole.num_kv_heads} KV heads neither split into {num_ranks} parts nor is each for as many ranks"
+        return f"{whole.num_kv_heads} KV heads neither split into {num_ranks} parts nor share {num_ranks} ranks evenly"
     if _has_dense(whole) and whole.intermediate_size % num_ranks:
         return f"an MLP of {whole.intermediate_size} does not split into {num_ranks} parts"
     if whole.experts is None:
@@ -255,14 +255,10 @@ def _why_not_even(whole: ModelConfig, num_ranks: int) -> str | None:
     return None
 
 
-def _refused(num_ranks: int, why: str, fix: str) -> StartupError:
-    return StartupError(f"--tensor-parallel {num_ranks}: {why}.", f"--tensor-parallel {fix}.")
-
-
 def norm_heads(qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, ranks: Ranks) -> None:
-    """RMSNorm in float32 of this rank's queries and keys, in place: the ranks add up their squares, in one sum.
+    """RMSNorm in float32 over all ranks' queries and keys, in place, with one sum of their squares.
 
-    All ranks have as many heads; KV heads of which several have a copy count as often each, which leaves the mean.
+    All ranks have equally many heads; replicated KV heads all count equally often, which leaves the mean as it is.
 
     Args:
         qkv: [tokens, heads + 2 * kv_heads, head_dim].

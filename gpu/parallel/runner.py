@@ -1,12 +1,12 @@
 """Computes steps on several devices: the Runner of core.plan, over ranks that are processes. Thread: engine.
 
-This process is rank 0: it has the scheduler, samples all tokens and tells the others each plan, once a step and before
-its own part of it. Where steps overlap, it shares the tokens that slots sampled last behind each step, on the devices:
-the next plan asks for them before the host has read them. No step is sent by a graph: where one rank could not capture
-a shape that another replays, they would wait for each other for ever.
+This process is rank 0: it runs the scheduler, samples all tokens, and sends the others each plan before it computes its
+own part. Where steps overlap, it shares each step's sampled tokens on the devices: the next plan refers to them before
+the host has read them. CUDA graphs are off: if one rank could not capture a shape that another replays, they would wait
+for each other for ever.
 
-A step that raises here is no longer the same step everywhere: unlike on one device it breaks the engine. The other
-ranks end with this process (the kernel kills them, and their pipes end); one that ends before is a device that is lost.
+A step that raises on this rank breaks the engine, unlike on one device: the ranks no longer agree. The other ranks end
+with this process (the kernel kills them, and their pipes end); one that ends earlier counts as a lost device.
 """
 
 import math
@@ -38,14 +38,14 @@ END_S = 5.0  # for a process to end by itself
 
 
 class Followers:
-    """Ranks 1 to num_ranks - 1.
+    """The processes of ranks 1 to num_ranks - 1.
 
     Args:
-        meeting: a descriptor that they get too, with the same number.
+        meeting: a descriptor that they inherit under the same number.
     """
 
     def __init__(self, num_ranks: int, meeting: int) -> None:
-        # not the settings: there may be keys among them, and a rank is told what it needs
+        # without the settings, which may hold keys: a rank is sent what it needs
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.processes = [
@@ -62,7 +62,7 @@ class Followers:
     def tell(self, order_of: Callable[[int], Job | Load | Step]) -> None:
         """
         Args:
-            order_of: rank -> what it is told.
+            order_of: rank -> its message.
 
         Raises:
             DeviceError: a rank is lost.
@@ -72,10 +72,10 @@ class Followers:
             try:
                 write_message(process.stdin, order_of(rank))
             except OSError as error:
-                raise DeviceError(f"{self._end_of(rank, process)}") from error
+                raise DeviceError(self._end_of(rank, process)) from error
 
     def answers(self) -> list[Answer]:
-        """What each has to say, in the order of ranks.
+        """One answer of each, in the order of ranks.
 
         Raises:
             StartupError: one has refused, or ended.
@@ -103,24 +103,24 @@ class Followers:
                 raise DeviceError(self._end_of(rank, process))
 
     def end(self) -> None:
-        """Have them end, and wait for it."""
+        """Kill them, and wait until they have ended."""
         for _, process in self._ranks():
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                with suppress(OSError):  # what was not read any more
+                with suppress(OSError):  # it could not be flushed
                     pipe.close()
 
     def _ranks(self) -> "list[tuple[int, subprocess.Popen[bytes]]]":
         return list(enumerate(self.processes, start=1))
 
     def _end_of(self, rank: int, process: "subprocess.Popen[bytes]") -> str:
-        """How it has ended, which its pipes may tell a moment before."""
+        """How it has ended: its pipes may close a moment before it does."""
         try:
             code = process.wait(END_S)
         except subprocess.TimeoutExpired:
-            return f"Rank {rank} (process {process.pid}) listens no more"
+            return f"Rank {rank} (process {process.pid}) does not respond"
         return f"Rank {rank} (process {process.pid}) has ended by {f'signal {-code}' if code < 0 else f'code {code}'}"
 
 
@@ -142,10 +142,10 @@ class Room:
 def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -> Room:
     """
     Raises:
-        StartupError: the model, its files or the devices are not for so many ranks.
+        StartupError: the model, its files or the devices do not allow so many ranks.
     """
     num_ranks = engine.tensor_parallel
-    engine = replace(engine, graphs="off")  # see this file's beginning
+    engine = replace(engine, graphs="off")  # see this module's docstring
     chosen = choose_device(engine)
     check_shards(model, num_ranks, prequantized_scheme(model, engine.quantize, chosen.device) is not None)
     choice = rank_choice(chosen, engine, rank)
@@ -155,13 +155,13 @@ def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -
 
 
 def rank_choice(choice: DeviceChoice, engine: EngineConfig, rank: int) -> DeviceChoice:
-    """A rank's own GPU, or its part of the CPU's threads.
+    """A rank's own GPU, or its share of the CPU's threads.
 
     Raises:
         DeviceUnavailable: there are fewer GPUs than ranks.
     """
     num_ranks = engine.tensor_parallel
-    reason = f"{choice.device_reason}; {num_ranks} ranks, of which each has what is told here"
+    reason = f"{choice.device_reason}; {num_ranks} ranks, each with what is shown here"
     if choice.device.type == "cuda":
         num_devices = torch.cuda.device_count()
         if num_devices < num_ranks:
@@ -173,18 +173,18 @@ def rank_choice(choice: DeviceChoice, engine: EngineConfig, rank: int) -> Device
 
 
 def least_room(choice: DeviceChoice, free_bytes: list[int]) -> int:
-    """What every rank has, of what each has found."""
+    """Free memory that every rank has; ranks on a CPU share theirs."""
     return min(free_bytes) // (len(free_bytes) if choice.device.type == "cpu" else 1)
 
 
 def estimate_ranks(path: Path, model: ModelConfig, engine: EngineConfig) -> MemoryPlan:
-    """The memory of each rank, by the first one's device; reads headers only. See gpu.memory_plan.estimate."""
+    """gpu.memory_plan.estimate for each rank, from the first one's device."""
     room = find_room(path, model, engine, rank=0)
     return plan_rank(room, least_room(room.choice, [room.free_bytes] * engine.tensor_parallel))
 
 
 def plan_rank(room: Room, free_bytes: int) -> MemoryPlan:
-    """The same for every rank.
+    """The plan of every rank.
 
     Args:
         free_bytes: see least_room.
@@ -202,7 +202,7 @@ def plan_rank(room: Room, free_bytes: int) -> MemoryPlan:
 def rank_weights_bytes(
     whole: ModelConfig, engine: EngineConfig, choice: DeviceChoice, checkpoint: Checkpoint | None = None
 ) -> int:
-    """Of one rank: its part, with the embedding and its rows of the head; of a tied one, a packed copy of these.
+    """One rank's part, with the whole embedding and its rows of the LM head; of a tied head, a packed copy of them.
 
     Args:
         checkpoint: see weights_size_bytes.
@@ -228,7 +228,7 @@ def load_rank(room: Room, free_bytes: int, meeting: int, progress: Progress) -> 
 
     Raises:
         StartupError: see gpu.loading.load_runner.
-        DeviceError: the others are not there.
+        DeviceError: the others cannot be reached.
     """
     shard, device = room.shard, room.choice.device
     apply_threads(room.choice)
@@ -241,7 +241,7 @@ def load_rank(room: Room, free_bytes: int, meeting: int, progress: Progress) -> 
 
 @dataclass(slots=True)
 class ParallelTicket:
-    """A step on its way on all ranks."""
+    """A step under way on all ranks."""
 
     plan: StepPlan
     own: StepTicket
@@ -252,14 +252,15 @@ class ParallelRunner:
 
     Args:
         runner: this rank's.
+        followers: the others, which end with this process.
     """
 
     offload = None
 
     def __init__(self, runner: ModelRunner, followers: Followers) -> None:
         self._runner = runner
-        self._followers = followers
-        self._broken_slots: list[int] = []  # that the others have not heard of
+        self.followers = followers
+        self._broken_slots: list[int] = []  # not sent to the others yet
         self.limits = runner.limits
         self.memory = runner.memory
 
@@ -270,13 +271,13 @@ class ParallelRunner:
         """
         step = Step(plan, tuple(self._broken_slots))
         self._broken_slots.clear()
-        self._followers.tell(lambda rank: step)
+        self.followers.tell(lambda rank: step)
         try:
             return ParallelTicket(plan, self._runner.forward(plan))
         except DeviceError:
             raise
         except Exception as error:
-            raise DeviceError(f"rank 0 has left a step that the others compute: {error!r}") from error
+            raise DeviceError(f"rank 0 has failed in a step that the others compute: {error!r}") from error
 
     def sample(self, ticket: ParallelTicket) -> None:
         self._runner.sample(ticket.own)
@@ -286,28 +287,12 @@ class ParallelRunner:
         self._broken_slots += [int(ticket.plan.slots[row]) for row in output.failed_rows]
         return output
 
-    @property
-    def processes(self) -> "list[subprocess.Popen[bytes]]":
-        """Of the other ranks, in their order."""
-        return self._followers.processes
-
-    def end(self) -> None:
-        """End the other ranks; they end with this process, too."""
-        self._followers.end()
-
-    def check(self) -> None:
-        """
-        Raises:
-            DeviceError: a rank is lost.
-        """
-        self._followers.check()
-
 
 def load_parallel_runner(path: Path, model: ModelConfig, engine: EngineConfig, progress: Progress) -> ParallelRunner:
     """Start the other ranks, and load the model on all of them; see gpu.loading.load_runner.
 
     Args:
-        engine: tensor_parallel: ranks, at least two.
+        engine: tensor_parallel is at least two.
 
     Raises:
         StartupError: see load_runner; any rank's.

@@ -1,4 +1,4 @@
-"""Bodies to structs: strict JSON (RFC 8259 without its liberties), types checked, the wrong field named by its path.
+"""Decodes request bodies: strict JSON (RFC 8259 without its liberties) into a struct; errors name the field's path.
 
 Duplicate keys, NaN, lone surrogates and deep nesting are refused: two parsers may read them in two ways.
 Thread: loop, or wherever a long body is offloaded to.
@@ -10,9 +10,10 @@ import json.scanner
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from core.errors import InvalidRequest
 from server.api.known_fields import Does, Known
@@ -21,16 +22,16 @@ from server.values import escape
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 64
-MAX_VALUES = 100_000  # of a long body; those of _IDS aside: a few microseconds, and up to 60 bytes for two on the wire
-LONG_BYTES = 32 * 1024  # from this size on a body is parsed in steps: up to it, no other thread waits for 5 ms
-MAX_SHOWN_KEY = 32  # characters of a client's own word, in a refusal or a warning
+MAX_VALUES = 100_000  # in a long body, without those that _IDS matches; each takes a few microseconds
+LONG_BYTES = 32 * 1024  # from this size on a body is parsed in steps; a shorter one holds the GIL for less than 5 ms
+MAX_SHOWN_KEY = 32  # characters of a client's own word that a refusal or a warning repeats
 MAX_SHOWN_KINDS = 8  # of tools, in one warning
 MAX_UNKNOWN_FIELDS = 16  # reported per request
 
 T = TypeVar("T")
 _Scan = Callable[[str, int], tuple[Any, int]]
 _REFUSING = (Does.REFUSED, Does.CONTAINER)
-Rules = Mapping[str, Known]  # what becomes of fields that a shape does not have, by name
+Rules = Mapping[str, Known]  # by the field's name
 
 _json_decoder: Any = json.decoder  # whose parts typeshed does not know
 _SPACE = re.compile(r"[ \t\n\r]*+")
@@ -52,13 +53,22 @@ _TYPE_WORDS = {
     "object": "an object",
     "null": "null",
 }
+_BOUNDED_TYPES: dict[str, type] = {
+    "int": inspect.IntType,
+    "float": inspect.FloatType,
+    "str": inspect.StrType,
+    "array": inspect.ListType,
+}
 
 
 def decode(body: bytes, shape: type[T], rules: Rules) -> tuple[T, tuple[str, ...]]:
-    """The body as `shape`, and the names of the top-level fields that nobody knows.
+    """The body as `shape`, and the names of its unknown top-level fields.
+
+    Args:
+        rules: what becomes of fields that the shape does not have.
 
     Raises:
-        InvalidRequest: not JSON, a wrong type, or an unsupported field with a value that asks for something.
+        InvalidRequest: not JSON, a wrong type or range, or an unsupported field with a value that asks for something.
     """
     fields = parse_object(body)
     _drop_foreign_tools(fields)
@@ -98,7 +108,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """In Python, so that other threads run meanwhile: dict() of 90,000 takes 10 ms."""
+    """A loop in Python, so that other threads run meanwhile: dict() of 90,000 pairs takes 10 ms."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
@@ -108,7 +118,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _ascii_int(digits: str) -> int:
-    """The scanner in Python takes other scripts' digits."""
+    """int(), without the digits of other scripts, which the scanner in Python takes."""
     if not digits.isascii():
         raise _bad_json("it has a digit that is not ASCII")
     return int(digits)
@@ -132,9 +142,9 @@ _DECODER = json.JSONDecoder(**_LIBERTIES)
 
 
 class _StepwiseDecoder(json.JSONDecoder):
-    """For one body: json's own scanner in Python, which gives way to other threads between values, and counts them.
+    """json's scanner in Python, for one body: it lets other threads run between values, and counts them.
 
-    The one in C takes a body in one call, and no other thread runs meanwhile: 0.4 s for 300,000 keys.
+    The scanner in C holds the GIL for a whole body: 0.4 s for 300,000 keys.
     """
 
     def __init__(self) -> None:
@@ -193,7 +203,7 @@ def _too_much(what: str) -> InvalidRequest:
 
 
 def _drop_foreign_tools(fields: dict[str, Any]) -> None:
-    """Leave functions alone among the tools. The others (web_search, ...) only widen what an answer may use."""
+    """Drop tools other than functions (web_search, ...): they only widen what an answer may use."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return
@@ -244,9 +254,9 @@ def _refuse_contents(name: str, contents: dict[str, Any], rules: Rules) -> None:
 
 
 def _rename(fields: dict[str, Any], rules: Rules) -> dict[str, str]:
-    """Give aliases their names here.
+    """Rename aliases in place.
 
-    Returns: by name, the alias that it came under.
+    Returns: name -> the alias that it came under.
     """
     renamed: dict[str, str] = {}
     for alias in [name for name in fields if name in rules and rules[name].does is Does.ALIAS]:
@@ -265,27 +275,60 @@ def _rename(fields: dict[str, Any], rules: Rules) -> dict[str, str]:
 def _field_error(message: str, fields: dict[str, Any], renamed: dict[str, str], shape: type) -> InvalidRequest:
     """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", in the words and the path of the API."""
     match = _VALIDATION.fullmatch(message)
-    what, path = (match["what"], (match["path"] or "").lstrip(".")) if match else (message, "")
-    name = re.split(r"[.\[]", path, maxsplit=1)[0]
-    path = renamed.get(name, name) + path[len(name) :]
-    wrong = re.fullmatch(r"Expected `(.*)`, got `(.*)`", what)
-    if wrong:
-        path = _with_key(path, wrong[2], fields)
+    what, inner = (match["what"], (match["path"] or "").lstrip(".")) if match else (message, "")
+    name = re.split(r"[.\[]", inner, maxsplit=1)[0]
+    path = renamed.get(name, name) + inner[len(name) :]
     if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
         param = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
-    if wrong:
+    if wrong := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
+        path = _with_key(path, wrong[2], fields)
         allowed = " or ".join(_TYPE_WORDS.get(word, word) for word in wrong[1].split(" | "))
         return InvalidRequest(
             f"{path} must be {allowed}, not {_TYPE_WORDS.get(wrong[2], wrong[2])}.", path, "invalid_type"
         )
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
         param = f"{path}.{unknown[1][:MAX_SHOWN_KEY]}"
-        known = [
-            one for kind in get_args(get_type_hints(shape)[path]) for one in getattr(kind, "__struct_fields__", ())
-        ]
-        return InvalidRequest(f"There is no {param}. {path} may have {', '.join(known)}.", param)
+        (known,) = (one for one in declared(shape, inner) if isinstance(one, inspect.StructType))
+        names = ", ".join(field.encode_name for field in known.fields)
+        return InvalidRequest(f"There is no {param}. {path} may have {names}.", param)
+    if bound := re.fullmatch(r"Expected `(.*?)` .*", what):
+        kind = _BOUNDED_TYPES[bound[1]]
+        (node,) = (one for one in declared(shape, inner) if isinstance(one, kind))
+        return InvalidRequest(f"{path} must {_bounds_in_words(node)}.", path)
     return InvalidRequest(f"{path}: {what}.", path)
+
+
+def declared(shape: type, path: str) -> list[Any]:
+    """How a shape declares what lies at a path such as "stop[...]": its possible types, as msgspec.inspect has them."""
+    nodes: list[Any] = [inspect.type_info(shape)]
+    for step in filter(None, re.split(r"[.\[\]]+", path)):
+        inner: list[Any] = []
+        for node in nodes:
+            if isinstance(node, inspect.StructType):
+                inner += [field.type for field in node.fields if field.encode_name == step]
+            elif isinstance(node, inspect.ListType):
+                inner.append(node.item_type)
+            elif isinstance(node, inspect.DictType):
+                inner.append(node.value_type)
+        nodes = [one for node in inner for one in (node.types if isinstance(node, inspect.UnionType) else (node,))]
+    return nodes
+
+
+def range_of(shape: type, name: str) -> tuple[float, float]:
+    """The declared range of a field that is a number."""
+    (node,) = (one for one in declared(shape, name) if isinstance(one, (inspect.IntType, inspect.FloatType)))
+    return node.ge, node.le  # type: ignore[return-value]  # the field has both
+
+
+def _bounds_in_words(node: Any) -> str:
+    if isinstance(node, (inspect.IntType, inspect.FloatType)):
+        low = f"above {node.gt} and at most" if node.ge is None else f"from {node.ge} to"
+        return f"be {low} {node.le}"
+    unit = "characters" if isinstance(node, inspect.StrType) else "items"
+    if node.max_length is None:
+        return "not be empty"
+    return f"have {f'{node.min_length} to' if node.min_length else 'at most'} {node.max_length} {unit}"
 
 
 def _with_key(path: str, kind: str, fields: dict[str, Any]) -> str:

@@ -1,70 +1,142 @@
-"""The fields that several surfaces share: how to sample, with their ranges, and the messages of a conversation.
+"""What a request may ask: each field declared once, with its type, range and default, and the call that they become.
 
-Thread: loop.
+A field is one line of SamplingFields (every surface), ChoiceFields (chat and completions) or a surface's own body. The
+annotation is its check: decode() refuses what does not fit, and words the refusal from it. A field that SamplingParams
+has under the same name is copied there; only what is converted, or depends on the model, is code.
+Thread: loop, or wherever a long body is parsed.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from core.errors import InvalidRequest
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
-from server.api.surface import (
-    UNLIMITED_TOKENS,
-    ChatPrompt,
-    GenerationCall,
-    GenerationDefaults,
-    RequestLimits,
-    TokenWishes,
-)
-from server.gate.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
+from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# Part type -> the part's field with its text.
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "reasoning_text": "text",
-    "refusal": "refusal",
-}
-_PART_SEPARATOR = "\n"
-# Of a message: they would change the answer
-_UNSUPPORTED = ("tool_calls", "function_call", "audio", "images", "prefix", "partial")
-MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
-MAX_STOP_TOKEN_IDS = 64
-MAX_CACHE_SALT = 256  # characters: enough for any digest
-
+UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
 ANY_SEED = -1  # as of vLLM, llama-server and ollama: asks for another answer each time
-# Below it the division of logits overflows, and the draw is greedy all the same.
+# Below it the division of logits overflows, and sampling is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
 
-RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0, 2),
-    ("top_k", -1, 2**63 - 1),
-    ("min_p", 0, 1),
-    ("repetition_penalty", 0.01, 100),  # beyond these the scaled logits leave float32
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
-    ("seed", -(2**63), 2**64 - 1),
-    ("priority", LOWEST_CLASS, TOP_CLASS),
-)
+# The call: what a request of any surface becomes.
+
+
+class TextPrompt(msgspec.Struct, frozen=True):
+    text: str
+    adds_special_tokens: bool = True  # as the model wants them around a raw text
+
+
+class IdsPrompt(msgspec.Struct, frozen=True):
+    ids: tuple[int, ...]
+
+
+class ChatPrompt(msgspec.Struct, frozen=True):
+    """Messages for the chat template: content already flattened to one string per message.
+
+    Args:
+        param: the request's field that they came in.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    param: str = "messages"
+
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt
+
+
+class TokenWishes(msgspec.Struct, frozen=True):
+    """What an answer tells of single tokens.
+
+    Args:
+        num_logprobs: of the likeliest tokens, beside each sampled one; None: no logprobs.
+        num_prompt_logprobs: the same for the prompt's tokens, in vLLM's form.
+        returns_ids: of the prompt and of the completion.
+        counts_usage: in each chunk of a stream.
+    """
+
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    returns_ids: bool = False
+    counts_usage: bool = False
+
+    @property
+    def param(self) -> str | None:
+        """The first field that asks for any of it."""
+        asked = {
+            "logprobs": self.num_logprobs is not None,
+            "prompt_logprobs": self.num_prompt_logprobs is not None,
+            "return_token_ids": self.returns_ids,
+            "stream_options.continuous_usage_stats": self.counts_usage,
+        }
+        return next((name for name, is_asked in asked.items() if is_asked), None)
+
+
+class RequestLimits(msgspec.Struct, frozen=True):
+    """What one request may ask for. Evaluation comes in batches, with n for pass@k and a list of stop strings."""
+
+    num_choices: int = 64
+    num_prompts: int = 256
+    num_stops: int = 16
+    num_logit_biases: int = 300
+    num_top_logprobs: int = 20
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """The model's generation_config.json, and the limits that requests are checked against."""
+
+    vocab_size: int  # width of the logits: logit_bias ids and stop ids stay below it
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    max_tokens: int = UNLIMITED_TOKENS
+    suppressed_ids: tuple[int, ...] = ()  # never sampled, whatever a request asks
+    limits: RequestLimits = RequestLimits()
+
+
+# The defaults of the model of this name, and the name under which it is served; None: the only model. Raises
+# ServiceError if the caller may not use it.
+DefaultsOf = Callable[[str | None], tuple[str, GenerationDefaults]]
+
+
+class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed request of any surface. Choice p * num_sequences + i is sequence i of prompt p."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    num_sequences: int = 1
+    cache_salt: str = ""  # only prompts of the same salt share cached blocks
+    priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
+    deadlines: Deadlines = ANY_TIME  # that it asks for
+    is_stream: bool = False
+    includes_usage: bool = False  # stream_options.include_usage
+    wants_timings: bool = False
+    tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream
+    echo: bool = False  # completions: the prompt comes before the text
+    tokens: TokenWishes = TokenWishes()
+    wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
+    unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
+
+
+# The fields. null is as good as absent.
+
+ModelName = Annotated[str, Meta(min_length=1)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=1024)]  # the detokenizer holds back that much
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class DeadlineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Ours alone, so that a name that is not known is a slip."""
-
-    ttft_ms: float | None = None
-    inter_token_ms: float | None = None
-    total_ms: float | None = None
 
 
 class TimingsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,238 +146,163 @@ class TimingsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """As on the wire: null is as good as absent."""
+    """The fields of every surface that generates."""
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    model: ModelName | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # Beyond these the scaled logits leave float32
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: int | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
+    stop: _StopString | list[_StopString] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
+    priority: Annotated[int, Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    deadlines: DeadlineFields | None = None
+    deadlines: DeadlineTable | None = None
     timings: bool | TimingsFields | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def counts_usage(self) -> bool:
-        """In every chunk of a stream, as vLLM does: beside include_usage alone."""
-        return (
-            self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-        )
-
 
 class ChoiceFields(SamplingFields, frozen=True, kw_only=True):
-    """What chat and completions have in common beside, all of it as vLLM has it."""
+    """The fields that chat and completions have beside, as vLLM has them."""
 
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
 
 
-def token_wishes(fields: ChoiceFields, num_logprobs: int | None, limits: RequestLimits, is_echoed: bool) -> TokenWishes:
-    """
-    Args:
-        num_logprobs: that are asked for with each token.
-        is_echoed: the answer begins with its prompt, with logprobs of its own.
-
-    Raises:
-        InvalidRequest: prompt_logprobs are out of range, or beside what they do not go with.
-    """
-    num_prompt_logprobs = fields.prompt_logprobs
-    if num_prompt_logprobs is not None:
-        _check_range("prompt_logprobs", num_prompt_logprobs, 0, limits.num_top_logprobs)
-        if fields.stream:
-            message = "prompt_logprobs come with a whole answer alone. Leave out stream, or send false."
-            raise InvalidRequest(message, "prompt_logprobs")
-        if is_echoed and num_logprobs not in (None, num_prompt_logprobs):
-            message = f"prompt_logprobs must be as many as logprobs ({num_logprobs}) where the prompt is echoed."
-            raise InvalidRequest(message, "prompt_logprobs")
-    return TokenWishes(num_logprobs, num_prompt_logprobs, bool(fields.return_token_ids), fields.counts_usage)
+def _shared(source: type[msgspec.Struct], target: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in source.__struct_fields__ if name in target.__struct_fields__)
 
 
-def sampling_params(
-    fields: SamplingFields, defaults: GenerationDefaults, max_tokens: int, wishes: TokenWishes, is_echoed: bool = False
-) -> SamplingParams:
-    """Checked, with the model's defaults where the request is silent.
-
-    Raises:
-        InvalidRequest: a field out of its range.
-    """
-    limits = defaults.limits
-    num_logprobs = wishes.num_logprobs
-    if num_logprobs is None and wishes.param is not None:
-        num_logprobs = 0  # ids and counts of single tokens come with their logprobs
-    num_prompt_logprobs = wishes.num_prompt_logprobs
-    if num_prompt_logprobs is None and is_echoed:
-        num_prompt_logprobs = wishes.num_logprobs
-    _check_ranges(fields)
-    if fields.n is not None:
-        _check_range("n", fields.n, 1, limits.num_choices)
-    if max_tokens == UNLIMITED_TOKENS:
-        max_tokens = defaults.max_tokens
-    biases = _logit_bias(fields.logit_bias or {}, defaults.vocab_size, limits.num_logit_biases)
-    temperature = _or(fields.temperature, defaults.temperature)
-    top_k = _or(fields.top_k, defaults.top_k)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature if temperature >= _GREEDY_TEMPERATURE else 0.0,
-        top_k=top_k if 0 < top_k < defaults.vocab_size else 0,
-        top_p=_or(fields.top_p, defaults.top_p),
-        min_p=_or(fields.min_p, defaults.min_p),
-        repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        logit_bias=_without(biases, defaults.suppressed_ids) if defaults.suppressed_ids else biases,
-        min_tokens=_min_tokens(_or(fields.min_tokens, min(defaults.min_tokens, max_tokens)), max_tokens),
-        seed=None if fields.seed in (None, ANY_SEED) else fields.seed % 2**64,
-        stop=_stops(fields.stop, limits.num_stops),
-        stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], defaults.vocab_size),
-        ignore_eos=bool(fields.ignore_eos),
-        num_logprobs=num_logprobs,
-        num_prompt_logprobs=num_prompt_logprobs,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-    )
+_SAMPLING_NAMES = _shared(SamplingFields, SamplingParams)
+_DEFAULT_NAMES = _shared(GenerationDefaults, SamplingParams)
+_sampling_values, _default_values = attrgetter(*_SAMPLING_NAMES), attrgetter(*_DEFAULT_NAMES)
 
 
 def generation_call(
-    fields: SamplingFields, sampling: SamplingParams, wishes: TokenWishes, **own: Any
+    fields: SamplingFields,
+    model: str,
+    defaults: GenerationDefaults,
+    prompts: tuple[Prompt, ...],
+    *,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    echo: bool = False,
+    **own: Any,
 ) -> GenerationCall:
-    """What every surface reads alike of these fields, beside what is its own.
+    """The call that a surface's fields ask for, with the model's defaults where they are silent.
+
+    Args:
+        max_tokens: None: as many as the model's defaults or the context allow.
+        num_logprobs: asked for beside each token; None: no logprobs.
+        own: fields of GenerationCall that only this surface has.
 
     Raises:
-        InvalidRequest: a field out of its range.
+        InvalidRequest: a field is out of a range that depends on the model, or contradicts another.
     """
+    limits = defaults.limits
+    options = fields.stream_options or StreamOptions()
+    includes_usage = bool(options.include_usage)
+    wishes = TokenWishes(num_logprobs, counts_usage=includes_usage and bool(options.continuous_usage_stats))
+    if isinstance(fields, ChoiceFields):
+        _check_prompt_logprobs(fields, num_logprobs if echo else None, limits)
+        wishes = TokenWishes(
+            num_logprobs, fields.prompt_logprobs, bool(fields.return_token_ids), counts_usage=wishes.counts_usage
+        )
+    if fields.n is not None:
+        check_range("n", fields.n, 1, limits.num_choices)
     return GenerationCall(
-        sampling=sampling,
-        cache_salt=checked_cache_salt(fields.cache_salt),
-        priority=fields.priority,
-        deadlines=checked_deadlines(fields.deadlines),
+        model=model,
+        prompts=prompts,
+        sampling=_sampling_params(fields, defaults, max_tokens, wishes, echo),
+        num_sequences=1 if fields.n is None else fields.n,
+        deadlines=ANY_TIME if fields.deadlines is None else ANY_TIME.replaced_by(fields.deadlines),
         is_stream=bool(fields.stream),
-        includes_usage=fields.includes_usage,
+        includes_usage=includes_usage,
         wants_timings=bool(fields.timings),
         tells_queue=isinstance(fields.timings, TimingsFields) and fields.timings.queue,
         tokens=wishes,
+        echo=echo,
+        cache_salt=fields.cache_salt or "",
+        priority=fields.priority,
         **own,
     )
 
 
-def checked_max_tokens(value: int | None, param: str, default: int = UNLIMITED_TOKENS) -> int:
-    """The request's limit, at least one token, fit for 32 bits."""
-    if value is None:
-        return default
-    if not 1 <= value < 2**63:
-        raise InvalidRequest(f"{param} is {value}: it must be from 1 to {2**63 - 1}.", param)
-    return min(value, UNLIMITED_TOKENS)
-
-
-def checked_top_logprobs(value: int | None, param: str, limits: RequestLimits) -> int:
-    if value is None:
-        return 0
-    _check_range(param, value, 0, limits.num_top_logprobs)
-    return value
-
-
-def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
-    """Token ids, each one of the vocabulary's."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-        where = f"{param}[{position}]"
-        raise InvalidRequest(f"{where} is {ids[position]}: token ids are from 0 to {vocab_size - 1}.", where)
-    return tuple(ids)
-
-
-def checked_cache_salt(salt: str | None) -> str:
-    """Prompts with one salt share nothing with those of another, nor with those without any.
-
-    Raises:
-        InvalidRequest: it is empty, which is more often a value that was not filled in than a wish, or too long.
-    """
-    if salt is None:
-        return ""
-    if not 0 < len(salt) <= MAX_CACHE_SALT:
-        message = f"cache_salt must have 1 to {MAX_CACHE_SALT} characters. Leave it out to share cached prompts."
-        raise InvalidRequest(message, "cache_salt")
-    return salt
-
-
-def checked_deadlines(deadlines: DeadlineFields | None) -> Deadlines:
-    """
-    Raises:
-        InvalidRequest: one of them is not from a millisecond to a week.
-    """
-    if deadlines is None:
-        return ANY_TIME
-    seconds: dict[str, Any] = {}
-    for name in DeadlineFields.__struct_fields__:
-        value = getattr(deadlines, name)
+def _sampling_params(
+    fields: SamplingFields, defaults: GenerationDefaults, max_tokens: int | None, wishes: TokenWishes, echo: bool
+) -> SamplingParams:
+    values: dict[str, Any] = dict(zip(_DEFAULT_NAMES, _default_values(defaults), strict=True))
+    if max_tokens is not None and max_tokens < UNLIMITED_TOKENS:
+        values["max_tokens"] = max_tokens
+    values["min_tokens"] = min(values["min_tokens"], values["max_tokens"])
+    for name, value in zip(_SAMPLING_NAMES, _sampling_values(fields), strict=True):
         if value is not None:
-            _check_range(f"deadlines.{name}", value, 1, MAX_DEADLINE_MS)
-            seconds[f"{name.removesuffix('_ms')}_s"] = value / 1e3
-    return Deadlines(**seconds)
-
-
-def checked_model(name: str | None) -> str | None:
-    """None: the one that is served."""
-    if name == "":
-        raise InvalidRequest("model is empty: name one that GET /v1/models lists.", "model")
-    return name
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _check_ranges(fields: SamplingFields) -> None:
-    for name, low, high in RANGES:
-        value = getattr(fields, name)
-        if value is not None:
-            _check_range(name, value, low, high)
-    if fields.top_p is not None and not 0 < fields.top_p <= 1:
-        raise InvalidRequest("top_p must be above 0 and at most 1.", "top_p")
-
-
-def _check_range(param: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # NaN fails every comparison
-        raise InvalidRequest(f"{param} must be from {low} to {high}.", param)
-
-
-def _min_tokens(value: int, max_tokens: int) -> int:
-    if not 0 <= value <= max_tokens:
+            values[name] = value
+    if not 0 <= values["min_tokens"] <= values["max_tokens"]:
         raise InvalidRequest("min_tokens must be from 0 to max_tokens.", "min_tokens")
-    return value
+    if values["temperature"] < _GREEDY_TEMPERATURE:
+        values["temperature"] = 0.0
+    if not 0 < values["top_k"] < defaults.vocab_size:
+        values["top_k"] = 0
+    if fields.seed is not None:
+        check_range("seed", fields.seed, -(2**63), 2**64 - 1)
+        values["seed"] = None if fields.seed == ANY_SEED else fields.seed % 2**64
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    if len(stops) > defaults.limits.num_stops:
+        raise InvalidRequest(f"stop must have at most {defaults.limits.num_stops} strings.", "stop")
+    values["stop"] = stops
+    values["stop_token_ids"] = checked_ids(fields.stop_token_ids or [], "stop_token_ids", defaults.vocab_size)
+    values["logit_bias"] = _logit_bias(fields.logit_bias or {}, defaults)
+    num_logprobs, num_prompt_logprobs = wishes.num_logprobs, wishes.num_prompt_logprobs
+    if num_logprobs is None and wishes.param is not None:
+        num_logprobs = 0  # the engine tells ids and counts of single tokens with their logprobs
+    if num_prompt_logprobs is None and echo:
+        num_prompt_logprobs = wishes.num_logprobs
+    return SamplingParams(**values, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs)
 
 
-def _logit_bias(biases: dict[str, float], vocab_size: int, most: int) -> tuple[tuple[int, float], ...]:
+def _check_prompt_logprobs(fields: ChoiceFields, num_echoed: int | None, limits: RequestLimits) -> None:
+    """
+    Args:
+        num_echoed: logprobs that an echoed prompt has; None: no prompt is echoed, or without logprobs.
+    """
+    num = fields.prompt_logprobs
+    if num is None:
+        return
+    check_range("prompt_logprobs", num, 0, limits.num_top_logprobs)
+    if fields.stream:
+        message = "prompt_logprobs come with a whole answer alone. Leave out stream, or send false."
+        raise InvalidRequest(message, "prompt_logprobs")
+    if num_echoed not in (None, num):
+        message = f"prompt_logprobs must be as many as logprobs ({num_echoed}) where the prompt is echoed."
+        raise InvalidRequest(message, "prompt_logprobs")
+
+
+def _logit_bias(biases: dict[str, float], defaults: GenerationDefaults) -> tuple[tuple[int, float], ...]:
+    """By id; those of the suppressed ids are minus infinity."""
+    most, vocab_size = defaults.limits.num_logit_biases, defaults.vocab_size
     if len(biases) > most:
         raise InvalidRequest(f"logit_bias must have at most {most} entries.", "logit_bias")
+    by_id = {}
     for key, value in biases.items():
-        param = f"logit_bias[{key[:MAX_SHOWN_KEY]}]"
+        shown = key[:MAX_SHOWN_KEY]
         if not _is_id(key, vocab_size):
-            shown = key[:MAX_SHOWN_KEY]
             message = f"logit_bias has the key {shown!r}: its keys must be token ids from 0 to {vocab_size - 1}."
-            raise InvalidRequest(message, param)
-        _check_range(param, value, -100, 100)
-    return tuple((int(key), value) for key, value in biases.items())
-
-
-def _without(biases: tuple[tuple[int, float], ...], suppressed_ids: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-    """The biases, and those ids never sampled."""
-    return tuple((dict(biases) | dict.fromkeys(suppressed_ids, -math.inf)).items())
+            raise InvalidRequest(message, f"logit_bias[{shown}]")
+        check_range(f"logit_bias[{shown}]", value, -100, 100)
+        by_id[int(key)] = value
+    return tuple((by_id | dict.fromkeys(defaults.suppressed_ids, -math.inf)).items())
 
 
 def _is_id(key: str, vocab_size: int) -> bool:
@@ -313,23 +310,41 @@ def _is_id(key: str, vocab_size: int) -> bool:
     return len(key) <= 20 and key.isascii() and key.isdecimal() and str(int(key)) == key and int(key) < vocab_size
 
 
-def _stops(stop: str | list[str] | None, most: int) -> tuple[str, ...]:
-    if not stop and not isinstance(stop, str):
-        return ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > most:
-        raise InvalidRequest(f"stop must have at most {most} strings.", "stop")
-    for i, text in enumerate(stops):
-        if not 0 < len(text) <= MAX_STOP_LENGTH:
-            param = "stop" if isinstance(stop, str) else f"stop[{i}]"
-            raise InvalidRequest(f"{param} must have 1 to {MAX_STOP_LENGTH} characters.", param)
-    return stops
+def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
+    """
+    Raises:
+        InvalidRequest: an id is not in the vocabulary.
+    """
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        where = f"{param}[{position}]"
+        raise InvalidRequest(f"{where} is {ids[position]}: token ids are from 0 to {vocab_size - 1}.", where)
+    return tuple(ids)
 
 
-def _stop_token_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} ids.", "stop_token_ids")
-    return checked_ids(ids, "stop_token_ids", vocab_size)
+def check_range(param: str, value: float, low: float, high: float) -> None:
+    """
+    Raises:
+        InvalidRequest: the value is outside of a range that no annotation can have.
+    """
+    if not low <= value <= high:  # NaN fails every comparison
+        raise InvalidRequest(f"{param} must be from {low} to {high}.", param)
+
+
+# Messages.
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Type of a part -> its field that has the text
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+}
+_PART_SEPARATOR = "\n"
+# Fields of a message that would change the answer
+_UNSUPPORTED = ("tool_calls", "function_call", "audio", "images", "prefix", "partial")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -367,10 +382,10 @@ def chat_prompt(messages: list[Message], param: str = "messages") -> ChatPrompt:
 
 
 def flatten(content: Content, param: str) -> str:
-    """Its text; parts are joined by a line break.
+    """The content's text; parts are joined by a line break.
 
     Raises:
-        InvalidRequest: it is missing or null, or a part is not text, or without text.
+        InvalidRequest: it is missing or null, or a part is not text, or has none.
     """
     if content is UNSET:
         raise missing_field(param)
@@ -386,6 +401,10 @@ def checked_role(role: str, param: str) -> str:
     if role not in ROLES:
         raise InvalidRequest(f"{param} must be one of {', '.join(ROLES)}.", param)
     return "system" if role == "developer" else role
+
+
+def missing_field(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
 
 
 def _part_text(part: Part, param: str) -> str:
@@ -405,10 +424,6 @@ def _part_text(part: Part, param: str) -> str:
     return text
 
 
-def missing_field(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
-
-
 def _null_content(param: str, but: str = "") -> InvalidRequest:
     return InvalidRequest(f"{param} is null: send a string or an array of text parts{but}.", param, "invalid_type")
 
@@ -419,14 +434,10 @@ def _template_message(message: Message, param: str) -> dict[str, Any]:
             where = f"{param}.{name}"
             raise InvalidRequest(f"{where} is not supported. Leave it out.", where, "unsupported_parameter")
     role = checked_role(message.role, f"{param}.role")
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     is_silent = role == "assistant" and message.content in (None, UNSET)  # legal there: the turn had reasoning only
     if message.content is None and not is_silent:
         raise _null_content(f"{param}.content", "; only an assistant's message may have null")
-    result: dict[str, Any] = {
-        "role": role,
-        "content": "" if is_silent else flatten(message.content, f"{param}.content"),
-    }
+    result = {"role": role, "content": "" if is_silent else flatten(message.content, f"{param}.content")}
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     optional = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
-    result.update((key, value) for key, value in optional.items() if value is not None)
-    return result
+    return result | {key: value for key, value in optional.items() if value is not None}

@@ -1,7 +1,8 @@
-"""Every body field that OpenAI's API and servers like it define, and what this server does with it: one table.
+"""The body fields of OpenAI's API and of servers like it that this server does not serve as such: one table.
 
-The surfaces are decoded by it, docs/api.md shows it, and tests hold both to it. A field that is in no row is ignored,
-counted and logged. Thread: any; frozen.
+Each is refused, ignored, or another name of a field that is served (those are declared in fields.py and the surfaces'
+bodies). Bodies are decoded by this table, and docs/api.md shows it. A field in no row is ignored, counted and logged.
+Thread: any; frozen.
 """
 
 import enum
@@ -13,10 +14,9 @@ Name = Literal["chat", "completions", "responses", "tokenize"]
 
 
 class Does(enum.StrEnum):
-    SERVED = "served"
     ALIAS = "served as"  # under another name
-    REFUSED = "refused"  # with a value that asks for something
-    CONTAINER = "refused, naming what is in it"  # an object of fields that would belong outside of it
+    REFUSED = "refused"  # unless its value asks for nothing
+    CONTAINER = "refused, naming what is in it"  # an object of fields that belong at the top level
     IGNORED = "no effect"  # on the output, as on the server that it comes from
 
 
@@ -26,10 +26,10 @@ class Known:
 
     Args:
         name: dotted where it lies in another.
-        surfaces: that know it so.
-        target: of an alias: the name that it has here.
-        neutral: values that ask for nothing, and are taken. null always is.
-        unless: (a field, its value) beside which it asks for nothing.
+        surfaces: to which the row applies.
+        target: the field that an alias stands for.
+        neutral: values that ask for nothing, and are accepted. null always is.
+        unless: (a field, its value) beside which this one asks for nothing.
     """
 
     name: str
@@ -50,23 +50,16 @@ def _rows(does: Does, surfaces: frozenset[Name], names: str, *neutral: Any, targ
     return tuple(Known(name, surfaces, does, target, neutral) for name in names.split())
 
 
-_served, _refused, _ignored = (partial(_rows, does) for does in (Does.SERVED, Does.REFUSED, Does.IGNORED))
+_refused, _ignored = (partial(_rows, does) for does in (Does.REFUSED, Does.IGNORED))
 
 
 def _alias(surfaces: frozenset[Name], target: str, names: str, *neutral: Any) -> tuple[Known, ...]:
     return _rows(Does.ALIAS, surfaces, names, *neutral, target=target)
 
 
-# By whose API has it; the first of them where several do.
+# By the API that defines it; the first of them where several do.
 KNOWN: dict[str, tuple[Known, ...]] = {
     "OpenAI": (
-        *_served(GENERATION, "model temperature top_p stream stream_options"),
-        *_served(GENERATION, "frequency_penalty presence_penalty logit_bias seed stop"),
-        *_served(CHAT, "messages max_tokens max_completion_tokens logprobs top_logprobs"),
-        *_served(COMPLETIONS, "prompt max_tokens logprobs echo best_of"),
-        *_served(CHOICES, "n stream_options.include_usage"),
-        *_served(RESPONSES, "input instructions max_output_tokens top_logprobs include text reasoning metadata user"),
-        *_served(RESPONSES, "safety_identifier prompt_cache_key max_tool_calls"),
         *_refused(RESPONSES, "n", 1),
         *_alias(RESPONSES, "max_output_tokens", "max_tokens max_completion_tokens"),
         Known("tools", GENERATION, Does.REFUSED, neutral=([],), unless=("tool_choice", "none")),
@@ -95,11 +88,6 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_ignored(GENERATION, "cache_control inference_geo diagnostics speed user_profile_id workspace_id"),
     ),
     "vLLM": (
-        *_served(GENERATION, "top_k min_p repetition_penalty min_tokens stop_token_ids ignore_eos cache_salt"),
-        *_served(GENERATION, "priority skip_special_tokens"),
-        *_served(CHOICES, "prompt_logprobs return_token_ids stream_options.continuous_usage_stats"),
-        *_served(COMPLETIONS, "add_special_tokens"),
-        *_served(TOKENIZE, "model prompt messages add_special_tokens return_token_strs"),
         *_refused(RESPONSES, "prompt_logprobs"),
         *_refused(RESPONSES, "return_token_ids stream_options.continuous_usage_stats", False),
         *_refused(CHAT, "add_special_tokens", False),
@@ -181,14 +169,10 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_rows(Does.CONTAINER, GENERATION, "extra_body options sampling_params parameters generation_config nvext"),
         *_ignored(GENERATION, "keep_alive"),
     ),
-    "steploop": (
-        *_served(GENERATION, "deadlines timings"),
-        *_refused(GENERATION, "beam_width", 0, 1),
-    ),
+    "steploop": (*_refused(GENERATION, "beam_width", 0, 1),),
 }
 
 
 def rules_of(surface: Name) -> dict[str, Known]:
-    """By name, the fields that the surface knows and does not serve under it."""
-    rows = (row for rows in KNOWN.values() for row in rows)
-    return {row.name: row for row in rows if surface in row.surfaces and row.does is not Does.SERVED}
+    """The rows of one surface, by the field's name."""
+    return {row.name: row for rows in KNOWN.values() for row in rows if surface in row.surfaces}

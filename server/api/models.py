@@ -1,11 +1,10 @@
-"""/v1/models, /model_info, /server_info and /admin: what is served, and by what. Wire only. Thread: loop."""
+"""/v1/models, /model_info, /server_info and /admin: replies about the models and the server. Thread: loop."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import EngineSnapshot, EngineStats
 from server.wire import sse
 
@@ -18,7 +17,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         created_s: unix time; when it was loaded.
         max_model_len: tokens of context.
-        description: what a user should know before trusting it, e.g. of the demonstration model.
+        description: what a user should know before trusting it.
     """
 
     id: str
@@ -34,8 +33,8 @@ class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
         model_type, architectures: as config.json has them.
         max_sequences: run at once; more wait.
         max_batch_tokens: computed in one step.
-        num_kv_tokens: that the KV cache holds, over all sequences.
-        binds: where it listens, as the banner shows it.
+        num_kv_tokens: capacity of the KV cache, over all sequences.
+        binds: its addresses, as the banner shows them.
     """
 
     model: ServedModel
@@ -49,10 +48,10 @@ class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_info_reply(card: ServerCard) -> bytes:
-    """What SGLang's /model_info says, as far as its router reads it.
+    """The fields of SGLang's /model_info that its router reads.
 
-    A router fetches the tokenizer by these paths: they are the served name, which is a hub's where the model is from
-    one, and never a path of this machine.
+    A router fetches the tokenizer by the paths: they are the served name (a hub's, if the model is from one), never a
+    path of this machine.
     """
     name = card.model.id
     return sse.json_line(
@@ -75,7 +74,7 @@ def version_reply(card: ServerCard) -> bytes:
 
 
 def server_info_reply(card: ServerCard) -> bytes:
-    """What SGLang's /server_info says, as far as its router and vLLM's read it; names of both where they differ."""
+    """The fields of SGLang's /server_info that its router and vLLM's read; names of both where they differ."""
     name = card.model.id
     return sse.json_line(
         {
@@ -105,31 +104,6 @@ def model_reply(model: ServedModel) -> bytes:
     return sse.json_line(_model_object(model))
 
 
-def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
-    """The model that a request asks for.
-
-    Args:
-        models: that its caller may use.
-        name: None: the one that there is.
-
-    Raises:
-        InvalidRequest: there are several, and none is named.
-        ServiceError: none of them has that name, or there are none; the message lists those that are.
-    """
-    if name is None and len(models) > 1:
-        names = ", ".join(model.id for model in models)
-        raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
-    for model in models:
-        if name is None or model.id == name:
-            return model
-    what = "There is no model" if name is None else f"There is no model {name[:64]!r}"
-    if models:
-        message = f"{what} here. Served: {', '.join(model.id for model in models)}."
-    else:
-        message = f"{what} that you may use: your tenant may use none of those that are served here. Ask the operator."
-    raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
-
-
 def _model_object(model: ServedModel) -> dict[str, Any]:
     result = {
         "id": model.id,
@@ -144,7 +118,7 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
 
 
 def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:
-    """The engine as it is, field by field as in core/types.py, and what it has counted since its start."""
+    """The engine's state, field by field as in core/types.py, and its counters since the start."""
     return msgspec.json.encode(msgspec.structs.asdict(snapshot) | {"counters": stats}) + b"\n"
 
 

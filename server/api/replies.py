@@ -1,17 +1,23 @@
-"""What the answers of several surfaces have in common: usage, logprobs, errors as OpenAI writes them. Thread: loop."""
+"""What the answers of several surfaces have in common: errors, usage, logprobs, streams and whole documents.
 
-from collections.abc import Iterable, Mapping, Sequence
+A surface knows JSON and nothing else: no sockets, no engine, no clock. It is a parser of requests and two writers of
+answers (Surface). Thread: loop.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Set
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import FinishReason, TokenLogprobs, Usage
-from server.api.surface import Choice, Extras, GenerationCall, ReplyContext
+from core.types import Delta, FinishReason, TokenLogprobs, Usage
+from server.api.fields import DefaultsOf, GenerationCall
 from server.wire import sse
 from server.wire.messages import TextFrame
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
+# Errors.
+
 # ErrorKind -> (status, the envelope's type)
 STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.INVALID_REQUEST: (400, "invalid_request_error"),
@@ -31,7 +37,7 @@ STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
 
-# What is refused below any kind, before there is a request: status -> code
+# Status -> code of what a connection refuses before there is a request, and so before there is an ErrorKind
 PROTOCOL_CODES = {
     400: "malformed_request",
     408: "request_timeout",
@@ -44,7 +50,7 @@ PROTOCOL_CODES = {
 }
 _TYPES = dict(STATUSES.values())
 
-# The finish reasons that the wire knows; the others end a request as errors.
+# The finish reasons that the wire knows; a sequence that ends for another ends its request with an error.
 WIRE_REASONS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS, FinishReason.CONTENT_FILTER})
 
 
@@ -52,23 +58,19 @@ def status_of(error: ServiceError) -> int:
     return STATUSES[error.kind][0]
 
 
-def error_object(error: ServiceError) -> dict[str, Any]:
-    """{"error": {message, type, param, code}}."""
-    return _envelope(error.message, STATUSES[error.kind][1], error.param, error.code)
-
-
 def error_body(error: ServiceError) -> bytes:
-    return sse.json_line(error_object(error))
+    """{"error": {message, type, param, code}}, as OpenAI writes it."""
+    return _error_body(error.message, STATUSES[error.kind][1], error.param, error.code)
 
 
 def protocol_error_body(status: int, message: str) -> bytes:
-    """For a status of PROTOCOL_CODES, some of which no kind of error has."""
+    """The body for a status of PROTOCOL_CODES."""
     error_type = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return sse.json_line(_envelope(message, error_type, None, PROTOCOL_CODES[status]))
+    return _error_body(message, error_type, None, PROTOCOL_CODES[status])
 
 
-def _envelope(message: str, error_type: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+def _error_body(message: str, error_type: str, param: str | None, code: str | None) -> bytes:
+    return sse.json_line({"error": {"message": message, "type": error_type, "param": param, "code": code}})
 
 
 def error_event(error: ServiceError) -> bytes:
@@ -77,11 +79,10 @@ def error_event(error: ServiceError) -> bytes:
 
 
 def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
-    """The error that a request ends with whose sequence ended for a reason that the wire does not know.
+    """The error of a request whose sequence ended for a reason that is not one of WIRE_REASONS.
 
     Args:
-        reason: not one of WIRE_REASONS.
-        cause: what the engine says of it, fit for the client.
+        cause: the engine's own explanation, fit for the client.
     """
     if reason is FinishReason.CANCELLED:
         return ServiceError(ErrorKind.CANCELLED, "The request was cancelled before it ended.", "request_cancelled")
@@ -94,19 +95,146 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
     raise AssertionError(f"{reason} is a reason that the wire knows")
 
 
+# A surface.
+
+
+class ReplyContext(msgspec.Struct, frozen=True):
+    """What an answer needs beside the call.
+
+    Args:
+        reply_id: unique; the surface puts its own prefix before it ("chatcmpl-").
+        created_s: unix time.
+        unix_clock: for the time of completion.
+        fingerprint: identifies what computes the answer: another one may give other tokens for the same seed.
+        token_str, token_bytes: the text and the bytes of a token id, for logprobs.
+        prompt_lengths: in tokens, one per prompt.
+        prompt_texts: one per prompt, for completions with echo.
+        prompt_ids: one per prompt as they were computed, for echo and where they are asked for.
+        special_ids: of the tokens that the text does not show.
+    """
+
+    reply_id: str
+    created_s: int
+    model: str
+    unix_clock: Callable[[], float]
+    fingerprint: str
+    token_str: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
+    prompt_lengths: tuple[int, ...] = ()
+    prompt_texts: tuple[str, ...] = ()
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    special_ids: Set[int] = frozenset()
+
+
+# Fields of ours in a whole answer or a stream's last chunk: "timings" on request, "steploop" if a quota ended it
+Extras = dict[str, Any]
+
+
+class StreamReply(Protocol):
+    """Writes one streamed answer as SSE bytes. Each call returns whole events, or b"" for none."""
+
+    def start(self) -> bytes:
+        """The events before the first delta. Called once, when the head goes out."""
+        ...
+
+    def text(self, choice: int, text: str) -> bytes:
+        """The event of newly sampled text that comes with nothing else; not empty."""
+        ...
+
+    def text_frame(self, choice: int) -> TextFrame | None:
+        """What text() puts around the text's JSON string, for the hot path; None: that varies."""
+        ...
+
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        """The events of text that comes with logprobs, or with the choice's end."""
+        ...
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        """The events after the last delta of all choices, including the stream's end mark."""
+        ...
+
+    def error(self, error: ServiceError) -> bytes:
+        """The events that break the stream off, instead of end()."""
+        ...
+
+
+class WholeReply:
+    """Collects one answer that is not streamed, and writes it as a JSON document.
+
+    Logprobs take their wire form as they come, since those of a long prompt take long; a surface's own form overrides
+    add_logprobs().
+
+    Attributes:
+        texts: of each choice, in pieces.
+    """
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self._call = call
+        self._context = context
+        num_choices = len(call.prompts) * call.num_sequences
+        self.texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._reasons = [FinishReason.STOP] * num_choices
+        self._ids: list[list[int]] = [[] for _ in range(num_choices)]
+        self._logprobs: list[list[dict[str, Any]]] = [[] for _ in range(num_choices)]
+        # In vLLM's form, one list a prompt; nothing tells how likely its first token is
+        self._prompt_logprobs: list[list[dict[str, Any] | None]] = [[None] for _ in call.prompts]
+
+    def add(self, choice: int, delta: Delta) -> None:
+        self.texts[choice].append(delta.text)
+        if delta.finish_reason is not None:
+            self._reasons[choice] = delta.finish_reason
+        self._ids[choice] += sampled_ids(delta)
+        if self._call.tokens.num_logprobs is not None:
+            self.add_logprobs(choice, delta)
+        prompt, sequence = divmod(choice, self._call.num_sequences)
+        if sequence == 0 and self._call.tokens.num_prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] += [_vllm_entry(token, self._context) for token in delta.prompt_logprobs]
+
+    def add_logprobs(self, choice: int, delta: Delta) -> None:
+        self._logprobs[choice] += logprob_entries(delta.logprobs or (), self._context)
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        """
+        Raises:
+            ServiceError: a choice ended for a reason that the wire does not know.
+        """
+        for reason in self._reasons:
+            if reason not in WIRE_REASONS:
+                raise cut_short(reason)
+        return sse.json_line(self.document(usage) | extras)
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Surface(NamedTuple):
+    """One way of asking for tokens.
+
+    Attributes:
+        parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
+    """
+
+    parse: Callable[[bytes, DefaultsOf], GenerationCall]
+    stream: Callable[[GenerationCall, ReplyContext], StreamReply]
+    whole: Callable[[GenerationCall, ReplyContext], WholeReply]
+
+
+# Parts of answers.
+
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """As chat and completions say it."""
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_completion_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+    """As chat and completions write it."""
+    return partial_usage(usage.num_prompt_tokens, usage.num_completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
 def partial_usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, Any]:
-    """Of a choice so far, as vLLM's chunks say it."""
+    """Of a choice so far, as vLLM's chunks have it."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
@@ -119,7 +247,7 @@ def finite(logprob: float) -> float:
 
 
 def logprob_entries(logprobs: Iterable[TokenLogprobs], context: ReplyContext) -> list[dict[str, Any]]:
-    """One entry per token, as chat and responses say it."""
+    """One entry per token, as chat and responses write it."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -134,50 +262,27 @@ def logprob_entries(logprobs: Iterable[TokenLogprobs], context: ReplyContext) ->
     ]
 
 
-def sampled_ids(logprobs: Iterable[TokenLogprobs] | None, stop: TokenLogprobs | None) -> list[int]:
-    """Of tokens that come with their logprobs; the id that ends the text is one of them."""
-    ids = [token.token_id for token in logprobs or ()]
-    return ids if stop is None else [*ids, stop.token_id]
+def sampled_ids(delta: Delta) -> list[int]:
+    """The ids of tokens that come with their logprobs; the id that ends the text is one of them."""
+    ids = [token.token_id for token in delta.logprobs or ()]
+    return ids if delta.stop_logprobs is None else [*ids, delta.stop_logprobs.token_id]
 
 
-class VllmPromptLogprobs:
-    """A prompt's logprobs as vLLM writes them: by token id, with the rank as far as it is known.
+def _vllm_entry(token: TokenLogprobs, context: ReplyContext) -> dict[str, Any]:
+    """A prompt token's logprobs as vLLM writes them: by token id, with the rank if it is known."""
 
-    Implements surface.PromptLogprobs.
-    """
+    def line(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": context.token_str(token_id)}
 
-    __slots__ = ("_context", "entries")
-
-    def __init__(self, context: ReplyContext) -> None:
-        self._context = context
-        self.entries: list[dict[str, Any] | None] = [None]  # nothing comes before the first token
-
-    def add_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        self.entries += [self._entry(token) for token in logprobs]
-
-    def _entry(self, token: TokenLogprobs) -> dict[str, Any]:
-        entry = {str(token.token_id): self._line(token.token_id, token.logprob, None)}
-        for rank, (token_id, logprob) in enumerate(token.top, 1):
-            entry[str(token_id)] = self._line(token_id, logprob, rank)
-        return entry
-
-    def _line(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
-        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._context.token_str(token_id)}
+    entry = {str(token.token_id): line(token.token_id, token.logprob, None)}
+    for rank, (token_id, logprob) in enumerate(token.top, 1):
+        entry[str(token_id)] = line(token_id, logprob, rank)
+    return entry
 
 
 def wire_reason(reason: FinishReason | None) -> str | None:
-    """The wire's word for it; None while the sequence goes on, and for what will be told as an error."""
+    """The wire's word for it; None while the sequence goes on, and for what ends in an error."""
     return reason.value if reason in WIRE_REASONS and reason is not None else None
-
-
-def refuse_broken(choices: Sequence[Choice]) -> None:
-    """
-    Raises:
-        ServiceError: a choice ended for a reason that the wire does not know: the whole answer is an error then.
-    """
-    for choice in choices:
-        if choice.finish_reason not in WIRE_REASONS:
-            raise cut_short(choice.finish_reason)
 
 
 def envelope(context: ReplyContext, prefix: str, kind: str) -> dict[str, Any]:
@@ -192,12 +297,12 @@ def envelope(context: ReplyContext, prefix: str, kind: str) -> dict[str, Any]:
 
 
 class ChunkStream:
-    """What chat and completions stream alike: chunks in one envelope, then [DONE].
+    """The stream of chat and completions: chunks in one envelope, then [DONE].
 
     Choice p * num_sequences + i is sequence i of prompt p.
 
     Args:
-        before, after: what is around the text in a choice of a chunk that says text alone.
+        before, after: what is around the text in a choice of a chunk that has text alone.
     """
 
     __slots__ = ("_call", "_context", "_end", "_envelope", "_head", "_heads", "_nums_tokens", "_tail")
@@ -213,7 +318,7 @@ class ChunkStream:
         self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
         self._heads = tuple(self._head + b'{"index":%d,' % i + before for i in range(num_choices))
         self._tail = after + b',"logprobs":null,"finish_reason":null}' + self._end
-        self._nums_tokens = [0] * num_choices  # said, where each chunk counts them
+        self._nums_tokens = [0] * num_choices  # told so far, for chunks that count them
 
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail

@@ -1,31 +1,31 @@
-"""/v1/responses: text in, text out, as items and named events. Wire only; nothing is stored. Thread: loop."""
+"""/v1/responses: text in, text out, as items and named events; nothing is stored. Thread: loop."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.types import Delta, FinishReason, TokenLogprobs, Usage
-from server.api import fields
+from core.types import Delta, FinishReason, Usage
 from server.api.decoding import decode
-from server.api.fields import Content, checked_role, flatten, missing_field
-from server.api.known_fields import rules_of
-from server.api.replies import logprob_entries, refuse_broken
-from server.api.surface import (
+from server.api.fields import (
     ChatPrompt,
-    Choice,
+    Content,
     DefaultsOf,
-    Extras,
     GenerationCall,
-    GenerationDefaults,
-    ReplyContext,
-    TokenWishes,
+    MaxTokens,
+    SamplingFields,
+    check_range,
+    checked_role,
+    flatten,
+    generation_call,
+    missing_field,
 )
+from server.api.known_fields import rules_of
+from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
 from server.wire import sse
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
-# What else OpenAI's API can include; none of it exists here, so that asking for it changes nothing.
+# What OpenAI's API can include. Only logprobs exist here: asking for the rest changes nothing.
 INCLUDABLE = frozenset(
     {
         INCLUDE_LOGPROBS,
@@ -54,13 +54,12 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     content: Content = msgspec.UNSET
 
 
-class ResponsesBody(fields.SamplingFields, frozen=True, kw_only=True):
-    """Of `text` and `reasoning`, what asks for something is refused by known_fields."""
+class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
+    """known_fields refuses what asks for something in `text` and `reasoning`."""
 
-    model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: MaxTokens | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     text: dict[str, Any] | None = None
@@ -73,54 +72,82 @@ class ResponsesBody(fields.SamplingFields, frozen=True, kw_only=True):
     tool_choice: str | None = None
 
 
-class ResponsesSurface:
-    """Implements surface.Surface."""
+def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
+    wire, unknown_fields = decode(body, ResponsesBody, RULES)
+    model, defaults = defaults_of(wire.model)
+    _check_include(wire.include or [])
+    _check_metadata(wire.metadata or {})
+    num_logprobs = wire.top_logprobs or 0
+    check_range("top_logprobs", num_logprobs, 0, defaults.limits.num_top_logprobs)
+    has_logprobs = num_logprobs or INCLUDE_LOGPROBS in (wire.include or ())
+    return generation_call(
+        wire,
+        model,
+        defaults,
+        (_prompt(wire),),
+        max_tokens=wire.max_output_tokens,
+        num_logprobs=num_logprobs if has_logprobs else None,
+        wire=wire,
+        unknown_fields=unknown_fields,
+    )
 
-    def parse(self, body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-        wire, unknown_fields = decode(body, ResponsesBody, RULES)
-        model, defaults = defaults_of(fields.checked_model(wire.model))
-        _check_include(wire.include or [])
-        _check_metadata(wire.metadata or {})
-        max_tokens = fields.checked_max_tokens(wire.max_output_tokens, "max_output_tokens")
-        wishes = TokenWishes(_num_logprobs(wire, defaults))
-        prompt = _prompt(wire)
-        return fields.generation_call(
-            wire,
-            fields.sampling_params(wire, defaults, max_tokens, wishes),
-            wishes,
-            model=model,
-            prompts=(prompt,),
-            wire=wire,
-            unknown_fields=unknown_fields,
+
+def _prompt(wire: ResponsesBody) -> ChatPrompt:
+    messages = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
+    if isinstance(wire.input, str):
+        return ChatPrompt((*messages, {"role": "user", "content": wire.input}), "input")
+    if not wire.input:
+        raise InvalidRequest("input is empty: send text or at least one message.", "input")
+    thought = ""  # the text of the reasoning item before a message
+    for i, item in enumerate(wire.input):
+        if item.type == "reasoning":
+            thought = _thought(item, f"input[{i}]")
+            continue
+        message = _message(item, f"input[{i}]")
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"] = thought
+        thought = ""
+        messages.append(message)
+    if not messages:
+        raise InvalidRequest("input has no message: send at least one.", "input")
+    return ChatPrompt(tuple(messages), "input")
+
+
+def _thought(item: InputItem, param: str) -> str:
+    """The text of a reasoning item, which the chat template may show, without summaries and encrypted content."""
+    content = item.content
+    if isinstance(content, list):
+        content = [part for part in content if part.type == "reasoning_text"]
+    return flatten(content, f"{param}.content") if content else ""
+
+
+def _message(item: InputItem, param: str) -> dict[str, Any]:
+    if item.type not in (None, "message"):
+        raise InvalidRequest(
+            f"Items of type {item.type[:32]!r} are not supported: send messages.",
+            f"{param}.type",
+            "unsupported_content_type",
         )
+    if item.role is None:
+        raise missing_field(f"{param}.role")
+    return {"role": checked_role(item.role, f"{param}.role"), "content": flatten(item.content, f"{param}.content")}
 
-    def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "ResponseStream":
-        return ResponseStream(call, context)
 
-    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> None:
-        """No prompt is echoed."""
+def _check_include(include: list[str]) -> None:
+    for i, name in enumerate(include):
+        if name not in INCLUDABLE:
+            known = ", ".join(sorted(INCLUDABLE))
+            raise InvalidRequest(f"{name[:64]!r} cannot be included. Choose from: {known}.", f"include[{i}]")
 
-    def whole_reply(
-        self,
-        call: GenerationCall,
-        context: ReplyContext,
-        choices: Sequence[Choice],
-        usage: Usage,
-        extras: Extras,
-    ) -> bytes:
-        """
-        Raises:
-            ServiceError: the choice did not end well.
-        """
-        refuse_broken(choices)
-        (choice,) = choices
-        logprobs = logprob_entries(choice.logprobs or (), context)
-        item = _item(context, _item_status(choice.finish_reason), [_part(choice.text, logprobs)])
-        return sse.json_line(_finished(call, context, choice.finish_reason, item, usage, extras))
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    """Apply OpenAI's limits: every answer and three events of a stream repeat the metadata."""
+    if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise InvalidRequest("metadata must have at most 16 keys of 64 and values of 512 characters.", "metadata")
 
 
 class ResponseStream:
-    """Implements surface.StreamReply: one message item with one text part. No [DONE]: the last event ends it."""
+    """Implements replies.StreamReply: one message item with one text part. No [DONE]: the last event ends it."""
 
     __slots__ = ("_call", "_context", "_head", "_item_id", "_logprobs", "_num_events", "_reason", "_texts")
 
@@ -149,9 +176,12 @@ class ResponseStream:
     def delta(self, choice: int, delta: Delta) -> bytes:
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
-        if delta.logprobs:
-            return self._delta_with_logprobs(delta.text, delta.logprobs)
-        return self.text(choice, delta.text) if delta.text else b""
+        if not delta.logprobs:
+            return self.text(choice, delta.text) if delta.text else b""
+        entries = logprob_entries(delta.logprobs, self._context)
+        self._texts.append(delta.text)
+        self._logprobs += entries
+        return self._event("response.output_text.delta", self._place() | {"logprobs": entries, "delta": delta.text})
 
     def text(self, choice: int, text: str) -> bytes:
         self._texts.append(text)
@@ -160,16 +190,16 @@ class ResponseStream:
         return self._head + b'%d,"delta":' % number + sse.json_strings[text] + b"}\n\n"
 
     def text_frame(self, choice: int) -> None:
-        """Events are numbered, and the last repeats what was said."""
+        """None: events are numbered, and the last ones repeat the text."""
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         reason = self._reason or FinishReason.STOP
         item = self._whole_item(_item_status(reason))
-        response = _finished(self._call, self._context, reason, item, usage, extras)
+        response = _finished(self._call, self._context, reason, item, usage) | extras
         return self._closing_events(item) + self._event(f"response.{response['status']}", {"response": response})
 
     def error(self, error: ServiceError) -> bytes:
-        """Closes the item with what was said, and fails the response."""
+        """Closes the item with the text so far, and fails the response."""
         item = self._whole_item("incomplete")
         response = _response(self._call, self._context, "failed") | {
             "error": {
@@ -181,12 +211,6 @@ class ResponseStream:
             "output": [item],
         }
         return self._closing_events(item) + self._event("response.failed", {"response": response})
-
-    def _delta_with_logprobs(self, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes:
-        entries = logprob_entries(logprobs, self._context)
-        self._texts.append(text)
-        self._logprobs += entries
-        return self._event("response.output_text.delta", self._place() | {"logprobs": entries, "delta": text})
 
     def _closing_events(self, item: dict[str, Any]) -> bytes:
         (part,) = item["content"]
@@ -209,68 +233,16 @@ class ResponseStream:
         return sse.event(line, name)
 
 
+class ResponseDocument(WholeReply):
+    def document(self, usage: Usage) -> dict[str, Any]:
+        (text,), (reason,), (logprobs,) = self.texts, self._reasons, self._logprobs
+        item = _item(self._context, _item_status(reason), [_part("".join(text), logprobs)])
+        return _finished(self._call, self._context, reason, item, usage)
+
+
 def input_tokens_reply(num_tokens: int) -> bytes:
     """The answer of /v1/responses/input_tokens."""
     return sse.json_line({"object": "response.input_tokens", "input_tokens": num_tokens})
-
-
-def _prompt(wire: ResponsesBody) -> ChatPrompt:
-    messages = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
-    if isinstance(wire.input, str):
-        return ChatPrompt((*messages, {"role": "user", "content": wire.input}), "input")
-    if not wire.input:
-        raise InvalidRequest("input is empty: send text or at least one message.", "input")
-    thought = ""  # of the reasoning item before a message
-    for i, item in enumerate(wire.input):
-        if item.type == "reasoning":
-            thought = _thought(item, f"input[{i}]")
-            continue
-        message = _message(item, f"input[{i}]")
-        if thought and message["role"] == "assistant":
-            message["reasoning_content"] = thought
-        thought = ""
-        messages.append(message)
-    if not messages:
-        raise InvalidRequest("input has no message: send at least one.", "input")
-    return ChatPrompt(tuple(messages), "input")
-
-
-def _thought(item: InputItem, param: str) -> str:
-    """The words of a reasoning item, which the chat template may show. A summary, or what is encrypted, is not them."""
-    content = item.content
-    if isinstance(content, list):
-        content = [part for part in content if part.type == "reasoning_text"]
-    return flatten(content, f"{param}.content") if content else ""
-
-
-def _message(item: InputItem, param: str) -> dict[str, Any]:
-    if item.type not in (None, "message"):
-        raise InvalidRequest(
-            f"Items of type {item.type[:32]!r} are not supported: send messages.",
-            f"{param}.type",
-            "unsupported_content_type",
-        )
-    if item.role is None:
-        raise missing_field(f"{param}.role")
-    return {"role": checked_role(item.role, f"{param}.role"), "content": flatten(item.content, f"{param}.content")}
-
-
-def _check_include(include: list[str]) -> None:
-    for i, name in enumerate(include):
-        if name not in INCLUDABLE:
-            known = ", ".join(sorted(INCLUDABLE))
-            raise InvalidRequest(f"{name[:64]!r} cannot be included. Choose from: {known}.", f"include[{i}]")
-
-
-def _check_metadata(metadata: dict[str, str]) -> None:
-    """OpenAI's limits: every answer and three events of a stream repeat it."""
-    if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
-        raise InvalidRequest("metadata must have at most 16 keys of 64 and values of 512 characters.", "metadata")
-
-
-def _num_logprobs(wire: ResponsesBody, defaults: GenerationDefaults) -> int | None:
-    num_logprobs = fields.checked_top_logprobs(wire.top_logprobs, "top_logprobs", defaults.limits)
-    return num_logprobs if num_logprobs or INCLUDE_LOGPROBS in (wire.include or ()) else None
 
 
 def _item_id(context: ReplyContext) -> str:
@@ -290,23 +262,24 @@ def _item_status(reason: FinishReason) -> str:
 
 
 def _finished(
-    call: GenerationCall,
-    context: ReplyContext,
-    reason: FinishReason,
-    item: dict[str, Any],
-    usage: Usage,
-    extras: Extras,
+    call: GenerationCall, context: ReplyContext, reason: FinishReason, item: dict[str, Any], usage: Usage
 ) -> dict[str, Any]:
     response = _response(call, context, _item_status(reason))
     if reason in _INCOMPLETE:
         response["incomplete_details"] = {"reason": _INCOMPLETE[reason]}
     response["output"] = [item]
-    response["usage"] = _usage_object(usage)
-    return response | extras
+    response["usage"] = {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+    }
+    return response
 
 
 def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[str, Any]:
-    """A response without output, as it stands at its start. It repeats the parameters that it ran under."""
+    """A response without output, as at its start. It repeats the parameters it ran under."""
     wire: ResponsesBody = call.wire
     return {
         "id": f"resp_{context.reply_id}",
@@ -344,11 +317,4 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
     }
 
 
-def _usage_object(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.num_completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-    }
+SURFACE = Surface(parse, ResponseStream, ResponseDocument)

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: how the model reads a prompt. Wire only. Thread: loop."""
+"""/tokenize and /detokenize: how the model reads a prompt. Thread: loop."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,9 +6,8 @@ import msgspec
 
 from core.errors import InvalidRequest
 from server.api.decoding import decode
-from server.api.fields import Message, chat_prompt
+from server.api.fields import ChatPrompt, Message, TextPrompt, chat_prompt
 from server.api.known_fields import rules_of
-from server.api.surface import ChatPrompt, TextPrompt
 from server.wire import sse
 
 RULES = rules_of("tokenize")
@@ -28,7 +27,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeCall(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None  # None: one that the caller may use
+    model: str | None
     prompt: TextPrompt | ChatPrompt
     wants_token_strs: bool
     unknown_fields: tuple[str, ...] = ()
@@ -36,7 +35,7 @@ class TokenizeCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class DetokenizeCall(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
-    ids: list[int]  # as they were sent: the model's vocabulary is not looked at
+    ids: list[int]  # as sent: not checked against the vocabulary
     unknown_fields: tuple[str, ...] = ()
 
 
@@ -52,7 +51,7 @@ def parse_tokenize(body: bytes) -> TokenizeCall:
     if wire.prompt is not None:
         prompt = TextPrompt(wire.prompt, wire.add_special_tokens is not False)
     elif wire.add_special_tokens:
-        message = "The chat template writes the special tokens of messages out. Leave it out, or send false."
+        message = "The chat template writes the special tokens of messages. Leave it out, or send false."
         raise InvalidRequest(message, "add_special_tokens", "unsupported_parameter")
     else:
         prompt = chat_prompt(wire.messages or [])
@@ -71,7 +70,7 @@ def tokenize_reply(ids: Sequence[int], max_model_len: int, token_strs: Sequence[
 
 
 def tokenizer_info_reply(special_tokens: Mapping[str, str], chat_template: str | None, max_model_len: int) -> bytes:
-    """In vLLM's words. Special tokens that the model does not have are null."""
+    """As vLLM writes it. Special tokens that the model does not have are null."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     return sse.json_line(
         {

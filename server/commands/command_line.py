@@ -1,4 +1,4 @@
-"""What may be typed after a command's name: flags out of the settings' table, and help. Thread: main."""
+"""The flags and help of each command, mostly from the table of settings. Thread: main."""
 
 import argparse
 import shlex
@@ -60,7 +60,7 @@ SOURCES = """\
 settings:
   Each --some-name is also STEPLOOP_SOME_NAME in the environment and some_name in the TOML file of --config.
   Flags win over the environment, the environment over the file. Sizes: 512MiB, 2GiB. Times: 500ms, 10s, 5min."""
-# As other servers call it, and not alike
+# Other servers' flags, whose names are not similar to ours
 OTHERS_FLAGS = {
     "-c": "--config",
     "-f": "--config",
@@ -75,7 +75,7 @@ CHAT_FIELDS = {option.field_name for option in OPTIONS if option.section in ("mo
     "config_file",
     "api_keys",
 }
-MAX_IN_USAGE = 10  # more options than these are no help in the line that says how to use a command
+MAX_IN_USAGE = 10  # options that the usage line names
 USAGE_FIELDS = ("config_file", "ledger")
 KEYS_FIELDS = ("config_file", "keys_file")
 
@@ -84,7 +84,7 @@ def add_flags(by_command: Mapping[str, argparse.ArgumentParser], shows_all: bool
     """Give each command's parser its flags, examples and exit codes.
 
     Args:
-        shows_all: help lists the rare settings, too.
+        shows_all: help lists the rare settings too.
     """
     for name, examples in EXAMPLES.items():
         by_command[name].epilog = _epilog(name, examples)
@@ -193,13 +193,13 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
-    """Those of the table, by section; --help-all lists them all, --help those that are not rare."""
+    """Add these settings, by section. --help leaves rare ones out, --help-all lists all."""
     shows_all = parser.get_default("shows_all")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     if len(options) > MAX_IN_USAGE:
         parser.usage = "%(prog)s [options]"
     if any(option.is_rare for option in options):
-        parser.add_argument("--help-all", action="help", help="show this, and the settings that few need")
+        parser.add_argument("--help-all", action="help", help="show this, and rarely needed settings")
         options = [*options, *OLD_OPTIONS]
     for heading in dict.fromkeys(option.section for option in options):
         section = parser.add_argument_group(heading)

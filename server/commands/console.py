@@ -1,6 +1,6 @@
-"""What a terminal shows and sends: tables, the progress of downloads and loading, Ctrl-C.
+"""Terminal output of the commands: tables and progress; and Ctrl-C. Thread: main; for progress, the engine's.
 
-rich is imported where something is drawn with it: it takes 60 ms. Thread: main; of progress, the engine's.
+rich takes 60 ms to import: the functions that draw import it.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import ProgressColumn
 
-MIN_LOADED_BYTES = 64 * 2**20  # worth showing: a tenth of a second of reading
+MIN_LOADED_BYTES = 64 * 2**20  # shown from here on: a tenth of a second of reading
 MIN_FETCHED_BYTES = 2**20
 
 ReportProgress = Callable[[int, int], None]  # (done so far, in all)
 
 
 def new_console(stream: TextIO | None = None, plain_width: int = 120) -> "Console":
-    """A console that leaves a reader's going to its caller: rich's own ends the process with code 1.
+    """A console that raises BrokenPipeError; rich's own exits with code 1.
 
     Args:
         stream: None: stdout.
-        plain_width: columns, where it is no terminal.
+        plain_width: columns, if it is not a terminal.
     """
     from rich.console import Console
 
@@ -40,28 +40,36 @@ def new_console(stream: TextIO | None = None, plain_width: int = 120) -> "Consol
 
 
 def take_interrupts() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt: what runs now knows what to do with it."""
-    if threading.current_thread() is threading.main_thread():  # Python lets no other set it
+    """From here on Ctrl-C raises KeyboardInterrupt, instead of ending the process (server/__main__.py)."""
+    if threading.current_thread() is threading.main_thread():  # others cannot set a signal handler
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@contextlib.contextmanager
-def byte_progress(stream: TextIO, what: str, min_shown_bytes: int) -> Iterator[ReportProgress]:
-    """Give a function to call on the way: a terminal gets a bar, which is gone at the end, all else a line per tenth.
+def byte_progress(stream: TextIO, what: str, min_shown: int) -> contextlib.AbstractContextManager[ReportProgress]:
+    """Give a function to report progress to: a terminal shows a bar until the end, other streams a line per tenth.
 
     Args:
         what: is done, e.g. "loading weights".
-        min_shown_bytes: what has less in all takes a blink and is not shown.
+        min_shown: bytes in all; less takes no time and is not shown.
     """
-    with _progress(stream, what, min_shown_bytes, _byte_columns, format_size) as report:
-        yield report
+
+    def columns() -> "tuple[ProgressColumn, ...]":
+        from rich.progress import DownloadColumn, TransferSpeedColumn
+
+        return DownloadColumn(binary_units=True), TransferSpeedColumn()
+
+    return _progress(stream, what, min_shown, columns, format_size)
 
 
-@contextlib.contextmanager
-def count_progress(stream: TextIO, what: str) -> Iterator[ReportProgress]:
-    """As byte_progress, of things that are counted."""
-    with _progress(stream, what, 0, _count_columns, str) as report:
-        yield report
+def count_progress(stream: TextIO, what: str) -> contextlib.AbstractContextManager[ReportProgress]:
+    """As byte_progress, for things that are counted."""
+
+    def columns() -> "tuple[ProgressColumn, ...]":
+        from rich.progress import MofNCompleteColumn
+
+        return (MofNCompleteColumn(),)
+
+    return _progress(stream, what, 0, columns, str)
 
 
 @contextlib.contextmanager
@@ -86,18 +94,6 @@ def _progress(
         yield report
 
 
-def _byte_columns() -> "tuple[ProgressColumn, ...]":
-    from rich.progress import DownloadColumn, TransferSpeedColumn
-
-    return DownloadColumn(binary_units=True), TransferSpeedColumn()
-
-
-def _count_columns() -> "tuple[ProgressColumn, ...]":
-    from rich.progress import MofNCompleteColumn
-
-    return (MofNCompleteColumn(),)
-
-
 def _bar(
     stream: TextIO, what: str, columns: "tuple[ProgressColumn, ...]", stack: contextlib.ExitStack
 ) -> ReportProgress:
@@ -111,13 +107,13 @@ def _bar(
     def show(num_done: int, num_total: int) -> None:
         bar.update(task, completed=num_done, total=num_total)
         if num_done == num_total:
-            bar.stop()  # a terminal shows one at a time
+            bar.stop()  # a terminal can show only one
 
     return show
 
 
 def _tenths(stream: TextIO, what: str, show_number: Callable[[int], str]) -> ReportProgress:
-    """One line for each tenth that is reached, the last at 100 %; a jump over several tenths is one line."""
+    """A line for each tenth that is reached; a jump over several tenths is one line."""
     num_shown = 0
 
     def show(num_done: int, num_total: int) -> None:

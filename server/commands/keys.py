@@ -1,4 +1,4 @@
-"""`steploop keys create|list|revoke`: the keys file from the command line. Thread: main."""
+"""`steploop keys create|list|revoke`: manages the keys file. Thread: main."""
 
 import argparse
 import sys
@@ -24,10 +24,10 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
 
 
 def create(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -> None:
-    """Make a key. Stdout gets the key alone, stderr what there is to say of it.
+    """Create a key: stdout gets the key alone, stderr everything else.
 
     Raises:
-        StartupError: an argument is not fit, or the file is not ours.
+        StartupError: an argument is invalid, or the file is not a keys file.
     """
     tenant, label = _tenant(arguments.tenant, config), _label(arguments.label)
     scopes = _scopes(arguments.scope or list(COMMON_SCOPES))

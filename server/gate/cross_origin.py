@@ -1,6 +1,6 @@
-"""CORS: which web pages of other origins may read answers, and the replies to their preflights. Thread: loop.
+"""CORS: which origins' pages may read answers, and the answers to their preflights. Thread: loop.
 
-Source: the Fetch standard, HTTP-CORS protocol. Of cookies nothing is said: keys travel in a field of the page's own.
+Source: the Fetch standard, HTTP-CORS protocol. Credentials mode is not allowed: no key comes in a cookie.
 """
 
 from urllib.parse import urlsplit
@@ -10,16 +10,12 @@ from server.wire.messages import Headers, HttpRequest
 
 ANY_ORIGIN = "*"
 METHODS = b"GET, POST, DELETE"
-MAX_AGE_S = b"7200"  # more is cut to this by Chromium
+MAX_AGE_S = b"7200"  # Chromium's maximum
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def origin_value(text: str) -> str:
-    """An origin as browsers send it, or *.
-
-    Raises:
-        BadValueError: it is none.
-    """
+    """An origin as browsers send it, or *. Raises BadValueError."""
     expected = "* or an origin as browsers send it, such as https://app.example.com or http://localhost:3000"
     if text == ANY_ORIGIN:
         return text
@@ -40,10 +36,9 @@ def origin_value(text: str) -> str:
 
 
 class CrossOrigin:
-    """Whose pages may read what is answered here.
-
+    """
     Args:
-        origins: as origin_value() gives them; none: nothing is said, and pages of other origins read nothing.
+        origins: from origin_value(); none: no CORS fields are sent, and pages of other origins can read nothing.
     """
 
     def __init__(self, origins: tuple[str, ...] = ()) -> None:
@@ -51,24 +46,24 @@ class CrossOrigin:
         self._allows_any = ANY_ORIGIN in origins
 
     def headers(self, request: HttpRequest) -> Headers:
-        """What every answer to the request bears."""
+        """For every answer to the request."""
         if self._allows_any:
             return ((b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"*"))
         if not self._origins:
             return ()
-        vary = (b"vary", b"origin")  # also for others: a cache must not give them this answer
+        vary = (b"vary", b"origin")  # in refusals too: a cache must not mix them up
         origin = request.header(b"origin")
         if origin is None or origin not in self._origins:
             return (vary,)
         return ((b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"*"), vary)
 
     def preflight_headers(self, request: HttpRequest) -> Headers | None:
-        """What the answer to a preflight bears besides. None: the request is none that anybody here answers."""
+        """For the answer to a preflight; None: the request is not a preflight, or its origin is not allowed."""
         if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
             return None
         origin = request.header(b"origin")
         if origin is None or not (self._allows_any or origin in self._origins):
             return None
         named = request.header(b"access-control-request-headers")
-        allowed = () if named is None else ((b"access-control-allow-headers", named),)  # * would leave out the key's
+        allowed = () if named is None else ((b"access-control-allow-headers", named),)  # * excludes authorization
         return ((b"access-control-allow-methods", METHODS), *allowed, (b"access-control-max-age", MAX_AGE_S))

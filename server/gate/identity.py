@@ -1,11 +1,10 @@
-"""Who asks: API keys and their file, and from a request's credentials to its tenant and rights. Thread: loop.
+"""Who is calling: the keys file, and from a request's credentials to its tenant and scopes. Thread: loop.
 
-Deny by default: where anything is configured that names callers, a request that shows nothing is refused. Where nothing
-is, everyone is the tenant `local`, and the process listens to this machine alone (server/process.py).
+Deny by default: once the configuration names any caller, a request without credentials is refused. Otherwise every
+caller is the tenant `local`, and the process listens on this machine only (server/process.py).
 
-A key is shown once, when it is made. The keys file holds its SHA-256: a key is 190 bits of chance, so nothing slower is
-needed. Several processes may write the file: each change is made under a lock, on what is there then, and replaces it
-whole.
+A key is shown once, when it is created. The keys file holds its SHA-256, which is enough for 190 random bits. Several
+processes may change the file: each change is made under a lock and replaces the file whole.
 """
 
 import fcntl
@@ -36,51 +35,51 @@ from server.wire.messages import ClientCertificate, HttpRequest
 
 logger = logging.getLogger(__name__)
 
-KEY = "key"
-JWT = "jwt"
-CERTIFICATE = "certificate"
-WAYS = (KEY, JWT, CERTIFICATE)
+KEY, JWT, CERTIFICATE = WAYS = ("key", "jwt", "certificate")
 _WANTED = {
     KEY: "an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
     JWT: "a JWT of the issuer that is trusted here, as 'Authorization: Bearer TOKEN'",
     CERTIFICATE: "a client certificate that names a tenant",
 }
-NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
-_PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9_.@|:+/-]{1,64}")
-KEY_MARK = "sl-"  # ours at first sight, for people and for those who search repositories for secrets
+KEY_MARK = "sl-"  # lets people and secret scanners recognize our keys
 NUM_ID_CHARS = 8
 NUM_SECRET_CHARS = 32  # of 62 characters: 190 bits
+NUM_ID_DIGITS = 12  # of the digest, which identify a key that is not in the keys file
 FILE_MODE = 0o600
 _CHARACTERS = string.ascii_letters + string.digits
-# Those that we make, with the prefix that may be shown; and whatever else begins as they do
+# A key of ours, its prefix apart; or anything else that begins like one
 _KEY_LIKE = re.compile(
     rf"({KEY_MARK}[A-Za-z0-9]{{{NUM_ID_CHARS}}})[A-Za-z0-9]{{{NUM_SECRET_CHARS}}}[\w-]*|\b{KEY_MARK}[\w-]+", re.ASCII
 )
+_PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9_.@|:+/-]{1,64}")
 _AGE = re.compile(r"(\d{1,5})\s*(d|h|min)")
 _AGE_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
 
 
 class Scope(StrEnum):
-    """What a key may do."""
+    """What a caller may do."""
 
     INFERENCE = "inference"  # generate, tokenize, list models, cancel its tenant's requests
     USAGE = "usage"  # read its tenant's usage
-    METRICS = "metrics"  # read what the server counts, of all tenants together and apart
-    ADMIN = "admin"  # see and steer the server, for all tenants; metrics included
+    METRICS = "metrics"  # read the server's metrics, of all tenants
+    ADMIN = "admin"  # see and control the server, for all tenants; includes metrics
 
 
 ALL_SCOPES = frozenset(Scope)
-COMMON_SCOPES = (Scope.INFERENCE, Scope.USAGE)  # of who shows no key that says more
+COMMON_SCOPES = (Scope.INFERENCE, Scope.USAGE)  # without a key that says otherwise
+
+
+# The keys file.
 
 
 class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is known of a key.
+    """A key in the keys file.
 
     Args:
-        prefix: the key's beginning: its name.
+        prefix: the key's beginning, which identifies it.
         sha256: of the whole key, in hex.
-        revoked: when; None: it holds.
         expires: None: never.
+        revoked: when; None: it is not.
     """
 
     prefix: str
@@ -93,7 +92,6 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     revoked: datetime | None = None
 
     def state(self, now: datetime) -> str:
-        """valid, expired or revoked."""
         if self.revoked is not None:
             return "revoked"
         return "expired" if self.expires is not None and self.expires <= now else "valid"
@@ -105,20 +103,16 @@ class _KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def mask_keys(text: str) -> str:
-    """With `***` in place of what looks like a key, but for the prefix that `keys list` shows of ours.
+    """With `***` in place of what looks like a key, except for the prefix that `keys list` shows.
 
-    Percent-encoding hides no key: a text that has one in it is taken decoded.
+    A text that hides a key by percent-encoding is returned decoded.
     """
     plain = unquote(text)
     return _KEY_LIKE.sub(lambda found: f"{found[1] or KEY_MARK}***", plain) if _KEY_LIKE.search(plain) else text
 
 
 def expiry_value(text: str, now: datetime) -> datetime:
-    """`90d`, `12h`, `30min` from now, or a date, or a date and time; UTC where no zone is said.
-
-    Raises:
-        BadValueError: it is none, or has passed.
-    """
+    """`90d`, `12h`, `30min` from now, or a date, or a date and time; UTC by default. Raises BadValueError."""
     expected = "such as 90d, 12h, 30min, 2030-01-31 or 2030-01-31T12:00:00Z, and in the future"
     when = read_moment(text, now, 1, expected)
     if when <= now:
@@ -127,13 +121,7 @@ def expiry_value(text: str, now: datetime) -> datetime:
 
 
 def read_moment(text: str, now: datetime, sign: int, expected: str) -> datetime:
-    """
-    Args:
-        sign: an age is added to now, or taken from it.
-
-    Raises:
-        BadValueError: with `expected`.
-    """
+    """A date, or an age before now (sign -1) or after it (1). Raises BadValueError, with `expected`."""
     try:
         if (match := _AGE.fullmatch(text.strip())) is not None:
             return now + sign * int(match[1]) * _AGE_UNITS[match[2]]
@@ -144,53 +132,38 @@ def read_moment(text: str, now: datetime, sign: int, expected: str) -> datetime:
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """
-    Raises:
-        StartupError: the file is not there, cannot be read, or is not one of ours.
-    """
+    """Raises StartupError: the file is missing, unreadable, or not a keys file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_KeysFile).keys
     except FileNotFoundError as error:
-        fix = f"steploop keys create --keys-file {path} --tenant NAME"
-        raise StartupError(f"the keys file {path} does not exist", fix, ExitCode.CONFIGURATION) from error
+        cause, fix = f"the keys file {path} does not exist", f"steploop keys create --keys-file {path} --tenant NAME"
+        raise StartupError(cause, fix, ExitCode.CONFIGURATION) from error
     except OSError as error:
         cause = f"the keys file {path} cannot be read: {error.strerror}"
         raise StartupError(cause, readable_fix(path), ExitCode.CONFIGURATION) from error
     except msgspec.DecodeError as error:
         fix = "take it from a backup, or move it away and create the keys again: steploop keys create"
-        raise StartupError(f"{path} is no keys file: {error}", fix, ExitCode.CONFIGURATION) from error
+        raise StartupError(f"{path} is not a keys file: {error}", fix, ExitCode.CONFIGURATION) from error
 
 
 def create_key(path: Path, now: datetime, tenant: str, **terms: Any) -> tuple[str, KeyRecord]:
-    """Make a key and keep its record; a file that is not there is made.
+    """Make a key and add its record to the file, which is made if missing. Raises StartupError.
 
     Args:
-        terms: label, scopes and expires of its record.
+        terms: label, scopes and expires of the record.
 
-    Returns: the key, which nobody can show again, and its record.
-
-    Raises:
-        StartupError: the file is not ours to read or write.
+    Returns: the key, which cannot be shown again, and its record.
     """
     key = KEY_MARK + "".join(secrets.choice(_CHARACTERS) for _ in range(NUM_ID_CHARS + NUM_SECRET_CHARS))
-    record = KeyRecord(
-        prefix=key[: len(KEY_MARK) + NUM_ID_CHARS],
-        sha256=sha256(key.encode()).hexdigest(),
-        tenant=tenant,
-        created=now.replace(microsecond=0),
-        **terms,
-    )
+    digest, prefix = sha256(key.encode()).hexdigest(), key[: len(KEY_MARK) + NUM_ID_CHARS]
+    record = KeyRecord(prefix=prefix, sha256=digest, tenant=tenant, created=now.replace(microsecond=0), **terms)
     with _locked(path):
         _write(path, (*(read_keys(path) if path.exists() else ()), record))
     return key, record
 
 
 def revoke_key(path: Path, prefix: str, now: datetime) -> KeyRecord:
-    """Mark the key of that prefix, or of the whole key's; its record stays, for those who read logs.
-
-    Raises:
-        StartupError: there is no such key, or the file is not ours to read or write.
-    """
+    """Mark a key as revoked, by its prefix or the whole key; its record stays. Raises StartupError."""
     wanted = prefix[: len(KEY_MARK) + NUM_ID_CHARS]
     with _locked(path):
         keys = read_keys(path)
@@ -205,14 +178,14 @@ def revoke_key(path: Path, prefix: str, now: datetime) -> KeyRecord:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """While no other process changes the file. What the system refuses of that is told as StartupError."""
+    """No other process changes the file meanwhile. Raises StartupError if the system refuses to write it."""
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(directory, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(directory)  # and with it the lock
+            os.close(directory)  # releases the lock
     except OSError as error:
         fix = f"choose a file in a directory that you may write in: --keys-file FILE, now {path}"
         cause = f"the keys file {path} cannot be written: {error.strerror}"
@@ -220,14 +193,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:
-    """Replace the file whole: a reader sees the old one or the new one, and a crash leaves one of them."""
+    """Replace the file whole: readers, and a crash, find the old one or the new one."""
     data = msgspec.json.format(msgspec.json.encode(_KeysFile(1, keys)), indent=1) + b"\n"
     owner = os.stat(path if path.exists() else path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             os.fchmod(file.fileno(), FILE_MODE)
-            if os.geteuid() == 0:  # the server that is to read it may run as another user
+            if os.geteuid() == 0:  # the server that reads it may run as another user
                 os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
             file.write(data)
             file.flush()
@@ -238,16 +211,19 @@ def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:
         raise
 
 
+# Who may call.
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who sent a request.
 
     Args:
-        key_id: the prefix of the key it showed, or of the digest of one that is not in the keys file; of a JWT, what
-            stands for its subject. Whoever has one is bounded by key_limits. None: it showed neither.
-        digest: of the key it showed.
-        subject: of the JWT it showed; empty: it has none.
-        network: where nobody need say who he is: the address it came from, of IPv6 the /64.
+        key_id: the prefix of its key, or of the digest of a key that is not in the keys file; or of a JWT, its subject:
+            see subject_id. Tenant.key_limits apply to it. None: it sent neither.
+        digest: of its key.
+        subject: of its JWT; empty: it has none.
+        network: on an open server, the address it came from; of IPv6, the /64.
     """
 
     tenant: Tenant
@@ -259,14 +235,11 @@ class Caller:
 
     @property
     def sharing_name(self) -> str:
-        """As whom it shares the machine with others."""
+        """The name under which it shares the machine with others."""
         return self.tenant.name if self.network is None else f"{self.tenant.name} {self.network}"
 
     def check_scope(self, scope: Scope) -> None:
-        """
-        Raises:
-            ServiceError: permission.
-        """
+        """Raises ServiceError (permission)."""
         if scope not in self.scopes and not (scope is Scope.METRICS and Scope.ADMIN in self.scopes):
             has = ", ".join(sorted(self.scopes)) or "none"
             message = f"This needs the right {scope.value!r}, and yours are: {has}. Ask the operator for a key with it."
@@ -277,7 +250,7 @@ LOCAL_CALLER = Caller(LOCAL)
 
 
 class KeyOrigin(StrEnum):
-    """Where a key is stated."""
+    """Where a key is configured."""
 
     ENVIRONMENT = "environment"
     TENANTS = "tenants"  # key_sha256 of [[tenants]]
@@ -288,10 +261,10 @@ class KeyOrigin(StrEnum):
 class KnownKey:
     """
     Args:
+        caller: its tenant, scopes and digest.
         expires_s: unix time; None: never.
     """
 
-    digest: bytes
     caller: Caller
     origin: KeyOrigin
     expires_s: float | None = None
@@ -302,12 +275,12 @@ class KnownKey:
 
 
 class Stated(NamedTuple):
-    """Who is named by what can be read of a configuration that is not fit; None: that cannot be told.
+    """The callers that an invalid configuration still names, as far as it can be read; None: unreadable.
 
     Args:
-        tenants: names of [[tenants]].
-        certificates: names that stand there.
-        digests: of the good keys, by where they are stated.
+        tenants: names in [[tenants]].
+        certificates: their names there.
+        digests: of valid keys, by where they are configured.
     """
 
     tenants: Set[str] | None
@@ -317,12 +290,12 @@ class Stated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """All who may ask, as one value: a reload replaces it whole.
+    """All known callers, as one value: a reload replaces it whole.
 
     Args:
-        keys: by SHA-256: a look-up by digest tells nothing of a key by its timing.
+        keys: by SHA-256: the time of a look-up by digest tells nothing about a key.
         certificates: by subjectAltName.
-        is_open: nobody need show anything.
+        is_open: no credentials are needed.
     """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -331,17 +304,14 @@ class Directory:
     is_open: bool = True
 
     def has_revoked(self, caller: Caller) -> bool:
-        """Whether it showed what is good no more; what has expired since was good enough for its request."""
+        """Whether its credentials have been revoked since; a key that has expired since was valid for its request."""
         if caller.digest is not None:
             known = self.keys.get(caller.digest)
             return known is None or known.is_revoked
         return caller.tenant.name not in self.tenants and caller.tenant != LOCAL
 
     def without(self, stated: Stated) -> "Directory":
-        """Less what is no longer stated.
-
-        Returns: itself, if all of it is.
-        """
+        """Less what is no longer stated; itself if all of it is."""
         tenants = {name: one for name, one in self.tenants.items() if stated.tenants is None or name in stated.tenants}
         keys: dict[bytes, KnownKey] = {}
         for digest, known in self.keys.items():
@@ -357,7 +327,6 @@ class Directory:
         return self if found == self else found
 
     def num_valid_keys(self, unix_s: float) -> int:
-        """Keys that are taken at that time."""
         return sum(not (key.is_revoked or key.is_expired(unix_s)) for key in self.keys.values())
 
 
@@ -366,22 +335,24 @@ def make_directory(
 ) -> Directory:
     """
     Args:
-        api_keys: of the tenant `local`, with all rights.
-        records: of the keys file; None: there is no such file. Keys of tenants that are not there are left out.
+        api_keys: of the tenant `local`, with all scopes.
+        records: of the keys file; None: there is none. Keys of unknown tenants are left out.
     """
     by_name = {tenant.name: tenant for tenant in tenants}
     local = by_name.get(LOCAL_NAME, LOCAL)
     if not tenants:
         by_name[LOCAL_NAME] = LOCAL
     keys: dict[bytes, KnownKey] = {}
-    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES, KeyOrigin.ENVIRONMENT) for key in api_keys]
-    nameless += [
-        (bytes.fromhex(one), tenant, frozenset(COMMON_SCOPES), KeyOrigin.TENANTS)
-        for tenant in tenants
-        for one in tenant.key_sha256
-    ]
-    for digest, owner, scopes, origin in nameless:
-        keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS], digest=digest), origin)
+
+    def add(digest: bytes, tenant: Tenant, scopes: Iterable[Scope], origin: KeyOrigin) -> None:
+        caller = Caller(tenant, frozenset(scopes), digest.hex()[:NUM_ID_DIGITS], digest=digest)
+        keys[digest] = KnownKey(caller, origin)
+
+    for key in api_keys:
+        add(sha256(key.encode()).digest(), local, ALL_SCOPES, KeyOrigin.ENVIRONMENT)
+    for tenant in tenants:
+        for digest_hex in tenant.key_sha256:
+            add(bytes.fromhex(digest_hex), tenant, COMMON_SCOPES, KeyOrigin.TENANTS)
     for record in records or ():
         if record.tenant not in by_name:
             logger.warning("the key %s is of a tenant that is not configured: %s", record.prefix, record.tenant)
@@ -389,17 +360,16 @@ def make_directory(
         expires_s = None if record.expires is None else record.expires.timestamp()
         digest = bytes.fromhex(record.sha256)
         caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix, digest=digest)
-        keys[digest] = KnownKey(digest, caller, KeyOrigin.FILE, expires_s, record.revoked is not None)
+        keys[digest] = KnownKey(caller, KeyOrigin.FILE, expires_s, record.revoked is not None)
     certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
     return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
 
 
-def way_value(text: str) -> str:
-    """One of WAYS, or several joined by +.
+# From a request to its caller.
 
-    Raises:
-        BadValueError: it is none.
-    """
+
+def way_value(text: str) -> str:
+    """One of WAYS, or several joined by +. Raises BadValueError."""
     for way in text.split("+"):
         if way not in WAYS:
             raise BadValueError(f"of {', '.join(WAYS)}, or several of them joined by +{did_you_mean(way, WAYS)}")
@@ -407,32 +377,30 @@ def way_value(text: str) -> str:
 
 
 class IssuerUnavailable(ServiceError):
-    """Whether a JWT is good cannot be told just now: the issuer's keys are on their way, or cannot be had."""
+    """A JWT cannot be checked now: the issuer's keys are being fetched, or cannot be."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(ErrorKind.UNAVAILABLE, message, "issuer_unavailable", retry_after_s=retry_after_s)
 
 
 def subject_id(subject: str) -> str:
-    """Caller.key_id of a JWT. Names that logs and the ledger could not show as they are have their digest's; callers
-    without a name are one.
-    """
+    """Caller.key_id of a JWT: its subject, or a digest of one that logs could not show as it is."""
     if _PLAIN_SUBJECT.fullmatch(subject):
         return f"sub:{subject}"
     return f"sub:sha256:{sha256(subject.encode(errors='replace')).hexdigest()[:NUM_ID_DIGITS]}" if subject else "sub:"
 
 
 class Authenticator:
-    """Names the caller of each request.
+    """Identifies the caller of each request.
 
     Args:
-        ways: of WAYS, in the order in which they are looked at: the first that a request uses decides, for or against
-            it. Several joined by + are needed together, of one tenant.
+        ways: of WAYS, in order: the first that a request uses decides, for or against it. Ways joined by + must be used
+            together, and name one tenant.
         unix_clock: seconds.
 
     Attributes:
         directory: replaced by a reload.
-        verifier: of JWTs; None: there are none. Likewise.
+        verifier: of JWTs; None: none are taken. Likewise.
     """
 
     def __init__(self, directory: Directory, unix_clock: Callable[[], float], ways: Sequence[str] = WAYS) -> None:
@@ -440,23 +408,22 @@ class Authenticator:
         self.verifier: JwtVerifier | None = None
         self._unix_clock = unix_clock
         self._combinations = [tuple(way.split("+")) for way in ways]
-        self._identify = {KEY: self._by_key, JWT: self._by_jwt, CERTIFICATE: self._by_certificate}
 
     def identify(
         self, request: HttpRequest, certificate: ClientCertificate | None, network: str | None = None
     ) -> Caller:
         """
         Args:
-            network: that it came from (Peer.network).
+            network: that the request came from (Peer.network).
 
         Raises:
-            ServiceError: authentication: what it shows is missing, unknown or no longer good; or unavailable: that
-                cannot be told just now.
+            ServiceError: authentication: credentials are missing, unknown or no longer valid; unavailable: they cannot
+                be checked now.
         """
         if self.directory.is_open:
             return replace(LOCAL_CALLER, network=network)
         for ways in self._combinations:
-            callers = [self._identify[way](request, certificate) for way in ways]
+            callers = [self._caller_by(way, request, certificate) for way in ways]
             present = [caller for caller in callers if caller is not None]
             if len(present) == len(callers):
                 return _joined(present)
@@ -471,15 +438,22 @@ class Authenticator:
         wanted = "; or ".join(" together with ".join(_WANTED[way] for way in ways) for ways in possible)
         return f"Nothing that was sent says who you are. Send {wanted}."
 
-    def _by_key(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
-        key = _presented_key(request)
-        if key is None:
+    def _caller_by(self, way: str, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        """None: the request does not use this way."""
+        if way == CERTIFICATE:
+            return None if certificate is None else self._by_certificate(certificate)
+        credential = _bearer_or_key(request)
+        if credential is None:
             return None
-        digest = sha256(key).digest()
+        digest = sha256(credential).digest()
         known = self.directory.keys.get(digest)
-        if known is None and self.verifier is not None and looks_like_jwt(key):
-            return None
-        if known is None or not compare_digest(known.digest, digest):
+        is_jwt = self.verifier is not None and looks_like_jwt(credential)
+        if way == JWT:
+            return self._by_jwt(self.verifier, credential) if is_jwt and self.verifier is not None else None
+        return None if known is None and is_jwt else self._by_key(known, digest)
+
+    def _by_key(self, known: KnownKey | None, digest: bytes) -> Caller:
+        if known is None or not compare_digest(known.caller.digest or b"", digest):
             raise _refusal("The API key is not known here. Check the key, or ask the operator for one.")
         if known.is_revoked:
             raise _refusal("The API key has been revoked. Ask the operator for another.")
@@ -487,12 +461,9 @@ class Authenticator:
             raise _refusal("The API key has expired. Ask the operator for another.")
         return known.caller
 
-    def _by_jwt(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
-        token = _presented_key(request)
-        if token is None or self.verifier is None or not looks_like_jwt(token):
-            return None
+    def _by_jwt(self, verifier: JwtVerifier, token: bytes) -> Caller:
         try:
-            name, subject = self.verifier.names_of(token)
+            name, subject = verifier.names_of(token)
         except BadToken as error:
             raise _refusal(f"The JWT is not taken. {error}") from error
         except KeysUnavailable as error:
@@ -503,10 +474,8 @@ class Authenticator:
             raise _refusal("The JWT names a tenant that is not known here. Ask the operator.")
         return Caller(tenant, frozenset(COMMON_SCOPES), subject_id(subject), subject=subject)
 
-    def _by_certificate(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
-        """A certificate that names no tenant is none for us: it may be there for the connection's sake alone."""
-        if certificate is None:
-            return None
+    def _by_certificate(self, certificate: ClientCertificate) -> Caller | None:
+        """None: it names no tenant: the connection alone may need it."""
         found = (self.directory.certificates.get(name) for name in certificate.names)
         tenants = {tenant.name: tenant for tenant in found if tenant is not None}
         if len(tenants) > 1:
@@ -515,7 +484,7 @@ class Authenticator:
 
 
 def _joined(callers: Sequence[Caller]) -> Caller:
-    """Who shows several things at once may do what all of them allow."""
+    """Several credentials together allow what each of them does."""
     first = callers[0]
     if any(caller.tenant.name != first.tenant.name for caller in callers):
         raise _refusal("The API key and the client certificate are of different tenants.")
@@ -524,7 +493,7 @@ def _joined(callers: Sequence[Caller]) -> Caller:
     return replace(named, scopes=scopes)
 
 
-def _presented_key(request: HttpRequest) -> bytes | None:
+def _bearer_or_key(request: HttpRequest) -> bytes | None:
     authorization = _only_field(request, b"authorization")
     if authorization is not None and authorization[:7].lower() == b"bearer ":
         return authorization[7:].strip()
@@ -532,7 +501,7 @@ def _presented_key(request: HttpRequest) -> bytes | None:
 
 
 def _only_field(request: HttpRequest, name: bytes) -> bytes | None:
-    """Of several that differ, whoever has passed the request on may have judged another."""
+    """Raises if there are several that differ: a proxy in front may have checked another one."""
     values = {value for key, value in request.headers if key == name}
     if len(values) > 1:
         raise _refusal(f"The request has several fields {name.decode()} that differ. Send one.")

@@ -1,11 +1,11 @@
-"""JSON Web Tokens of an issuer that the operator trusts: its keys, and whose tenant a token names. Thread: loop.
+"""JSON Web Tokens of a trusted issuer: its keys, and which tenant a token names. Thread: loop.
 
-Strict where attacks have been (RFC 8725): only signatures by a public key that we hold, of three algorithms; what a
-header says of keys elsewhere, or of what must be understood, is refused.
+Strict where attacks have been (RFC 8725): only signatures by a public key that we hold, of three algorithms; a header
+that points to other keys, or lists extensions that must be understood, is refused.
 
-The keys come from a file, or from a URL. A URL is fetched on another thread, at start, when what is here has grown old,
-and when a token names a key that is not here. While it cannot be had, the old keys go on to count, for MAX_AGE_S; then,
-and before it was ever had, callers are told to come back.
+The keys come from a file or a URL. A URL is fetched on another thread: at start, when the keys have grown old, and when
+a token names a key that is unknown. While the fetch fails, the old keys stay valid for MAX_AGE_S; without any, callers
+are told to come back.
 """
 
 import logging
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
     from joserfc.jwk import Key
 
-MAX_TOKEN_BYTES = 8192
-ALGORITHMS = {"RS256": "RSA", "ES256": "EC", "EdDSA": "OKP", "Ed25519": "OKP"}
-_REFUSED_FIELDS = ("crit", "jku", "jwk", "x5u", "x5c")
 logger = logging.getLogger(__name__)
 
+MAX_TOKEN_BYTES = 8192
+ALGORITHMS = {"RS256": "RSA", "ES256": "EC", "EdDSA": "OKP", "Ed25519": "OKP"}  # with their keys' types
+_KEY_TYPES = ("RSA", "EC", "OKP")  # never oct: with a shared secret, whoever checks tokens could sign them
+_REFUSED_FIELDS = ("crit", "jku", "jwk", "x5u", "x5c")
 REFRESH_S = 300.0
-RETRY_S = 10.0  # after an attempt, whatever made it; a stranger's key ids must not make us ask more often
+RETRY_S = 10.0  # between attempts, whatever caused them: a stranger's key ids must not make us ask more often
 KEY_WAIT_S = 2.0  # that a request may wait for a fetch
-FETCHING_S = 1.0  # what an issuer that answers takes at most
+FETCHING_S = 1.0  # what a fetch usually takes at most
 MAX_AGE_S = 86_400.0
 FETCH_TIMEOUT_S = 5.0
 MAX_JWKS_BYTES = 1024 * 1024
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_KEY_TYPES = ("RSA", "EC", "OKP")  # never oct: a secret that the issuer shares would sign as well as it
+
+
+class BadToken(Exception):
+    """The token is not valid; the message tells its sender why."""
 
 
 class KeysUnavailable(Exception):
-    """The issuer's keys were never had, or too long ago.
-
-    Args:
-        retry_after_s: when they may be here.
-    """
+    """The issuer's keys were never fetched, or too long ago."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(retry_after_s)
@@ -61,11 +61,7 @@ class JwksUrl(str):
 
 
 def jwks_source(text: str) -> Path | JwksUrl:
-    """A file that is there, or a URL: https, or http on this machine.
-
-    Raises:
-        BadValueError: it is neither.
-    """
+    """An existing file, or a URL: https, or http on this machine. Raises BadValueError."""
     if "://" not in text:
         return existing_file(text)
     parts = urllib.parse.urlsplit(text)
@@ -74,11 +70,11 @@ def jwks_source(text: str) -> Path | JwksUrl:
     return JwksUrl(text)
 
 
-def parse_jwks(data: bytes) -> Mapping[str | None, "Key"]:
-    """The signing keys by id; None: of the one that has no id, where there is but one key.
+def parse_jwks(data: bytes) -> "Mapping[str | None, Key]":
+    """The signing keys by id; None: a single key, which a token need not name.
 
     Raises:
-        ValueError: it is no JSON Web Key Set, or has no key that is fit.
+        ValueError: it is not a JSON Web Key Set, or has no usable key.
     """
     from joserfc.errors import JoseError
     from joserfc.jwk import import_key
@@ -93,43 +89,40 @@ def parse_jwks(data: bytes) -> Mapping[str | None, "Key"]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what it thinks of names and sizes is the issuer's matter
+                warnings.simplefilter("ignore")  # about names and sizes, which the issuer chooses
                 keys[one.get("kid")] = import_key(one)
-        except (JoseError, ValueError, TypeError, KeyError) as error:  # KeyError: a curve that it does not know
+        except (JoseError, ValueError, TypeError, KeyError) as error:  # KeyError: an unknown curve
             logger.warning("a key of the JWKS cannot be used: %s: %s", one.get("kid"), error)
     if len(keys) > 1:
         keys.pop(None, None)
     if not keys:
         raise ValueError("it has no key that is fit to check signatures with")
     if len(keys) == 1:
-        keys[None] = next(iter(keys.values()))  # a token need not name the only one
+        keys[None] = next(iter(keys.values()))
     return keys
 
 
 class KeySource:
-    """
+    """The issuer's keys. Raises StartupError if they are in a file that is not usable.
+
     Args:
         clock: monotonic seconds.
     """
 
     def __init__(self, source: Path | JwksUrl, clock: Callable[[], float]) -> None:
-        """
-        Raises:
-            StartupError: the file is not fit.
-        """
         self._keys: Mapping[str | None, Key] = {} if isinstance(source, JwksUrl) else _read_file(source)
         self._fetching: asyncio.Future[bytes] | None = None
-        self._has_failed = False  # the last attempt
+        self._has_failed = False  # the last fetch
         self._source = source
         self._clock = clock
         self._fetched_s: float | None = None
         self._tried_s: float | None = None
 
     def find(self, key_id: str | None) -> "Key | None":
-        """The key of that id; None: the issuer has none, as far as it said RETRY_S ago or later.
+        """The key of that id; None: the issuer had none RETRY_S ago or later.
 
         Raises:
-            KeysUnavailable: nobody knows which keys are good, or whether the issuer has this one since the last fetch.
+            KeysUnavailable: which keys are valid is not known, or whether the issuer has a new one of that id.
         """
         key = self._keys.get(key_id)
         if not isinstance(self._source, JwksUrl):
@@ -148,11 +141,10 @@ class KeySource:
 
     @property
     def is_fetching(self) -> bool:
-        """From its URL, right now."""
         return self._fetching is not None
 
     async def wait_fetched(self, most_s: float) -> bool:
-        """Whether the fetch that goes on has come to its end by then; False also where there is none."""
+        """Whether the running fetch has ended by then; False also if none is running."""
         import asyncio
 
         if self._fetching is None:
@@ -160,20 +152,19 @@ class KeySource:
         done, _ = await asyncio.wait([self._fetching], timeout=most_s)
         return bool(done)
 
-    def _next_try_s(self) -> float:
-        """Until the URL may be asked again."""
-        return RETRY_S if self._tried_s is None else max(FETCHING_S, self._tried_s + RETRY_S - self._clock())
-
     def refresh(self) -> None:
-        """Fetch the URL's keys, unless that was tried just now. Returns at once."""
+        """Start to fetch the URL's keys, unless that was tried within RETRY_S."""
         now_s = self._clock()
         if not isinstance(self._source, JwksUrl) or (self._tried_s is not None and now_s - self._tried_s < RETRY_S):
             return
-        import asyncio  # 50 ms, which --help need not pay: the settings' table knows this module
+        import asyncio  # 50 ms, which --help need not pay: the table of settings imports this module
 
         self._tried_s = now_s
         self._fetching = asyncio.get_running_loop().run_in_executor(None, _fetch, self._source)
         self._fetching.add_done_callback(self._on_fetched)
+
+    def _next_try_s(self) -> float:
+        return RETRY_S if self._tried_s is None else max(FETCHING_S, self._tried_s + RETRY_S - self._clock())
 
     def _on_fetched(self, fetched: "asyncio.Future[bytes]") -> None:
         self._fetching = None
@@ -183,11 +174,8 @@ class KeySource:
         try:
             self._keys = parse_jwks(fetched.result())
         except (OSError, ValueError) as error:
-            what = (
-                "those of before go on to count"
-                if self.age_s is not None and self.age_s < MAX_AGE_S
-                else "no JWT is taken"
-            )
+            is_usable = self.age_s is not None and self.age_s < MAX_AGE_S
+            what = "the previous ones stay valid" if is_usable else "no JWT is taken"
             logger.error("the keys of %s cannot be had, %s: %s", self._source, what, error)
             return
         self._has_failed = False
@@ -203,7 +191,7 @@ def _fetch(url: str) -> bytes:
     class SameScheme(urllib.request.HTTPRedirectHandler):
         def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
             if urllib.parse.urlsplit(newurl).scheme != req.type:
-                told = f"it redirects to {newurl}: keys come encrypted, or not at all"
+                told = f"it redirects to {newurl}: keys must not come unencrypted"
                 raise urllib.error.HTTPError(newurl, code, told, headers, fp)
             return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -211,16 +199,16 @@ def _fetch(url: str) -> bytes:
         with urllib.request.build_opener(SameScheme).open(url, timeout=FETCH_TIMEOUT_S) as answer:
             data: bytes = answer.read(MAX_JWKS_BYTES + 1)
     except urllib.error.HTTPError as error:
-        with error:  # it holds the connection
+        with error:  # closes its connection
             raise ValueError(str(error)) from None
     except http.client.HTTPException as error:
-        raise ValueError(f"what answers speaks no HTTP: {error!r}") from error
+        raise ValueError(f"the server does not speak HTTP: {error!r}") from error
     if len(data) > MAX_JWKS_BYTES:
         raise ValueError(f"they are more than {MAX_JWKS_BYTES} bytes")
     return data
 
 
-def _read_file(path: Path) -> Mapping[str | None, "Key"]:
+def _read_file(path: Path) -> "Mapping[str | None, Key]":
     try:
         return parse_jwks(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -228,20 +216,12 @@ def _read_file(path: Path) -> Mapping[str | None, "Key"]:
         raise StartupError(f"{path} cannot be used: {error}", fix, ExitCode.CONFIGURATION) from error
 
 
-if TYPE_CHECKING:
-    from joserfc.jwk import Key
-
-
-class BadToken(Exception):
-    """The token is not good; the message says why, fit for its sender."""
-
-
 @dataclass(frozen=True, slots=True)
 class JwtRules:
     """
     Args:
-        tenant_claim: whose value is a tenant's name.
-        leeway_s: that our clock and the issuer's may be apart.
+        tenant_claim: its value is a tenant's name.
+        leeway_s: how far the issuer's clock may be off.
     """
 
     issuer: str
@@ -269,17 +249,16 @@ class JwtVerifier:
         """The tenant that the token's claim names, and its subject; empty: it has none.
 
         Raises:
-            BadToken: it is malformed, not signed by a key of the issuer's, or not meant for here and now.
+            BadToken: it is malformed, not signed by the issuer, or not meant for this server and time.
             KeysUnavailable: its signature cannot be checked.
         """
         if len(token) > MAX_TOKEN_BYTES:
             raise BadToken(f"It has more than {MAX_TOKEN_BYTES} bytes.")
         claims = self._verified_claims(token)
         self._check_claims(claims)
-        name = claims.get(self._rules.tenant_claim)
+        name, subject = claims.get(self._rules.tenant_claim), claims.get("sub", "")
         if not isinstance(name, str):
             raise BadToken(f"Its claim {self._rules.tenant_claim!r} names no tenant.")
-        subject = claims.get("sub", "")
         if not isinstance(subject, str):
             raise BadToken("Its claim 'sub' must be a text.")
         return name, subject
@@ -291,7 +270,7 @@ class JwtVerifier:
         key, algorithm = self._key_for(token)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # EdDSA has a newer name (RFC 9864), and goes on to be used
+                warnings.simplefilter("ignore")  # EdDSA has a newer name (RFC 9864), but remains in use
                 return jwt.decode(token, key, algorithms=[algorithm]).claims
         except (JoseError, ValueError, TypeError, KeyError) as error:
             raise BadToken("Its signature is not good.") from error

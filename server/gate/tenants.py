@@ -1,23 +1,21 @@
-"""Tenants: for whom the server works, what each may have, and how [[tenants]] of the TOML file says it.
-
-Nothing here knows a request. Frozen; any thread.
-"""
+"""Tenants: the limits, deadlines and rights of each, from [[tenants]] of the TOML file. Frozen; any thread."""
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from core.errors import ExitCode, StartupError
-from server.gate.deadlines import DeadlineTable
+from core.errors import ExitCode, ServiceError, StartupError
 from server.gate.text_rules import TextRule, check_rules
 
-LOCAL_NAME = "local"  # who asks where no tenants are configured
-# class -> Request.priority: higher goes first
-CLASSES = {"interactive": 1, "standard": 0, "batch": -1}
+LOCAL_NAME = "local"  # the only tenant where none are configured
+CLASSES = {"interactive": 1, "standard": 0, "batch": -1}  # class -> Request.priority: higher goes first
 SAMPLE = '[[tenants]] with name = "acme" and, below it, limits = { tokens_per_minute = 100_000 }'
+MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 # The kinds of subjectAltName that can name a tenant, as they are written here and as ssl has them
 _NAME_KINDS = {"DNS": "DNS", "URI": "URI", "EMAIL": "email", "IP": "IP Address"}
 
@@ -25,13 +23,14 @@ T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_Milliseconds = Annotated[float, msgspec.Meta(ge=1, le=MAX_DEADLINE_MS)]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How much may be asked for; None: as much as there is.
+    """None: unlimited.
 
     Args:
-        burst_requests, burst_tokens: that may come at once, after a quiet time; None: those of a minute.
+        burst_requests, burst_tokens: that may come at once after a quiet time; None: those of a minute.
         tokens_per_day: of a calendar day, UTC.
     """
 
@@ -48,34 +47,71 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ValueError(f"{burst} needs {rate} beside it")
 
 
-UNLIMITED = Limits()
-NO_DEADLINES = DeadlineTable()
+class DeadlineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tenant's deadlines; None: the server's."""
+
+    ttft_ms: _Milliseconds | None = None
+    inter_token_ms: _Milliseconds | None = None
+    total_ms: _Milliseconds | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long a request may take, in seconds; infinite: unlimited. Generation enforces them.
+
+    Args:
+        ttft_s, total_s: from the request's head to the first token, and to the end.
+        inter_token_s: from one token of an answer to the next, less what its reader has kept it waiting.
+        asked: names of those that the request itself asks for.
+    """
+
+    ttft_s: float = math.inf
+    inter_token_s: float = math.inf
+    total_s: float = math.inf
+    asked: frozenset[str] = frozenset()
+
+    def replaced_by(self, table: DeadlineTable) -> "Deadlines":
+        """With a tenant's own in place of the server's."""
+        own = {f"{name}_s": getattr(table, f"{name}_ms") for name in ("ttft", "inter_token", "total")}
+        return Deadlines(**{name: getattr(self, name) if ms is None else ms / 1e3 for name, ms in own.items()})
+
+    def narrowed_by(self, asked: "Deadlines") -> "Deadlines":
+        """The shorter of each: its own, and what a request asks for."""
+        names = ("ttft_s", "inter_token_s", "total_s")
+        shorter = frozenset(name for name in names if math.inf > getattr(asked, name) <= getattr(self, name))
+        return Deadlines(asked=shorter, **{name: min(getattr(self, name), getattr(asked, name)) for name in names})
+
+
+ANY_TIME = Deadlines()
+
+
+class OwnDeadlineExceeded(ServiceError):
+    """The server was too slow for its operator's deadline, not for one that the client asked for."""
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"tenant_class": "class"}):
-    """One tenant, as its table says it.
+    """One tenant.
 
     Args:
         limits: of all its requests together.
-        key_limits: of those of each of its keys, beside the tenant's own.
+        key_limits: of each of its keys, besides the tenant's.
         tenant_class: of CLASSES.
-        share: of the machine, against the other tenants of its class: 2 gets twice what 1 gets.
+        share: of the machine, relative to the other tenants of its class: 2 gets twice what 1 gets.
         deadlines: of its requests, in place of the server's.
-        text_rules: what its prompts and answers must not say.
+        text_rules: what its prompts and answers must not contain.
         models: that it may use; None: all.
-        cache_domain: tenants that name the same one may find each other's prompts in the prefix cache; None: nobody
-            else finds this tenant's.
+        cache_domain: tenants of one domain share cached prefixes; None: shared with no other tenant.
         cached_token_discount: percent of a cached prompt token that does not count against the limits.
-        certificates: names of clients' certificates that are this tenant's: "DNS:router.example".
+        certificates: names in client certificates that identify this tenant: "DNS:router.example".
         key_sha256: of keys that are not in the keys file, in hex.
     """
 
     name: _Name
-    limits: Limits = UNLIMITED
-    key_limits: Limits = UNLIMITED
+    limits: Limits = Limits()
+    key_limits: Limits = Limits()
     tenant_class: str = "standard"
     share: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
-    deadlines: DeadlineTable = NO_DEADLINES
+    deadlines: DeadlineTable = DeadlineTable()
     text_rules: tuple[TextRule, ...] = ()
     models: tuple[str, ...] | None = None
     cache_domain: _Name | None = None
@@ -90,9 +126,9 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             certificate_name(text)
 
     def priority_of(self, asked: int | None) -> int:
-        """Request.priority of a request that asks for one, or for none: its class is the most that a tenant gets.
+        """Request.priority of a request that asks for one, or None: at most the tenant's class.
 
-        Where no tenants are configured, clients are taken at their word.
+        Where no tenants are configured, clients choose freely.
         """
         own = CLASSES[self.tenant_class]
         if asked is None:
@@ -101,7 +137,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def cache_salt_domain(self) -> str:
-        """Request.cache_domain. A tenant's own is no other's, whatever names domains are given."""
+        """Request.cache_domain: a tenant's own never equals another's, whatever domains are named."""
         return f"tenant:{self.name}" if self.cache_domain is None else f"domain:{self.cache_domain}"
 
 
@@ -109,11 +145,7 @@ LOCAL = Tenant(name=LOCAL_NAME)
 
 
 def certificate_name(text: str) -> tuple[str, str]:
-    """A name of a certificate, as ClientCertificate.names has it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A name of a certificate, as ClientCertificate.names has it. Raises ValueError."""
     kind, colon, value = text.partition(":")
     if not colon or not value or kind.upper() not in _NAME_KINDS:
         raise ValueError(f"{text!r} in certificates must be DNS:, URI:, email: or IP: and a name")
@@ -121,21 +153,14 @@ def certificate_name(text: str) -> tuple[str, str]:
 
 
 def parse_tenants(tables: Any, path: Path) -> tuple[Tenant, ...]:
-    """What [[tenants]] of a TOML file says.
-
-    Args:
-        path: of the file, for messages.
-
-    Raises:
-        StartupError: naming the tenant and the field.
-    """
+    """[[tenants]] of the TOML file at `path`. Raises StartupError, which names the tenant and the field."""
     if not isinstance(tables, list):
         raise StartupError(f"tenants in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
     tenants = tuple(_parse_tenant(table, i, path) for i, table in enumerate(tables, 1))
-    _refuse_shared([tenant.name for tenant in tenants], "two tenants of the name", path)
+    _refuse_duplicates([tenant.name for tenant in tenants], "two tenants of the name", path)
     names = [certificate_name(text) for tenant in tenants for text in tenant.certificates]
-    _refuse_shared([f"{kind}:{value}" for kind, value in names], "two tenants with the certificate", path)
-    _refuse_shared([digest for tenant in tenants for digest in tenant.key_sha256], "twice the key", path)
+    _refuse_duplicates([f"{kind}:{value}" for kind, value in names], "two tenants with the certificate", path)
+    _refuse_duplicates([digest for tenant in tenants for digest in tenant.key_sha256], "twice the key", path)
     return tenants
 
 
@@ -151,7 +176,7 @@ def _parse_tenant(table: Any, number: int, path: Path) -> Tenant:
 
 
 def _fix(error: str) -> str:
-    """What to write, for what msgspec says: it names a field's path, but not those that there are."""
+    """What to write instead: msgspec names the path of an unknown field, but not the known ones."""
     if "unknown field" not in error:
         return f"mend it, as in: {SAMPLE}"
     place = error.rpartition("`$")[2]
@@ -161,19 +186,19 @@ def _fix(error: str) -> str:
     return f"known: {', '.join(kind.__struct_encode_fields__)}{above}"
 
 
-def _refuse_shared(values: Sequence[str], what: str, path: Path) -> None:
+def _refuse_duplicates(values: Sequence[str], what: str, path: Path) -> None:
     for value in values:
         if values.count(value) > 1:
             raise StartupError(f"{path} has {what} {value}", "remove one of them", ExitCode.CONFIGURATION)
 
 
 def stated_values(tables: Any, field: str, read: Callable[[str], T]) -> frozenset[T] | None:
-    """All values of a field in [[tenants]] that may not be fit otherwise; None: they cannot be told, or there are none.
+    """The values of a field in [[tenants]] that are otherwise invalid; None: they cannot be told, or there are none.
 
-    A table that names no tenant may be meant for any.
+    A table without a name may be meant for any tenant, so that nothing can be told.
 
     Args:
-        read: a ValueError of it: the value names nobody.
+        read: raises ValueError for a value that identifies nothing.
     """
     if not isinstance(tables, list) or not tables:
         return None

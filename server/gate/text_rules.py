@@ -1,9 +1,8 @@
-"""What a tenant's prompts and answers must not say: [[tenants.text_rules]] of the TOML file. Thread: loop; rules: any.
+"""Text rules: what a tenant's prompts and answers must not contain, from [[tenants.text_rules]]. Thread: loop.
 
-A phrase is literal. A pattern is RE2's: it never backtracks, so that no text takes it long.
-A rule ends an answer as a stop string does, before its match begins, with the finish reason content_filter. What may be
-the beginning of a match is held back until that is seen, and of a pattern's no more than HELD_CHARS: longer matches
-are not found.
+A phrase is literal. A pattern is RE2's, which never backtracks: its time is linear in the text.
+A match ends an answer as a stop string does, where it begins, with the finish reason content_filter. Text that may be
+the beginning of a match is withheld until that is known; of a pattern's at most HELD_CHARS: longer matches are missed.
 """
 
 import functools
@@ -19,7 +18,7 @@ from core.types import FinishReason
 
 MAX_RULES = 256
 HELD_CHARS = 256
-RANGE_BYTES = 32  # of a pattern's matches, by which is seen whether a text may be the beginning of one
+RANGE_BYTES = 32  # of a match, by which its possible beginnings are recognized
 PATTERN_MEMORY_BYTES = 1 << 20
 # \b and \B, as against escaped letters and quoted text; in a class RE2 takes neither
 _WORD_BOUNDARY = re.compile(r"\\Q.*?(?:\\E|\Z)|\\[bB]|\\.", re.DOTALL)
@@ -31,8 +30,8 @@ _Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 class TextRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """
     Args:
-        phrase, pattern: one of the two.
-        on: where it counts.
+        phrase, pattern: exactly one of them.
+        on: where it applies.
     """
 
     phrase: _Phrase | None = None
@@ -46,7 +45,7 @@ class TextRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class PhrasesMatcher:
-    """All phrases of a tenant that are looked for alike: a token's text is folded and walked once, not for each."""
+    """All phrases of one case rule: a token's text is folded and scanned once for all of them."""
 
     def __init__(self, phrases: Iterable[str], ignores_case: bool) -> None:
         self._ignores_case = ignores_case
@@ -57,7 +56,7 @@ class PhrasesMatcher:
             self._by_first.setdefault(phrase[0], []).append(phrase)
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
-        """The first place at or after `start`: where it begins and ends. What is before `start` is its context."""
+        """Begin and end of the first match at or after `start`. The text before `start` is context."""
         text = _folded(text) if self._ignores_case else text
         found = None
         for phrase in self._phrases:
@@ -67,7 +66,7 @@ class PhrasesMatcher:
         return found
 
     def num_begun(self, text: str, start: int) -> int:
-        """How many characters at the end of `text`, from `start` on, may be the beginning of one."""
+        """How many characters at the end of `text`, from `start` on, may be the beginning of a match."""
         start = max(start, len(text) - self._longest + 1)
         tail = _folded(text[start:]) if self._ignores_case else text[start:]
         for i, first in enumerate(tail):
@@ -79,10 +78,7 @@ class PhrasesMatcher:
 
 
 class PatternMatcher:
-    """
-    Raises:
-        ValueError: RE2 does not take the pattern.
-    """
+    """Raises ValueError if RE2 does not accept the pattern."""
 
     def __init__(self, pattern: str, ignores_case: bool) -> None:
         import re2
@@ -93,19 +89,19 @@ class PatternMatcher:
         options.max_mem = PATTERN_MEMORY_BYTES
         try:
             self._regexp: Any = re2.compile(pattern, options)
-            # RE2 tells what matches begin with at the beginning of a text; a boundary that is none there may be one
-            # elsewhere: take any for one
+            # RE2 tells the range of matches at the beginning of a text. A word boundary may hold elsewhere though not
+            # there: assume that every one holds
             unbounded: Any = re2.compile(_WORD_BOUNDARY.sub(_without_boundary, pattern), options)
         except re2.error as error:
             cause = error.args[0]
             raise ValueError(cause.decode() if isinstance(cause, bytes) else str(cause)) from None
         if unbounded.search("") is not None:
-            raise ValueError("the pattern matches the empty string, and so everywhere")
+            raise ValueError("the pattern matches the empty string")
         try:
             low, high = unbounded.possiblematchrange(RANGE_BYTES)
         except re2.error:
             low = high = b""
-        self._range = (low, high) if high else None  # None: it may begin with anything
+        self._range = (low, high) if high else None  # None: unknown
         self._ascii_firsts = frozenset(map(chr, range(low[0] if low else 0, min(high[0], 127) + 1) if high else ()))
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
@@ -129,23 +125,17 @@ Matcher = PhrasesMatcher | PatternMatcher
 
 
 class RuleBook:
-    """A tenant's rules, ready to be looked for.
-
-    Attributes:
-        on_prompt, on_answer: those that count there.
-    """
+    """A tenant's compiled rules, for prompts and for answers."""
 
     def __init__(self, rules: Sequence[TextRule]) -> None:
         self.on_prompt = _matchers([rule for rule in rules if rule.on != "answer"])
         self.on_answer = _matchers([rule for rule in rules if rule.on != "prompt"])
 
     def check_prompt(self, texts: Iterable[str], param: str, is_echoed: bool = False) -> None:
-        """
+        """Raises InvalidRequest if one of the texts breaks a rule.
+
         Args:
             is_echoed: the answer repeats them.
-
-        Raises:
-            InvalidRequest: one of them says what it must not.
         """
         matchers = (*self.on_prompt, *self.on_answer) if is_echoed else self.on_prompt
         for text in texts:
@@ -156,18 +146,12 @@ class RuleBook:
 
 @functools.lru_cache(maxsize=256)
 def rule_book(rules: tuple[TextRule, ...]) -> RuleBook:
-    """Made once for the same rules."""
+    """Cached."""
     return RuleBook(rules)
 
 
 def check_rules(rules: tuple[TextRule, ...], owner: str) -> None:
-    """
-    Args:
-        owner: as messages name it.
-
-    Raises:
-        StartupError: there are too many, or one is no pattern.
-    """
+    """Raises StartupError, which names the owner: there are too many, or a pattern is not valid."""
     if len(rules) > MAX_RULES:
         cause = f"{owner} has {len(rules)} text_rules"
         raise StartupError(cause, f"at most {MAX_RULES}: join patterns by |", ExitCode.CONFIGURATION)
@@ -177,17 +161,14 @@ def check_rules(rules: tuple[TextRule, ...], owner: str) -> None:
         try:
             _matchers([rule])
         except ValueError as error:
-            cause = f"{owner} has a text rule whose pattern {rule.pattern!r} is not fit: {error}"
+            cause = f"{owner} has a text rule whose pattern {rule.pattern!r} is not valid: {error}"
             fix = "write it as https://github.com/google/re2/wiki/Syntax says"
             raise StartupError(cause, fix, ExitCode.CONFIGURATION) from error
     rule_book(rules)
 
 
 def _matchers(rules: Sequence[TextRule]) -> tuple[Matcher, ...]:
-    """
-    Raises:
-        ValueError: RE2 does not take a pattern.
-    """
+    """Raises ValueError if RE2 does not accept a pattern."""
     found: list[Matcher] = [
         PatternMatcher(rule.pattern, rule.ignore_case) for rule in rules if rule.pattern is not None
     ]
@@ -203,7 +184,7 @@ def _without_boundary(token: re.Match[str]) -> str:
 
 
 def _folded(text: str) -> str:
-    """In lower case, character by character: as long as it was."""
+    """In lower case, character by character: the length stays the same."""
     lower = text.lower()
     if len(lower) == len(text):
         return lower
@@ -211,33 +192,33 @@ def _folded(text: str) -> str:
 
 
 class TextScreen:
-    """The text of one sequence, as it comes.
+    """Screens the text of one sequence, piece by piece.
 
     Attributes:
-        is_hit: it has said what it must not: nothing more comes of it.
+        is_hit: a rule has matched: no more text is released.
     """
 
     def __init__(self, matchers: Sequence[Matcher]) -> None:
         self.is_hit = False
         self._matchers = matchers
-        self._text = ""  # one character that is out, as context of what is held; and what is held
-        self._num_out = 0  # 0 or 1: of these characters, those that are out
+        self._text = ""  # the last released character, as context, and the withheld text
+        self._num_out = 0  # 0 or 1: characters of _text that are released
 
     def push(self, text: str) -> str:
-        """What is safe to show now."""
+        """Returns what can be released now."""
         if not text or self.is_hit:
             return ""
         self._text += text
         length = len(self._text)
         hits = [span for matcher in self._matchers if (span := matcher.find(self._text, self._num_out)) is not None]
-        # A match at the very end may be none once more has come ($, \b): it is held, as far as that may be
+        # A match at the very end may be void when more text comes ($, \b): withhold it, up to HELD_CHARS
         if any(end < length or length - begin >= HELD_CHARS for begin, end in hits):
             return self._end_before(min(hits)[0])
         num_begun = max(matcher.num_begun(self._text, self._num_out) for matcher in self._matchers)
         return self._release(length - max(min(num_begun, HELD_CHARS), *(length - begin for begin, _ in hits), 0))
 
     def finish(self) -> str:
-        """What was held, when no more comes; or what of it is before a match."""
+        """No more text comes. Returns what was withheld, up to a match."""
         if self.is_hit:
             return ""
         hits = [span for matcher in self._matchers if (span := matcher.find(self._text, self._num_out)) is not None]
@@ -259,7 +240,7 @@ class TextScreen:
 class ScreenedDetokenizer:
     """A detokenizer whose text passes a screen. A stop string or a rule stops it, whichever is complete first.
 
-    Attributes: as Detokenizer's. What is held back counts among the tokens kept: they were sampled.
+    Attributes: as Detokenizer's. Tokens of withheld text count as kept: they were sampled.
     """
 
     __slots__ = ("_inner", "_screen", "is_stopped", "stop_reason")

@@ -1,14 +1,15 @@
-"""Idempotency-Key: what was asked once is computed once, and answered again from what is kept. Thread: loop.
+"""Idempotency-Key: a request is computed once, and its repetitions get the stored answer. Thread: loop.
 
-A key is its tenant's. While its request is in progress, another one is refused; once it has been answered, the same
-request gets the same bytes again. What failed, or was left before its end, is forgotten: to repeat it is what the key
-is for. With a ledger, answers outlive the process: they are written down a moment after their end.
+A key belongs to its tenant. While its request is in progress, repetitions are refused; afterwards they get the same
+bytes. A request that failed, or whose client left, is not stored: it may be repeated. With a ledger, answers outlive
+the process: they are written a moment after their end.
 """
 
 import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
@@ -18,9 +19,9 @@ from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
 HEADER = b"idempotency-key"
 KEPT_S = 86_400.0
-MAX_ANSWER_BYTES = 2**20  # a longer one is given, and not kept
-MAX_KEPT_BYTES = 64 * 2**20  # the oldest are forgotten first
-KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own
+MAX_ANSWER_BYTES = 2**20  # a longer one is not stored
+MAX_KEPT_BYTES = 64 * 2**20  # the oldest are dropped first
+KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # every response gets the others of its own
 _SANE = re.compile(rb"[!-~]{1,255}")
 
 KeyOfTenant = tuple[str, str]  # tenant, key
@@ -29,13 +30,13 @@ Forget = Callable[[tuple[KeyOfTenant, ...]], None]
 
 
 class Recording:
-    """An answer's bytes as they pass, to be said again. Implements StreamCarrier between a stream and its connection.
+    """Records an answer on its way. Implements StreamCarrier between a stream and its connection.
 
     Args:
-        max_bytes: of a body; a longer one is not remembered.
+        max_bytes: of a body; a longer one is not recorded.
 
     Attributes:
-        is_whole: all of the answer has been sent, and is here.
+        is_whole: all of the answer has been sent and recorded.
     """
 
     def __init__(self, carrier: StreamCarrier, max_bytes: int) -> None:
@@ -78,28 +79,37 @@ class Recording:
         self._carrier.call_once_written(stream, callback)
 
 
+@dataclass(slots=True)
 class Claim:
-    """One request's hold on its key: leave() it in any case, keep() what it was answered before.
+    """One request's hold on its key: call keep() if it was answered, and leave() in any case.
 
-    Attributes:
-        stored: what the same request was answered before.
+    Args:
+        place: tenant and key.
+        stored: the answer to an earlier, equal request.
     """
 
-    def __init__(
-        self, owner: "Idempotency", place: KeyOfTenant, digest: bytes, stored: StoredAnswer | None = None
-    ) -> None:
-        self.stored = stored
-        self._owner = owner
-        self._place = place
-        self._digest = digest
+    owner: "Idempotency"
+    place: KeyOfTenant
+    digest: bytes
+    stored: StoredAnswer | None
 
     def keep(self, recording: Recording, request_id: str) -> None:
-        """If it is whole: its client has not left before the end, and it is not too long."""
+        """Unless the client left before the end, or the answer is too long."""
         if recording.is_whole:
-            self._owner.keep(self._place, self._digest, recording, request_id)
+            answer = StoredAnswer(
+                tenant=self.place[0],
+                key=self.place[1],
+                request_id=request_id,
+                digest=self.digest,
+                stored_us=self.owner.now_us(),
+                status=recording.status,
+                headers=recording.headers,
+                body=bytes(recording.body),
+            )
+            self.owner.keep(answer)
 
     def leave(self) -> None:
-        self._owner.leave(self._place)
+        self.owner.leave(self.place)
 
 
 class Idempotency:
@@ -108,7 +118,7 @@ class Idempotency:
     Args:
         unix: seconds since 1970.
         answers: of the last process, the oldest first.
-        on_keep, on_forget: told of each answer that is kept, and of those that are not any more.
+        on_keep, on_forget: called for each stored answer, and for dropped ones.
     """
 
     def __init__(
@@ -126,10 +136,10 @@ class Idempotency:
         self._num_bytes = sum(one.size_bytes for one in self._answers.values())
 
     def claim(self, tenant: str, request: HttpRequest, body: bytes) -> Claim | None:
-        """Take hold of the key that the request bears; None: it bears none.
+        """Take hold of the request's key; None: it has none.
 
         Raises:
-            ServiceError: the key is not fit, its request is in progress, or it was sent with another one.
+            ServiceError: the key is malformed, its request is in progress, or it was sent with another request.
         """
         key = request.header(HEADER)
         if key is None:
@@ -153,18 +163,11 @@ class Idempotency:
             self._in_progress[place] = digest
         return Claim(self, place, digest, stored)
 
-    def keep(self, place: KeyOfTenant, digest: bytes, recording: Recording, request_id: str) -> None:
-        answer = StoredAnswer(
-            tenant=place[0],
-            key=place[1],
-            request_id=request_id,
-            digest=digest,
-            stored_us=round(self._unix() * MICRO),
-            status=recording.status,
-            headers=recording.headers,
-            body=bytes(recording.body),
-        )
-        self._answers[place] = answer
+    def now_us(self) -> int:
+        return round(self._unix() * MICRO)
+
+    def keep(self, answer: StoredAnswer) -> None:
+        self._answers[answer.tenant, answer.key] = answer
         self._num_bytes += answer.size_bytes
         self._on_keep(answer)
         self._drop_old()
@@ -173,7 +176,7 @@ class Idempotency:
         self._in_progress.pop(place, None)
 
     def _drop_old(self) -> None:
-        oldest_us = (self._unix() - KEPT_S) * MICRO
+        oldest_us = self.now_us() - KEPT_S * MICRO
         dropped = []
         while self._answers:
             place, answer = next(iter(self._answers.items()))
@@ -187,17 +190,12 @@ class Idempotency:
 
 
 def replay(stream: HttpStream, answer: StoredAnswer, headers: Headers) -> None:
-    """Say again what was answered, all of it at once.
+    """Send a stored answer at once.
 
     Args:
-        headers: that each response gets of its own.
+        headers: of this response.
     """
-    all_headers = (
-        *answer.headers,
-        (b"content-length", b"%d" % len(answer.body)),
-        *headers,
-        (b"idempotent-replayed", b"true"),
-    )
-    stream.send_head(ResponseHead(answer.status, all_headers))
+    length, replayed = (b"content-length", b"%d" % len(answer.body)), (b"idempotent-replayed", b"true")
+    stream.send_head(ResponseHead(answer.status, (*answer.headers, length, *headers, replayed)))
     stream.send(answer.body)
     stream.end()

@@ -1,6 +1,6 @@
-"""What tokens cost, [prices] of the TOML file, and what the ledger says was used: GET /v1/usage, `steploop usage`.
+"""Prices of tokens, from [prices] of the TOML file, and usage summed up from the ledger. Any thread.
 
-Whole numbers throughout. The file is read on a connection of its own: nobody waits. Any thread.
+For GET /v1/usage and `steploop usage`. Whole numbers throughout. The ledger is read on a connection of its own.
 """
 
 import sqlite3
@@ -35,7 +35,7 @@ class ModelPrice(msgspec.Struct, frozen=True):
     """Millionths of the currency per million tokens.
 
     Args:
-        cached: for tokens of the prompt that an earlier request had computed.
+        cached: of prompt tokens in the prefix cache.
     """
 
     prompt: int = 0
@@ -43,7 +43,7 @@ class ModelPrice(msgspec.Struct, frozen=True):
     completion: int = 0
 
     def cost_micro(self, usage: Usage) -> int:
-        """Millionths of the currency, half a one rounded up."""
+        """Millionths of the currency, rounded half up."""
         num_computed = usage.num_prompt_tokens - usage.num_cached_tokens
         cost = num_computed * self.prompt + usage.num_cached_tokens * self.cached
         return (cost + usage.num_completion_tokens * self.completion + MILLION // 2) // MILLION
@@ -53,7 +53,7 @@ FREE = ModelPrice()
 
 
 class Prices(msgspec.Struct, frozen=True):
-    """By the name of the model; ANY_MODEL for those without one of their own."""
+    """By the model's name; ANY_MODEL for the others."""
 
     by_model: tuple[tuple[str, ModelPrice], ...] = ()
 
@@ -66,23 +66,16 @@ NO_PRICES = Prices()
 
 
 def parse_prices(table: Any, path: Path) -> Prices:
-    """What [prices] of a TOML file says.
-
-    Args:
-        path: of the file, for messages.
-
-    Raises:
-        StartupError: naming the model and the field.
-    """
+    """[prices] of the TOML file at `path`. Raises StartupError, which names the model and the field."""
     if not isinstance(table, Mapping):
-        raise StartupError(f"prices in {path} is no table", SAMPLE, ExitCode.CONFIGURATION)
+        raise StartupError(f"prices in {path} is not a table", SAMPLE, ExitCode.CONFIGURATION)
     return Prices(tuple((model, _parse_model(model, fields, path)) for model, fields in table.items()))
 
 
 def _parse_model(model: str, fields: Any, path: Path) -> ModelPrice:
     where = f"[prices.{model!r}] in {path}"
     if not isinstance(fields, Mapping):
-        raise StartupError(f"{where} is no table", SAMPLE, ExitCode.CONFIGURATION)
+        raise StartupError(f"{where} is not a table", SAMPLE, ExitCode.CONFIGURATION)
     known = ModelPrice.__struct_fields__
     for name, value in fields.items():
         if name not in known:
@@ -103,10 +96,10 @@ _GROUP_SQL = {
 
 
 class UsageLine(msgspec.Struct, frozen=True):
-    """The requests of one group, those in progress left out.
+    """The ended requests of one group.
 
     Args:
-        group: a date, the name of a model or tenant, or a key's id: "" where none was shown.
+        group: a date, the name of a model or tenant, or a key's id: "" for requests without a key.
         price_micro: millionths of the currency.
         device_us, kv_block_us: see core.types.Cost.
     """
@@ -126,7 +119,7 @@ class UsageQuery(msgspec.Struct, frozen=True):
     """
     Args:
         tenant: None: all.
-        since_us: requests that ended then or later.
+        since_us: of requests that ended then or later.
     """
 
     by: Grouping = Grouping.DAY
@@ -135,11 +128,7 @@ class UsageQuery(msgspec.Struct, frozen=True):
 
 
 def read_usage(path: Path, query: UsageQuery) -> list[UsageLine]:
-    """Sum up, in the order of the groups.
-
-    Raises:
-        StartupError: there is no such ledger, or it cannot be read.
-    """
+    """In the order of the groups. Raises StartupError if there is no such ledger or it cannot be read."""
     group = _GROUP_SQL[query.by]
     sums = ", ".join(f"sum({name})" for name in UsageLine.__struct_fields__[3:])
     sql = (
@@ -150,22 +139,20 @@ def read_usage(path: Path, query: UsageQuery) -> list[UsageLine]:
 
 
 def usage_objects(by: Grouping, lines: Sequence[UsageLine]) -> list[dict[str, object]]:
-    """For JSON: the group under the name of what it is, e.g. "day"."""
+    """For JSON; the group's field bears its kind, e.g. "day"."""
     names = (by.value, *UsageLine.__struct_fields__[1:])
     return [dict(zip(names, structs.astuple(line), strict=True)) for line in lines]
 
 
 def total(lines: Sequence[UsageLine]) -> UsageLine:
-    """All of them as one."""
     columns = UsageLine.__struct_fields__[1:]
     return UsageLine("total", *(sum(getattr(line, name) for line in lines) for name in columns))
 
 
 def since_value(text: str, now: datetime) -> int:
-    """`7d`, `12h`, `30min` before now, or a date, or a date and time; UTC where no zone is said. In microseconds.
+    """`7d`, `12h`, `30min` ago, or a date, or a date and time; UTC by default. Raises BadValueError.
 
-    Raises:
-        BadValueError: it is none.
+    Returns: microseconds since 1970.
     """
     when = read_moment(text, now, -1, "such as 7d, 12h, 30min, 2030-01-31 or 2030-01-31T12:00:00Z")
     return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
@@ -182,7 +169,7 @@ def _select(path: Path, sql: str, parameters: tuple[Any, ...]) -> list[Any]:
                 connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
             )
             if found != (APPLICATION_ID, SCHEMA_VERSION):
-                raise StartupError(f"{path} is no ledger that this version knows", fix, ExitCode.USAGE)
+                raise StartupError(f"{path} is not a ledger of this version", fix, ExitCode.USAGE)
             return connection.execute(sql, parameters).fetchall()
         finally:
             connection.close()
@@ -198,10 +185,7 @@ _GROUPINGS = (Grouping.DAY, Grouping.MODEL, Grouping.KEY)
 
 
 def parse_usage(query: str, tenant: str, now: datetime) -> UsageQuery:
-    """
-    Raises:
-        InvalidRequest: naming the parameter.
-    """
+    """Of GET /v1/usage. Raises InvalidRequest, which names the parameter."""
     fields = parse_qs(query, keep_blank_values=True)
     for name in fields:
         if name not in _KNOWN:

@@ -1,11 +1,11 @@
-"""Who may connect, how often at once, and for whom a trusted proxy speaks. Thread: loop; the parsers are pure.
+"""Which clients may connect, how many connections each may have, and who a trusted proxy speaks for. Thread: loop.
 
-The real client counts. Where it comes itself, or a PROXY header names it, the connection is judged; where a trusted
-proxy names it in a header of each request (X-Forwarded-For, or RFC 7239's Forwarded), the request is, and the proxy's
-connection is not. Each proxy appends whom it had before it, and what stands further left may be the client's own
-invention: both fields are read from their right end. Of the PROXY protocol (haproxy's doc/proxy-protocol.txt, section
-2.2) version 2 is taken, the binary one: version 1 has no fixed length, and whoever speaks it speaks version 2 as well.
-Addresses are read, what follows them (TLVs) is skipped.
+The real client is judged. If it connects itself, or a PROXY header names it, that is done for the connection; if a
+trusted proxy names it in a field of each request (X-Forwarded-For, or RFC 7239's Forwarded), for each request. Proxies
+append the peer they saw, and the client may have sent anything further left: both fields are read from the right.
+
+Of the PROXY protocol (haproxy's doc/proxy-protocol.txt, section 2.2) only the binary version 2 is taken: version 1 has
+no fixed length. Its addresses are read, its TLVs skipped. The parsers are pure.
 """
 
 import logging
@@ -22,22 +22,19 @@ logger = logging.getLogger(__name__)
 
 IpNetwork = IPv4Network | IPv6Network
 
+UNIX = "unix"  # as a trusted proxy: whoever connects to one of our Unix sockets
 _MAPPED_BITS = 96  # of an IPv6 address, before the IPv4 address in it
-
-UNIX = "unix"  # where proxies are named: whoever connects to one of our Unix sockets
-
 _EXPECTED = "a network or an address, such as 10.0.0.0/8, 192.0.2.7 or 2001:db8::/32"
 
 
 class NetworkSet:
-    """Networks, asked in one look-up for each length of prefix that they have."""
+    """Networks; a look-up takes one step for each length of their prefixes."""
 
     def __init__(self, networks: Iterable[IpNetwork]) -> None:
         self._prefixes: dict[tuple[int, int], set[int]] = {}  # (version, bits behind the prefix) -> prefixes
         for network in networks:
             shift = network.max_prefixlen - network.prefixlen
-            prefixes = self._prefixes.setdefault((network.version, shift), set())
-            prefixes.add(int(network.network_address) >> shift)
+            self._prefixes.setdefault((network.version, shift), set()).add(int(network.network_address) >> shift)
 
     def __bool__(self) -> bool:
         return bool(self._prefixes)
@@ -51,10 +48,10 @@ class NetworkSet:
 
 
 def network_value(text: str) -> IpNetwork:
-    """A network; an address is the network of itself alone. IPv4 written as IPv6 is IPv4, as its addresses are.
+    """A network, or an address as a network of one; IPv4-mapped IPv6 becomes IPv4 (RFC 4291 §2.5.5.2).
 
     Raises:
-        BadValueError: it is none, or has bits behind its prefix.
+        BadValueError: it is neither, or has bits behind its prefix.
     """
     text = text.strip()
     try:
@@ -62,14 +59,10 @@ def network_value(text: str) -> IpNetwork:
     except ValueError as error:
         raise BadValueError(_EXPECTED) from error
     try:
-        return _plain_network(ip_network(text))
+        network = ip_network(text)
     except ValueError as error:
         cause = f"{_EXPECTED}; {text} has bits behind its prefix, its network is {network}"
         raise BadValueError(cause, str(network)) from error
-
-
-def _plain_network(network: IpNetwork) -> IpNetwork:
-    """As plain_address has addresses (RFC 4291 §2.5.5.2)."""
     mapped = network.network_address.ipv4_mapped if isinstance(network, IPv6Network) else None
     if mapped is None or network.prefixlen < _MAPPED_BITS:
         return network
@@ -77,7 +70,7 @@ def _plain_network(network: IpNetwork) -> IpNetwork:
 
 
 def proxy_value(text: str) -> IpNetwork | str:
-    """A network of proxies, or `unix`."""
+    """A network of proxies, or `unix`. Raises BadValueError."""
     if text.strip() == UNIX:
         return UNIX
     try:
@@ -85,6 +78,8 @@ def proxy_value(text: str) -> IpNetwork | str:
     except BadValueError as error:
         raise BadValueError(f"{error.expected}, or {UNIX}", error.proposal) from error
 
+
+# Fields in which proxies name their clients.
 
 FORWARDED = "forwarded"
 X_FORWARDED_FOR = "x-forwarded-for"
@@ -99,7 +94,7 @@ _NODE = re.compile(r"(?:\[([^\]]*)\]|([^:\[\]]*))(?::(\d{1,5}))?", re.ASCII)
 
 
 def hops(headers: Headers, name: str) -> Iterator[Peer | None]:
-    """Whom the proxies had before them, the nearest proxy's first; None: it did not say, or nothing that is one.
+    """The peer that each proxy saw, the nearest proxy's first; None: it did not tell, or it is not an address.
 
     Args:
         name: FORWARDED or X_FORWARDED_FOR.
@@ -112,7 +107,7 @@ def hops(headers: Headers, name: str) -> Iterator[Peer | None]:
 
 
 def _forwarded_elements(text: str) -> Iterator[str]:
-    """What each element says of `for`, from the right; the list ends where it cannot be read."""
+    """The `for` of each element, from the right; ends at one that is malformed."""
     while (match := _LAST_ELEMENT.search(text)) is not None:
         found = _FOR.search(match[1])
         yield "" if found is None else found[1] or found[2] or ""
@@ -120,7 +115,7 @@ def _forwarded_elements(text: str) -> Iterator[str]:
 
 
 def node_peer(text: str) -> Peer | None:
-    """An address as proxies write it, with a port or without; None: `unknown`, a made-up name, or no address at all."""
+    """An address as proxies write it, with or without a port; None: `unknown`, an obfuscated name, or malformed."""
     bracketed, bare, port = None, text, None
     if (match := _NODE.fullmatch(text)) is not None:
         bracketed, bare, port = match.groups()
@@ -129,6 +124,8 @@ def node_peer(text: str) -> Peer | None:
     except ValueError:
         return None
 
+
+# The PROXY protocol.
 
 PROXY_HEAD_BYTES = 16  # of a PROXY header, ahead of its addresses and TLVs
 MAX_PROXY_BYTES = 4096  # of those; the format allows 65,535, proxies send a few hundred
@@ -142,15 +139,11 @@ _STREAM = 1
 
 
 class ProxyProtocolError(Exception):
-    """What came is no header, or one that is malformed."""
+    """The PROXY header is missing or malformed."""
 
 
 def num_behind_proxy_head(head: bytes) -> int:
-    """How many bytes of addresses and TLVs follow the first PROXY_HEAD_BYTES of a PROXY header.
-
-    Raises:
-        ProxyProtocolError: it is none that is taken.
-    """
+    """How many bytes of addresses and TLVs follow the first PROXY_HEAD_BYTES. Raises ProxyProtocolError."""
     if not head.startswith(_SIGNATURE):
         raise ProxyProtocolError("it does not begin with the signature of version 2")
     (version, command), (family, transport) = divmod(head[12], 16), divmod(head[13], 16)
@@ -159,7 +152,7 @@ def num_behind_proxy_head(head: bytes) -> int:
         raise ProxyProtocolError(f"its version and command are 0x{head[12]:02x}")
     if length > MAX_PROXY_BYTES:
         raise ProxyProtocolError(f"it announces {length} bytes, and {MAX_PROXY_BYTES} are taken")
-    if command == _PROXY:  # of a local connection, the family is not to be looked at
+    if command == _PROXY:  # the family of a LOCAL header must be ignored
         if family != _UNSPECIFIED and (family not in _ADDRESS_BYTES or transport != _STREAM):
             raise ProxyProtocolError(f"its family and transport are 0x{head[13]:02x}")
         if length < _ADDRESS_BYTES[family]:
@@ -168,10 +161,11 @@ def num_behind_proxy_head(head: bytes) -> int:
 
 
 def proxied_client(head: bytes, block: bytes) -> Peer | None:
-    """Whom the proxy speaks for; None: the connection's own peer is meant (a health check of the proxy's, mostly).
+    """The client that the proxy speaks for; None: the connection is the proxy's own, such as a health check.
 
     Args:
-        head: as num_behind_proxy_head has taken it; block: what follows it.
+        head: that num_behind_proxy_head has accepted.
+        block: what follows it.
     """
     family = head[13] >> 4 if head[12] & 0xF == _PROXY else _UNSPECIFIED
     if family == _INET:
@@ -180,6 +174,8 @@ def proxied_client(head: bytes, block: bytes) -> Peer | None:
         return Peer(plain_address(IPv6Address(block[:16])), int.from_bytes(block[32:34], "big"))
     return Peer() if family == _UNIX else None
 
+
+# Who is refused.
 
 LOG_INTERVAL_S = 10.0
 
@@ -194,8 +190,8 @@ SHUTDOWN = "shutdown"
 _EXPLANATIONS = {
     MAX_CONNECTIONS: "--max-connections are open",
     MAX_PER_ADDRESS: "--max-connections-per-address are open from there",
-    DENIED: "--allow and --deny do not let it come",
-    UNTRUSTED_PROXY: "a bind with proxy: takes connections from --trusted-proxies alone",
+    DENIED: "--allow and --deny exclude it",
+    UNTRUSTED_PROXY: "a bind with proxy: takes connections from --trusted-proxies only",
     PROXY_HEADER: "its PROXY protocol header is missing, malformed or late",
     HANDSHAKE: "the TLS handshake failed",
     SHUTDOWN: "the server is shutting down",
@@ -203,29 +199,26 @@ _EXPLANATIONS = {
 
 
 class Refusals:
-    """
-    Args:
-        now: seconds, from anywhere.
+    """Counts refused connections by reason, and logs them, at most one line per reason and LOG_INTERVAL_S.
 
-    Attributes:
-        counts: by reason.
+    Args:
+        now: seconds, of any origin.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(_EXPLANATIONS, 0))
         self._now = now
-        self._told: dict[str, tuple[float, int]] = {}  # when a reason was told last, and its count then
+        self._logged: dict[str, tuple[float, int]] = {}  # by reason: when it was logged last, and its count then
 
     def add(self, reason: str, peer: Peer) -> None:
-        """Count one. The first of a reason is told, and then one line a LOG_INTERVAL_S tells of all since."""
         self.counts[reason] += 1
         count, now = self.counts[reason], self._now()
-        since, told = self._told.get(reason, (-LOG_INTERVAL_S, 0))
+        since, num_logged = self._logged.get(reason, (-LOG_INTERVAL_S, 0))
         if now - since < LOG_INTERVAL_S:
             return
-        self._told[reason] = now, count
-        number = "a connection" if count - told == 1 else f"{count - told} connections"
-        level = logging.INFO if reason == HANDSHAKE else logging.WARNING  # health checks by TCP alone end there
+        self._logged[reason] = now, count
+        number = "a connection" if count - num_logged == 1 else f"{count - num_logged} connections"
+        level = logging.INFO if reason == HANDSHAKE else logging.WARNING  # TCP health checks end in the handshake
         logger.log(level, "%s refused, the last from %s: %s", number, peer, _EXPLANATIONS[reason])
 
 
@@ -233,9 +226,9 @@ class Refusals:
 class ClientRules:
     """
     Args:
-        allow: who may come; empty: everybody.
-        deny: who may not, whatever `allow` says.
-        trusted_proxies: networks, or UNIX for who comes over a Unix socket.
+        allow: who may connect; empty: everybody.
+        deny: who may not, even if allowed.
+        trusted_proxies: networks, or UNIX for our Unix sockets.
         forwarded_header: in which the proxies name their clients; None: in none.
         max_per_address: connections, or proxied requests, at once; IPv6 addresses count by their /64.
     """
@@ -248,7 +241,7 @@ class ClientRules:
 
 
 class ClientGate:
-    """Who comes in passes `why_refused`, is counted by `enter`, and passes `leave` once."""
+    """Applies the rules: `why_refused` judges a client, `enter` counts it, `leave` once gives its place back."""
 
     def __init__(self, rules: ClientRules) -> None:
         self._allow = NetworkSet(rules.allow)
@@ -261,16 +254,16 @@ class ClientGate:
 
     @property
     def num_addresses(self) -> int:
-        """That are counted now."""
+        """Addresses with open connections."""
         return len(self._counts)
 
     def identify(self, peer: Peer) -> Peer:
-        """The peer, known for a trusted proxy if it is one."""
+        """The peer, marked if it is a trusted proxy."""
         is_proxy = self._trusts_unix if peer.address is None else peer.address in self._proxies
         return replace(peer, is_proxy=True) if is_proxy else peer
 
     def client_of(self, proxy: Peer, headers: Headers) -> Peer:
-        """For whom a trusted proxy sends a request: the nearest that is no proxy of ours, or the last that is known."""
+        """The client of a trusted proxy's request: the nearest hop that is not a proxy of ours, or the last known."""
         client = proxy
         if self._forwarded_header is not None:
             for hop in hops(headers, self._forwarded_header):
@@ -282,10 +275,7 @@ class ClientGate:
         return replace(client, certificate=proxy.certificate)
 
     def why_refused(self, client: Peer) -> str | None:
-        """The reason, as Refusals has it; None: it may come.
-
-        Who comes over a Unix socket has no address: the file's permissions judge it. A proxy's own are not counted.
-        """
+        """The reason, for Refusals; None: it may come. A Unix socket's peers are judged by its file's permissions."""
         address = client.address
         if address is None:
             return None

@@ -1,6 +1,6 @@
-"""The connections that the listening sockets bring, the caps on them, and their orderly end. Thread: loop.
+"""The listener: accepts connections, bounds their number, and ends them in order. Thread: loop.
 
-A connection counts from the moment it is accepted: its TLS handshake is a part of it.
+A connection counts from its accept on: the TLS handshake is part of it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from server.listening.clients import (
     proxied_client,
 )
 from server.listening.sockets import DEFAULT_UNIX_MODE, Bind, ListeningSocket, PassedSocket, TcpAddress, open_binds
-from server.wire.connection import Connection, ConnectionContext, Handler, HttpDate, Refuse, WriteBatch
+from server.wire.connection import Connection, ConnectionContext, Handler, Refuse, WriteBatch, http_date
 from server.wire.http1_exchanges import first_exchanges
 from server.wire.limits import ConnectionLimits
 from server.wire.messages import Peer, socket_peer
@@ -39,7 +39,7 @@ from server.wire.tls import REFUSED_ALERT, ServerTls, start_tls
 logger = logging.getLogger(__name__)
 
 ACCEPTS_PER_WAKEUP = 32
-PAUSE_S = 0.2  # accept(2) is tried again so long after it had nothing to give a connection
+PAUSE_S = 0.2  # before the next attempt after accept(2) found no descriptor or memory
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -51,10 +51,10 @@ class Acceptor:
     """
     Args:
         sock: listens, and does not block.
-        welcome: takes every connection, and closes it in the end.
+        welcome: takes every connection, and must close it.
 
     Attributes:
-        num_pauses: times that it had to wait for descriptors or memory.
+        num_pauses: for want of descriptors or memory.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, welcome: Welcome) -> None:
@@ -69,7 +69,7 @@ class Acceptor:
         self._loop.add_reader(self._sock, self._accept_some)
 
     def stop(self) -> None:
-        """Accept no more. The socket stays open, and its queue as it is."""
+        """Accept no more; the socket stays open."""
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._sock)
@@ -84,12 +84,12 @@ class Acceptor:
                 if error.errno in _EXHAUSTED:
                     self._pause_for(error)
                     return
-                continue  # accept(2): network errors of the connection to be, which is gone now
+                continue  # accept(2): a network error of the new connection, which is gone
             accepted.setblocking(False)
             try:
                 self._welcome(accepted, address)
-            except Exception:  # a fault of ours: those behind it in the queue are to come in
-                logger.exception("a connection cannot be taken, and is closed")
+            except Exception:  # a bug of ours: the others in the queue are accepted
+                logger.exception("a connection cannot be handled, and is closed")
                 accepted.close()
 
     def _pause_for(self, error: OSError) -> None:
@@ -106,29 +106,26 @@ class Acceptor:
 
 ALL_BUFFERED_BODY_BYTES = 256 * 1024 * 1024
 HANDSHAKE_S = 5.0
-NOTSENT_BYTES = 16 * 1024  # a loopback's kernel takes 4 MB without it
+NOTSENT_BYTES = 16 * 1024  # without it, a loopback's kernel takes 4 MB
 
-_UNIX_SEND_BUFFER_BYTES = 32 * 1024  # TCP_NOTSENT_LOWAT's part: the kernel's default takes 200 KiB before we notice
-_LATE_GRACE_S = 1.0  # for answers to connections that came while others were waited for
-_ABORT_GRACE_S = 1.0  # for handlers to settle what they hold, once their connections are gone
+_UNIX_SEND_BUFFER_BYTES = 32 * 1024  # in place of TCP_NOTSENT_LOWAT: by default the kernel takes 200 KiB
+_LATE_GRACE_S = 1.0  # for answers on connections that came during the drain
+_ABORT_GRACE_S = 1.0  # for handlers to settle once their connections are gone
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerConfig:
-    """Where to listen, and how much to take.
-
+    """
     Args:
-        passed: sockets that listen already; each is served, whether a bind names it or not.
+        passed: listening sockets; each is served, whether a bind names it or not.
         unix_mode: permissions of Unix sockets' files.
         backlog: connections the kernel holds before they are accepted.
-        buffered_body_bytes: of incomplete bodies, all connections together: beyond it the oldest goes on, and that of
-            each client that has less than its part.
-        max_connections: open at once; one more is closed at once and counted as refused.
-        clients: who may come, and what proxies may say.
-        handshake_s: for what comes ahead of HTTP, from the accept: TLS, or a PROXY header.
-        notsent_bytes: that the kernel takes of a TCP connection before it has sent the rest.
+        buffered_body_bytes: of incomplete bodies on all connections: see BodyRoom.
+        max_connections: open at once; one more is refused and closed.
+        handshake_s: for a PROXY header, and from there for TLS.
+        notsent_bytes: that the kernel takes of a TCP connection ahead of what it has sent.
         tls: None: in the clear.
-        takes_upgrade: from HTTP/1.1 to HTTP/2, in the clear; a proxy before us must not hand it on.
+        takes_upgrade: from HTTP/1.1 to HTTP/2, in the clear; a proxy in front must not forward it.
     """
 
     binds: Sequence[Bind] = (Bind(),)
@@ -147,21 +144,19 @@ class ListenerConfig:
 
 @dataclass(slots=True)
 class _Opening:
-    """A connection on its way to its transport."""
+    """A connection that has no transport yet."""
 
     task: asyncio.Task[None]
     may_be_cancelled: bool = True
 
 
 class Listener:
-    """Accepts connections and knows them all (ConnectionRegistry).
+    """Implements ConnectionRegistry.
 
     Attributes:
-        sockets: that listen, once started.
-        num_accepted: connections since the start, with those that were refused.
-        refusals: connections that were turned away.
-        gate: knows who may come.
-        batch: whoever sends to many streams at once calls its flush_all at the end.
+        sockets: once started.
+        num_accepted: connections, refused ones included.
+        batch: to be flushed (flush_all) after sending to many streams at once.
     """
 
     def __init__(
@@ -189,7 +184,7 @@ class Listener:
             self,
             loop,
             self.batch,
-            HttpDate(wall_clock),
+            http_date(wall_clock),
             BodyRoom(config.buffered_body_bytes),
             clock,
             first_exchanges,
@@ -199,10 +194,10 @@ class Listener:
         self._connections: set[Connection] = set()
         self._opening: dict[Connection, _Opening] = {}  # of _connections, those without a transport yet
         self._tasks: set[asyncio.Task[None]] = set()
-        self._awaited: set[Connection] = self._connections  # whose end drain() waits for
+        self._awaited: set[Connection] = self._connections  # drain() waits for their end
         self._is_draining = False
         self._is_closed = False
-        self._quiet: asyncio.Future[bool] | None = None  # False: it has not become so in time
+        self._quiet: asyncio.Future[bool] | None = None  # False: the time is over
 
     @property
     def port(self) -> int:
@@ -211,7 +206,7 @@ class Listener:
 
     @property
     def num_open(self) -> int:
-        """Connections, with those whose handshake is under way."""
+        """Connections, those in a handshake included."""
         return len(self._connections)
 
     @property
@@ -220,15 +215,11 @@ class Listener:
 
     @property
     def num_handlers(self) -> int:
-        """Handlers that run; some may outlive their connections."""
+        """Running handlers; some may outlive their connections."""
         return len(self._tasks)
 
     async def start(self) -> None:
-        """Bind and accept.
-
-        Raises:
-            StartupError: an address cannot be had.
-        """
+        """Bind and accept. Raises StartupError if an address is not available."""
         config = self._config
         self.sockets = open_binds(config.binds, config.passed, config.backlog, config.unix_mode)
         for listening in self.sockets:
@@ -256,10 +247,10 @@ class Listener:
         task.add_done_callback(partial(self._end_opening, connection, accepted))
 
     def admit(self, peer: Peer, takes_proxy: bool = False) -> Connection | None:
-        """Count a new connection in; None: it is refused.
+        """Count a new connection; None: it is refused.
 
         Args:
-            takes_proxy: the peer is a proxy that will tell first whom it speaks for.
+            takes_proxy: it begins with a PROXY header.
         """
         self.num_accepted += 1
         peer = self.gate.identify(peer)
@@ -284,7 +275,7 @@ class Listener:
         return UNTRUSTED_PROXY if takes_proxy else self.gate.why_refused(peer)
 
     async def _open(self, connection: Connection, bind: Bind, accepted: socket.socket) -> None:
-        """See the connection to its transport, through whatever comes ahead of HTTP."""
+        """Give the connection its transport, after a PROXY header and the TLS handshake."""
         if bind.takes_proxy and not await self._hear_proxy(connection, accepted):
             return
         tls = None if bind.is_plain else self._config.tls
@@ -298,7 +289,7 @@ class Listener:
                 connection.is_misdirected = True
                 tls = None
         try:
-            if tls is None:  # it is open in a turn of the loop, and uvloop would not tell it of a cancellation
+            if tls is None:  # it opens within a turn of the loop, and uvloop would not tell it of a cancellation
                 self._opening[connection].may_be_cancelled = False
                 await self._loop.connect_accepted_socket(lambda: connection, accepted)
             else:
@@ -312,7 +303,7 @@ class Listener:
                 self.refusals.add(HANDSHAKE, connection.peer)
 
     async def _hear_first(self, accepted: socket.socket, end: float) -> bytes:
-        """The first byte that comes, which stays where it is; b"": the connection has ended, or none came by then."""
+        """Peek at the first byte; b"": the connection has ended, or none came in time."""
         try:
             async with asyncio.timeout_at(end):
                 return await _peek(self._loop, accepted)
@@ -320,7 +311,7 @@ class Listener:
             return b""
 
     async def _hear_proxy(self, connection: Connection, accepted: socket.socket) -> bool:
-        """Whether the client may come that the proxy names; it is the connection's peer from now on."""
+        """Read the PROXY header; its client becomes the connection's peer. False: it is invalid, or refused."""
         try:
             async with asyncio.timeout(self._config.handshake_s):
                 head = await _receive(self._loop, accepted, PROXY_HEAD_BYTES)
@@ -331,25 +322,25 @@ class Listener:
             return False
         if client is None:
             return True
-        if client.address is not None:  # its clients over a Unix socket are not ours, whom `unix` trusts
+        if client.address is not None:  # `unix` trusts peers of our sockets, not of the proxy's
             client = self.gate.identify(client)
         reason = None if client.is_proxy else self.gate.why_refused(client)
         if reason is not None:
             self.refusals.add(reason, client)
             return False
-        self.gate.enter(client)  # the proxy, which was admitted, is not counted
+        self.gate.enter(client)  # the proxy itself is not counted
         connection.peer = client
         return True
 
     def _end_opening(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]) -> None:
-        """Whatever became of it. A task that is cancelled before it began has not run at all."""
+        """Clean up if it did not open. A task that is cancelled before it began has not run at all."""
         if connection in self._opening:
             accepted.close()
             self.forget(connection)
         if not task.cancelled():
-            task.result()  # a bug of ours, if any: the loop's exception handler tells it
+            task.result()  # the loop's exception handler logs a bug of ours
 
-    # What connections tell (ConnectionRegistry).
+    # ConnectionRegistry.
 
     def opened(self, connection: Connection) -> None:
         self._opening.pop(connection, None)
@@ -378,11 +369,11 @@ class Listener:
     # The end.
 
     async def drain(self, grace_s: float) -> None:
-        """Close idle connections, let the others finish for grace_s, stop listening, abort what is left.
+        """Close idle connections, let the others finish for grace_s, stop listening, abort the rest.
 
-        Who connects meanwhile gets one answer, so that the handler can say why there will be no more; the drain lasts
-        no longer for it. On passed sockets they are left for the process to come. When it returns, no connection is
-        open and no handler runs.
+        New connections get one answer meanwhile, so that the handler can tell that the server ends; the drain does not
+        wait for them. Those on passed sockets are left for the next process. When it returns, no connection is open and
+        no handler runs.
         """
         self._is_draining = True
         for listening, acceptor in self._acceptors:
@@ -406,7 +397,7 @@ class Listener:
             await asyncio.wait(tuple(self._tasks))
 
     def hurry(self, grace_s: float) -> None:
-        """Whatever drain() waits for, it waits for grace_s more at most. Also just before drain() is called."""
+        """Let drain(), running or about to be called, wait for grace_s more at most."""
         self._loop.call_later(grace_s, self._give_up)
 
     def _stop_listening(self) -> None:
@@ -417,21 +408,18 @@ class Listener:
         self._acceptors.clear()
         self._awaited = self._connections
         for connection in self._connections - self._opening.keys():
-            connection.drain()  # those that are opening follow as they open
+            connection.drain()  # those that are opening follow in opened()
 
     def abort(self) -> None:
-        """Close all connections now. Their handlers are told, or cancelled, as when a client leaves."""
+        """Close all connections now; to their handlers it is as if the clients left."""
         for connection in self._connections - self._opening.keys():
             connection.abort()
-        self._cancel_opening()
-
-    def _cancel_opening(self) -> None:
         for opening in self._opening.values():
             if opening.may_be_cancelled:
                 opening.task.cancel()
 
     async def _wait_quiet(self, timeout_s: float) -> bool:
-        """Whether connections and handlers were all gone in time."""
+        """Whether all connections and handlers ended in time."""
         self._quiet = self._loop.create_future()
         self._tell_quiet()
         timer = self._loop.call_later(timeout_s, self._give_up)
@@ -456,11 +444,7 @@ async def _peek(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> byt
 
 
 async def _receive(loop: asyncio.AbstractEventLoop, accepted: socket.socket, num_bytes: int) -> bytes:
-    """Not a byte more is taken off the socket: the rest is the connection's.
-
-    Raises:
-        OSError: the connection ended before that.
-    """
+    """Exactly so many: the rest is the connection's. Raises OSError if it ends before."""
     received = b""
     while len(received) < num_bytes:
         data = await loop.sock_recv(accepted, num_bytes - len(received))

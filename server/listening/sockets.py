@@ -1,8 +1,8 @@
-"""Where to listen, as operators write it and as systemd passes it, and the sockets made of it. Thread: main, at start.
+"""Where to listen: binds as operators write them, and the listening sockets. Thread: main, at start.
 
 A bind is [proxy:][plain:] and an address: HOST:PORT, unix:PATH, or systemd:NAME for sockets that systemd passes
-(sd_listen_fds(3), without libsystemd: the descriptors from 3 on, meant for the process LISTEN_PID names). Of what is
-opened here, a Unix socket's file is ours to remove; what others listen on is never touched.
+(sd_listen_fds(3), without libsystemd: the descriptors from 3 on, for the process that LISTEN_PID names). The file of a
+Unix socket opened here is removed at the end; other processes' sockets are never touched.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from pathlib import Path
 from core.errors import ExitCode, StartupError
 from server.values import BadValueError
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_UNIX_MODE = 0o660
@@ -29,12 +31,12 @@ _PROXY = "proxy:"
 _PLAIN = "plain:"
 _MAX_UNIX_PATH_BYTES = 107  # unix(7): sun_path has 108, and ends with a NUL
 _SAMPLE_UNIX = f"{_UNIX}/run/steploop/http.sock"
-_EXPECTED = "HOST:PORT, [IPV6]:PORT, unix:PATH or systemd:NAME, behind proxy: or plain: where that is meant"
+_EXPECTED = "HOST:PORT, [IPV6]:PORT, unix:PATH or systemd:NAME, optionally after proxy: or plain:"
 
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A name or an address; a name with several addresses is all of them. Port 0: the system chooses."""
+    """A name stands for all of its addresses. Port 0: the system chooses."""
 
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
@@ -45,7 +47,7 @@ class TcpAddress:
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
-    """A file's path; or, of a passed socket, NUL and a name without a file (unix(7), abstract)."""
+    """A file's path; of a passed abstract socket (unix(7)), NUL and its name."""
 
     path: str
 
@@ -74,7 +76,7 @@ class Bind:
 
     Args:
         takes_proxy: every connection begins with a PROXY protocol header.
-        is_plain: in the clear, also where there is a certificate.
+        is_plain: without TLS, even if there is a certificate.
     """
 
     address: TcpAddress | UnixAddress | PassedAddress = TcpAddress()
@@ -83,11 +85,7 @@ class Bind:
 
 
 def bind_value(text: str) -> Bind:
-    """A bind as it is written.
-
-    Raises:
-        BadValueError: it is none.
-    """
+    """Raises BadValueError."""
     rest, takes_proxy, is_plain = text.strip(), False, False
     while rest.startswith((_PROXY, _PLAIN)):
         takes_proxy |= rest.startswith(_PROXY)
@@ -101,7 +99,7 @@ def bind_value(text: str) -> Bind:
 
 
 def unix_mode_value(text: str) -> int:
-    """Permissions of a Unix socket's file, as chmod takes them: "660"."""
+    """Permissions of a Unix socket's file, as chmod takes them: "660". Raises BadValueError."""
     digits = text.strip()
     if not digits.isascii() or not digits.isdigit() or any(d in "89" for d in digits) or int(digits, 8) > 0o777:
         raise BadValueError("three octal digits, such as 660 or 600")
@@ -144,7 +142,7 @@ def _passed_address(text: str) -> PassedAddress:
     return PassedAddress(text)
 
 
-logger = logging.getLogger(__name__)
+# Sockets that systemd passes.
 
 FIRST_DESCRIPTOR = 3  # SD_LISTEN_FDS_START
 UNNAMED = "unknown"  # systemd's word for a descriptor without a name
@@ -155,17 +153,17 @@ _FIX = "ListenStream= with an address or a path in the socket unit, and Accept=n
 
 @dataclass(frozen=True, slots=True)
 class PassedSocket:
-    """A stream socket that listens already; name: FileDescriptorName=, by default the socket unit's."""
+    """A listening stream socket; its name is FileDescriptorName=, by default the socket unit's."""
 
     sock: socket.socket
     name: str
 
 
 def take_passed_sockets(environ: MutableMapping[str, str], pid: int) -> list[PassedSocket]:
-    """The sockets passed to the process with this id. The variables are removed: no child is to take them for its own.
+    """The sockets passed to the process with this id. Removes the variables, so that no child takes them for its own.
 
     Raises:
-        StartupError: the variables are malformed, or a descriptor is no stream socket that listens.
+        StartupError: the variables are malformed, or a descriptor is not a listening stream socket.
     """
     values = {name: environ.pop(name, "") for name in _VARIABLES}
     if not values["LISTEN_FDS"]:
@@ -175,7 +173,7 @@ def take_passed_sockets(environ: MutableMapping[str, str], pid: int) -> list[Pas
         logger.warning("LISTEN_FDS is for process %s and this is %d: no passed socket is served", owner, pid)
         return []
     if not values["LISTEN_FDS"].isdecimal():
-        cause = f"LISTEN_FDS is {values['LISTEN_FDS']!r}, and no number of sockets"
+        cause = f"LISTEN_FDS is {values['LISTEN_FDS']!r}, which is not a number"
         raise StartupError(cause, "unset LISTEN_FDS, or start by a socket unit", ExitCode.CONFIGURATION)
     count = int(values["LISTEN_FDS"])
     names = values["LISTEN_FDNAMES"].split(":") if values["LISTEN_FDNAMES"] else []
@@ -188,32 +186,28 @@ def _passed_socket(descriptor: int, name: str) -> PassedSocket:
         os.set_inheritable(descriptor, False)
         sock = socket.socket(fileno=descriptor)
     except OSError as error:
-        cause = f"descriptor {descriptor}, passed as {name}, is no socket: {error.strerror}"
+        cause = f"descriptor {descriptor}, passed as {name}, is not a socket: {error.strerror}"
         raise StartupError(cause, _FIX, ExitCode.PORT) from error
-    is_fit = (
-        sock.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
-        and sock.type == socket.SOCK_STREAM
-        and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    )
-    if not is_fit:
+    is_stream = sock.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) and sock.type == socket.SOCK_STREAM
+    if not (is_stream and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
         sock.close()
-        cause = f"the socket passed as {name} does not listen for streams"
-        raise StartupError(cause, _FIX, ExitCode.PORT)
+        raise StartupError(f"the socket passed as {name} does not listen for streams", _FIX, ExitCode.PORT)
     return PassedSocket(sock, name)
 
 
-_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # e.g. ::1 where IPv6 is switched off
+# Opening.
 
+_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # e.g. ::1 where IPv6 is disabled
 _LOCAL_ADDRESSES = "--host or --bind with 127.0.0.1, or 0.0.0.0 for all"
 
 
 @dataclass(frozen=True, slots=True)
 class ListeningSocket:
-    """A socket that listens, and the bind that asked for it.
+    """A listening socket and its bind.
 
     Args:
-        address: as it was asked for, or as the passed socket has it; the port is never 0.
-        identity: device and inode of a Unix socket's file that is ours to remove.
+        address: the bind's or the passed socket's; the port is never 0.
+        identity: device and inode of the Unix socket's file, if it was made here.
     """
 
     sock: socket.socket
@@ -223,16 +217,16 @@ class ListeningSocket:
 
     @property
     def is_passed(self) -> bool:
-        """Somebody else has it too: the next process finds in its queue who is not accepted here."""
+        """systemd keeps it open: the next process finds the connections that are not accepted here in its queue."""
         return isinstance(self.bind.address, PassedAddress)
 
     def hold_unsent(self, num_bytes: int) -> None:
-        """The kernel takes so much of a TCP connection before it has sent the rest: a slow reader is soon noticed."""
+        """Bound what the kernel takes ahead of a TCP connection's reader, so that a slow one is soon noticed."""
         if self.sock.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
     def close(self) -> None:
-        """Stop listening. The file goes along, unless another server has put its own there by now."""
+        """Stop listening, and remove the file unless another server has replaced it."""
         self.sock.close()
         if self.identity is not None and isinstance(self.address, UnixAddress):
             with contextlib.suppress(OSError):
@@ -241,17 +235,17 @@ class ListeningSocket:
 
 
 def shown_addresses(sockets: Sequence[ListeningSocket]) -> str:
-    """For a line of the log: a name with several addresses stands there once."""
+    """For a log line: each address once."""
     return ", ".join(dict.fromkeys(str(one.address) for one in sockets))
 
 
 def open_binds(
     binds: Sequence[Bind], passed: Sequence[PassedSocket], backlog: int, unix_mode: int = DEFAULT_UNIX_MODE
 ) -> list[ListeningSocket]:
-    """Listen on everything: the binds, then the passed sockets that no bind has named.
+    """Listen on the binds and on the passed sockets that no bind names.
 
     Raises:
-        StartupError: one of them cannot be had; nothing is left open of those that were opened here.
+        StartupError: an address is not available; sockets that were opened before it are closed.
     """
     opened: list[ListeningSocket] = []
     try:
@@ -277,16 +271,14 @@ def _open_bind(bind: Bind, passed: Sequence[PassedSocket], backlog: int, unix_mo
             found = [_adopt(one, bind) for one in passed if one.name == name]
             if not found:
                 names = ", ".join(dict.fromkeys(one.name for one in passed)) or "none at all"
-                raise StartupError(
-                    f"systemd has passed no socket called {name} (passed: {names})",
-                    f"FileDescriptorName={name} in the socket unit, and start the service by it",
-                    ExitCode.PORT,
-                )
+                fix = f"FileDescriptorName={name} in the socket unit, and start the service by it"
+                cause = f"systemd has passed no socket called {name} (passed: {names})"
+                raise StartupError(cause, fix, ExitCode.PORT)
             return found
 
 
 def _adopt(passed: PassedSocket, bind: Bind) -> ListeningSocket:
-    """Serve a passed socket; its file, if it has one, stays systemd's."""
+    """Serve a passed socket; its file, if any, belongs to systemd."""
     sock = passed.sock
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
@@ -296,10 +288,10 @@ def _adopt(passed: PassedSocket, bind: Bind) -> ListeningSocket:
 
 
 def _open_tcp(address: TcpAddress, backlog: int) -> list[socket.socket]:
-    """Listen on every address the host has; one that this machine lacks is left out while another is had.
+    """Listen on every address of the host that this machine has.
 
     Raises:
-        StartupError: none can be had, or one is taken.
+        StartupError: it has none of them, or one is in use.
     """
     bound: list[socket.socket] = []
     port = address.port
@@ -308,7 +300,7 @@ def _open_tcp(address: TcpAddress, backlog: int) -> list[socket.socket]:
         infos = socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, found in dict.fromkeys(infos):
             try:
-                # with port 0, the first address chooses the port of all
+                # with port 0, all addresses get the port chosen for the first
                 bound.append(_listen_tcp(family, (found[0], port, *found[2:]), backlog))
             except OSError as error:
                 if error.errno not in _MISSING:
@@ -318,7 +310,7 @@ def _open_tcp(address: TcpAddress, backlog: int) -> list[socket.socket]:
                 port = bound[-1].getsockname()[1]
         if missing is not None and not bound:
             raise missing
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that IDNA cannot have
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid IDNA name
         for sock in bound:
             sock.close()
         raise _tcp_error(error, address) from error
@@ -346,39 +338,30 @@ def _tcp_name(sock: socket.socket) -> TcpAddress:
 
 
 def _tcp_error(error: OSError | UnicodeError, address: TcpAddress) -> StartupError:
-    """Why the address cannot be had, and what to take instead."""
     number = error.errno if isinstance(error, OSError) else None
     port = address.port
     if number == errno.EADDRINUSE:
-        other = port + 1 if port < 65535 else 0
+        cause, other = f"{address} is in use by another process", port + 1 if port < 65535 else 0
         fix = f"--port {other} or --bind with another one, or stop what listens there (`ss -ltnp 'sport = :{port}'`)"
-        return StartupError(f"{address} is in use by another process", fix, ExitCode.PORT)
-    if number in (errno.EACCES, errno.EPERM):
+    elif number in (errno.EACCES, errno.EPERM):
+        cause = f"this user may not listen on {address}"
         fix = "--port or --bind with a number from 1024 on, or AmbientCapabilities=CAP_NET_BIND_SERVICE in the unit"
-        return StartupError(f"this user may not listen on {address}", fix, ExitCode.PORT)
-    if isinstance(error, (socket.gaierror, UnicodeError)):
+    elif isinstance(error, (socket.gaierror, UnicodeError)):
         why = f" ({error.strerror})" if isinstance(error, socket.gaierror) and error.strerror else ""
-        return StartupError(f"{address.host} does not resolve to an address{why}", _LOCAL_ADDRESSES, ExitCode.PORT)
-    if number in _MISSING:
-        return StartupError(f"{address.host} is not an address of this machine", _LOCAL_ADDRESSES, ExitCode.PORT)
-    return StartupError(
-        f"cannot listen on {address}: {error.strerror}", "--host and --port, or --bind, with another", ExitCode.PORT
-    )
-
-
-# Unix sockets.
+        cause, fix = f"{address.host} does not resolve to an address{why}", _LOCAL_ADDRESSES
+    elif number in _MISSING:
+        cause, fix = f"{address.host} is not an address of this machine", _LOCAL_ADDRESSES
+    else:
+        cause, fix = f"cannot listen on {address}: {error.strerror}", "--host and --port, or --bind, with another"
+    return StartupError(cause, fix, ExitCode.PORT)
 
 
 def _open_unix(bind: Bind, address: UnixAddress, backlog: int, mode: int) -> ListeningSocket:
-    """
-    Raises:
-        StartupError: somebody listens there, the path is something else's, or the directory is not to be written in.
-    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         _remove_stale(address)
-        # unix(7): the file is made with 0777 less the umask; a chmod afterwards would leave a moment in between
+        # unix(7): the file is made with 0777 less the umask; a later chmod would leave it open for a moment
         former = os.umask(0o777 & ~mode)
         try:
             sock.bind(address.path)
@@ -395,31 +378,27 @@ def _open_unix(bind: Bind, address: UnixAddress, backlog: int, mode: int) -> Lis
 
 
 def _remove_stale(address: UnixAddress) -> None:
-    """Remove a socket's file whose server was killed. A file of another kind stays, and so does a live server's."""
+    """Remove the socket file of a server that was killed. Raises StartupError: it is a live server's, or no socket."""
     try:
         is_socket = stat.S_ISSOCK(os.lstat(address.path).st_mode)
     except FileNotFoundError:
         return
     if not is_socket:
-        raise StartupError(
-            f"{address.path} exists, and is no socket", "unix: with another path, or remove that file", ExitCode.PORT
-        )
+        cause, fix = f"{address.path} exists and is not a socket", "unix: with another path, or remove that file"
+        raise StartupError(cause, fix, ExitCode.PORT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
-        trial.setblocking(False)  # a live server whose backlog is full would keep us waiting
+        trial.setblocking(False)  # a live server whose backlog is full would block us
         try:
             trial.connect(address.path)
         except ConnectionRefusedError:
             os.unlink(address.path)
             return
-        except FileNotFoundError:  # it has just been removed by its server
+        except FileNotFoundError:  # its server has just removed it
             return
         except BlockingIOError:
             pass
-    raise StartupError(
-        f"{address} is in use by another process",
-        f"unix: with another path, or stop what listens there (`ss -lxp src {address.path}`)",
-        ExitCode.PORT,
-    )
+    fix = f"unix: with another path, or stop what listens there (`ss -lxp src {address.path}`)"
+    raise StartupError(f"{address} is in use by another process", fix, ExitCode.PORT)
 
 
 def _identity(path: str) -> tuple[int, int]:
@@ -438,11 +417,11 @@ def _unix_error(error: OSError, address: UnixAddress) -> StartupError:
     return StartupError(cause, fix, ExitCode.PORT)
 
 
-RESERVED = 256  # for the model's files, the listening sockets, libraries and whatever a handler opens
+RESERVED = 256  # descriptors for the model's files, listening sockets, libraries and handlers
 
 
 def allow_connections(num_connections: int) -> None:
-    """Raise the process's limit on open files so far that all may be open at once; warn where it cannot be."""
+    """Raise the process's limit on open files for so many connections; log a warning if that fails."""
     needed = num_connections + RESERVED
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

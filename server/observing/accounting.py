@@ -1,8 +1,8 @@
-"""How requests went, and how those that run are getting on. Thread: loop.
+"""The account of each request: what is recorded of it when it ends, and shown while it runs. Thread: loop.
 
-Each request is told once, when it is over: to the access log, the counters, the flight recorder and the trace exporter.
-The recorder keeps those of the last hour that somebody may ask about (GET /v1/requests/{id}, /admin/requests): the
-slowest, the failed, and the latest. It is bounded: each window of minutes keeps its slowest few.
+Each request is recorded once, when it is over: in the access log, the metrics, the flight recorder and the trace
+exporter. The flight recorder keeps, for an hour, the requests that somebody may ask about (GET /v1/requests/{id},
+/admin/requests): the latest, the failed, and the slowest of each window of five minutes.
 """
 
 import heapq
@@ -19,9 +19,8 @@ import orjson
 from core.errors import ErrorKind, ServiceError
 from core.types import FinishReason, Usage
 from server.clock import Clock
-from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.identity import LOCAL_CALLER, Caller, mask_keys
-from server.gate.tenants import LOCAL_NAME
+from server.gate.tenants import LOCAL_NAME, OwnDeadlineExceeded
 from server.observing.logs import AccessRecord, access_is_logged, log_access
 from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
 from server.observing.timing import MS_NS, S_NS, StageClock
@@ -33,13 +32,13 @@ WINDOW_S = 300.0
 SLOWEST_PER_WINDOW = 32
 MAX_FAILED = 256
 MAX_RECENT = 256
-MAX_ASKED = SLOWEST_PER_WINDOW  # of the slowest: as many are right, wherever in the hour they were
-_SHOWN_CHARS = 200  # of an id that nobody has, in the error that repeats it
+MAX_ASKED = SLOWEST_PER_WINDOW  # of the slowest: so many are exact, even if all were in one window
 DEFAULT_ASKED = 20
-CLIENT_GONE = 499  # nginx's word for it; in logs and the ledger only
-OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
-PROBES = frozenset({"/health", "/ready"})  # asked every few seconds: that one says no is no request refused
-# Stands in the access line for what never became a request
+_SHOWN_CHARS = 200  # of an unknown id, in the error that repeats it
+CLIENT_GONE = 499  # nginx's status for it; in logs and the ledger only
+_OUR_ERRORS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})
+PROBES = frozenset({"/health", "/ready"})  # asked every few seconds: their 503 is not a refused request
+# In the access line of bytes that never became a request
 NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
 TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 SAMPLED = 1
@@ -48,19 +47,19 @@ _SANE = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
 
 
 def client_request_id(request: HttpRequest) -> str | None:
-    """The client's x-request-id, if it is one that can stand in headers, logs and files."""
+    """The client's x-request-id, if it is safe in headers, logs and files."""
     theirs = request.header(b"x-request-id")
     return None if theirs is None or not _SANE.fullmatch(theirs) else theirs.decode()
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Which trace a request belongs to: W3C Trace Context, section 3.2; traceresponse is trace-context-2's.
+    """The trace of a request: W3C Trace Context, section 3.2; traceresponse is trace-context-2's.
 
     Args:
         trace_id: 32 hex digits.
-        span_id: of our span, 16 hex digits.
-        parent_id: of the caller's span; None: the trace begins here.
+        span_id: our span's, 16 hex digits.
+        parent_id: the caller's span; None: the trace begins here.
     """
 
     trace_id: str
@@ -75,7 +74,7 @@ class TraceContext:
 
 
 def continue_trace(traceparent: bytes, span_id: str) -> TraceContext | None:
-    """The trace that the caller's header names; None: it is not fit, and must be ignored."""
+    """The trace that the caller's header names; None: it is invalid, and to be ignored."""
     match = TRACEPARENT.fullmatch(traceparent.strip())
     if match is None:
         return None
@@ -87,7 +86,7 @@ def continue_trace(traceparent: bytes, span_id: str) -> TraceContext | None:
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A stage of a request, since its first byte."""
+    """A stage of a request; times since its first byte."""
 
     stage: str
     start_ms: float
@@ -95,14 +94,15 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as it went.
+    """A request that is over.
 
     Args:
         ended_s: monotonic.
         started_unix_s: when its first byte came.
-        tenant: whose it is; an open server's requests are all its one tenant's.
-        detokenize_ms: of the decode, the loop's work on its tokens.
+        tenant: on an open server, `local`.
+        detokenize_ms: the loop's work on its tokens.
         has_failed: by our fault, or broken off.
+        alias: the client's own id.
     """
 
     record: AccessRecord
@@ -115,7 +115,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunks: int
     has_failed: bool
     trace: TraceContext | None = None
-    alias: str | None = None  # the client's own id
+    alias: str | None = None
 
     @property
     def request_id(self) -> str:
@@ -140,7 +140,7 @@ class FlightRecorder:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._serials = itertools.count()
-        # (number of the window, a heap of its slowest: (duration, serial, flight)), oldest first
+        # Oldest first: the window's number, and a heap of its slowest: (duration, serial, record)
         self._windows: deque[tuple[int, list[tuple[float, int, RequestRecord]]]] = deque()
         self._failed: deque[RequestRecord] = deque(maxlen=MAX_FAILED)
         self._recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
@@ -159,7 +159,7 @@ class FlightRecorder:
             heapq.heappop(slowest)
 
     def slowest(self, number: int) -> list[RequestRecord]:
-        """Of the last hour, the slowest first; of two that took as long, the later first."""
+        """Of the last hour, the slowest first; of equal durations, the later first."""
         kept = [entry for _, window in self._windows for entry in window]
         return list(self._of_last_hour(flight for _, _, flight in sorted(kept, reverse=True)))[:number]
 
@@ -168,7 +168,7 @@ class FlightRecorder:
         return list(self._of_last_hour(reversed(self._failed)))[:number]
 
     def find(self, request_id: str, tenant: str | None) -> RequestRecord | None:
-        """The request of that id, ours or its client's, if it is kept and the tenant's (None: any's); the latest."""
+        """The latest of the tenant's requests (None: any tenant's) with that id, ours or the client's."""
         kept = (flight for _, window in self._windows for _, _, flight in window)
         for flight in self._of_last_hour(itertools.chain(reversed(self._recent), reversed(self._failed), kept)):
             if request_id in (flight.request_id, flight.alias) and tenant in (None, flight.tenant):
@@ -189,10 +189,10 @@ class Outcome(msgspec.Struct, frozen=True):
     """How a generation ended.
 
     Args:
-        finish_reasons: that its choices gave, each once.
-        error: what broke it off; told in the stream already where the head was out.
+        finish_reasons: of its choices, each once.
+        error: what broke it off; if the head was out, the stream has told it.
         is_refused: its reservation failed in the ledger: what was computed meanwhile is not billed.
-        is_billed: False: there is a ledger, and it could not be written there.
+        is_billed: False: the ledger could not record it.
     """
 
     usage: Usage
@@ -204,12 +204,15 @@ class Outcome(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, kw_only=True)
 class Account:
-    """What the access line tells of a request.
+    """What is known of a request.
 
     Args:
-        client: the real one, for whom a trusted proxy may have asked.
-        caller: None: nobody has been asked who it is, or it could not say.
+        client: the real one, if a trusted proxy sent the request.
         trace: None: it belongs to none.
+        caller: None: not identified.
+        outcome: of a generation.
+        refused_status: what the connection answered in place of the handler's head.
+        http2_error: the code of the RST_STREAM or GOAWAY that was sent instead.
     """
 
     request: HttpRequest
@@ -218,14 +221,14 @@ class Account:
     timings: StageClock
     trace: TraceContext | None = None
     caller: Caller | None = None
-    outcome: Outcome | None = None  # of a generation
+    outcome: Outcome | None = None
     asks_generation: bool = False
-    refused_status: int | None = None  # what the connection answered, over the handler's head
-    http2_error: str | None = None  # and the code of HTTP/2 that it sent instead
+    refused_status: int | None = None
+    http2_error: str | None = None
 
     @property
     def identity_headers(self) -> Headers:
-        """Its id: the client's own, if it is sane, or ours; and its trace, where it came with one."""
+        """The request's id, the client's if it sent one; and its trace, if it came with one."""
         named = ((b"x-request-id", (client_request_id(self.request) or self.request_id).encode()),)
         return named if self.trace is None or self.trace.parent_id is None else (*named, self.trace.response_header)
 
@@ -236,10 +239,10 @@ class Account:
 
 @dataclass(slots=True)
 class Accounting:
-    """Every request passes `close` once.
+    """Records each request once, by `close`.
 
     Args:
-        export: takes each generation that is over; None: nobody does.
+        export: takes each generation that is over.
     """
 
     metrics: Metrics
@@ -253,11 +256,21 @@ class Accounting:
     def close(self, account: Account, status: int, error_code: str | None) -> None:
         now_s = self.clock.monotonic()
         account.timings.finish(now_s)
-        self.metrics.count_request(_finished(account, status, error_code))
-        has_failed = error_code is not None and (account.outcome is not None or status == 500)
-        is_kept = account.outcome is not None or has_failed
+        outcome = account.outcome
+        finished = Finished(
+            tenant=account.tenant,
+            status=status,
+            timings=account.timings,
+            usage=None if outcome is None else outcome.usage,
+            is_billed=outcome is None or outcome.is_billed,
+            error_code=None if account.request.path in PROBES else error_code,
+            is_our_fault=_is_our_fault(account, error_code),
+        )
+        self.metrics.count_request(finished)
+        has_failed = error_code is not None and (outcome is not None or status == 500)
+        is_kept = outcome is not None or has_failed
         if not is_kept and not access_is_logged():
-            return  # nobody is told
+            return
         record = _record(account, status, error_code)
         log_access(record)
         if not is_kept:
@@ -306,59 +319,37 @@ def _record(account: Account, status: int, error_code: str | None) -> AccessReco
     )
 
 
-def _finished(account: Account, status: int, error_code: str | None) -> Finished:
-    outcome = account.outcome
-    return Finished(
-        tenant=account.tenant,
-        status=status,
-        timings=account.timings,
-        usage=None if outcome is None else outcome.usage,
-        is_billed=outcome is None or outcome.is_billed,
-        error_code=None if account.request.path in PROBES else error_code,
-        is_our_fault=_is_our_fault(account, error_code),
-    )
-
-
 def _is_our_fault(account: Account, error_code: str | None) -> bool:
-    """Of a generation, or of one that was refused."""
     if account.outcome is None:
         return account.asks_generation and error_code in OUR_REFUSALS
     error = account.outcome.error
-    return error is not None and (error.kind in OUR_FAULTS or isinstance(error, OwnDeadlineExceeded))
+    return error is not None and (error.kind in _OUR_ERRORS or isinstance(error, OwnDeadlineExceeded))
 
 
 def status_told(stream: HttpStream) -> int:
-    """As it is logged and counted: a head that went out is not an answer that arrived."""
-    return CLIENT_GONE if stream.has_lost_peer else stream.status or 500  # without one, the connection answers a fault
+    """As it is logged and counted: 499 if the client left, even after the head; 500 if there was no answer."""
+    return CLIENT_GONE if stream.has_lost_peer else stream.status or 500
 
 
 def timeline_reply(
     request_id: str, tenant: str | None, running: Iterable[Account], recorder: FlightRecorder, clock: Clock
 ) -> bytes:
-    """One request of the tenant's, by our id or the client's own.
-
-    Args:
-        tenant: None: of any.
-
-    Raises:
-        ServiceError: it has none of that id, or none that is kept.
-    """
+    """One request of the tenant's (None: any tenant's), by our id or the client's. Raises ServiceError (not found)."""
     named = (one for one in running if request_id in (one.request_id, client_request_id(one.request)))
     account = next((one for one in named if tenant in (None, one.tenant)), None)
     if account is not None:
         return orjson.dumps(_running_json(account, clock))
     flight = recorder.find(request_id, tenant)
     if flight is None:
-        message = f"No request {request_id[:_SHOWN_CHARS]!r} is in progress, or kept of those that were."
+        message = f"No request {request_id[:_SHOWN_CHARS]!r} is in progress or was recorded in the last hour."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
     return orjson.dumps(_flight_json(flight))
 
 
 def requests_reply(query: str, running: Sequence[Account], recorder: FlightRecorder, clock: Clock) -> bytes:
-    """Of all tenants: those that run, oldest first, the slowest of the last hour, and the failed, the latest first.
+    """Of all tenants: running requests, the oldest first; the slowest of the last hour; the failed, the latest first.
 
-    Raises:
-        ServiceError: the query is not one of ours.
+    Raises ServiceError (invalid_query).
     """
     number = _asked_number(query)
     oldest = sorted(running, key=lambda one: one.timings.accepted_s)
@@ -397,7 +388,7 @@ def _flight_json(flight: RequestRecord) -> dict[str, object]:
 
 
 def _running_json(account: Account, clock: Clock) -> dict[str, object]:
-    """The stages that it has left, and as its state the one that it is in."""
+    """Its completed stages, and the current one as `state`."""
     timings = account.timings
     return {
         "id": account.request_id,

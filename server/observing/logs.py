@@ -1,10 +1,10 @@
-"""Log records as lines, in text or JSON: one shape for all modules, one access line per request. Any thread.
+"""Log records as lines of text or JSON, and one access line per request. Any thread.
 
-Never prompts, completions, keys or query strings. What clients chose (paths, aliases) is escaped: no line is forged,
-and masked where it looks like a key (server/gate/identity.py).
+Never prompts, completions, keys or query strings. Text that clients chose (paths, aliases) is escaped, so that no line
+can be forged, and masked where it looks like a key (server/gate/identity.py).
 
-Whoever logs never waits: a thread of its own writes the lines. What the log's reader does not take in time is dropped,
-counted, and told once it reads again.
+Logging never waits: a thread of its own writes the lines. Lines that the log's reader does not take in time are
+dropped and counted, and their number is logged once it reads again.
 """
 
 import contextlib
@@ -26,16 +26,14 @@ import orjson
 from server.values import escape
 
 NO_REQUEST = "-"
-# Set where a request's task starts; records of code that knows its request better pass extra={"request_id": ...}.
+# Set where a request's task starts; code that runs elsewhere passes extra={"request_id": ...}
 current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
-
-current_trace_id: ContextVar[str | None] = ContextVar("trace_id", default=None)  # likewise; None: it has none
+current_trace_id: ContextVar[str | None] = ContextVar("trace_id", default=None)  # likewise
 
 MAX_WAITING_BYTES = 4 * 1024 * 1024  # of lines that the log's reader has not taken
-GATHER_S = 0.005  # lines of so long are one write
-FLUSH_S = 1.0  # at the exit, for a reader that does not read
-
-LEAST_SHOWN_MS = 0.005  # of a stage, in a line for people; JSON has them all
+GATHER_S = 0.005  # lines of so long are written at once
+FLUSH_S = 1.0  # at the exit, for a reader that has stopped
+LEAST_SHOWN_MS = 0.005  # of a stage, in text; JSON has them all
 OUR_LOGGERS = ("server", "core", "gpu", "bench")
 # Fields of AccessRecord as its line has them, in its order
 _LABELS = {
@@ -55,18 +53,18 @@ access_logger = logging.getLogger("server.access")
 
 
 class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, as its access line tells it. Times in milliseconds from its first byte; None: it never came so far.
+    """The fields of an access line. Times in milliseconds from the request's first byte; None: it never came so far.
 
     Args:
-        status: as sent; 499 when the client left first.
-        finish_reason: of a generation, over all its sequences.
+        status: as sent; 499 if the client left first.
+        finish_reason: of a generation's sequences, each once.
         http2_error: the code of the RST_STREAM or GOAWAY that was sent instead of an answer with that status.
-        tenant: whose request it was; None: nobody, or there are no tenants and no keys.
-        key_id: the prefix of the key that it showed.
-        client: its address, and its port where it is known.
+        tenant: None: not identified, or an open server's.
+        key_id: Caller.key_id.
+        client: its address, and its port if known.
         certificate_subject: of the client's certificate.
         trace_id: of the trace that it came with, or began.
-        stages_ms: where its time went: all of it.
+        stages_ms: add up to its whole time.
     """
 
     request_id: str
@@ -110,7 +108,6 @@ def access_is_logged() -> bool:
 
 
 def log_access(record: AccessRecord) -> None:
-    """Write the one access line of a request."""
     if access_is_logged():
         access_logger.info(access_line(record), extra={"request_id": record.request_id, "access": record})
 
@@ -124,7 +121,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; an access record's fields stand beside the others."""
+    """One JSON object a line, with an access record's fields beside the others."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = {
@@ -149,7 +146,7 @@ class LogHandler(logging.Handler):
     """Formats on the caller's thread, writes on its own, and never waits for the stream's reader.
 
     Attributes:
-        num_dropped: lines, since the start.
+        num_dropped: lines.
     """
 
     def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
@@ -174,7 +171,7 @@ class LogHandler(logging.Handler):
             self.put(text)
 
     def put(self, text: str, stream: TextIO | None = None) -> None:
-        """Have it written, to the log's stream if to no other; drop it where too much waits."""
+        """Have it written to the log's stream or another one; drop it if too much waits."""
         self.acquire()
         try:
             if self._is_closed or self._num_put - self._num_taken > MAX_WAITING_BYTES:
@@ -186,14 +183,14 @@ class LogHandler(logging.Handler):
             self.release()
 
     def flush(self) -> None:
-        """Wait until all is written, FLUSH_S at most."""
+        """Wait until all is written, for FLUSH_S at most."""
         if not self._is_closed:
             written = threading.Event()
             self._queue.put(written)
             written.wait(FLUSH_S)
 
     def close(self) -> None:
-        """Write what waits, for FLUSH_S at most; take nothing more. Idempotent."""
+        """Write what waits, for FLUSH_S at most. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.put(None)
@@ -223,7 +220,7 @@ class LogHandler(logging.Handler):
                 entry.set()
 
     def _tell_drops(self) -> None:
-        """Once the reader has taken half of what waited."""
+        """Log the number of dropped lines once less than half of the room is taken."""
         num_new = self.num_dropped - self._num_told
         if num_new and self._num_put - self._num_taken < MAX_WAITING_BYTES // 2:
             message = f"{num_new} lines of the log are lost: its reader did not keep up"
@@ -232,7 +229,7 @@ class LogHandler(logging.Handler):
 
 
 def _write_out(stream: TextIO, text: str) -> bool:
-    """False: nobody takes it. Past the stream's own buffer, whose lock would hold up the process's end."""
+    """False: it failed. Bypasses the stream's buffer, whose lock could block the process's end."""
     try:
         descriptor = stream.fileno()
     except (OSError, AttributeError):  # in memory
@@ -255,9 +252,9 @@ def _record(message: str, level: int) -> logging.LogRecord:
 
 
 def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> LogHandler:
-    """Send our loggers' records of this level and above to the stream (default: stderr), replacing what was set.
+    """Send our loggers' records of this level and above to the stream (default: stderr), in place of former handlers.
 
-    Of other packages' records only warnings and worse: what torch logs at "info" is left out.
+    Of other packages' loggers, warnings and above.
     """
     handler = LogHandler(stream or sys.stderr, JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
@@ -278,7 +275,7 @@ def num_lines_dropped() -> int:
 
 
 def tell(lines: list[str], stream: TextIO, level: int = logging.INFO) -> None:
-    """What is said whatever the level, to people as it is: beside JSON it is a JSON line, too."""
+    """Print lines whatever the log level; where the log is JSON, as a JSON record."""
     text = "\n".join(lines)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogHandler):
@@ -289,7 +286,7 @@ def tell(lines: list[str], stream: TextIO, level: int = logging.INFO) -> None:
 
 
 def log_everything() -> None:
-    """Warnings, and what breaks in threads and finalizers, are log records like others."""
+    """Log Python's warnings, and exceptions in threads and finalizers."""
     logging.captureWarnings(True)
     logger = logging.getLogger(__name__)
 
@@ -305,7 +302,7 @@ def log_everything() -> None:
 
 
 class LoggedLines(io.TextIOBase):
-    """A stream whose lines are log records."""
+    """A stream that logs each line."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -1,4 +1,4 @@
-"""What the server counts, and the page that Prometheus reads (/metrics, exposition format 0.0.4). Thread: loop."""
+"""The server's metrics, and /metrics in Prometheus's exposition format 0.0.4. Thread: loop."""
 
 import asyncio
 import ctypes
@@ -20,7 +20,7 @@ from core.types import EngineStats, Usage
 from server import __version__
 from server.gate.identity import mask_keys
 from server.observing.logs import num_lines_dropped
-from server.observing.slo import NO_PROMISES, SloMonitor, SloRules, SloState
+from server.observing.slo import NO_PROMISES, SloMonitor, SloRules
 from server.observing.timing import S_NS, Stage, StageClock
 
 TICK_S = 0.25
@@ -36,20 +36,20 @@ STEP_BUCKETS_S = (1e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.02, 0.04, 0.08, 0.15, 
 DELAY_BUCKETS_S = (1e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
 COUNT_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
 
-# Names of fields are the clients' to choose: so many that look like names are told apart, the rest are one
+# Clients choose the names of fields: so many that look like names have a series of their own
 MAX_UNKNOWN_FIELDS = 64
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 OTHER_FIELDS = "(other)"
 MAX_TENANTS = 64
-# Shown from the start: of a series that begins with its first failure, no alert sees the rise
+# Shown from the start: if a series began with its first failure, no alert would see it rise
 OUR_FAULTS = {"engine_error": 0, "internal_error": 0}
-# Likewise; not those of a server that has too much to do, loads or drains
+# Likewise; without the refusals of a server that is overloaded, loading or draining
 OUR_REFUSALS = {"internal_error": 0, "issuer_unavailable": 0, "ledger_unavailable": 0}
 OTHER_TENANTS = "(other)"
 
 
 class Histogram:
-    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once."""
+    """Counts per bucket, and the sum. A run of equal values, as the rows of a step observe, is counted at once."""
 
     __slots__ = ("_counts", "_num_in_run", "_run_value", "_total", "bounds")
 
@@ -68,13 +68,12 @@ class Histogram:
 
     @property
     def counts(self) -> list[int]:
-        """By bucket, the last one without a bound."""
+        """By bucket; the last has no bound."""
         self._end_run()
         return self._counts
 
     @property
     def total(self) -> float:
-        """The sum of what was observed."""
         self._end_run()
         return self._total
 
@@ -87,7 +86,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class TenantCounts:
-    """What one tenant has had since the start."""
+    """One tenant's, since the start."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -98,14 +97,14 @@ class TenantCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What the service rests on. None: it has no such thing, or nobody knows.
+    """The state of the ledger, the configuration and the certificates. None: there is no such thing, or it is unknown.
 
     Args:
         ledger_is_up: it takes writes.
         ledger_commit_age_s: since it last took one.
         ledger_disk: free bytes, and all.
-        reload: when the last one was, in unix time, and whether it was taken.
-        expiries: in unix time, of "certificate" and "revocation_list": the first of several.
+        reload: unix time of the last one, and whether it succeeded.
+        expiries: unix times, of "certificate" and "revocation_list": the first of several.
         jwks_age_s: since the issuer's keys were fetched.
     """
 
@@ -118,13 +117,12 @@ class Standing:
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is over, as the counters see it.
+    """A request that is over.
 
     Args:
         usage: None: it never became a generation.
-        is_billed: False: its tokens are not billed.
-        error_code: that it was answered with, or broken off by.
-        is_our_fault: and neither the client's nor a limit's.
+        error_code: of its error answer, or of what broke it off.
+        is_our_fault: not the client's, and not a limit's.
     """
 
     tenant: str
@@ -137,7 +135,11 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics:
-    """The server's counters, and the page made of them and the engine's latest snapshot."""
+    """
+    Attributes:
+        num_active: returns the number of generations in progress.
+        scrape_s: what the last page took.
+    """
 
     def __init__(self, slo: SloRules | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.model_name = ""  # known once the model is loaded
@@ -159,7 +161,7 @@ class Metrics:
         self.failed: Counter[str] = Counter()  # generations, by error code
         self.unknown_fields: Counter[str] = Counter()
         self.tenants: dict[str, TenantCounts] = {}
-        self.num_active: Callable[[], int] = lambda: 0  # generations in progress
+        self.num_active: Callable[[], int] = lambda: 0
         self.standing: Callable[[], Standing] = Standing
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -168,8 +170,8 @@ class Metrics:
         self._clock = clock
         self._started_s = clock()
         self._devices = DeviceMonitor()
-        self.scrape_s = 0.0  # of the last page
-        self._step = EngineStats()  # the last that was observed
+        self.scrape_s = 0.0
+        self._step = EngineStats()  # as of the last step
 
     def count_generation(self, usage: Usage, timings: StageClock) -> None:
         self.num_prompt_tokens += usage.num_prompt_tokens
@@ -178,7 +180,7 @@ class Metrics:
             self.e2e.observe(timings.end_s - timings.accepted_s)
 
     def count_request(self, done: Finished) -> None:
-        """Every request passes here once, when its last byte is out."""
+        """To be called once for every request, when its last byte is out."""
         self.responses[done.status] += 1
         if done.usage is not None:
             self._count_stages(done.timings)
@@ -202,8 +204,8 @@ class Metrics:
             self.decode_time.observe(timings.end_s - timings.first_token_s)
 
     def _count_tenant(self, done: Finished, usage: Usage) -> None:
-        is_told_apart = done.tenant in self.tenants or len(self.tenants) < MAX_TENANTS
-        counts = self.tenants.setdefault(done.tenant if is_told_apart else OTHER_TENANTS, TenantCounts())
+        has_series = done.tenant in self.tenants or len(self.tenants) < MAX_TENANTS
+        counts = self.tenants.setdefault(done.tenant if has_series else OTHER_TENANTS, TenantCounts())
         counts.num_requests += 1
         if done.is_billed:
             counts.num_prompt_tokens += usage.num_prompt_tokens
@@ -221,7 +223,7 @@ class Metrics:
         self.slo.observe(timings.ttft_s, latency_s, tokens_per_s, done.is_our_fault)
 
     def observe_step(self, stats: EngineStats) -> None:
-        """A step's news: once a step."""
+        """To be called after each step; once is enough."""
         before = self._step
         if stats.num_steps == before.num_steps:
             return
@@ -234,50 +236,47 @@ class Metrics:
         self.step_rows["decode"].observe(stats.num_rows - before.num_rows - num_prefill)
 
     def count_unknown_fields(self, names: Iterable[str]) -> None:
-        """Of each told apart, the first is told in a debug line. A name that may be text or a key is not shown."""
+        """Log the first of each name at debug level. A name that may be text or a key is not shown."""
         num_others = 0
         for name in names:
-            num_told_apart = len(self.unknown_fields) - (OTHER_FIELDS in self.unknown_fields)
-            is_told_apart = name in self.unknown_fields or num_told_apart < MAX_UNKNOWN_FIELDS
-            if not is_told_apart or _FIELD_NAME.fullmatch(name) is None or mask_keys(name) != name:
+            num_known = len(self.unknown_fields) - (OTHER_FIELDS in self.unknown_fields)
+            has_series = name in self.unknown_fields or num_known < MAX_UNKNOWN_FIELDS
+            if not has_series or _FIELD_NAME.fullmatch(name) is None or mask_keys(name) != name:
                 num_others += 1
                 continue
             if name not in self.unknown_fields:
-                logger.debug("the unknown field %s is ignored, here and from now on", name)
+                logger.debug("the unknown field %s is ignored", name)
             self.unknown_fields[name] += 1
         if num_others:
-            logger.debug("unknown fields are ignored, whose names are not shown: %d", num_others)
+            logger.debug("%d unknown fields are ignored, whose names are not shown", num_others)
             self.unknown_fields[OTHER_FIELDS] += num_others
 
     def render(self, stats: EngineStats, num_connections: int, num_accepted: int, refused: Counter[str]) -> bytes:
         began_s, memory_bytes = self._clock(), resident_bytes()
         slo = self.slo.states(stats.num_waiting, memory_bytes)
-        block_bytes = stats.block_bytes
-        now = _Now(
-            metrics=self,
-            stats=stats,
-            standing=self.standing(),
-            tenants=self.tenants,
-            devices=self._devices.states(),
-            slo=slo,
-            promised={name: state for name, state in slo.items() if state.threshold is not None},
-            refused=OUR_REFUSALS | self.refused,
-            failed=OUR_FAULTS | self.failed,
-            num_active=self.num_active(),
-            num_connections=num_connections,
-            num_accepted=num_accepted,
-            connections_refused=refused,
-            kv_usage=stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0,
-            kv_copied_bytes={
-                "out": stats.num_offloaded_blocks * block_bytes,
-                "back": stats.num_restored_blocks * block_bytes,
-            },
-            step_cost_errors={"0.5": stats.step_cost_error_p50, "0.9": stats.step_cost_error_p90},
-            num_lines_dropped=num_lines_dropped(),
-            resident_bytes=memory_bytes,
-            cpu_s=sum(os.times()[:2]),
-            build={__version__: 1},
-        )
+        copied_blocks = {"out": stats.num_offloaded_blocks, "back": stats.num_restored_blocks}
+        now = {  # TABLE's paths begin with these names
+            "metrics": self,
+            "stats": stats,
+            "standing": self.standing(),
+            "tenants": self.tenants,
+            "devices": self._devices.states(),
+            "slo": slo,
+            "promised": {name: state for name, state in slo.items() if state.threshold is not None},
+            "refused": OUR_REFUSALS | self.refused,
+            "failed": OUR_FAULTS | self.failed,
+            "num_active": self.num_active(),
+            "num_connections": num_connections,
+            "num_accepted": num_accepted,
+            "connections_refused": refused,
+            "kv_usage": stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0,
+            "kv_copied_bytes": {name: num * stats.block_bytes for name, num in copied_blocks.items()},
+            "step_cost_errors": {"0.5": stats.step_cost_error_p50, "0.9": stats.step_cost_error_p90},
+            "num_lines_dropped": num_lines_dropped(),
+            "resident_bytes": memory_bytes,
+            "cpu_s": sum(os.times()[:2]),
+            "build": {__version__: 1},
+        }
         labels = _pairs({"model_name": self.model_name})
         lines: list[str] = []
         for family in FAMILIES:
@@ -291,33 +290,8 @@ class Metrics:
         return self._clock() - self._started_s
 
 
-class _Now(NamedTuple):
-    """What a page tells of, by the names that the table has."""
-
-    metrics: Metrics
-    stats: EngineStats
-    standing: Standing
-    tenants: Mapping[str, TenantCounts]
-    devices: Mapping[str, "DeviceState"]
-    slo: Mapping[str, SloState]
-    promised: Mapping[str, SloState]
-    refused: Mapping[str, int]
-    failed: Mapping[str, int]
-    num_active: int
-    num_connections: int
-    num_accepted: int
-    connections_refused: Mapping[str, int]
-    kv_usage: float
-    kv_copied_bytes: Mapping[str, int]
-    step_cost_errors: Mapping[str, float]
-    num_lines_dropped: int
-    resident_bytes: int
-    cpu_s: float
-    build: Mapping[str, int]
-
-
-# Each family of samples: its name, its kind, where _Now has its value, the label that tells several samples apart, and
-# its help. The first are what routers know from vLLM.
+# Each family of samples: name, kind, path of the value, the label that distinguishes several samples, and help.
+# The first are what routers know from vLLM.
 TABLE = """
 vllm:num_requests_waiting gauge stats.num_waiting | Requests in the queue.
 vllm:num_requests_running gauge stats.num_running | Requests running.
@@ -422,26 +396,19 @@ FAMILIES = tuple(
 )
 
 
-def _value_of(now: Any, path: Sequence[str]) -> Any:
-    """None: there is no sample, but whoever reads the page sees that there is such a thing.
-
-    Of a mapping to objects: the attribute of each, where it is known.
-    """
-    for name in path:
-        if now is None:
-            return None
-        if isinstance(now, dict):
-            now = {key: getattr(one, name) for key, one in now.items() if getattr(one, name) is not None}
-        else:
-            now = now[int(name)] if name.isdecimal() else getattr(now, name)
-    return now
+def _value_of(now: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """None: the page shows the family without a sample. Of a dict of objects: the attribute of each that has it."""
+    value = now[path[0]]
+    for name in path[1:]:
+        if isinstance(value, dict):
+            value = {key: getattr(one, name) for key, one in value.items() if getattr(one, name) is not None}
+        elif value is not None:
+            value = value[int(name)] if name.isdecimal() else getattr(value, name)
+    return value
 
 
-def _add_family(lines: list[str], family: MetricFamily, now: _Now, labels: str) -> None:
-    """
-    Args:
-        labels: of every sample.
-    """
+def _add_family(lines: list[str], family: MetricFamily, now: Mapping[str, Any], labels: str) -> None:
+    """`labels` are every sample's."""
     lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
     value = _value_of(now, family.path)
     if isinstance(value, dict):
@@ -473,10 +440,10 @@ def _escape(value: str) -> str:
 
 
 class LoopLag:
-    """Sets a timer again and again, from start() to close(), and notes how late it is called.
+    """Measures how late the loop calls a timer, from start() to close().
 
     Args:
-        clock: monotonic seconds, finer than the loop's own milliseconds.
+        clock: monotonic seconds, finer than the loop's milliseconds.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], lags: Histogram) -> None:
@@ -515,7 +482,7 @@ class _Utilization(ctypes.Structure):
 class DeviceState(NamedTuple):
     """
     Args:
-        utilization: share of the last moments in which something ran, 0 to 1; None: the device does not tell (MIG).
+        utilization: share of the last sampling period in which a kernel ran; None: the device does not tell (MIG).
     """
 
     memory_used_bytes: int
@@ -524,7 +491,7 @@ class DeviceState(NamedTuple):
 
 
 class DeviceMonitor:
-    """What NVIDIA's devices are doing, by their number in the driver, as its library tells it; nothing without it."""
+    """NVIDIA's devices as their library (NVML) tells, by their number in the driver; without it, none."""
 
     def __init__(self) -> None:
         self._library: Any = None
@@ -545,7 +512,7 @@ class DeviceMonitor:
         }
 
     def states(self) -> dict[str, DeviceState]:
-        """Those that can be asked."""
+        """Of the devices that answer."""
         found = {number: self._state(handle) for number, handle in self._handles.items()}
         return {number: state for number, state in found.items() if state is not None}
 
@@ -558,7 +525,7 @@ class DeviceMonitor:
 
 
 def resident_bytes() -> int:
-    """Source: proc_pid_statm(5), the second field; where there is none, what it once was at most (getrusage(2))."""
+    """Source: proc_pid_statm(5), the second field; without it the maximum so far, getrusage(2)."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
     except OSError:

@@ -1,8 +1,7 @@
-"""Generations as OpenTelemetry spans, sent by OTLP over HTTP: the request, and below it each stage. Needs
-OpenTelemetry, which the extra `otel` installs.
+"""Exports generations as OpenTelemetry spans by OTLP over HTTP: the request, and each stage below it. Thread: loop.
 
-What is over is handed to another thread, which makes the spans and sends them. What it cannot keep up with, or nobody
-takes, is dropped and told: traces must not cost answers. Thread: loop, where nothing else is said.
+Needs OpenTelemetry, which the extra `otel` installs. Another thread makes the spans and sends them. Traces must not
+delay answers: when that thread falls behind, or the collector fails, they are dropped and logged.
 """
 
 import asyncio
@@ -27,22 +26,20 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 1024  # generations
 MAX_BATCH = 64  # generations in one request: some thousand spans
 SEND_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 0.5  # the exit waits for no collector
-_OPERATIONS = dict.fromkeys(("/v1/completions", "/completions"), "text_completion")  # all else is a chat
+CLOSE_TIMEOUT_S = 0.5  # the exit does not wait for a slow collector
+_OPERATIONS = dict.fromkeys(("/v1/completions", "/completions"), "text_completion")  # all others: chat
 _NS_PER_MS = 1_000_000
 
 
 class TraceExporter:
-    """Sends what it is given, a batch at a time."""
+    """Sends batches of requests.
+
+    Args:
+        endpoint: see server.values.otlp_endpoint.
+    """
 
     def __init__(self, endpoint: str) -> None:
-        """
-        Args:
-            endpoint: see server.values.otlp_endpoint.
-
-        Raises:
-            StartupError: OpenTelemetry is not installed.
-        """
+        """Raises StartupError if OpenTelemetry is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
@@ -58,7 +55,7 @@ class TraceExporter:
         self._num_dropped = 0
 
     def put(self, flight: RequestRecord) -> None:
-        """Send it when it is its turn; dropped where its caller does not sample, or too many wait."""
+        """Send it in its turn, unless its caller does not sample it or too many wait."""
         if flight.trace is None or not flight.trace.is_sampled:
             return
         if len(self._waiting) >= MAX_WAITING:
@@ -71,12 +68,12 @@ class TraceExporter:
             self._send_next()
 
     async def close(self) -> None:
-        """Send what waits, as far as it is taken in time."""
+        """Send what waits, for CLOSE_TIMEOUT_S at most."""
         deadline_s = self._loop.time() + CLOSE_TIMEOUT_S
         while self._sending is not None and self._loop.time() < deadline_s:
             await asyncio.wait((self._sending,), timeout=deadline_s - self._loop.time())
         self._waiting.clear()
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # it says no types
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # untyped
         self._executor.shutdown(wait=False)
 
     def _send_next(self, _: object = None) -> None:
@@ -90,15 +87,15 @@ class TraceExporter:
         """Thread: the exporter's own."""
         try:
             self._exporter.export([span for flight in flights for span in spans_of(flight)])
-        except Exception:  # whatever its HTTP client raises: what comes later may go through
+        except Exception:  # whatever its HTTP client raises: later batches may go through
             logger.exception("%d traces cannot be sent to %s", len(flights), self._endpoint)
 
 
 def spans_of(flight: RequestRecord) -> list["ReadableSpan"]:
-    """The request's span, and one for each stage that it was in.
+    """The request's span, and one for each of its stages.
 
-    Built as data: they are over when they become spans, and have ids already, which a Tracer would not take.
-    Attributes: OpenTelemetry's semantic conventions for generative AI and HTTP.
+    Built as data: they are over, and have ids already, which a Tracer would not take. Attributes follow OpenTelemetry's
+    semantic conventions for generative AI and HTTP.
     """
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
@@ -106,7 +103,7 @@ def spans_of(flight: RequestRecord) -> list["ReadableSpan"]:
     from opentelemetry.trace import SpanKind, Status, StatusCode
 
     trace = flight.trace
-    assert trace is not None, "only what belongs to a trace is sent"
+    assert trace is not None, "only requests of a trace are sent"
     resource = Resource({"service.name": "steploop", "service.version": __version__})
     scope = InstrumentationScope("steploop", __version__)
     started_ns = round(flight.started_unix_s * 1e9)

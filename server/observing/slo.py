@@ -1,30 +1,29 @@
-"""What the operator promises, and whether the last minutes kept it. Thread: loop.
+"""Service level objectives: [slo] of the TOML file, and whether the last minutes met them. Thread: loop.
 
-The promises are [slo] of the TOML file; what is not promised is measured all the same.
+All of them are measured, whether a threshold is set or not.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from core.errors import ExitCode, StartupError
 
 WINDOW_S = 300.0
-MAX_SAMPLES = 4096  # of the window, the newest: a percentile of so many is sorted in half a millisecond
+MAX_SAMPLES = 4096  # the newest of the window: sorting so many takes half a millisecond
 
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class SloRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Thresholds; None: nothing is promised.
+    """Thresholds; None: no objective.
 
     Args:
-        error_rate: of generations, the share that fails by our fault, late by the operator's deadlines too.
-        tokens_per_s_p50: of a stream, at least; the others are at most.
+        tokens_per_s_p50: of a stream: a minimum; the others are maxima.
+        error_rate: share of generations that fail by our fault, late by the operator's deadlines included.
         queue_depth: requests.
         memory_mib: of the process, resident.
     """
@@ -40,15 +39,18 @@ class SloRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 NO_PROMISES = SloRules()
-AT_LEAST = frozenset({"tokens_per_s_p50"})
+MINIMA = frozenset({"tokens_per_s_p50"})
+_PERCENTILES = {  # the rule: a field of _Sample, percent, scale
+    "ttft_p50_ms": ("ttft_s", 50, 1e3),
+    "ttft_p95_ms": ("ttft_s", 95, 1e3),
+    "latency_p50_ms": ("latency_s", 50, 1e3),
+    "latency_p95_ms": ("latency_s", 95, 1e3),
+    "tokens_per_s_p50": ("tokens_per_s", 50, 1.0),
+}
 
 
 def parse_slo(table: Any, path: Path) -> SloRules:
-    """What [slo] of a TOML file says.
-
-    Raises:
-        StartupError: naming the field.
-    """
+    """[slo] of the TOML file at `path`. Raises StartupError, which names the field."""
     try:
         return msgspec.convert(table, SloRules)
     except msgspec.ValidationError as error:
@@ -56,8 +58,7 @@ def parse_slo(table: Any, path: Path) -> SloRules:
         raise StartupError(f"[slo] in {path}: {error}", fix, ExitCode.CONFIGURATION) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(NamedTuple):
     """A generation that is over; None: it had none."""
 
     at_s: float
@@ -67,14 +68,8 @@ class _Sample:
     has_failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SloState:
-    """One promise, or what could be one.
-
-    Args:
-        value: None: nothing has been measured.
-        threshold: None: nothing is promised.
-    """
+class SloState(NamedTuple):
+    """One objective. `is_ok` unless a measured value breaks a threshold."""
 
     value: float | None
     threshold: float | None
@@ -82,8 +77,6 @@ class SloState:
 
 
 class SloMonitor:
-    """Samples of the last minutes against the rules."""
-
     def __init__(self, rules: SloRules, clock: Callable[[], float]) -> None:
         self.rules = rules
         self._clock = clock
@@ -102,38 +95,22 @@ class SloMonitor:
     def states(self, queue_depth: int, memory_bytes: int) -> dict[str, SloState]:
         """By name of the rule."""
         values = self._values() | {"queue_depth": float(queue_depth), "memory_mib": memory_bytes / 2**20}
-        rules = msgspec.structs.asdict(self.rules)
-        return {name: SloState(values[name], rules[name], _is_ok(name, values, rules)) for name in rules}
+        states = {}
+        for name, threshold in msgspec.structs.asdict(self.rules).items():
+            value, is_ok = values[name], True
+            if value is not None and threshold is not None:
+                is_ok = value >= threshold if name in MINIMA else value <= threshold
+            states[name] = SloState(value, threshold, is_ok)
+        return states
 
     def _values(self) -> dict[str, float | None]:
         oldest_s = self._clock() - WINDOW_S
         while self._samples and self._samples[0].at_s < oldest_s:
             self._samples.popleft()
-        samples = tuple(self._samples)
-        ttfts = sorted(one.ttft_s for one in samples if one.ttft_s is not None)
-        latencies = sorted(one.latency_s for one in samples if one.latency_s is not None)
-        rates = sorted(one.tokens_per_s for one in samples if one.tokens_per_s is not None)
-        num_failed = sum(one.has_failed for one in samples)
-        return {
-            "ttft_p50_ms": _percentile(ttfts, 50, 1e3),
-            "ttft_p95_ms": _percentile(ttfts, 95, 1e3),
-            "latency_p50_ms": _percentile(latencies, 50, 1e3),
-            "latency_p95_ms": _percentile(latencies, 95, 1e3),
-            "tokens_per_s_p50": _percentile(rates, 50, 1.0),
-            "error_rate": num_failed / len(samples) if samples else None,
-        }
-
-
-def _is_ok(name: str, values: Mapping[str, float | None], rules: Mapping[str, float | None]) -> bool:
-    """Nothing promised or nothing measured is nothing broken."""
-    value, threshold = values[name], rules[name]
-    if value is None or threshold is None:
-        return True
-    return value >= threshold if name in AT_LEAST else value <= threshold
-
-
-def _percentile(ordered: Sequence[float], percent: int, scale: float) -> float | None:
-    """The nearest rank: of so many percent of the samples none is larger."""
-    if not ordered:
-        return None
-    return ordered[-(-len(ordered) * percent // 100) - 1] * scale
+        values: dict[str, float | None] = {}
+        for rule, (name, percent, scale) in _PERCENTILES.items():
+            measured = sorted(value for one in self._samples if (value := getattr(one, name)) is not None)
+            # the nearest rank: so many percent of the samples are no larger
+            values[rule] = measured[-(-len(measured) * percent // 100) - 1] * scale if measured else None
+        num_failed = sum(one.has_failed for one in self._samples)
+        return values | {"error_rate": num_failed / len(self._samples) if self._samples else None}

@@ -1,7 +1,7 @@
 """Where a request's time goes: one clock per request, always in exactly one stage. Thread: loop.
 
-Integers of monotonic nanoseconds, added up when a stage is left: the stages of a request are its whole time, whatever
-became of it. Stages that the engine knows come with its marks; none is stamped per token.
+Stages are integers of monotonic nanoseconds that add up to the request's whole time. The engine's marks tell its
+stages; nothing is stamped per token.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ NO_STORE = (b"cache-control", b"no-store")
 
 
 class Stage(StrEnum):
-    """What a request is doing, in the order in which a streamed generation does it."""
+    """What a request is doing, in the order of a streamed generation."""
 
-    HEAD = "head"  # from its head's first byte until its handler runs
-    AUTH = "auth"  # routed, identified, its rights looked at
-    QUOTA = "quota"  # requests and tokens taken from the quotas, before the body and after it
+    HEAD = "head"  # from its first byte until its handler runs
+    AUTH = "auth"  # routed, identified, authorized
+    QUOTA = "quota"  # quotas are taken from, before the body and after it
     BODY = "body"
-    OFFLOAD = "offload"  # waiting for another thread to take what is long, and for the loop to take it back
+    OFFLOAD = "offload"  # waiting for another thread to take long work, and for the loop to take it back
     VALIDATE = "validate"
     TEMPLATE = "template"
     TOKENIZE = "tokenize"
@@ -31,10 +31,10 @@ class Stage(StrEnum):
     PREFILL = "prefill"
     FIRST_TOKEN = "first_token"  # sampled, on its way to the loop
     FIRST_FLUSH = "first_flush"  # at the loop, as text; of a stream only
-    DECODE = "decode"  # until the last token is at the loop, less what is next
+    DECODE = "decode"  # until the last token is at the loop, without DETOKENIZE
     DETOKENIZE = "detokenize"  # the loop's work on its tokens: text, stop strings, events
-    SETTLE = "settle"  # what it cost is written down
-    ANSWER = "answer"  # the whole of an answer that nothing is generated for
+    SETTLE = "settle"  # the ledger takes its cost
+    ANSWER = "answer"  # an answer without a generation
     LAST_FLUSH = "last_flush"  # until the answer's last byte is with the kernel
 
 
@@ -43,7 +43,7 @@ _RANK = {stage: rank for rank, stage in enumerate(Stage)}
 
 
 class StageMarks:
-    """When work passed from stage to stage, on whichever thread it runs; the loop takes them over afterwards."""
+    """Stages of work on any thread; the loop takes them over afterwards."""
 
     __slots__ = ("_clock", "entries")
 
@@ -56,7 +56,7 @@ class StageMarks:
 
 
 class StageClock:
-    """One request's time. Times are seconds of the monotonic clock, as its callers have them; kept as nanoseconds.
+    """One request's time. Arguments are monotonic seconds; nanoseconds are kept.
 
     A time before the last one counts as the last one: threads read one clock, but not always in the order of events.
 
@@ -65,10 +65,10 @@ class StageClock:
         arrived_s: its handler began: its place in the queue dates from then.
         entries: the stages that it has entered, and when, in nanoseconds.
         first_token_s: its first token was at the loop.
-        end_s: its last token was, and the engine's word on its usage.
-        detokenize_s: of the decode, what the loop worked on its tokens.
+        end_s: its last token and its usage were at the loop.
+        detokenize_s: the loop's work on its tokens.
         num_prefill_chunks: steps that computed some of a prompt.
-        num_cached_tokens: of prompts, as they were first computed.
+        num_cached_tokens: of its prompts.
     """
 
     __slots__ = (
@@ -96,25 +96,24 @@ class StageClock:
 
     @property
     def stage(self) -> Stage | None:
-        """It is in now; None: it is over."""
+        """The current one; None: the request is over."""
         return self.entries[-1][0] if self._finished_ns is None else None
 
     def enter(self, stage: Stage, now_s: float) -> None:
-        """Leave the stage that it is in for this one."""
         self.entries.append((stage, self._not_before(now_s)))
 
     def go_on(self, before: Stage, stage: Stage, now_s: float) -> None:
-        """Enter the stage if it is in the one before; a late word of what has been overtaken changes nothing."""
+        """Enter the stage from the one before; a mark that comes late changes nothing."""
         if self.stage is before:
             self.enter(stage, now_s)
 
     def take_over(self, marks: StageMarks) -> None:
-        """What was entered elsewhere, while this clock stood in a stage of waiting."""
+        """Add the stages of work that this clock waited for."""
         for stage, at_s in tuple(marks.entries):
             self.enter(stage, at_s)
 
     def on_engine_mark(self, mark: Admitted | Prefilled) -> None:
-        """Of several requests of one call, the first that gets on leads."""
+        """Of several requests of one call, the furthest leads."""
         if isinstance(mark, Prefilled):
             self.num_prefill_chunks += mark.num_chunks
             self.num_cached_tokens += mark.num_cached_tokens
@@ -123,7 +122,7 @@ class StageClock:
             self.go_on(Stage.QUEUE, Stage.PREFILL, mark.at_s)
 
     def finish(self, now_s: float) -> None:
-        """It is over. Idempotent."""
+        """The request is over. Idempotent."""
         if self._finished_ns is None:
             self._finished_ns = self._not_before(now_s)
 
@@ -148,7 +147,7 @@ class StageClock:
         return [(stage, start, end) for (stage, start), end in zip(self.entries, ends, strict=False)]
 
     def stages_ns(self) -> dict[Stage, int]:
-        """Of the stages left so far, in the order of Stage: together, total_ns."""
+        """Of the stages left so far, in the order of Stage; the sum is total_ns."""
         spent: dict[Stage, int] = {}
         entries = iter(self.entries)
         stage, start_ns = next(entries)
@@ -167,7 +166,7 @@ class StageClock:
         return {stage.value: round(ns / MS_NS, 3) for stage, ns in self.stages_ns().items()}
 
     def details(self) -> dict[str, float]:
-        """The `timings` object: the stages, their total, the time to the first token, and what the prefill was."""
+        """The `timings` object: stages, total, TTFT and the prefill's chunks."""
         details = self.stages_ms() | {"total": round(self.total_ns / MS_NS, 3)}
         if self.ttft_s is not None:
             details["ttft"] = round(self.ttft_s * 1e3, 3)
@@ -176,21 +175,17 @@ class StageClock:
         return details
 
     def server_timing(self) -> bytes:
-        """The Server-Timing header's value (W3C Server Timing, section 3); with the total, once the answer is ready."""
+        """The Server-Timing field's value (W3C Server Timing, section 3); with the total once the answer is ready."""
         entries = [f"{stage};dur={ns / MS_NS:.3f}" for stage, ns in self.stages_ns().items()]
         if self.num_prefill_chunks:
-            entries = [self._describe(entry) for entry in entries]
+            about = f';desc="chunks={self.num_prefill_chunks} cached={self.num_cached_tokens}"'
+            entries = [entry + about if entry.startswith(Stage.PREFILL) else entry for entry in entries]
         if self.stage in _AT_THE_END:
             entries.append(f"total;dur={self.total_ns / MS_NS:.3f}")
         return ", ".join(entries).encode()
 
-    def _describe(self, entry: str) -> str:
-        if not entry.startswith(Stage.PREFILL):
-            return entry
-        return f'{entry};desc="chunks={self.num_prefill_chunks} cached={self.num_cached_tokens}"'
-
 
 def answer_headers(timings: StageClock) -> Headers:
-    """What an answer bears beside its content: where the time went until now."""
+    """Cache-Control, and where the time went until now."""
     processing_ms = b"%d" % round(timings.total_ns / MS_NS)
     return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))

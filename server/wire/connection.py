@@ -1,30 +1,28 @@
-"""One TCP connection: its transport, its end, its clock, and its place among the loop's writes. Thread: loop.
+"""One TCP connection: its transport, its end, its clock, and its turn among the loop's writes. Thread: loop.
 
-What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisions a reader may look for:
-- EOF from the peer means that it has left, and cancels its requests. A client may close its sending side and read on,
-  but a client that closes everything sends the very same FIN, and its KV blocks must be free at once.
-- After an answer to a broken request, or to one whose body was not read, the sending side is closed and what still
-  comes is thrown away for a while: closing with unread bytes sends RST, which would destroy the answer on its way.
-- A fault of ours, wherever the loop or others call a connection, costs that connection: it is logged, and its requests
-  end as if the peer had left. The loop would log it as well, but goes on with a connection that is half done.
+Requests and responses belong to its exchanges (http1_exchanges, http2_exchanges). Decisions:
+- EOF means that the peer has left, and cancels its requests. A client may close its sending side and read on, but one
+  that closes everything sends the very same FIN, and its KV blocks must be free at once.
+- After an answer to a broken request, or to one whose body was not read, the connection lingers: it closes its sending
+  side and drops what still comes. Closing with unread bytes sends RST, which would destroy the answer on its way.
+- A bug in any callback costs its own connection: it is logged, and the requests end as if the peer had left. (The loop
+  would log it, too, but keep a connection whose state is half changed.)
 """
 
 import asyncio
 import email.utils
 import enum
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, cast
-
-from h2.errors import ErrorCodes
 
 from server.clock import DeadlineTimer
 from server.wire.limits import ConnectionLimits
-from server.wire.messages import Headers, Peer
-from server.wire.stream import BodyRoom, ClientDisconnected, HttpStream
+from server.wire.messages import Headers, Http2ErrorCode, Peer
+from server.wire.stream import BodyRoom, ClientDisconnected, HttpStream, IncomingBody, WrittenCallback
 from server.wire.tls import client_certificate
 
 logger = logging.getLogger(__name__)
@@ -36,15 +34,15 @@ class Flushable(Protocol):
     def flush(self) -> None: ...
 
     def break_down(self) -> None:
-        """What flush() has raised is being handled: it costs this connection alone."""
+        """Called while an exception of flush() is handled."""
         ...
 
 
 class WriteBatch:
-    """The connections with bytes to write. Whoever delivers a step calls flush_all; otherwise the loop soon does.
+    """The connections with bytes to write. flush_all writes them after an engine step; otherwise the loop soon does.
 
     Attributes:
-        num_writes: by connections so far: those that wait for flush_all, and those that were made without.
+        num_writes: so far, including those that connections made at once.
     """
 
     __slots__ = ("_dirty", "_is_scheduled", "_loop", "num_writes")
@@ -56,7 +54,7 @@ class WriteBatch:
         self._is_scheduled = False
 
     def add(self, connection: Flushable) -> None:
-        """Flush it in the next flush_all. The connection sees to it that it is added once."""
+        """Flush it in the next flush_all. The caller adds itself once until then."""
         self.num_writes += 1
         self._dirty.append(connection)
         if not self._is_scheduled:
@@ -64,12 +62,11 @@ class WriteBatch:
             self._loop.call_soon(self._flush_scheduled)
 
     def flush_all(self) -> None:
-        """Write now what has been sent so far."""
         dirty, self._dirty = self._dirty, []
         for connection in dirty:
             try:
                 connection.flush()
-            except Exception:  # a fault of ours: those behind it in the list have done nothing
+            except Exception:  # a bug: the other connections go on
                 connection.break_down()
 
     def _flush_scheduled(self) -> None:
@@ -79,8 +76,8 @@ class WriteBatch:
 
 Handler = Callable[[HttpStream], Awaitable[None]]
 # (status, message, peer, when the first byte came by the loop's clock, the stream whose body or handler failed, if any,
-# the code of HTTP/2 that is sent instead of an answer, if one is) -> what ends the exchange
-Refuse = Callable[[int, str, Peer, float, HttpStream | None, ErrorCodes | None], tuple[Headers, bytes]]
+# the HTTP/2 code that is sent instead of an answer, if one is) -> headers and body of the answer
+Refuse = Callable[[int, str, Peer, float, HttpStream | None, Http2ErrorCode | None], tuple[Headers, bytes]]
 
 SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
 SLOW_BODY = "The body came too slowly. Send it again, faster."
@@ -90,28 +87,22 @@ def slow_head(head_s: float) -> str:
     return f"The request's head took longer than {head_s:g} s."
 
 
-class HttpDate:
-    """The Date field's value, made once a second. RFC 9110 §6.6.1: an origin server with a clock sends it.
+def http_date(wall_clock: Callable[[], float]) -> Callable[[], bytes]:
+    """The Date field's value now. RFC 9110 §6.6.1: an origin server with a clock sends it.
 
     Args:
         wall_clock: seconds since the epoch.
     """
+    return lambda: _format_date(int(wall_clock()))
 
-    def __init__(self, wall_clock: Callable[[], float]) -> None:
-        self._wall_clock = wall_clock
-        self._second = -1
-        self._value = b""
 
-    def __call__(self) -> bytes:
-        second = int(self._wall_clock())
-        if second != self._second:
-            self._second = second
-            self._value = email.utils.formatdate(second, usegmt=True).encode()
-        return self._value
+@functools.lru_cache(1)
+def _format_date(second: int) -> bytes:
+    return email.utils.formatdate(second, usegmt=True).encode()
 
 
 class ConnectionRegistry(Protocol):
-    """Who knows all connections, and all handlers."""
+    """The listener, as connections see it."""
 
     def opened(self, connection: "Connection") -> None:
         """The connection has its transport."""
@@ -144,20 +135,24 @@ class ConnectionContext:
 
 
 class Exchanges(ABC):
-    """The requests and responses of one connection, in one protocol; what their streams are written to (StreamCarrier).
+    """The requests and responses of one connection, in one protocol; the StreamCarrier of its streams."""
 
-    The connection has the transport, its end and its clock; the exchanges have the protocol, the streams and their
-    rules.
-    """
-
-    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+    def __init__(self, connection: "Connection", context: ConnectionContext, room: BodyRoom) -> None:
+        """
+        Args:
+            room: for the bodies of its requests.
+        """
         self._connection = connection
+        self._out = connection.out
         self._context = context
         self._limits = context.limits
         self._loop = context.loop
         self._clock = context.clock
         self._batch = context.batch
-        self._received_s = 0.0  # the first byte of the request whose head is read
+        self._room = room
+        self._received_s = 0.0  # when the first byte of the current request came
+        self._is_dirty = False  # flush() is going to be called
+        self._on_written: list[tuple[int, WrittenCallback]] = []  # by stream id
 
     @property
     def peer(self) -> Peer:
@@ -166,55 +161,86 @@ class Exchanges(ABC):
     @property
     @abstractmethod
     def has_streams(self) -> bool:
-        """Somebody would miss the peer."""
+        """A handler would miss the peer."""
 
     @property
     @abstractmethod
     def has_more(self) -> bool:
-        """Of what was received, some is left for the loop's next turn: receive(b"") goes on."""
+        """Received bytes are left for the loop's next turn: receive(b"") goes on."""
 
     @property
     @abstractmethod
     def holds_enough(self) -> bool:
-        """No further byte is to be read from the peer for now."""
+        """Nothing more is to be read from the peer for now."""
 
     @abstractmethod
     def receive(self, data: bytes) -> None: ...
 
     @abstractmethod
     def set_blocked(self, is_blocked: bool) -> None:
-        """The transport takes nothing more for now, or takes again."""
+        """The transport's buffer has become full, or has room again."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Write what there is, at once."""
+        """Write now what there is."""
 
     @abstractmethod
     def end_of_peer(self) -> None:
-        """There is nobody to answer any more: tell the streams, or cancel their handlers. Idempotent."""
+        """The peer has gone: tell the streams, or cancel their handlers. Idempotent."""
 
     @abstractmethod
     def close_after_answer(self) -> None:
-        """Take one more request, and what is on its way when the peer hears of the end."""
+        """Take one more request, and those on their way when the peer hears of the end."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Take no further request; close when those under way are answered."""
+        """Take no further request; close when those in progress are answered."""
 
     @abstractmethod
     def next_due(self) -> float | None:
-        """The next deadline of a connection that is not about to end, in the loop's seconds."""
+        """The next deadline of an open connection, in the loop's seconds."""
 
     @abstractmethod
     def on_due(self) -> None: ...
 
     @abstractmethod
     def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
-        """The stream's handler is done, or was cancelled by nobody here, and has left the response open."""
+        """The stream's handler has left the response open: it returned, raised, or was cancelled from outside."""
+
+    @abstractmethod
+    def _is_written(self, stream_id: int) -> bool:
+        """After a flush: nothing that was sent on the stream waits here, or the peer has gone."""
 
     def break_down(self) -> None:
-        """A fault of ours is being handled: it costs this connection alone."""
         self._connection.break_down()
+
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
+        self._on_written.append((stream.request.stream_id, callback))
+        if not self._is_dirty:  # there may be no flush
+            self._tell_written()
+
+    def _tell_written(self) -> None:
+        waiting, self._on_written = self._on_written, []
+        for stream_id, callback in waiting:
+            if not self._is_written(stream_id):
+                self._on_written.append((stream_id, callback))
+                continue
+            try:
+                callback(self._clock())
+            except Exception:  # too late for an answer
+                logger.exception("an answer is written, and cannot be accounted for")
+
+    def _flush_soon(self) -> None:
+        """Only while it is not dirty."""
+        self._is_dirty = True
+        self._batch.add(self)
+
+    def _begin_body(self, stream: HttpStream, on_room: Callable[[], None]) -> IncomingBody:
+        """The stream's handler waits for its body from now on."""
+        body = IncomingBody(stream.body_client, on_room, self.break_down, self._limits, self._loop.time())
+        self._room.open(body)
+        self._room.add(body, stream.num_body_bytes)
+        return body
 
 
 class _Closing(enum.Enum):
@@ -226,12 +252,15 @@ class _Closing(enum.Enum):
     CLOSED = enum.auto()  # by us; the transport may still have bytes to write
 
 
-def _costs_itself(
+_LAST_WORDS = _Closing.LAST_WORDS  # looked up at every write: a member of an enum costs 70 ns, a global 7
+
+
+def _guarded(
     work: Callable[Concatenate["Connection", P], None],
 ) -> Callable[Concatenate["Connection", P], None]:
-    """Of what is called from outside: whatever it raises costs the connection, and not its caller."""
+    """For callbacks: an exception costs the connection, and not its caller."""
 
-    @wraps(work)
+    @functools.wraps(work)
     def guarded(self: "Connection", /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             work(self, *args, **kwargs)
@@ -241,15 +270,12 @@ def _costs_itself(
     return guarded
 
 
-_LAST_WORDS = _Closing.LAST_WORDS  # looked up at every write: a member of an enum costs 70 ns, a global 7
-
-
 class _Drain(asyncio.Protocol):
-    """Below TLS that has said its last word.
+    """Replaces TLS on its transport after the close_notify: drops what comes.
 
     Args:
         tls: hears when the connection is lost.
-        throw_away: what comes.
+        throw_away: takes what comes.
     """
 
     def __init__(self, tls: asyncio.BaseProtocol, throw_away: Callable[[bytes], None]) -> None:
@@ -268,39 +294,34 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         out: what the exchanges want written at the next flush.
-        is_writing_paused: the transport has enough unsent.
+        is_writing_paused: the transport's buffer is full.
         is_secure: it is TLS.
-        closes_after_answer: set before it has its transport: the first answer is the last. By HTTP/2, those are
-            answered too that are sent before the peer has heard of it.
-        is_draining: no further request is to be taken.
-        is_misdirected: it is in the clear where TLS is spoken: whatever it says is answered with that.
         speaks_http2: by ALPN.
-        peer: who is at the other end.
+        is_misdirected: the peer speaks in the clear to a TLS port; every request is answered with that.
+        is_draining: no further request is to be taken.
+        closes_after_answer: set before connection_made: the first answer is the last. With HTTP/2, requests that are
+            sent before the peer has heard of it are answered as well.
     """
 
     def __init__(self, context: ConnectionContext, peer: Peer) -> None:
         self.out: list[bytes] = []
-        self.is_writing_paused = False
-        self.is_secure = False
-        self.is_misdirected = False
-        self.speaks_http2 = False
         self.peer = peer
+        self.is_writing_paused = self.is_secure = self.speaks_http2 = False
+        self.is_misdirected = self.is_draining = self.closes_after_answer = False
         self._context = context
         self._limits = context.limits
         self._loop = context.loop
         self._exchanges: Exchanges
         self._timer = DeadlineTimer(context.loop, self._next_due, self._on_due)
         self._transport: asyncio.Transport
-        self.is_draining = False
-        self.closes_after_answer = False
+        self._lower: asyncio.Transport | None = None  # below TLS
         self._closing = _Closing.NO
         self._is_reading_paused = False
         self._waits_turn = False
-        self._num_lingered = 0
+        self._num_lingered = 0  # bytes thrown away
         self._lingering_since = 0.0
-        self._stalled_since: float | None = None
+        self._stalled_since: float | None = None  # the peer reads nothing, or slowly
         self._num_stalled = 0  # bytes unsent then
-        self._lower: asyncio.Transport | None = None  # below TLS
         self._farewell_since: float | None = None  # TLS waits for the peer's close_notify
 
     # The transport's side.
@@ -314,15 +335,15 @@ class Connection(asyncio.Protocol):
         self._lower = lower
         self.connection_made(transport)
 
-    @_costs_itself
+    @_guarded
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._context.registry.opened(self)
         high = self._limits.unsent_bytes
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
         tls = transport.get_extra_info("ssl_object")
-        self.is_secure = tls is not None
         if tls is not None:
+            self.is_secure = True
             self.peer = replace(self.peer, certificate=client_certificate(tls.getpeercert()))
             self.speaks_http2 = tls.selected_alpn_protocol() == "h2"
         self.go_on_with(self._context.first_exchanges(self, self._context))
@@ -334,7 +355,7 @@ class Connection(asyncio.Protocol):
         if self._closing is not _Closing.NO:
             self._throw_away(data)
             return
-        try:  # and no _costs_itself: a call less for every read
+        try:  # and not @_guarded: a call less for every read
             self._exchanges.receive(data)
             if len(data) >= self._limits.bytes_per_turn:
                 self._wait_turn()
@@ -343,12 +364,12 @@ class Connection(asyncio.Protocol):
             self.break_down()
 
     def _wait_turn(self) -> None:
-        """Nothing is read, and nothing understood that has been, until the loop has seen to others."""
+        """Read and parse nothing until the loop has seen to other connections."""
         if not self._waits_turn:
             self._waits_turn = True
             self._loop.call_soon(self._take_turn)
 
-    @_costs_itself
+    @_guarded
     def _take_turn(self) -> None:
         self._waits_turn = False
         if self._closing is _Closing.NO:
@@ -361,7 +382,7 @@ class Connection(asyncio.Protocol):
         self._end_with_peer()
         return False
 
-    @_costs_itself
+    @_guarded
     def _end_with_peer(self) -> None:
         if self._exchanges.has_streams:
             self.abort()
@@ -371,8 +392,7 @@ class Connection(asyncio.Protocol):
         self._exchanges.end_of_peer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closing = _Closing.CLOSED
-        self._stalled_since = self._farewell_since = None  # or a late word of the transport's would set the clock again
+        self._end_clocks()
         self._timer.cancel()
         self.out.clear()
         try:
@@ -380,13 +400,13 @@ class Connection(asyncio.Protocol):
         finally:
             self._exchanges.end_of_peer()
 
-    @_costs_itself
+    @_guarded
     def pause_writing(self) -> None:
         self.is_writing_paused = True
         self._watch_stall()
         self._exchanges.set_blocked(True)
 
-    @_costs_itself
+    @_guarded
     def resume_writing(self) -> None:
         self.is_writing_paused = False
         if self._closing is not _Closing.CLOSED:
@@ -398,17 +418,17 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """It has not been decided that the connection ends."""
+        """The end of the connection has not begun."""
         return self._closing is _Closing.NO
 
     @property
     def transport(self) -> asyncio.Transport:
-        """For who writes to it at once: nothing may wait in `out`."""
+        """For writes at once: `out` must be empty."""
         return self._transport
 
     @property
     def takes_output(self) -> bool:
-        """The last has not been written yet."""
+        """`out` can still be written."""
         return self._closing in (_Closing.NO, _Closing.LAST_WORDS)
 
     @property
@@ -423,7 +443,7 @@ class Connection(asyncio.Protocol):
         self._context.registry.keep_task(stream.task)
 
     async def _serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None) -> None:
-        """Run the handler, and see that the exchange ends with it. Nothing it raises is lost."""
+        """Run the handler, and end the exchange if it has not. Log whatever it raises."""
         try:
             if wait_turn is not None:
                 await wait_turn()
@@ -431,7 +451,7 @@ class Connection(asyncio.Protocol):
         except ClientDisconnected:
             logger.debug("the client left before its request was read")
         except asyncio.CancelledError:
-            if stream.is_open:  # it was not we who cancelled: something that the handler awaited was cancelled
+            if stream.is_open:  # not cancelled by us, but by something that the handler awaited
                 stream.task = None
                 self._abandon(stream, is_cancelled=True)
             raise
@@ -444,12 +464,12 @@ class Connection(asyncio.Protocol):
             stream.task = None  # it ends by itself
             self._abandon(stream, is_cancelled=False)
 
-    @_costs_itself
+    @_guarded
     def _abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
         self._exchanges.abandon(stream, is_cancelled)
 
     def go_on_with(self, exchanges: Exchanges) -> None:
-        """What is received from now on is theirs."""
+        """They receive from now on."""
         self._exchanges = exchanges
         if self.closes_after_answer:
             exchanges.close_after_answer()
@@ -466,26 +486,29 @@ class Connection(asyncio.Protocol):
             self.linger()
 
     def end_after_output(self) -> None:
-        """What is in `out` is the last to be written. Whoever calls sees to it that it is."""
+        """What is in `out` is the last to be written; the caller sees to it that it is."""
         self._closing = _Closing.LAST_WORDS
 
     def abort(self) -> None:
         """Close now; what is unsent is lost."""
-        self._closing = _Closing.CLOSED
-        self._stalled_since = self._farewell_since = None
+        self._end_clocks()
         self.out.clear()
         self._transport.abort()
 
+    def _end_clocks(self) -> None:
+        self._closing = _Closing.CLOSED
+        self._stalled_since = self._farewell_since = None  # a late callback of the transport must not start the clock
+
     def break_down(self) -> None:
-        """A fault of ours is being handled: it ends this connection, and is nobody else's."""
+        """Called while an exception, a bug of ours, is handled: it ends this connection and no other."""
         logger.exception("the connection from %s has failed, and is closed", self.peer)
         self.abort()
 
     def close(self) -> None:
-        """Close once what is written has been read; a peer that does not read it is given stall_s.
+        """Close once the peer has read what is written; one that does not read has stall_s.
 
-        TLS wants to hear that the peer has heard of it. One that sits in a pool of connections may not look for hours:
-        it is given linger_s.
+        TLS waits for the peer's close_notify. A peer that keeps the connection in a pool may not look at it for hours:
+        it has linger_s.
         """
         self._closing = _Closing.CLOSED
         self._adjust_reading()  # what still comes is to be thrown away
@@ -510,9 +533,9 @@ class Connection(asyncio.Protocol):
             self.close()  # of TLS, whose close_notify ends the sending side alone
 
     def _end_tls(self) -> None:
-        """Behind the close_notify, FIN; then throw away what comes, as it comes, without deciphering it.
+        """Send FIN behind the close_notify, then throw away what comes without deciphering it.
 
-        Not where TLS has more to write than the transport below it takes: the close_notify is behind that.
+        Not while TLS holds bytes that the transport below does not take: the close_notify is behind them.
         """
         lower = self._lower
         if lower is not None and not lower.is_closing() and not self._transport.get_write_buffer_size():
@@ -520,15 +543,15 @@ class Connection(asyncio.Protocol):
             lower.write_eof()
 
     def adjust(self) -> None:
-        """Reading's brake and the clock, after anything that may concern them."""
+        """Pause or resume reading, and set the clock; call it after any change that may concern them."""
         if self._exchanges.has_more and self._closing is _Closing.NO:
             self._wait_turn()
         self._adjust_reading()
         self._timer.arm()
 
-    @_costs_itself
+    @_guarded
     def drain(self) -> None:
-        """Close now when idle, else after the responses that are under way. A new connection may still ask once."""
+        """Close now when idle, else after the responses in progress. A new connection may still ask once."""
         self.is_draining = True
         if self._closing is _Closing.NO:
             self._exchanges.drain()
@@ -541,7 +564,6 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _adjust_reading(self) -> None:
-        """Pause reading while enough is held unread."""
         has_enough = self._closing is _Closing.NO and (self._waits_turn or self._exchanges.holds_enough)
         if has_enough == self._is_reading_paused or self._transport.is_closing():
             return
@@ -567,7 +589,7 @@ class Connection(asyncio.Protocol):
             return None
         return self._exchanges.next_due()
 
-    @_costs_itself
+    @_guarded
     def _on_due(self) -> None:
         if self._farewell_since is not None:
             self._await_farewell(self._farewell_since + self._limits.linger_s)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from server.wire.frame_gate import PREFACE
+from server.wire.http2 import PREFACE
 from server.wire.limits import HeadLimits
 from server.wire.messages import (
     CONTENT_LENGTH,

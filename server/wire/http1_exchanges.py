@@ -1,24 +1,23 @@
 """HTTP/1.1 on a connection: one exchange at a time. Thread: loop.
 
-While a request is answered the peer is read on, whatever it pipelines: its end must be seen, and is not behind bytes
-that are left in the network. Pipelined requests above a limit are thrown away, and the answer under way is the last
-(RFC 9112 §9.6: the client asks for them again elsewhere). Reading is paused while a body waits that nobody reads, or
-while a peer that has its answers does not read them.
+While a request is answered, the connection reads on, whatever the peer pipelines: the peer's end must be seen, and must
+not hide behind bytes left in the network. Pipelined requests beyond a limit are dropped, and the current answer is the
+last (RFC 9112 §9.6: the client sends them again elsewhere). Reading pauses while a body waits that nobody reads, or
+while a peer does not read its answers.
 """
 
 import math
 from functools import partial
 
-from h2.exceptions import ProtocolError
-
 from core.errors import ErrorKind, ServiceError
 from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
 from server.wire.http1 import CONTINUE, SWITCH_TO_HTTP2, Http1Protocol
-from server.wire.http2 import upgrade_settings
 from server.wire.http2_exchanges import Http2Exchanges
+from server.wire.http2_heads import upgrade_settings
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
+    ConnectionFault,
     Event,
     Headers,
     Http2Preface,
@@ -28,13 +27,13 @@ from server.wire.messages import (
     TextFrame,
     TextWriter,
 )
-from server.wire.stream import HttpStream, IncomingBody, WrittenCallback, tell_written
+from server.wire.stream import HttpStream, IncomingBody
 
 PLAIN_ON_TLS = "This port speaks TLS, and the request came in the clear. Ask by https."
 
 
 def first_exchanges(connection: Connection, context: ConnectionContext) -> Exchanges:
-    """What is spoken first: HTTP/2 where ALPN says so, or HTTP/1.1, which may go on in HTTP/2."""
+    """HTTP/2 where ALPN says so, else HTTP/1.1, which may go on in HTTP/2."""
     return (Http2Exchanges if connection.speaks_http2 else Http1Exchanges)(connection, context)
 
 
@@ -42,19 +41,15 @@ class Http1Exchanges(Exchanges):
     """The exchanges of one connection that speaks HTTP/1.1."""
 
     def __init__(self, connection: Connection, context: ConnectionContext) -> None:
-        super().__init__(connection, context)
-        self._out = connection.out
+        super().__init__(connection, context, context.bodies)
         self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
         self._stream: HttpStream | None = None
-        self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
-        self._is_dirty = False
-        self._room = context.bodies
+        self._upgrade: bytes | None = None  # the settings of a request that asks for HTTP/2
         self._body: IncomingBody | None = None  # while the handler waits for it
         self._exchange_is_over = False  # and the next one has not begun
         self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
         self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
-        self._on_written: list[WrittenCallback] = []  # to be called after the next flush
 
     @property
     def has_streams(self) -> bool:
@@ -94,7 +89,7 @@ class Http1Exchanges(Exchanges):
             self._refuse_pipelined(num_pipelined)
 
     def _refuse_pipelined(self, num_bytes: int) -> None:
-        """Throw them away; a flood that goes on ends the connection."""
+        """Drop them; a flood that goes on ends the connection."""
         self._num_refused = (self._num_refused or 0) + num_bytes
         if self._num_refused > self._limits.linger_bytes:
             self._connection.abort()
@@ -115,7 +110,7 @@ class Http1Exchanges(Exchanges):
             if stream is not None:
                 stream.disconnect()
 
-    # What the protocol says.
+    # What the protocol reports.
 
     def _handle_events(self, events: list[Event]) -> None:
         for event in events:
@@ -139,7 +134,7 @@ class Http1Exchanges(Exchanges):
             self._switch()
 
     def _switch(self) -> None:
-        """RFC 7540 §3.2: a request that asks for HTTP/2 is answered there, if complete before its answer begins."""
+        """RFC 7540 §3.2: answer a request that asks for HTTP/2 there, if it is complete before its answer begins."""
         stream, protocol = self._stream, self._protocol
         if stream is None or stream.head_sent or not protocol.keep_alive:
             self._upgrade = None
@@ -148,7 +143,7 @@ class Http1Exchanges(Exchanges):
             assert settings is not None
             try:
                 exchanges = Http2Exchanges(self._connection, self._context, settings)
-            except ProtocolError:  # its settings are not fit: it is answered here
+            except ConnectionFault:  # its settings are invalid: it is answered here
                 return
             self._out.append(SWITCH_TO_HTTP2)
             self._connection.go_on_with(exchanges)
@@ -158,7 +153,10 @@ class Http1Exchanges(Exchanges):
                 exchanges.receive(rest)
 
     def _speak_http2(self, data: bytes) -> None:
-        """The peer does; `data` is all that it has said."""
+        """
+        Args:
+            data: all that was received.
+        """
         exchanges = Http2Exchanges(self._connection, self._context)
         self._connection.go_on_with(exchanges)
         exchanges.receive(data)
@@ -181,7 +179,7 @@ class Http1Exchanges(Exchanges):
             self._refuse(500, SERVER_FAULT)
 
     def _refuse(self, status: int, message: str) -> None:
-        """End the connection with an error; without one where another head has gone out already."""
+        """End the connection with an error; without one if another head has been sent already."""
         if self._stream is not None and self._stream.head_sent:
             self._connection.abort()
             return
@@ -195,7 +193,7 @@ class Http1Exchanges(Exchanges):
         self.end_of_peer()
 
     def _end_body(self) -> None:
-        """It is complete, or nobody waits for it any more."""
+        """The body is complete, or its handler no longer waits for it."""
         body, self._body = self._body, None
         if body is not None:
             self._room.close(body)
@@ -205,14 +203,11 @@ class Http1Exchanges(Exchanges):
             self._body.restart(self._loop.time())
         self._connection.adjust()
 
-    # What the stream asks (StreamCarrier).
+    # StreamCarrier.
 
     def start_body(self, stream: HttpStream) -> None:
         if not self._protocol.has_read_request:
-            now = self._loop.time()
-            self._body = IncomingBody(stream.body_client, self._let_body_on, self.break_down, self._limits, now)
-            self._room.open(self._body)
-            self._room.add(self._body, stream.num_body_bytes)
+            self._body = self._begin_body(stream, self._let_body_on)
             # RFC 9110 §10.1.1: 100 may be left out once content has come
             if stream.request.expects_continue and not stream.num_body_bytes:
                 self._append(CONTINUE)
@@ -222,10 +217,7 @@ class Http1Exchanges(Exchanges):
         self._append(self._protocol.send_head(head))
 
     def write_data(self, stream: HttpStream, data: bytes) -> None:
-        self._out.append(self._protocol.send_data(data))
-        if not self._is_dirty:
-            self._is_dirty = True
-            self._batch.add(self)
+        self._append(self._protocol.send_data(data))
 
     def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
         if not self._protocol.is_sending_chunks:
@@ -238,8 +230,8 @@ class Http1Exchanges(Exchanges):
         def write(text: str) -> None:
             if not stream.is_open:
                 return
-            said = encoded[text]
-            data = b"%x\r\n%b%b%b\r\n" % (len(said) + num_more, head, said, tail)
+            content = encoded[text]
+            data = b"%x\r\n%b%b%b\r\n" % (len(content) + num_more, head, content, tail)
             if self._is_dirty:
                 self._out.append(data)
             elif not is_closing():
@@ -258,21 +250,12 @@ class Http1Exchanges(Exchanges):
     def _append(self, data: bytes) -> None:
         self._out.append(data)
         if not self._is_dirty:
-            self._is_dirty = True
-            self._batch.add(self)
+            self._flush_soon()
 
-    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
-        self._on_written.append(callback)
-        if not self._is_dirty:  # no flush need come
-            self._tell_written()
-
-    def _tell_written(self) -> None:
-        if self._on_written:
-            callbacks, self._on_written = self._on_written, []
-            tell_written(callbacks, self._clock())
+    def _is_written(self, stream_id: int) -> bool:
+        return True
 
     def flush(self) -> None:
-        """Write what has been sent, at once. Then the next request, or the end."""
         self._is_dirty = False
         self._connection.write_out()
         if self._on_written:
@@ -281,7 +264,7 @@ class Http1Exchanges(Exchanges):
             self._go_on()
 
     def _go_on(self) -> None:
-        """No exchange is under way: serve the next request, or end the connection."""
+        """No exchange is in progress: serve the next request, or end the connection."""
         connection = self._connection
         if not connection.is_open or not self._exchange_is_over or self._out:
             return
@@ -289,7 +272,7 @@ class Http1Exchanges(Exchanges):
             has_read_all = self._protocol.has_read_request and not self._protocol.num_buffered
             connection.close() if has_read_all else connection.linger()
         elif not connection.is_writing_paused:
-            # A peer that pipelines and does not read gets no further answers to hold for it
+            # Otherwise a peer that pipelines and does not read would make us hold its answers
             self._exchange_is_over = False
             self._waiting_since = self._loop.time()  # however long it took to read the answer before
             self._received_s = self._clock()  # of one that was pipelined: its turn
@@ -305,7 +288,7 @@ class Http1Exchanges(Exchanges):
             return
         if self._protocol.num_requests:
             self._connection.close()
-        else:  # it has been accepted: its first request may be on its way, and is to be answered
+        else:  # its first request may be on its way, and is to be answered
             self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
             self._connection.adjust()
 
@@ -316,7 +299,7 @@ class Http1Exchanges(Exchanges):
         if self._stream is not None:
             body = self._body
             if body is None or not self._protocol.is_reading_body or not self._room.may_grow(body):
-                return None  # nothing of it is wanted now
+                return None  # the body waits for us
             return body.due
         if self._protocol.is_idle:
             return min(self._waiting_since + limits.idle_s, self._drain_due)

@@ -1,14 +1,14 @@
 """HTTP/2 on a connection: many exchanges at once. Thread: loop.
 
-Decisions a reader may look for:
-- A stream is blocked while more of it is unsent than its share (the peer's windows are shut), or while the transport
-  takes nothing; the other streams go on. One that gets rid of too little in stall_s is reset.
-- What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
-  is read, too much at once shuts the streams' windows, all but the oldest's (BodyRoom); the connection's stays open for
-  that one, unless those that the server lets go on are on other connections.
-- A request that is answered before its end may go on coming for linger_s, and is thrown away: clients that send read
-  the answer when they are done.
-- The client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
+Decisions:
+- A stream is blocked while it has more than its share unsent (the peer's windows are shut), or while the transport's
+  buffer is full; the other streams go on. A stream whose peer reads too little in stall_s is reset.
+- A body that its handler does not read is not acknowledged: the peer's windows shut, and nothing else holds it back. Of
+  bodies that are read, too much at once (BodyRoom) shuts the streams' windows, but not the oldest's; the connection's
+  window stays open for that one, unless the bodies that may go on belong to other connections.
+- A request that is answered before its end may go on for linger_s, and its bytes are dropped: clients that are sending
+  read the answer when they are done.
+- A client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
 """
 
 import asyncio
@@ -17,17 +17,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from h2.errors import ErrorCodes
-
 from core.errors import ErrorKind, ServiceError
 from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
-from server.wire.h2_connection import PIECE_BYTES
-from server.wire.http2 import Http2Protocol
+from server.wire.http2 import PIECE_BYTES, Http2Protocol, Http2Stream
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
     Event,
     Headers,
+    Http2ErrorCode,
     HttpRequest,
     ProtocolViolation,
     ResponseError,
@@ -36,30 +34,15 @@ from server.wire.messages import (
     TextFrame,
     TextWriter,
 )
-from server.wire.stream import BodyRoom, HttpStream, IncomingBody, WrittenCallback, tell_written
+from server.wire.stream import BodyRoom, HttpStream, IncomingBody
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_BYTES = 64 * 1024  # of bodies, in one write
 _UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
 _LEAST_UNSENT_BYTES = PIECE_BYTES
-_ENDED_UNSENT_BYTES = 256 * 1024  # of answers that are complete: beyond it, no further handler begins
+_ENDED_UNSENT_BYTES = 256 * 1024  # of complete answers: beyond it, no further handler begins
 _CONTINUE = ResponseHead(100, ())
-
-
-class _Exchange:
-    """One stream, as long as its handler may write to it.
-
-    Attributes:
-        num_unread: bytes of its body, not acknowledged; num_shut: acknowledged for the connection alone.
-    """
-
-    __slots__ = ("num_shut", "num_unread", "stream", "stream_id")
-
-    def __init__(self, stream: HttpStream) -> None:
-        self.stream = stream
-        self.stream_id = stream.request.stream_id
-        self.num_unread = self.num_shut = 0
 
 
 class Http2Exchanges(Exchanges):
@@ -67,26 +50,25 @@ class Http2Exchanges(Exchanges):
 
     def __init__(self, connection: Connection, context: ConnectionContext, upgrade: bytes | None = None) -> None:
         """Raises what Http2Protocol does."""
-        super().__init__(connection, context)
         limits = context.limits
+        super().__init__(connection, context, BodyRoom(limits.buffered_body_bytes, context.bodies))
         self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
-        self._exchanges: dict[int, _Exchange] = {}
-        self._room = BodyRoom(limits.buffered_body_bytes, context.bodies)
-        self._awaited: dict[_Exchange, IncomingBody] = {}  # whose handlers wait for their bodies
-        # Streams that the peer's windows, or other streams, held back -> since when they have to get rid of what is
-        # enough, oldest first, and how much of them had been sent then
+        self._exchanges: dict[int, HttpStream] = {}  # by stream id, while their handlers may write to them
+        self._awaited: dict[int, IncomingBody] = {}  # by stream id: bodies that handlers wait for
+        self._aside: set[int] = set()  # of these, the streams whose windows are kept shut
+        # Streams with bytes that wait for a window, or for other streams -> since when the peer has had to take enough,
+        # oldest first, and how much had been sent then
         self._held_back: OrderedDict[int, tuple[float, int]] = OrderedDict()
-        self._early: dict[int, float] = {}  # streams whose answers came before their requests' end -> since when
+        self._early: dict[int, float] = {}  # streams that were answered before their requests' end -> since when
         self._blocked_since = 0.0
-        self._over: set[int] = set()  # streams that have, or had, more unsent than their share
-        self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
-        self._turns: list[asyncio.Future[None]] = []  # handlers that have not begun
+        self._over: set[int] = set()  # streams that have, or had, more than their share unsent
+        self._num_ended = 0  # bytes of complete answers; may count some that have been sent since
+        self._turns: list[asyncio.Future[None]] = []  # of handlers that wait to begin
         self._pending_head: int | None = 0
         self._head_since = self._idle_since = context.loop.time()
         self._has_peer = True
-        self._on_written: list[tuple[int, WrittenCallback]] = []  # once nothing of the stream is unsent
-        self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
+        self._drain_due: float | None = None  # when the second GOAWAY is sent, whether the peer has answered or not
         self._is_draining = False
         self._closes_after_answer = False
 
@@ -100,13 +82,13 @@ class Http2Exchanges(Exchanges):
 
     @property
     def holds_enough(self) -> bool:
-        """The peer does not read what its frames make us send."""
+        """The peer does not read the answers to its control frames."""
         return self._connection.is_writing_paused and self._connection.num_unwritten > self._limits.control_bytes
 
     def adopt(self, stream: HttpStream) -> None:
-        """Answer what came by HTTP/1.1, complete, and has no answer yet."""
+        """Answer a complete request that came by HTTP/1.1, and has no answer yet."""
         self._protocol.adopt(stream.request)
-        self._exchanges[stream.request.stream_id] = _Exchange(stream)
+        self._exchanges[stream.request.stream_id] = stream
         stream.move_to(self)
         self._mark_dirty()
 
@@ -117,7 +99,7 @@ class Http2Exchanges(Exchanges):
             self._received_s = self._clock()
         self._handle_events(protocol.receive(data, now))
         if protocol.has_failed:
-            self._tell_refusal(protocol.failed_with, None)
+            self._log_refusal(protocol.failed_with, None)
             self._end()
             return
         if protocol.has_peer_left:
@@ -126,7 +108,8 @@ class Http2Exchanges(Exchanges):
         if protocol.pending_head != self._pending_head:
             self._pending_head = protocol.pending_head
             self._head_since = now
-        self._give_turns()
+        if self._turns:
+            self._give_turns()
         self._mark_dirty()
 
     def _abort(self) -> None:
@@ -134,17 +117,17 @@ class Http2Exchanges(Exchanges):
         self.end_of_peer()
 
     def _end(self) -> None:
-        """The protocol's GOAWAY is the last that is written."""
+        """The protocol's GOAWAY is the last to be written."""
         self.end_of_peer()
-        self._connection.out += self._protocol.take_control()
+        self._out += self._protocol.take_control()
         self._connection.end_after_output()
         self._mark_dirty()
 
     def set_blocked(self, is_blocked: bool) -> None:
-        """While the transport takes nothing, its own clock runs, and those of the streams stand still."""
-        for exchange in tuple(self._exchanges.values()):
-            if is_blocked or exchange.stream.request.stream_id not in self._over:
-                self._set_blocked(exchange.stream, is_blocked)
+        """While the transport is full, the connection has a clock of its own, and the streams' stand still."""
+        for stream_id, stream in tuple(self._exchanges.items()):
+            if is_blocked or stream_id not in self._over:
+                self._set_blocked(stream, is_blocked)
         if is_blocked:
             self._blocked_since = self._loop.time()
         else:
@@ -155,12 +138,11 @@ class Http2Exchanges(Exchanges):
             self.flush()
 
     def _set_blocked(self, stream: HttpStream, is_blocked: bool) -> None:
-        """What its handler makes of it is its own, and costs no other stream."""
         try:
             stream.set_blocked(is_blocked)
-        except Exception:
+        except Exception:  # its handler's bug costs no other stream
             logger.exception("a stream cannot be paused or resumed, and is reset")
-            self._protocol.reset(stream.request.stream_id, ErrorCodes.INTERNAL_ERROR)
+            self._protocol.reset(stream.request.stream_id, Http2ErrorCode.INTERNAL_ERROR)
             self._mark_dirty()
             self._drop(stream.request.stream_id)
 
@@ -174,25 +156,23 @@ class Http2Exchanges(Exchanges):
         self._tell_written()
 
     def _drop(self, stream_id: int) -> None:
-        """The stream has no peer any more: tell its handler, or cancel it."""
-        exchange = self._exchanges.get(stream_id)
-        if exchange is not None:
+        """The stream has lost its peer: tell its handler, or cancel it."""
+        stream = self._exchanges.get(stream_id)
+        if stream is not None:
             try:
                 self._forget(stream_id)
             finally:
-                exchange.stream.disconnect()
+                stream.disconnect()
 
     def _forget(self, stream_id: int) -> None:
-        exchange = self._exchanges.pop(stream_id)
-        self._end_body(exchange)
-        if exchange.num_shut:  # its stream is not ours any more: the peer may send what it likes on it
-            self._protocol.reopen(stream_id, exchange.num_shut)
-        self._acknowledge(exchange)
+        del self._exchanges[stream_id]
+        self._end_body(stream_id)
+        self._protocol.acknowledge(stream_id)  # nobody reads it: what still comes is dropped
         if not self._exchanges:
             self._idle_since = self._loop.time()
-            self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
+            self._connection.adjust()  # the idle clock starts even if the peer sends nothing more
 
-    # What the protocol says.
+    # What the protocol reports.
 
     def _handle_events(self, events: list[Event]) -> None:
         for event in events:
@@ -201,14 +181,13 @@ class Http2Exchanges(Exchanges):
             elif type(event) is BodyChunk:
                 self._take_body(event)
             elif type(event) is BodyEnd:
-                exchange = self._exchanges.get(event.stream_id)
-                if exchange is not None:
-                    self._end_body(exchange)
-                    exchange.stream.complete_body()
+                stream = self._exchanges.get(event.stream_id)
+                if stream is not None:
+                    self._end_body(event.stream_id)
+                    stream.complete_body()
             elif type(event) is StreamReset:
                 if event.refused_with is not None:
-                    exchange = self._exchanges.get(event.stream_id)
-                    self._tell_refusal(event.refused_with, None if exchange is None else exchange.stream)
+                    self._log_refusal(event.refused_with, self._exchanges.get(event.stream_id))
                 self._held_back.pop(event.stream_id, None)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
@@ -218,13 +197,13 @@ class Http2Exchanges(Exchanges):
 
     def _start_stream(self, request: HttpRequest) -> None:
         stream = HttpStream(request, self, self._received_s)
-        self._exchanges[request.stream_id] = _Exchange(stream)
+        self._exchanges[request.stream_id] = stream
         self._connection.serve(stream, self._wait_turn)
         if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
             self.drain()
 
     async def _wait_turn(self) -> None:
-        """Answers wait for the peer's windows: whoever does not read them gets no more of them made."""
+        """A peer that keeps its windows shut gets no more answers made than _ENDED_UNSENT_BYTES."""
         while self._turns or self._has_too_many_answers():
             turn = self._loop.create_future()
             self._turns.append(turn)
@@ -236,7 +215,7 @@ class Http2Exchanges(Exchanges):
         return self._num_ended > _ENDED_UNSENT_BYTES
 
     def _give_turns(self) -> None:
-        if not self._turns or self._has_too_many_answers():
+        if self._has_too_many_answers():
             return
         turns, self._turns = self._turns, []
         for turn in turns:
@@ -244,92 +223,79 @@ class Http2Exchanges(Exchanges):
                 turn.set_result(None)
 
     def _take_body(self, event: BodyChunk) -> None:
-        exchange = self._exchanges.get(event.stream_id)
-        if exchange is None:
-            self._protocol.acknowledge(event.stream_id, len(event.data))
+        stream_id = event.stream_id
+        stream, body = self._exchanges.get(stream_id), self._awaited.get(stream_id)
+        if stream is None:
+            self._protocol.acknowledge(stream_id)
             return
-        stream, body = exchange.stream, self._awaited.get(exchange)
         stream.receive_body(event.data)
-        exchange.num_unread += len(event.data)
         if body is not None:
             body.receive(len(event.data), self._loop.time())
             if stream.is_reading_body:
                 self._room.add(body, len(event.data))
-                self._let_go_on(exchange, body)
+                self._let_go_on(stream_id, body)
 
-    def _let_go_on(self, exchange: _Exchange, body: IncomingBody) -> None:
-        """Let the peer send as much again as it has sent, as far as there is room for it."""
+    def _let_go_on(self, stream_id: int, body: IncomingBody) -> None:
+        """Open the windows by what has come, as far as there is room for more."""
         if self._room.may_grow(body):
-            if exchange.num_shut:
-                self._protocol.reopen(exchange.stream_id, exchange.num_shut)
-                exchange.num_shut = 0
-            self._acknowledge(exchange)
-        elif exchange.num_unread and not self._room.is_shut:
-            self._protocol.acknowledge_aside(exchange.num_unread)
-            exchange.num_shut += exchange.num_unread
-            exchange.num_unread = 0
-
-    def _acknowledge(self, exchange: _Exchange) -> None:
-        if exchange.num_unread:
-            self._protocol.acknowledge(exchange.stream_id, exchange.num_unread)
-            exchange.num_unread = 0
+            self._aside.discard(stream_id)
+            self._protocol.acknowledge(stream_id)
+        elif not self._room.is_shut and self._protocol.acknowledge_aside(stream_id):
+            self._aside.add(stream_id)
 
     def _on_room(self) -> None:
-        """For those that had to wait for it, the clock begins again."""
-        for exchange, body in self._awaited.items():
-            if not self._protocol.may_send(exchange.stream_id):
+        """Bodies that had to wait for room may go on; their clocks begin again."""
+        for stream_id, body in self._awaited.items():
+            if not self._protocol.may_send(stream_id):
                 body.restart(self._loop.time())
-        for exchange, body in self._awaited.items():
-            if exchange.stream.is_reading_body:
-                self._let_go_on(exchange, body)
+        for stream_id, body in self._awaited.items():
+            if self._exchanges[stream_id].is_reading_body:
+                self._let_go_on(stream_id, body)
         self._on_changed()
 
-    def _end_body(self, exchange: _Exchange) -> None:
-        """It is complete, or nobody waits for it any more."""
-        body = self._awaited.pop(exchange, None)
+    def _end_body(self, stream_id: int) -> None:
+        """The body is complete, or its handler no longer waits for it."""
+        body = self._awaited.pop(stream_id, None)
         if body is not None:
-            self._acknowledge(exchange)
+            self._aside.discard(stream_id)
+            self._protocol.acknowledge(stream_id)
             self._room.close(body)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         since = self._head_since if stream_id == self._pending_head else self._loop.time()
-        headers, body = self._context.refuse(status, message, self._connection.peer, since, stream, None)
+        headers, body = self._context.refuse(status, message, self.peer, since, stream, None)
         self._responses.send_head(stream_id, ResponseHead(status, headers))
         self._responses.send_data(stream_id, body)
         self._responses.send_end(stream_id)
         self._mark_dirty()
 
-    def _tell_refusal(self, code: ErrorCodes, stream: HttpStream | None) -> None:
-        """Of a request, or of a connection, that has RST_STREAM or GOAWAY for its answer: it is accounted for, too."""
+    def _log_refusal(self, code: Http2ErrorCode, stream: HttpStream | None) -> None:
+        """A request, or the connection, is answered by RST_STREAM or GOAWAY alone: it has its access line, too."""
         status = 400
-        if code in (ErrorCodes.REFUSED_STREAM, ErrorCodes.ENHANCE_YOUR_CALM):
+        if code in (Http2ErrorCode.REFUSED_STREAM, Http2ErrorCode.ENHANCE_YOUR_CALM):
             status = 503 if self._is_draining else 429
-        self._context.refuse(status, code.name, self._connection.peer, self._clock(), stream, code)
+        self._context.refuse(status, code.name, self.peer, self._clock(), stream, code)
 
     def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
         stream_id = stream.request.stream_id
         if stream.head_sent or is_cancelled:
-            self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
+            self._protocol.reset(stream_id, Http2ErrorCode.INTERNAL_ERROR)
             self._mark_dirty()
         else:
             self._answer_error(stream_id, 500, SERVER_FAULT, stream)
         self._drop(stream_id)
 
-    # What the stream asks (StreamCarrier).
+    # StreamCarrier.
 
     def start_body(self, stream: HttpStream) -> None:
-        exchange = self._exchanges[stream.request.stream_id]
         if stream.body_is_complete:
             return
-        has_begun = exchange.num_unread > 0 or stream.num_body_bytes > 0
-        body = IncomingBody(stream.body_client, self._on_room, self.break_down, self._limits, self._loop.time())
-        self._awaited[exchange] = body
-        self._room.open(body)
-        if exchange.num_unread:
-            self._room.add(body, exchange.num_unread)
-            self._let_go_on(exchange, body)
-        if stream.request.expects_continue and not has_begun:
-            self._responses.send_head(stream.request.stream_id, _CONTINUE)
+        stream_id = stream.request.stream_id
+        body = self._awaited[stream_id] = self._begin_body(stream, self._on_room)
+        if stream.num_body_bytes:
+            self._let_go_on(stream_id, body)
+        elif stream.request.expects_continue:
+            self._responses.send_head(stream_id, _CONTINUE)
         self._on_changed()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
@@ -337,7 +303,7 @@ class Http2Exchanges(Exchanges):
             self._responses.send_head(stream.request.stream_id, head)
         except ResponseError:  # nothing of it has been encoded
             raise
-        except Exception:  # what half a head has put into HPACK's table, the peer would never hear
+        except Exception:  # HPACK's table may hold fields that the peer will never receive
             self.break_down()
             raise
         self._mark_dirty()
@@ -352,52 +318,35 @@ class Http2Exchanges(Exchanges):
         return self._responses.text_writer(stream.request.stream_id, frame, stream.send, self._call_flush)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        stream_id = stream.request.stream_id
         if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
             trailers = ()  # RFC 9110 §6.5.1: unless the client is known to take them
-        self._num_ended += self._responses.num_unsent(stream.request.stream_id)
-        self._responses.send_end(stream.request.stream_id, trailers)
-        self._forget(stream.request.stream_id)
+        self._num_ended += self._responses.num_unsent(stream_id)
+        self._responses.send_end(stream_id, trailers)
+        self._forget(stream_id)
         self._mark_dirty()
 
-    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
-        self._on_written.append((stream.request.stream_id, callback))
-        if not self._responses.awaits_flush:  # no flush need come
-            self._tell_written()
-
-    def _tell_written(self) -> None:
-        if not self._on_written:
-            return
-        waiting, self._on_written = self._on_written, []
-        callbacks = []
-        for stream_id, callback in waiting:
-            if not self._has_peer or self._responses.is_written(stream_id):
-                callbacks.append(callback)
-            else:
-                self._on_written.append((stream_id, callback))
-        if callbacks:
-            tell_written(callbacks, self._clock())
+    def _is_written(self, stream_id: int) -> bool:
+        return not self._has_peer or self._responses.is_written(stream_id)
 
     def _on_changed(self) -> None:
-        """There may be something to write, and other clocks."""
+        """There may be something to write, and another deadline."""
         self._mark_dirty()
         self._connection.adjust()
 
     def _mark_dirty(self) -> None:
-        if not self._responses.awaits_flush and (self._protocol.has_output or self._connection.out):
-            self._call_flush()
+        if not self._is_dirty and (self._protocol.has_output or self._out):
+            self._flush_soon()
 
     def _call_flush(self) -> bool:
-        """False: it will write none of the bodies."""
-        if not self._responses.awaits_flush:
-            self._responses.awaits_flush = True
-            self._batch.add(self)
+        """False: the flush will write no bodies."""
+        if not self._is_dirty:
+            self._flush_soon()
         return not self._connection.is_writing_paused
 
     def flush(self) -> None:
-        """Write what has been sent and what the windows let through, at once."""
-        self._responses.awaits_flush = False
-        connection, protocol = self._connection, self._protocol
-        out = connection.out
+        self._is_dirty = False
+        connection, protocol, out = self._connection, self._protocol, self._out
         if not connection.takes_output:
             out.clear()
             self._tell_written()
@@ -411,76 +360,73 @@ class Http2Exchanges(Exchanges):
             if self._held_back or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
                 connection.adjust()
-            if protocol.early:
-                self._watch_early()
+            for stream in output.ended:
+                if not stream.has_read_request:
+                    self._early[stream.id] = self._loop.time()
+                    connection.adjust()
         connection.write_out()
         if self._on_written:
             self._tell_written()
         if connection.is_writing_paused:
             if connection.num_unwritten > self._limits.max_control_bytes:
-                self._abort()  # nothing but answers to the peer's frames can have become so much
+                self._abort()  # only answers to the peer's control frames can have become so much
                 return
             connection.adjust()  # holds_enough may be true by now
         if self._over:
             self._judge_shares()
-        self._give_turns()
+        if self._turns:
+            self._give_turns()
         if protocol.has_drained and connection.is_open:
             connection.linger()
         elif has_more:
             self._mark_dirty()
 
-    def _watch_progress(self, sent: Sequence[int], held: Sequence[int]) -> None:
+    def _watch_progress(self, sent: Sequence[Http2Stream], held: Sequence[Http2Stream]) -> None:
         """Some streams have sent what they could, and others nothing."""
-        now = self._idle_since = self._loop.time()  # at the earliest: the peer has something to read
-        responses, held_back = self._responses, self._held_back
-        for stream_id in sent:
-            if not responses.num_unsent(stream_id):
-                held_back.pop(stream_id, None)
+        now = self._idle_since = self._loop.time()  # the peer has something to read: it is not idle before
+        held_back = self._held_back
+        for stream in sent:
+            if not stream.data:
+                held_back.pop(stream.id, None)
                 continue
-            num_sent = responses.num_partly_sent(stream_id)
-            _, num_before = held_back.setdefault(stream_id, (now, num_sent))
+            num_sent = stream.num_partly_sent
+            _, num_before = held_back.setdefault(stream.id, (now, num_sent))
             if num_sent - num_before >= self._limits.stall_s * self._limits.stall_bytes_per_s:
-                held_back[stream_id] = (now, num_sent)
-                held_back.move_to_end(stream_id)
-        for stream_id in held:
-            held_back.setdefault(stream_id, (now, responses.num_partly_sent(stream_id)))
-
-    def _watch_early(self) -> None:
-        now = self._loop.time()
-        self._early = {stream_id: self._early.get(stream_id, now) for stream_id in self._protocol.early}
-        self._connection.adjust()
+                held_back[stream.id] = (now, num_sent)
+                held_back.move_to_end(stream.id)
+        for stream in held:
+            held_back.setdefault(stream.id, (now, stream.num_partly_sent))
 
     def _judge_shares(self) -> None:
-        """Block the streams that have more than their share unsent, and let go of those that have got rid of it."""
+        """Block the streams with more than their share unsent, and unblock those with less than a quarter of it."""
         share = _UNSENT_BYTES // max(1, len(self._responses.streams))
         high = max(_LEAST_UNSENT_BYTES, min(self._limits.unsent_bytes, share))
         for stream_id in tuple(self._over):
             num_unsent = self._responses.num_unsent(stream_id)
-            exchange = self._exchanges.get(stream_id)
-            if exchange is None:
+            stream = self._exchanges.get(stream_id)
+            if stream is None:
                 self._over.discard(stream_id)
                 continue
-            is_over = num_unsent > (high // 4 if exchange.stream.is_blocked else high)
+            is_over = num_unsent > (high // 4 if stream.is_blocked else high)
             if not is_over and num_unsent <= _LEAST_UNSENT_BYTES:
                 self._over.discard(stream_id)
-            self._set_blocked(exchange.stream, is_over or self._connection.is_writing_paused)
+            self._set_blocked(stream, is_over or self._connection.is_writing_paused)
 
-    # The end, and the clocks.
+    # The end, and the deadlines.
 
     def close_after_answer(self) -> None:
-        """Drain with the first request: told before it, a peer would not send it, and not hear why."""
+        """Drain with the first request. Told before, a peer would send none, and not learn why."""
         self._closes_after_answer = True
         if self._protocol.num_requests:
             self.drain()
 
     def drain(self) -> None:
-        """Two GOAWAYs: what is under way when the first arrives is still taken (RFC 9113 §6.8)."""
+        """Send two GOAWAYs: requests on their way when the first arrives are still taken (RFC 9113 §6.8)."""
         if not self._is_draining:
             self._is_draining = True
             self._protocol.start_drain()
             self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
-            self._mark_dirty()
-            self._connection.adjust()
+            self._on_changed()
 
     def next_due(self) -> float | None:
         return min((due for due, _ in self._deadlines()), default=None)
@@ -491,7 +437,7 @@ class Http2Exchanges(Exchanges):
         self._mark_dirty()
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
-        """What is awaited of the peer: until when, and what then."""
+        """Each with what happens then."""
         limits = self._limits
         if self._pending_head is not None:
             yield self._head_since + limits.head_s, self._end_slow_head
@@ -501,9 +447,10 @@ class Http2Exchanges(Exchanges):
             yield self._idle_since + limits.idle_s, self.drain
         if self._awaited:
             is_shut = self._room.is_shut
-            for exchange, body in self._awaited.items():
-                if not (exchange.num_shut or is_shut) or self._protocol.may_send(exchange.stream_id):
-                    yield body.due, partial(self._fail_body, exchange)  # the others wait for us
+            for stream_id, body in self._awaited.items():
+                waits_for_us = is_shut or stream_id in self._aside
+                if not waits_for_us or self._protocol.may_send(stream_id):
+                    yield body.due, partial(self._fail_body, stream_id)
         if self._early:
             stream_id, since = next(iter(self._early.items()))
             yield since + limits.linger_s, partial(self._break_off_early, stream_id)
@@ -512,19 +459,20 @@ class Http2Exchanges(Exchanges):
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)
 
     def _end_slow_head(self) -> None:
-        if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
-            peer, calm = self._connection.peer, ErrorCodes.ENHANCE_YOUR_CALM
-            self._context.refuse(408, slow_head(self._limits.head_s), peer, self._head_since, None, calm)
-        self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
+        if self._pending_head:  # a request's: log it; the peer gets no more than GOAWAY
+            calm = Http2ErrorCode.ENHANCE_YOUR_CALM
+            self._context.refuse(408, slow_head(self._limits.head_s), self.peer, self._head_since, None, calm)
+        self._protocol.fail(Http2ErrorCode.ENHANCE_YOUR_CALM)
         self._end()
 
     def _finish_drain(self) -> None:
         self._drain_due = None
         self._protocol.finish_drain()
 
-    def _fail_body(self, exchange: _Exchange) -> None:
-        self._end_body(exchange)
-        exchange.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
+    def _fail_body(self, stream_id: int) -> None:
+        self._end_body(stream_id)
+        error = ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout")
+        self._exchanges[stream_id].fail_body(error)
 
     def _break_off_early(self, stream_id: int) -> None:
         del self._early[stream_id]
@@ -532,5 +480,5 @@ class Http2Exchanges(Exchanges):
 
     def _end_stalled(self, stream_id: int) -> None:
         del self._held_back[stream_id]
-        self._protocol.reset(stream_id, ErrorCodes.CANCEL)
+        self._protocol.reset(stream_id, Http2ErrorCode.CANCEL)
         self._drop(stream_id)

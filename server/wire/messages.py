@@ -3,6 +3,7 @@
 `stream_id` is 1, 2, 3... on HTTP/1.1 (the n-th request of the connection), the stream's own on HTTP/2.
 """
 
+import enum
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -11,7 +12,6 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any, NamedTuple
 
 import msgspec
-from h2.errors import ErrorCodes
 
 Headers = tuple[tuple[bytes, bytes], ...]  # names in lower case, in order of arrival
 TextWriter = Callable[[str], None]  # of what a body says next, see TextFrame
@@ -56,15 +56,43 @@ class BodyEnd(msgspec.Struct, frozen=True):
     stream_id: int
 
 
+class Http2ErrorCode(enum.IntEnum):
+    """RFC 9113 §7."""
+
+    NO_ERROR = 0x0
+    PROTOCOL_ERROR = 0x1
+    INTERNAL_ERROR = 0x2
+    FLOW_CONTROL_ERROR = 0x3
+    SETTINGS_TIMEOUT = 0x4
+    STREAM_CLOSED = 0x5
+    FRAME_SIZE_ERROR = 0x6
+    REFUSED_STREAM = 0x7
+    CANCEL = 0x8
+    COMPRESSION_ERROR = 0x9
+    CONNECT_ERROR = 0xA
+    ENHANCE_YOUR_CALM = 0xB
+    INADEQUATE_SECURITY = 0xC
+    HTTP_1_1_REQUIRED = 0xD
+
+
+class ConnectionFault(Exception):
+    """RFC 9113 §5.4.1: the peer's bytes end the HTTP/2 connection, with a GOAWAY of this code."""
+
+    def __init__(self, code: Http2ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class StreamReset(msgspec.Struct, frozen=True):
-    """No answer is wanted any more.
+    """The stream has ended, and no answer is wanted.
 
     Args:
-        refused_with: the code of our own RST_STREAM, to a request that is malformed or not taken; None: the peer's.
+        refused_with: the code of our RST_STREAM, for a stream error of the peer's or a stream that is not taken; None:
+            the peer has reset it.
     """
 
     stream_id: int
-    refused_with: ErrorCodes | None = None
+    refused_with: Http2ErrorCode | None = None
 
 
 class ProtocolViolation(msgspec.Struct, frozen=True):

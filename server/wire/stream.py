@@ -1,17 +1,17 @@
-"""One request's stream: its body in, its answer out, word of a peer that leaves or reads slowly. Thread: loop.
+"""One request's stream: its body in, its answer out, and news of a peer that leaves or reads slowly. Thread: loop.
 
-It knows neither HTTP/1.1 nor HTTP/2: the connection below it frames and writes. Nothing here waits for the peer to
-read; whoever produces is told by on_blocked to stop, and by on_unblocked to go on.
+A stream is the same for HTTP/1.1 and HTTP/2: its carrier frames and writes. Nothing here waits for the peer to read;
+on_blocked tells the producer to stop, and on_unblocked to go on.
 
-How much of all bodies is buffered is bounded by BodyRoom. Once it is full, the oldest body goes on: bodies are
-completed in their order, so that what is buffered becomes less, and no two wait for each other. Beside it goes the
-oldest of each client that holds less than its even part: bodies that fill the room and stop keep no other client's out,
-and little more than twice the room is held. It stops nobody from reading: connections ask, and shut their windows.
+BodyRoom bounds what is buffered of all bodies. Once it is full, only the oldest body goes on, so that bodies complete
+in their order and no two wait for each other; and the oldest of each client that holds less than an equal share, so
+that bodies that fill the room and stop keep no other client out. Little more than twice the room is ever held. The room
+itself pauses nothing: connections ask it, and shut their windows or stop reading.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -33,17 +33,13 @@ WrittenCallback = Callable[[float], None]  # called with the time, on the monoto
 
 
 class StreamCarrier(Protocol):
-    """What a stream asks of its connection.
-
-    Attributes:
-        peer: who is at the other end of it.
-    """
+    """What a stream asks of its connection."""
 
     @property
     def peer(self) -> Peer: ...
 
     def start_body(self, stream: "HttpStream") -> None:
-        """The body is wanted from now on: its clock starts, and a peer that waits for 100 Continue gets it."""
+        """The handler wants the body: its clock starts, and a peer that waits for 100 Continue gets it."""
         ...
 
     def write_head(self, stream: "HttpStream", head: ResponseHead) -> None: ...
@@ -57,7 +53,7 @@ class StreamCarrier(Protocol):
     def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
 
     def call_once_written(self, stream: "HttpStream", callback: WrittenCallback) -> None:
-        """Call it when all that was sent of the stream so far is with the kernel, or never will be."""
+        """Call it when the kernel has all that was sent on the stream so far, or never will."""
         ...
 
 
@@ -66,18 +62,19 @@ class HttpStream:
 
     Attributes:
         request: its head.
-        body_client: for whom its body is read, as it shares the room for bodies with others.
+        body_client: the client to which BodyRoom counts its body.
         body_is_complete: nothing of the request is still to come.
-        task: of its handler; None: there is none to be cancelled.
+        num_body_bytes: received, and held or dropped.
+        task: of its handler; None: it is not to be cancelled.
         received_s: when its first byte came, on the monotonic clock.
         is_open: the response has not ended and the peer has not gone: what is sent now is on its way.
-        has_lost_peer: it went before the response had ended.
-        status: of the head, once it is sent: too late for another.
+        has_lost_peer: the peer went before the response had ended.
+        status: of the head, once it is sent.
         common_headers: added to the head, whatever it is.
-        late_headers: asked for more of them when the head is written.
-        is_blocked: the peer does not keep up: more than the high mark of this stream is unsent. `send` stays legal.
-        on_disconnect: called once, when the peer goes before the response has ended. Without it, the handler's
-            task is cancelled then; with it, the handler is told and ends by itself.
+        late_headers: asked for more headers when the head is written.
+        is_blocked: the peer does not keep up: more than the high mark is unsent. `send` stays legal.
+        on_disconnect: called once, when the peer goes before the response has ended. Without it, the handler's task is
+            cancelled; with it, the handler ends by itself.
         on_blocked, on_unblocked: called when is_blocked changes.
     """
 
@@ -115,7 +112,7 @@ class HttpStream:
         self.is_blocked = False
         self.body_client = ""
         self.task: asyncio.Task[None] | None = None
-        self.num_body_bytes = 0  # received and held, or dropped
+        self.num_body_bytes = 0
         self.on_disconnect: Callable[[], None] | None = None
         self.on_blocked: Callable[[], None] | None = None
         self.on_unblocked: Callable[[], None] | None = None
@@ -128,12 +125,12 @@ class HttpStream:
 
     @property
     def peer(self) -> Peer:
-        """Who is at the other end of the connection; a trusted proxy names whom it speaks for in the head."""
+        """The other end of the connection; a trusted proxy names its client in the head."""
         return self._carrier.peer
 
     @property
     def carrier(self) -> StreamCarrier:
-        """What it is written to now; for whoever stands in between (move_to)."""
+        """For who wraps it (move_to)."""
         return self._carrier
 
     @property
@@ -142,7 +139,7 @@ class HttpStream:
 
     @property
     def is_reading_body(self) -> bool:
-        """Someone waits in read_body for bytes that have not come."""
+        """read_body waits for bytes that have not come."""
         return self._is_reading
 
     async def read_body(self, limit_bytes: int, client: str = "") -> bytes:
@@ -152,8 +149,8 @@ class HttpStream:
             client: see body_client.
 
         Raises:
-            ServiceError: BODY_TOO_LARGE, at once where content-length says so and else as soon as the limit is passed;
-                REQUEST_TIMEOUT when it comes too slowly; or what fail_body was told.
+            ServiceError: BODY_TOO_LARGE, at once if content-length says so, else as soon as the limit is passed;
+                REQUEST_TIMEOUT if it comes too slowly; or the error given to fail_body.
             ClientDisconnected: the peer left.
         """
         declared = self.request.header(b"content-length")
@@ -206,7 +203,7 @@ class HttpStream:
         self.send(frame.around(text))
 
     def text_writer(self, frame: TextFrame) -> TextWriter:
-        """The hot path: `send_text` of many texts. The head has been sent: who carries the stream stays."""
+        """The hot path: `send_text` of many texts. The head has been sent, so that the carrier no longer changes."""
         assert self.head_sent
         return self._carrier.text_writer(self, frame) if self.is_open else partial(self.send_text, frame)
 
@@ -227,13 +224,13 @@ class HttpStream:
         self.end()
 
     def call_once_written(self, callback: WrittenCallback) -> None:
-        """Call it once, when what was sent so far is with the kernel, or can never be."""
+        """Call it once, when the kernel has what was sent so far, or never will."""
         self._carrier.call_once_written(self, callback)
 
     # What follows is the connection's side.
 
     def move_to(self, carrier: StreamCarrier) -> None:
-        """Another one carries the answer (after an upgrade, or to remember it); nothing of it has been sent."""
+        """Replace the carrier (after an upgrade, or to record the answer) before anything has been sent."""
         assert not self.head_sent
         self._carrier = carrier
 
@@ -247,7 +244,7 @@ class HttpStream:
         self._wake()
 
     def fail_body(self, error: ServiceError) -> None:
-        """The rest of the body will not be waited for: read_body raises the error."""
+        """Wait no longer for the rest of the body: read_body raises the error."""
         self._body_error = error
         self._wake()
 
@@ -260,7 +257,7 @@ class HttpStream:
             callback()
 
     def disconnect(self) -> None:
-        """The peer has gone: the handler is told, or cancelled where it does not listen."""
+        """The peer has gone: tell the handler, or cancel it if it does not listen."""
         self.has_lost_peer |= self.is_open
         self.is_open = False
         is_told = self._waiter is not None or self.on_disconnect is not None
@@ -279,15 +276,6 @@ class HttpStream:
             self._waiter.set_result(None)
 
 
-def tell_written(callbacks: Sequence[WrittenCallback], now_s: float) -> None:
-    """Call each, whatever the others raise."""
-    for callback in callbacks:
-        try:
-            callback(now_s)
-        except Exception:  # it was told too late for the answer: there is nobody to tell of it
-            logger.exception("an answer is written, and cannot be accounted for")
-
-
 def content_headers(body: bytes, media_type: bytes = JSON_TYPE) -> Headers:
     return ((b"content-type", media_type), (b"content-length", b"%d" % len(body)))
 
@@ -301,15 +289,15 @@ def _too_large(limit_bytes: int) -> ServiceError:
 class IncomingBody:
     """One request's body, from when its handler waits for it until it is complete or given up.
 
-    Its clock: each byte grants more time, and never more than body_s from now. So a body at body_bytes_per_s may take
-    as long as it is, and what has come fast is no credit for silence.
+    Its clock: each byte grants more time, up to body_s from now. So a body at body_bytes_per_s may take as long as it
+    is, and what came fast earns no credit for silence.
 
     Attributes:
-        client: whose it is.
+        client: to which BodyRoom counts it.
         num_bytes: buffered.
-        on_room: called when more may come that was told to wait; perhaps for others of its connection.
-        break_down: called in the handling of what on_room has raised: it costs the body's connection, and not the one
-            that made room.
+        on_room: called when the body may grow that had to wait; it may belong to several bodies of a connection.
+        break_down: called while an exception of on_room is handled; it ends the body's connection, and not the one that
+            has made room.
         due: when it is too slow, in the loop's seconds.
     """
 
@@ -335,32 +323,28 @@ class IncomingBody:
         self.due = min(self.due + num_bytes / limits.body_bytes_per_s, now + limits.body_s)
 
     def restart(self, now: float) -> None:
-        """Until now it has waited for us."""
+        """Until now it has waited for room."""
         self.due = now + self._limits.body_s
 
 
 @dataclass(slots=True)
 class _Part:
-    """What one client has in a room: its bodies in order, and the bytes of all."""
+    """One client's bodies in a room, oldest first, and their bytes."""
 
     bodies: dict[IncomingBody, None] = field(default_factory=dict)
     num_buffered: int = 0
 
 
 class BodyRoom:
-    """The bodies of a listener, or of one connection, in the order in which their reading began.
-
-    Attributes:
-        num_buffered: bytes, of all of them.
-    """
+    """The bodies of a listener, or of one connection, in the order in which their reading began."""
 
     __slots__ = ("_bodies", "_limit_bytes", "_parts", "_whole", "num_buffered")
 
     def __init__(self, limit_bytes: int, whole: "BodyRoom | None" = None) -> None:
         """
         Args:
-            limit_bytes: beyond it only the oldest may grow, and the oldest of each client that holds little of it.
-            whole: that this is a part of: what is held here is held there.
+            limit_bytes: beyond it only the oldest may grow, and the oldest of each client with less than its share.
+            whole: the room that contains this one.
         """
         self.num_buffered = 0
         self._limit_bytes = limit_bytes
@@ -374,7 +358,7 @@ class BodyRoom:
 
     @property
     def is_shut(self) -> bool:
-        """Nothing may grow here: the whole is full, and those that may go on in it are elsewhere."""
+        """No body here may grow: the whole room is full, and the bodies that may grow belong to other connections."""
         whole = self._whole
         return whole is not None and whole.is_full and not any(whole.may_grow(body) for body in self._bodies)
 
@@ -384,7 +368,7 @@ class BodyRoom:
         return self._whole is None or self._whole.may_grow(body)
 
     def _goes_on(self, body: IncomingBody) -> bool:
-        """Though the room is full."""
+        """It may grow though the room is full."""
         if _oldest(self._bodies) is body:
             return True
         part = self._parts[body.client]
@@ -403,7 +387,7 @@ class BodyRoom:
             self._whole._hold(body, num_bytes)
 
     def close(self, body: IncomingBody) -> None:
-        """It is complete, or will not be."""
+        """It is complete, or given up."""
         told = self._take_out(body)
         if self._whole is not None:
             told |= self._whole._take_out(body)
@@ -418,7 +402,7 @@ class BodyRoom:
         self._parts[body.client].num_buffered += num_bytes
 
     def _take_out(self, body: IncomingBody) -> dict[Callable[[], None], Callable[[], None]]:
-        """Returns whom to tell, each once, and what to call where that fails."""
+        """Returns on_room of the bodies that may grow now, each once, with its break_down."""
         waiting = [other for other in self._bodies if not self._goes_on(other)] if self.is_full else []
         self._hold(body, -body.num_bytes)
         del self._bodies[body]

@@ -103,7 +103,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert waiting == set(queued)
         for queue in queues.values():
             due = {name: sorted(filter(_HAS_DEADLINE, line), key=_DUE_ORDER) for name, line in queue.tenants.items()}
-            assert queue._due.tenants == {name: line for name, line in due.items() if line}
+            assert queue._due._tenants == {name: line for name, line in due.items() if line}
             assert queue._due._firsts == sorted((line[0] for line in due.values() if line), key=_DUE_ORDER)
 
     def accounts_add_up(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
+from core.inspection import InconsistentAccounting, check_conservation, snapshot_of
 from core.scheduler import Scheduler
 from core.types import Submit
 from tests.fakes import EngineUnderTest, make_request, small_limits
@@ -109,5 +109,5 @@ def test_books_that_do_not_balance_are_told(spoil: Callable[[Scheduler], None], 
     scheduler = busy().scheduler
     check_conservation(scheduler)
     spoil(scheduler)
-    with pytest.raises(BooksDoNotBalance, match=claim):
+    with pytest.raises(InconsistentAccounting, match=claim):
         check_conservation(scheduler)

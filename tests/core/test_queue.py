@@ -185,7 +185,7 @@ def test_idle_tenants_are_forgotten_once_they_would_be_lifted() -> None:
     shares.enter("stays").charge(2.0)
     shares.least_s()
     assert [tenant.name for tenant in shares.tenants()] == ["stays"]
-    assert len(shares._heap) == 1
+    assert len(shares._by_counter._heap) == 1
 
 
 def test_coming_and_going_leaves_one_entry_per_tenant() -> None:
@@ -195,7 +195,7 @@ def test_coming_and_going_leaves_one_entry_per_tenant() -> None:
         tenant = shares.enter("goes")
         tenant.charge(1.0)
         shares.leave(tenant)
-    assert len(shares._heap) == 2
+    assert len(shares._by_counter._heap) == 2
 
 
 def test_refund_is_used_up_before_the_counter_grows_again() -> None:

@@ -2,13 +2,17 @@
 
 import os
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.polling import wait_for
+from tests.e2e.raw_http import connected, post_bytes
 from tests.e2e.server_process import ServerProcess, start_process
 
 
@@ -42,6 +46,50 @@ class Gate:
             return os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:  # ENXIO: nobody reads
             return None
+
+
+class Knocking:
+    """Clients that ask again and again while within, each time on a new connection.
+
+    Attributes:
+        outcomes: statuses, and errors: connections refused, reset or silent, and torn answers.
+    """
+
+    def __init__(self, port: int, body: dict[str, Any], num_clients: int = 1) -> None:
+        self.outcomes: Counter[int | str] = Counter()
+        self._port = port
+        self._body = body
+        self._is_told_to_end = False
+        self._threads = [threading.Thread(target=self._run) for _ in range(num_clients)]
+
+    def _run(self) -> None:
+        while not self._is_told_to_end:
+            try:
+                self.outcomes[self._ask()] += 1
+            except Exception as error:
+                self.outcomes[repr(error)] += 1
+
+    def _ask(self) -> int:
+        with connected(self._port) as client:
+            client.send(post_bytes("/v1/completions", self._body, headers=("connection: close",)))
+            answer = client.read_answer()
+            if answer.status == 200 and self._body.get("stream"):
+                assert answer.body.endswith(b"data: [DONE]\n\n"), answer.body[-100:]
+            return answer.status
+
+    def __enter__(self) -> "Knocking":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_told_to_end = True
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for_answers(self, num_more: int) -> None:
+        num = self.outcomes[200] + num_more
+        wait_for(lambda: self.outcomes[200] >= num, lambda: f"answers: {self.outcomes}")
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode
+from tests.deploy.conftest import Knocking
 from tests.e2e.polling import wait_for
-from tests.e2e.raw_http import ask, connected, post, post_bytes
+from tests.e2e.raw_http import ask, post
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"
@@ -219,40 +218,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         yield booted
 
 
-class Knocking(threading.Thread):
-    """A client that comes again and again, each time on a connection of its own, and waits for its answer."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__()
-        self.outcomes: Counter[int | str] = Counter()
-        self._port = port
-        self._is_told_to_end = False
-
-    def run(self) -> None:
-        while not self._is_told_to_end:
-            try:
-                with connected(self._port) as client:
-                    client.send(post_bytes("/v1/completions", PROMPT, headers=("connection: close",)))
-                    self.outcomes[client.read_answer().status] += 1
-            except Exception as error:  # refused, reset, torn: all that must not be
-                self.outcomes[repr(error)] += 1
-
-    def __enter__(self) -> "Knocking":
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_told_to_end = True
-        self.join()
-
-    def wait_for_answers(self, num_more: int) -> None:
-        num = self.outcomes[200] + num_more
-        wait_for(lambda: self.outcomes[200] >= num, lambda: f"answers: {self.outcomes}")
-
-
 def test_twenty_restarts_in_a_row_refuse_nobody(machine: Machine) -> None:
     machine.checked("start", "steploop.service")
-    with Knocking(machine.port) as client:
+    with Knocking(machine.port, PROMPT) as client:
         for _ in range(NUM_RESTARTS):
             client.wait_for_answers(1)
             machine.checked("restart", "steploop.service")
@@ -262,7 +230,7 @@ def test_twenty_restarts_in_a_row_refuse_nobody(machine: Machine) -> None:
 
 def test_full_disk_that_gets_room_lets_the_service_start(machine: Machine) -> None:
     filler = machine.fill_disk()
-    with Knocking(machine.port) as client:
+    with Knocking(machine.port, PROMPT) as client:
         machine.wait_for_restarts(3)
         machine.wait_for_exit(ExitCode.TRANSIENT)
         filler.unlink()
@@ -290,7 +258,10 @@ def test_full_disk_while_serving_is_told_and_mends_without_a_restart(machine: Ma
 
 
 def test_ledger_that_another_holds_and_gives_up_lets_the_service_start(machine: Machine) -> None:
-    with (machine.root / "var/lib/steploop/ledger.db-spill").open("wb") as held, Knocking(machine.port) as client:
+    with (
+        (machine.root / "var/lib/steploop/ledger.db-spill").open("wb") as held,
+        Knocking(machine.port, PROMPT) as client,
+    ):
         os.fchmod(held.fileno(), 0o666)  # the service's user opens it too
         fcntl.flock(held, fcntl.LOCK_EX)
         machine.wait_for_restarts(3)
@@ -305,7 +276,7 @@ def test_typo_in_the_configuration_that_is_mended_lets_the_service_start(machine
     file = machine.root / "etc/steploop/steploop.toml"
     right = file.read_text()
     file.write_text(right.replace("drain_timeout", "drian_timeout"))
-    with Knocking(machine.port) as client:
+    with Knocking(machine.port, PROMPT) as client:
         machine.wait_for_restarts(6)  # of which a start limit would take the socket too
         file.write_text(right)
         client.wait_for_answers(3)

@@ -104,7 +104,7 @@ def test_sighup_reloads_a_server_that_nobody_supervises_and_opens_none(simulate:
     tenant = f'[[tenants]]\nname = "acme"\nkey_sha256 = ["{sha256(b"k").hexdigest()}"]\n'
     reload(tenant, "reloaded: tenants=1 keys=1")
     assert (status(), status("k")) == (401, 200)
-    reload("", "would let everybody in")
+    reload("", "would let everyone in")
     assert (status(), status("k")) == (401, 200)
 
 

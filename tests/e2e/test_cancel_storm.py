@@ -24,7 +24,7 @@ from server.config import ServerConfig
 from server.engine_loader import engine_loader
 from server.engine_thread import EngineThread
 from server.process import Server
-from server.wire.frame_gate import GOAWAY, RST_STREAM
+from server.wire.http2 import GOAWAY, RST_STREAM
 from tests.server.tiny_model import write_tiny_model
 
 MODEL = "tiny"  # its directory's name
@@ -119,7 +119,7 @@ async def storm(server: Server, num_per_kind: int) -> Clients:
     """Until the listener knows of nobody, and the engine has told the end of everybody."""
     clients = Clients(server.listener.port, num_per_kind)
     await clients.run()
-    generations, client = server._app.state.generations, server._client
+    generations, client = server._app.generations, server._client
     assert generations is not None
     assert client is not None
     while server.listener.num_open or server.listener.num_handlers or generations.active or client._handles:

@@ -167,8 +167,3 @@ def test_a_probe_reads_more_than_a_cache_holds_within_what_is_free(
 
 def test_measured_bandwidth_is_a_machines() -> None:
     assert 1e8 < device.measure_bandwidth(CPU) < 1e13
-
-
-def test_applied_threads_are_torchs() -> None:
-    device.apply_threads(choose(threads=2))
-    assert torch.get_num_threads() == 2

@@ -18,9 +18,8 @@ from gpu.step_graphs import (
     NoRoomForGraph,
     StepGraphs,
     evenly,
-    extrapolate,
     measure_graphs,
-    plan_with,
+    plan_graphs,
 )
 from gpu.step_shapes import StepShape, StepShapes, chunk_shapes, decode_sizes, step_shapes
 from tests.gpu.test_memory_plan import CUDA, MODEL
@@ -81,10 +80,7 @@ def test_what_all_take_is_never_less_than_a_few_have_told_and_little_more(node_b
     assert everything.size_bytes <= taken.of(num_graphs) <= everything.size_bytes + num_graphs * GRANULE_BYTES
 
 
-def test_what_others_take_is_rounded_up_and_has_a_granule_that_may_not_have_been_seen() -> None:
-    assert extrapolate(2, 100, 3, 0) == GraphBytes(2, 100, -(-GRANULE_BYTES // 3))
-    assert extrapolate(2, 100, 2, 3 * GRANULE_BYTES) == GraphBytes(2, 100, 2 * GRANULE_BYTES)
-    assert extrapolate(1, 100, 0, 0) == GraphBytes(1, 100, GRANULE_BYTES)
+def test_what_graphs_take_is_the_largest_and_as_many_others() -> None:
     found = GraphBytes(2, 100, 7)
     assert [found.of(count) for count in (0, 1, 2, 3, 10)] == [0, 100, 100, 107, 156]
 
@@ -123,7 +119,7 @@ def counted(taken: GraphBytes, free_gib: float = 100, **engine: Any) -> tuple[Me
     """As it was planned before the start, and as it is with what graphs take."""
     config = EngineConfig(**{"max_model_len": 8192, **engine})
     memory = plan_memory(MODEL, config, CUDA, 0, int(free_gib * GIB))
-    return memory, plan_with(taken, MODEL, config, memory, step_shapes(MODEL, config))
+    return memory, plan_graphs(taken, memory, step_shapes(MODEL, config))
 
 
 @pytest.mark.parametrize("other_bytes", [MIB, 64 * MIB])

@@ -4,11 +4,11 @@ import numpy as np
 import torch
 
 from core.types import TokenLogprobs
-from gpu.sampler import AskedLogprobs, Sampled, TokensToHost
+from gpu.sampler import RequestedLogprobs, Sampled, TokensToHost
 from tests.gpu.late_streams import LateStreams
 
 
-def sampled(*token_ids: int, logprobs: AskedLogprobs | None = None) -> Sampled:
+def sampled(*token_ids: int, logprobs: RequestedLogprobs | None = None) -> Sampled:
     return Sampled(torch.tensor(token_ids), torch.tensor([token_id > 0 for token_id in token_ids]), logprobs)
 
 
@@ -44,7 +44,7 @@ def test_logprobs_come_with_their_tokens() -> None:
     def find() -> tuple[torch.Tensor, ...]:
         return logits * 1, torch.tensor([[-0.5, -1.5]]), torch.tensor([[7, 3]])
 
-    sent = tokens.send(sampled(5, 7, logprobs=AskedLogprobs(np.array([1]), [2], 2, find)))
+    sent = tokens.send(sampled(5, 7, logprobs=RequestedLogprobs(np.array([1]), [2], 2, find)))
     logits.fill_(-0.5)
     sent.wait()
-    assert sent.told() == {1: TokenLogprobs(7, -0.5, ((7, -0.5), (3, -1.5)))}
+    assert sent.logprobs_by_row() == {1: TokenLogprobs(7, -0.5, ((7, -0.5), (3, -1.5)))}

@@ -1,18 +1,34 @@
 """What tests of connections in memory are given, and what tests of a whole server must leave as it was."""
 
+import asyncio
 import gc
+import inspect
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
+import uvloop
 
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.memory_connection import Serve
 from tests.server.simulated_server import SimulatedServer
+
+LIMIT_S = 60  # of a test that hangs
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs on the loop that serves."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    uvloop.run(asyncio.wait_for(test(**arguments), LIMIT_S))
+    return True
 
 
 @pytest.fixture

@@ -5,14 +5,12 @@ from collections.abc import Awaitable, Callable
 from ipaddress import IPv4Address
 from typing import Any
 
-from h2.errors import ErrorCodes
-
 from server.api.replies import protocol_error_body
 from server.listening.clients import ClientRules
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.wire.connection import Refuse
 from server.wire.limits import ConnectionLimits
-from server.wire.messages import Headers, Peer
+from server.wire.messages import Headers, Http2ErrorCode, Peer
 from server.wire.stream import HttpStream, content_headers
 from tests.server.virtual_loop import VirtualTimeLoop
 
@@ -161,7 +159,7 @@ class MemoryTransport(asyncio.Transport):
 
 
 def refuse(
-    status: int, message: str, peer: Peer, since: float, stream: HttpStream | None, code: ErrorCodes | None
+    status: int, message: str, peer: Peer, since: float, stream: HttpStream | None, code: Http2ErrorCode | None
 ) -> tuple[Headers, bytes]:
     """What a connection answers by itself where no app accounts for it."""
     body = protocol_error_body(status, message)

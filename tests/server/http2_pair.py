@@ -5,12 +5,11 @@ from functools import partial
 from h2 import events
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
 from server.wire.http2 import Http2Protocol
 from server.wire.limits import FrameLimits, HeadLimits, Http2Limits, Rate
-from server.wire.messages import ResponseHead, TextFrame, TextWriter
+from server.wire.messages import Http2ErrorCode, ResponseHead, TextFrame, TextWriter
 from tests.server.http2_client import fields
 
 HEAD = ResponseHead(200, ())
@@ -28,9 +27,8 @@ NO_LIMITS = Http2Limits(frames=FrameLimits(settings=Rate(10**6, 0), resets=Rate(
 class Pair:
     """Both ends of the connection."""
 
-    def __init__(self, by_hand: bool = True) -> None:
+    def __init__(self) -> None:
         self.server = Http2Protocol(HeadLimits(), NO_LIMITS, lambda: b"now")
-        self.server.responses._by_hand = by_hand
         self.client = H2Connection(H2Configuration(client_side=True))
         self.client.initiate_connection()
         self.sent: dict[int, bytes] = {}
@@ -81,11 +79,11 @@ class Pair:
 
     def check(self) -> None:
         """Each stream has received what was sent, up to where its windows are shut."""
-        ours, theirs = self.server._h2, self.client
-        assert ours.outbound_flow_control_window == theirs.inbound_flow_control_window
-        for stream_id, stream in self.server.responses.streams.items():
+        ours, theirs = self.server.responses, self.client
+        assert ours.window == theirs.inbound_flow_control_window
+        for stream_id, stream in ours.streams.items():
             window = theirs.streams[stream_id].inbound_flow_control_window
-            assert stream.h2.outbound_flow_control_window == window
+            assert stream.window == window
             sent, received = self.sent[stream_id], self.received[stream_id]
             assert received == sent[: len(received)]
             assert len(stream.data) == len(sent) - len(received)
@@ -153,7 +151,7 @@ def take_step(pair: Pair, name: str, number: int = 0, amount: int = 0) -> None:
             pair.send(stream_id, bytes([65 + stream_id % 26]) * amount)
         elif name == "say":
             pair.say(stream_id, bytes([65 + stream_id % 26]) * amount)
-        elif name == "end" and pair.server.responses.streams[stream_id].h2.outbound_flow_control_window >= 0:
+        elif name == "end" and pair.server.responses.streams[stream_id].window >= 0:
             # RFC 9113 §6.9.1: an empty frame needs no window; h2's client takes one that is negative for an error
             pair.server.responses.send_end(stream_id)
         elif name == "end with trailers":
@@ -161,7 +159,7 @@ def take_step(pair: Pair, name: str, number: int = 0, amount: int = 0) -> None:
         elif name == "peer resets":
             pair.client.reset_stream(stream_id)
         elif name == "we reset":
-            pair.server.reset(stream_id, ErrorCodes.CANCEL)
+            pair.server.reset(stream_id, Http2ErrorCode.CANCEL)
         elif name == "stream window":
             pair.client.increment_flow_control_window(amount, stream_id)
         elif name == "priority":

@@ -2,7 +2,8 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ class Running:
         self.banner: list[str] = []
         self.server = Server(ServerConfig(port=0, **settings), load, self.banner.extend)
         self.exit: asyncio.Task[ExitCode] = asyncio.create_task(self.server.run())
+
+
+@asynccontextmanager
+async def serving(load: LoadEngine | None = None, **settings: Any) -> AsyncIterator[Running]:
+    """A server that is ready; at the end it is stopped, unless it has been, and exits with OK."""
+    running = Running(load or load_with(), **settings)
+    await running.server.wait_ready()
+    yield running
+    if not running.exit.done():
+        running.server.stop(0)
+    assert await running.exit is ExitCode.OK
 
 
 async def ask(server: Server, data: bytes) -> Answer:

@@ -23,18 +23,16 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, StepDelivery
+from server.api.fields import GenerationDefaults
 from server.api.models import ServedModel
-from server.api.surface import GenerationDefaults
-from server.app import App
+from server.app import App, Readiness
 from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.exchange import Readiness
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
-from server.gate.deadlines import Deadlines
-from server.gate.tenants import Tenant
+from server.gate.tenants import Deadlines, Tenant
 from server.generation import Generations
 from server.ledger.idempotency import Idempotency
 from server.ledger.usage import NO_PRICES, Prices
@@ -42,6 +40,7 @@ from server.listening.clients import ClientRules
 from server.observing.metrics import Metrics
 from server.process import OpenLedger, opened
 from server.prompts import PromptReader
+from server.routes import find_route
 from server.wire.limits import ConnectionLimits
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
@@ -216,15 +215,21 @@ class SimulatedServer:
         self.gate = Gate(config, clock, opening.used_today)
         numbers = itertools.count(first_id)
         self.app = App(
-            self.readiness, self.gate, self.metrics, clock, lambda: f"r{next(numbers)}", CrossOrigin(origins)
+            find_route,
+            self.readiness,
+            self.gate,
+            self.metrics,
+            clock,
+            lambda: f"r{next(numbers)}",
+            CrossOrigin(origins),
         )
         self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
-        self.app.state.listener = self.network.listener
+        self.app.listener = self.network.listener
         self.client = self._new_client()
         queue_limits = QueueLimits(max_requests=max_requests, max_tokens=max_queue_tokens, max_bytes=max_queue_bytes)
         self.generations = self._new_generations(clock, queue_limits, deadlines, opening)
         if is_ready:
-            self.app.state.generations = self.generations
+            self.app.generations = self.generations
 
     def _open_ledger(self, config: ServerConfig, clock: Clock) -> OpenLedger:
         if self.ledger_writer is None:

@@ -27,8 +27,7 @@ from server.gate.admission import (
     SharedRoom,
     backlog_of,
 )
-from server.gate.deadlines import DeadlineTable
-from server.gate.tenants import Limits, Tenant
+from server.gate.tenants import DeadlineTable, Limits, Tenant
 from server.generation import OFFLOAD_BYTES
 from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
@@ -82,9 +81,13 @@ def test_prompts_that_wait_are_bounded_in_tokens() -> None:
         assert [the_answer(one).status for one in (first, waiting, short)] == [200, 200, 200]
 
 
-def test_one_prompt_alone_may_be_longer_than_the_bound() -> None:
-    with serving(max_queue_tokens=10) as server:
-        assert server.ask(completion(prompt=[5] * 40)).status == 200
+@pytest.mark.parametrize(
+    ("bound", "fields"),
+    [({"max_queue_tokens": 10}, {"prompt": [5] * 40}), ({"max_queue_bytes": 100}, {"user": "z" * OFFLOAD_BYTES})],
+)
+def test_a_single_prompt_or_body_may_be_larger_than_the_bound(bound: dict[str, int], fields: dict[str, Any]) -> None:
+    with serving(**bound) as server:
+        assert server.ask(completion(**fields)).status == 200
 
 
 def test_bodies_that_wait_to_be_tokenized_are_bounded() -> None:
@@ -107,11 +110,6 @@ def test_bodies_that_wait_to_be_tokenized_are_bounded() -> None:
         server.run()
         assert [the_answer(one).status for one in (first, small)] == [200, 200]
         assert server.ask(request("POST", "/tokenize", {"prompt": "step", **large})).status == 200
-
-
-def test_one_body_alone_may_be_larger_than_the_bound() -> None:
-    with serving(max_queue_bytes=100) as server:
-        assert server.ask(completion(user="z" * OFFLOAD_BYTES)).status == 200
 
 
 def test_each_refused_is_told_a_time_at_which_there_will_be_room_for_it() -> None:
@@ -271,18 +269,14 @@ def test_deadline_that_cannot_be_met_is_refused_at_once(how: dict[str, Any]) -> 
         assert (the_answer(busy).status, the_answer(patient).status) == (200, 200)
 
 
-def test_idle_server_tries_what_it_has_thought_too_slow() -> None:
+@pytest.mark.parametrize(("ttft_ms", "status"), [(300, 200), (5, 503)], ids=["thought too slow", "less than a step"])
+def test_idle_server_refuses_only_what_cannot_be_in_time(ttft_ms: int, status: int) -> None:
     with serving() as server:
         measured(server)
         server.generations.admission.margin = MOST_MARGIN
-        assert server.ask(completion(prompt=[5] * 100, deadlines={"ttft_ms": 300})).status == 200
-
-
-def test_deadline_shorter_than_a_step_is_refused_even_by_an_idle_server() -> None:
-    with serving() as server:
-        measured(server)
-        answer = server.ask(completion(deadlines={"ttft_ms": 5}))
-        assert code(answer) == (503, "deadline_unattainable")
+        answer = server.ask(completion(prompt=[5] * 100, deadlines={"ttft_ms": ttft_ms}))
+        assert answer.status == status
+        assert status == 200 or code(answer) == (503, "deadline_unattainable")
 
 
 def test_tenants_deadline_refuses_before_the_body_is_read() -> None:
@@ -326,20 +320,16 @@ def test_a_tenant_alone_has_all_of_the_room_and_others_find_some_of_what_is_left
     assert room.missing(1) == 1
     assert room.borrower() == "a"
     assert not room.exceeds_share("b", 1)
-    room.take("a", -4)
+    room.take("a", -1)
+    room.take("b", 1)
+    assert [room.exceeds_share("b", num) for num in (2, 3)] == [False, True]  # what "a" has borrowed does not count
+    room.take("a", -3)
     assert room.borrower() is None
-    room.take("b", 1)
     assert room.exceeds_share("a", 1)
-    assert not room.exceeds_share("b", 1)
-    assert room.exceeds_share("b", 3)  # of the 4 that a leaves
-
-
-def test_what_one_has_borrowed_counts_for_nothing_in_what_others_may_hold() -> None:
-    room = SharedRoom(16)
-    room.take("a", 15)
-    room.take("b", 1)
-    assert not room.exceeds_share("b", 2)
-    assert room.exceeds_share("b", 3)
+    assert [room.exceeds_share("b", num) for num in (1, 3)] == [False, True]  # of the 4 that "a" leaves
+    room.take("a", -12)
+    room.take("b", -1)
+    assert (room.total, room.held) == (0, {})
 
 
 @pytest.mark.parametrize("num_tenants", [2, 5, 40])
@@ -353,13 +343,6 @@ def test_however_many_take_all_they_may_there_is_room_for_one_who_comes(num_tena
     assert not room.exceeds_share("new", 1)
     assert room.missing(1) <= 0
     assert min(room.held.values()) >= 0.9 * max(room.held.values()) - 1 or num_tenants == 2
-
-
-def test_who_has_left_holds_nothing() -> None:
-    room = SharedRoom(4)
-    room.take("a", 3)
-    room.take("a", -3)
-    assert (room.total, room.held) == (0, {})
 
 
 # The order of lines
@@ -400,38 +383,46 @@ def queue_of(
     return admission, places
 
 
-def num_ahead(admission: Admission, tenant: str, priority: int = 0, share: int = 1, is_due: bool = False) -> float:
-    return admission.estimate(Contender(priority, tenant, share, is_due), backlog_of(1, 1), 1.0).position
+SIX_AND_THREE = (
+    *(make_request(f"a{i}", "a") for i in range(6)),
+    *(make_request(f"b{i}", "b", priority=1) for i in range(3)),
+)
+A_HAS_SHARE_3 = (*(make_request(f"a{i}", "a", share=3) for i in range(9)), make_request("b", "b"))
+ONE_IS_DUE = (make_request("a", "a"), make_request("b", "a", deadline_s=5.0))
 
 
-def test_own_requests_and_higher_classes_are_ahead_and_of_others_a_fair_share() -> None:
-    admission, _ = queue_of(
-        *(make_request(f"a{i}", "a") for i in range(6)),
-        *(make_request(f"b{i}", "b", priority=1) for i in range(3)),
-    )
-    assert num_ahead(admission, "a") == 9
-    assert num_ahead(admission, "c") == 1 + 3
-    assert num_ahead(admission, "c", share=2) == 1 + 3
-    assert num_ahead(admission, "b", priority=1) == 3
-    assert num_ahead(admission, "c", priority=2) == 0
+@pytest.mark.parametrize(
+    ("waiting", "contender", "num_ahead"),
+    [
+        (SIX_AND_THREE, Contender(0, "a", 1, False), 9),  # its own, and those of higher classes
+        (SIX_AND_THREE, Contender(0, "c", 1, False), 1 + 3),  # of another tenant a fair share
+        (SIX_AND_THREE, Contender(0, "c", 2, False), 1 + 3),
+        (SIX_AND_THREE, Contender(1, "b", 1, False), 3),
+        (SIX_AND_THREE, Contender(2, "c", 1, False), 0),
+        (A_HAS_SHARE_3, Contender(0, "b", 1, False), 1 + 6),
+        (ONE_IS_DUE, Contender(0, "a", 1, True), 1),  # deadlines pass those without
+        (ONE_IS_DUE, Contender(0, "a", 1, False), 2),
+    ],
+)
+def test_what_is_ahead_follows_class_share_and_deadlines(
+    waiting: tuple[Request, ...], contender: Contender, num_ahead: int
+) -> None:
+    admission, _ = queue_of(*waiting)
+    assert admission.estimate(contender, backlog_of(1, 1), 1.0).position == num_ahead
 
 
-def test_share_of_a_tenant_says_how_many_of_its_requests_go_before() -> None:
-    admission, _ = queue_of(*(make_request(f"a{i}", "a", share=3) for i in range(9)), make_request("b", "b"))
-    assert num_ahead(admission, "b") == 1 + 6
+def test_position_counts_what_came_before_in_the_same_line() -> None:
+    _, places = queue_of(*(make_request(name, "a") for name in "abcd"))
+    places[1].leave(0.0)
+    assert [view and view.position for view in (place.view() for place in places)] == [0, None, 1, 2]
 
 
-def test_deadlines_pass_those_without() -> None:
-    admission, _ = queue_of(make_request("a", "a"), make_request("b", "a", deadline_s=5.0))
-    assert num_ahead(admission, "a", is_due=True) == 1
-    assert num_ahead(admission, "a") == 2
-
-
-def test_who_has_its_first_token_or_leaves_is_ahead_no_more() -> None:
+def test_a_request_with_its_first_token_or_that_left_is_no_longer_ahead() -> None:
     admission, (first, second, _) = queue_of(*(make_request(name, "a") for name in "abc"))
     first.on_first_token(0, 1.0)
     second.leave(1.0)
-    assert (num_ahead(admission, "a"), admission.num_decoding, admission.num_requests) == (1, 1, 2)
+    num_ahead = admission.estimate(Contender(0, "a", 1, False), backlog_of(1, 1), 1.0).position
+    assert (num_ahead, admission.num_decoding, admission.num_requests) == (1, 1, 2)
     first.on_choice_end()
     first.leave(2.0)
     assert (admission.num_decoding, admission.num_requests, admission.num_bytes) == (0, 1, 1)
@@ -480,24 +471,6 @@ def test_higher_classes_hold_one_back_for_no_longer_than_age_lets_them(gap: int)
         admission.enter("a", 1).admit([make_request("a", "a", priority=gap)], 50.0, 0.0)
 
 
-def test_margin_stretches_the_estimate_and_not_what_age_guarantees() -> None:
-    admission, _ = queue_of(*(make_request(f"a{i}", "a", priority=4) for i in range(300)), stats=measured_stats)
-    admission.margin = MOST_MARGIN
-    admission.enter("b", 1).admit([make_request("b", "b")], 4 * AGEING_S + 5.0, 0.0)
-
-
-def test_a_short_backlog_of_higher_classes_is_waited_for_as_long_as_it_takes() -> None:
-    admission, _ = queue_of(make_request("a", "a", priority=1), stats=measured_stats)
-    admission.enter("b", 1).admit([make_request("b", "b")], 5.0, 0.0)
-
-
-def test_nothing_is_expected_before_steps_were_measured() -> None:
-    _, (place,) = queue_of(make_request("a", "a"))
-    view = place.view()
-    assert view is not None
-    assert (view.position, view.expected_s) == (0, None)
-
-
 @pytest.mark.parametrize(
     ("num_decoding", "tokens_left", "first_left", "told_s"),
     [
@@ -539,16 +512,30 @@ def test_refused_are_told_how_fast_places_came_free_of_late() -> None:
     assert told_s() == LEAST_RETRY_S
 
 
-def test_margin_settles_where_one_in_ten_is_late() -> None:
+@pytest.mark.parametrize(
+    ("priority", "num_waiting", "margin"), [(4, 300, MOST_MARGIN), (1, 1, 1.0)], ids=["bounded by age", "short backlog"]
+)
+def test_higher_classes_are_waited_for_as_long_as_they_take_or_age_allows(
+    priority: int, num_waiting: int, margin: float
+) -> None:
+    waiting = (make_request(f"a{i}", "a", priority=priority) for i in range(num_waiting))
+    admission, _ = queue_of(*waiting, stats=measured_stats)
+    admission.margin = margin
+    allowed_s = 5.0 + (priority * AGEING_S if num_waiting > 1 else 0.0)
+    admission.enter("b", 1).admit([make_request("b", "b")], allowed_s, 0.0)
+
+
+def test_nothing_is_expected_before_steps_were_measured() -> None:
+    _, (place,) = queue_of(make_request("a", "a"))
+    assert place.view() == (0, None)
+
+
+def test_margin_settles_where_one_in_ten_is_late_and_has_bounds() -> None:
     """Of waits from 0.1 to 2 times the estimate, evenly: at 1.8 times, within the last step or two."""
     admission, _ = queue_of()
     for i in range(4000):
         admission.note_wait(is_late=(i * 7 % 19 + 1) / 9.5 > admission.margin)
     assert 1.6 < admission.margin < 2.2
-
-
-def test_margin_has_bounds() -> None:
-    admission, _ = queue_of()
     for is_late, bound in ((True, MOST_MARGIN), (False, LEAST_MARGIN)):
         for _ in range(1000):
             admission.note_wait(is_late)

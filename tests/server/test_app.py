@@ -53,7 +53,7 @@ def refusal(data: bytes, method: str = "POST", **server: Any) -> tuple[int, str]
         (chat(model="large", logit_bias={"99999": 1}), (404, "model_not_found")),
         (completion(model="large", prompt=[99_999]), (404, "model_not_found")),
         (
-            request("POST", "/v1/responses", {"model": "large", "input": "a", "temperature": 9}),
+            request("POST", "/v1/responses", {"model": "large", "input": "a", "stop_token_ids": [99_999]}),
             (404, "model_not_found"),
         ),
         (request("POST", "/detokenize", {"model": "large", "tokens": [99_999]}), (404, "model_not_found")),

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.app import App
-from server.exchange import Exchange
+from server.app import App, Exchange
 from tests.server.simulated_engine import MortalRunner, SickRunner
 from tests.server.simulated_server import (
     STREAM,

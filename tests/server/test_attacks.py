@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.frame_gate import GOAWAY, PRIORITY
+from server.wire.http2 import GOAWAY, PRIORITY
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.raw_http2 import (
@@ -55,7 +55,7 @@ CALM = ErrorCodes.ENHANCE_YOUR_CALM
 MOST_HELD_BYTES = 1024 * 1024  # by a connection, over what its setup holds
 LARGEST = 16_384
 TINY = indexed(2) + indexed(6) + indexed(4) + b"\x01" + text(b"a")  # RFC 7541 §A: a request of six bytes
-COUNTED = ("/server/", "/h2/", "/hpack/", "/hyperframe/")
+COUNTED = ("/server/", "/hpack/")
 
 Turns = Iterator[tuple[Frame | bytes, ...]]
 

@@ -28,11 +28,10 @@ from core.types import Message, Pause
 from server.engine_thread import EngineThread
 from server.gate.tenants import Tenant
 from server.process import Server
-from server.wire.frame_gate import PREFACE
-from server.wire.http2 import Http2Protocol
+from server.wire.http2 import PREFACE, Http2Protocol
 from tests.certificates import make_certificate, needs_openssl
 from tests.server.raw_http2 import END_STREAM, INITIAL_WINDOW, data, post, settings
-from tests.server.running_server import LIMIT_S, LIMITS, Running, load_with, read_answer, run
+from tests.server.running_server import LIMIT_S, LIMITS, Running, load_with, read_answer
 from tests.server.running_server import closing as closing_request
 from tests.server.simulated_server import STREAM, answers, chat
 
@@ -187,7 +186,7 @@ def client_context(certificate: Path, protocol: str) -> ssl.SSLContext:
 @pytest.mark.parametrize(
     "window", [None, OPEN_WINDOW, 0], ids=["HTTP/1.1 socket", "HTTP/2 socket", "HTTP/2 zero window"]
 )
-def test_reader_that_stops_costs_two_steps_and_bounded_memory_and_reads_on_to_the_same_text(
+async def test_reader_that_stops_costs_two_steps_and_bounded_memory_and_reads_on_to_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | None, is_secure: bool
 ) -> None:
     steps = Steps()
@@ -204,22 +203,18 @@ def test_reader_that_stops_costs_two_steps_and_bounded_memory_and_reads_on_to_th
         certificate, key = make_certificate(tmp_path)
         settings = {"tls_cert": certificate, "tls_key": key}
         tls = client_context(certificate, "http/1.1" if window is None else "h2")
-
-    async def scenario() -> None:
-        running = Running(load_with(steps.runner()), **settings)
-        await running.server.wait_ready()
-        try:
-            await stop_reading(running.server, steps, lambda: Client(running.server.listener.port, tls, window))
-        finally:
-            steps.permits.release(100_000)
-            running.server.stop(0)
-            await running.exit
-
-    run(scenario)
+    running = Running(load_with(steps.runner()), **settings)
+    await running.server.wait_ready()
+    try:
+        await stop_reading(running.server, steps, lambda: Client(running.server.listener.port, tls, window))
+    finally:
+        steps.permits.release(100_000)
+        running.server.stop(0)
+        await running.exit
 
 
 async def stop_reading(server: Server, steps: Steps, connect: Callable[[], Client]) -> None:
-    generations = server._app.state.generations
+    generations = server._app.generations
     assert generations is not None
     with ExitStack() as stack:
         slow, neighbour, again = [stack.enter_context(closing(await asyncio.to_thread(connect))) for _ in range(3)]
@@ -263,30 +258,26 @@ def zero_window_chats(key: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("has_keys", [True, False], ids=["tenants by keys", "by addresses"])
-def test_zero_windows_of_one_tenant_refuse_nobody_elses_requests(has_keys: bool) -> None:
+async def test_zero_windows_of_one_tenant_refuse_nobody_elses_requests(has_keys: bool) -> None:
     tenants = tuple(Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),)) for name in ("flood", "light"))
-
-    async def scenario() -> None:
-        running = Running(
-            load_with(limits=replace(LIMITS, num_blocks=8192)), tenants=tenants if has_keys else (), max_queue=MAX_QUEUE
-        )
-        server = running.server
-        await server.wait_ready()
-        with ExitStack() as stack:
-            stack.callback(server.stop, 0)
-            flood = [await asyncio.open_connection("127.0.0.1", server.listener.port) for _ in range(NUM_CONNECTIONS)]
-            for _, writer in flood:
-                stack.callback(writer.close)
-                writer.write(zero_window_chats(b"flood"))
-            assert server._client is not None
-            while server._client.stats.num_paused < MAX_QUEUE:
-                await asyncio.sleep(0)
-            for seed in range(6):
-                light = await asyncio.open_connection("127.0.0.1", server.listener.port, local_addr=("127.0.0.2", 0))
-                light[1].write(
-                    closing_request(chat(seed=seed, max_tokens=8).replace(b"\r\n", b"\r\nx-api-key: light\r\n", 1))
-                )
-                assert (await read_answer(*light)).status == 200
-        await running.exit
-
-    run(scenario)
+    running = Running(
+        load_with(limits=replace(LIMITS, num_blocks=8192)), tenants=tenants if has_keys else (), max_queue=MAX_QUEUE
+    )
+    server = running.server
+    await server.wait_ready()
+    with ExitStack() as stack:
+        stack.callback(server.stop, 0)
+        flood = [await asyncio.open_connection("127.0.0.1", server.listener.port) for _ in range(NUM_CONNECTIONS)]
+        for _, writer in flood:
+            stack.callback(writer.close)
+            writer.write(zero_window_chats(b"flood"))
+        assert server._client is not None
+        while server._client.stats.num_paused < MAX_QUEUE:
+            await asyncio.sleep(0)
+        for seed in range(6):
+            light = await asyncio.open_connection("127.0.0.1", server.listener.port, local_addr=("127.0.0.2", 0))
+            light[1].write(
+                closing_request(chat(seed=seed, max_tokens=8).replace(b"\r\n", b"\r\nx-api-key: light\r\n", 1))
+            )
+            assert (await read_answer(*light)).status == 200
+    await running.exit

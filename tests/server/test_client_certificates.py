@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import uvloop
 from h2 import events
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -57,73 +56,57 @@ async def who_am_i(port: int, context: ssl.SSLContext) -> bytes:
 
 
 @pytest.mark.parametrize("mode", ClientAuth)
-def test_the_clients_certificate_is_handed_on_with_its_names(tmp_path: Path, mode: ClientAuth) -> None:
+async def test_the_clients_certificate_is_handed_on_with_its_names(tmp_path: Path, mode: ClientAuth) -> None:
     certificate, key = make_certificate(tmp_path)
     ca = make_certificate(tmp_path / "ca", "ca")
     own = make_client_certificate(
         tmp_path, ca, "/O=Example, Inc./CN=router", "URI:spiffe://example/router", "DNS:r.example"
     )
     names = (("URI", "spiffe://example/router"), ("DNS", "r.example"))
-
-    async def main() -> None:
-        tls = ServerTls(TlsFiles(certificate, key, ca[0], mode))
-        async with serving(tls, handler=say_subject) as listener:
-            known = repr(ClientCertificate("CN=router,O=Example\\, Inc.", names)).encode()
-            assert await who_am_i(listener.port, showing(certificate, own)) == known
-
-    uvloop.run(main())
+    tls = ServerTls(TlsFiles(certificate, key, ca[0], mode))
+    async with serving(tls, handler=say_subject) as listener:
+        known = repr(ClientCertificate("CN=router,O=Example\\, Inc.", names)).encode()
+        assert await who_am_i(listener.port, showing(certificate, own)) == known
 
 
 @pytest.mark.parametrize(("mode", "is_let_in"), [(ClientAuth.OPTIONAL, True), (ClientAuth.REQUIRED, False)])
-def test_who_shows_no_certificate_is_let_in_where_it_is_optional(
+async def test_who_shows_no_certificate_is_let_in_where_it_is_optional(
     tmp_path: Path, mode: ClientAuth, is_let_in: bool
 ) -> None:
     certificate, key = make_certificate(tmp_path)
     ca, _ = make_certificate(tmp_path / "ca", "ca")
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key, ca, mode)), handler=say_subject) as listener:
-            if is_let_in:
-                assert await who_am_i(listener.port, showing(certificate, None)) == b"nobody"
-                return
-            with pytest.raises(ssl.SSLError, match=REQUIRED):
-                await who_am_i(listener.port, showing(certificate, None))
-            await wait_until(lambda: listener.refusals.counts[HANDSHAKE] == 1)
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key, ca, mode)), handler=say_subject) as listener:
+        if is_let_in:
+            assert await who_am_i(listener.port, showing(certificate, None)) == b"nobody"
+            return
+        with pytest.raises(ssl.SSLError, match=REQUIRED):
+            await who_am_i(listener.port, showing(certificate, None))
+        await wait_until(lambda: listener.refusals.counts[HANDSHAKE] == 1)
 
 
 @pytest.mark.parametrize("mode", ClientAuth)
-def test_a_certificate_nobody_vouches_for_is_never_let_in(tmp_path: Path, mode: ClientAuth) -> None:
+async def test_a_certificate_nobody_vouches_for_is_never_let_in(tmp_path: Path, mode: ClientAuth) -> None:
     certificate, key = make_certificate(tmp_path)
     ca, _ = make_certificate(tmp_path / "ca", "ca")
     stranger = make_client_certificate(tmp_path, make_certificate(tmp_path / "other", "ca"), "/CN=router")
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key, ca, mode)), handler=say_subject) as listener:
-            with pytest.raises(ssl.SSLError, match=UNKNOWN_CA):
-                await who_am_i(listener.port, showing(certificate, stranger))
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key, ca, mode)), handler=say_subject) as listener:
+        with pytest.raises(ssl.SSLError, match=UNKNOWN_CA):
+            await who_am_i(listener.port, showing(certificate, stranger))
 
 
-def test_who_is_on_a_list_of_the_ca_file_is_not_let_in_any_more(tmp_path: Path) -> None:
+async def test_who_is_on_a_list_of_the_ca_file_is_not_let_in_any_more(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     ca = make_certificate(tmp_path / "ca", "ca")
     kept = make_client_certificate(tmp_path / "kept", ca, "/CN=kept")
     gone = make_client_certificate(tmp_path / "gone", ca, "/CN=gone")
     tls = ServerTls(TlsFiles(certificate, key, make_revocations(tmp_path, ca), ClientAuth.OPTIONAL))
-
-    async def main() -> None:
-        async with serving(tls, handler=say_subject) as listener:
-            assert b"CN=gone" in await who_am_i(listener.port, showing(certificate, gone))
-            make_revocations(tmp_path, ca, gone[0])
-            tls.reload()
-            assert b"CN=kept" in await who_am_i(listener.port, showing(certificate, kept))
-            with pytest.raises(ssl.SSLError, match=REVOKED):
-                await who_am_i(listener.port, showing(certificate, gone))
-
-    uvloop.run(main())
+    async with serving(tls, handler=say_subject) as listener:
+        assert b"CN=gone" in await who_am_i(listener.port, showing(certificate, gone))
+        make_revocations(tmp_path, ca, gone[0])
+        tls.reload()
+        assert b"CN=kept" in await who_am_i(listener.port, showing(certificate, kept))
+        with pytest.raises(ssl.SSLError, match=REVOKED):
+            await who_am_i(listener.port, showing(certificate, gone))
 
 
 def test_it_is_known_when_certificate_and_revocation_list_run_out(tmp_path: Path) -> None:
@@ -143,25 +126,21 @@ def test_it_is_known_when_certificate_and_revocation_list_run_out(tmp_path: Path
     assert ServerTls(TlsFiles(certificate, key, certificate)).expiries.keys() == {"certificate"}
 
 
-def test_the_ca_is_reloaded_with_the_certificate_and_sessions_of_the_old_one_do_not_help(tmp_path: Path) -> None:
+async def test_the_ca_is_reloaded_with_the_certificate_and_sessions_of_the_old_one_do_not_help(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     ca = make_certificate(tmp_path / "ca", "ca")
     own = make_client_certificate(tmp_path, ca, "/CN=router")
     tls = ServerTls(TlsFiles(certificate, key, ca[0], ClientAuth.REQUIRED))
-
-    async def main() -> None:
-        async with serving(tls, handler=say_subject) as listener:
-            context = showing(certificate, own)
-            assert b"CN=router" in await who_am_i(listener.port, context)
-            ca[0].write_text(make_certificate(tmp_path / "new", "ca")[0].read_text())
+    async with serving(tls, handler=say_subject) as listener:
+        context = showing(certificate, own)
+        assert b"CN=router" in await who_am_i(listener.port, context)
+        ca[0].write_text(make_certificate(tmp_path / "new", "ca")[0].read_text())
+        tls.reload()
+        with pytest.raises(ssl.SSLError, match=UNKNOWN_CA):
+            await who_am_i(listener.port, context)
+        ca[0].write_text("no certificate")
+        with pytest.raises(StartupError, match="cannot vouch for clients"):
             tls.reload()
-            with pytest.raises(ssl.SSLError, match=UNKNOWN_CA):
-                await who_am_i(listener.port, context)
-            ca[0].write_text("no certificate")
-            with pytest.raises(StartupError, match="cannot vouch for clients"):
-                tls.reload()
-
-    uvloop.run(main())
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Submit
-from server.gate.deadlines import Deadlines, DeadlineTable
-from server.gate.tenants import Tenant
+from server.gate.tenants import Deadlines, DeadlineTable, Tenant
 from tests.server.http2_client import Http2Client, fields
 from tests.server.simulated_server import (
     COST,

@@ -14,6 +14,7 @@ from msgspec import structs
 from core.errors import StartupError
 from core.types import Submit
 from server.api.models import ServerCard
+from server.app import Route
 from server.banner import Endpoint, public_addresses
 from server.callers import Gate, load_directory
 from server.clock import Clock
@@ -23,7 +24,7 @@ from server.gate.identity import Scope
 from server.gate.tenants import Tenant
 from server.listening.sockets import TcpAddress, UnixAddress
 from server.process import warn_of_models
-from server.routes import PREFIXES, ROUTES, Route
+from server.routes import PREFIXES, ROUTES
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, answers, chat, completion, request
 
 ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", share=2, models=(MODEL,))
@@ -98,8 +99,8 @@ def test_what_tenants_of_one_domain_send_is_cached_for_all_of_them_but_for_what_
 
 def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
     with closing(SimulatedServer(tenants=(ACME, OTHER))) as server:
-        (model,) = server.app.state.served.reader.cards
-        server.app.state.card = ServerCard(
+        (model,) = server.app.served.reader.cards
+        server.app.card = ServerCard(
             model=model,
             model_type="llama",
             architectures=("LlamaForCausalLM",),
@@ -196,11 +197,11 @@ def test_a_reload_takes_tenants_and_keys_as_they_are_now(write: Callable[..., Se
 def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfig]) -> None:
     gate = Gate(write(), CLOCK)
     before = gate.directory
-    with pytest.raises(StartupError, match="no keys file"):
+    with pytest.raises(StartupError, match="not a keys file"):
         gate.prepare(write('tenants = [{name = "b"}]', "{"))
     with pytest.raises(StartupError, match="needs tokens_per_minute"):
         write('tenants = [{name = "b", limits = {burst_tokens = 1}}]')
-    with pytest.raises(StartupError, match="would let everybody in"):
+    with pytest.raises(StartupError, match="would let everyone in"):
         gate.prepare(ServerConfig())
     assert gate.directory is before
 
@@ -303,7 +304,7 @@ def test_a_setting_that_a_reload_cannot_change_is_told(
 
 
 def test_certificates_of_tenants_need_a_ca(write: Callable[..., ServerConfig]) -> None:
-    with pytest.raises(StartupError, match="the tenant a has certificates, and clients are asked for none"):
+    with pytest.raises(StartupError, match="the tenant a has certificates, but clients are not asked for any"):
         load_directory(write('tenants = [{name = "a", certificates = ["DNS:a"]}]'))
 
 
@@ -316,7 +317,7 @@ def test_tenants_that_nobody_can_prove_to_be_are_told(
 
 @pytest.mark.parametrize("auth", [("certificate",), ("jwt", "key"), ("certificate+key",)])
 def test_a_way_to_say_who_one_is_that_nobody_has_does_not_open_the_server(auth: tuple[str, ...]) -> None:
-    with pytest.raises(StartupError, match=f"--auth {re.escape(auth[-1])}, .* everybody would be let in") as caught:
+    with pytest.raises(StartupError, match=f"--auth {re.escape(auth[-1])}, .* everyone would be let in") as caught:
         Gate(ServerConfig(auth=auth), CLOCK)
     assert "--tls-client-ca" in caught.value.fix
     Gate(ServerConfig(auth=auth, api_keys=("k",)), CLOCK)
@@ -358,7 +359,7 @@ def test_strangers_are_kept_out_by_the_address_or_by_being_asked(
 
 
 def test_a_server_that_strangers_could_use_does_not_start() -> None:
-    with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and nobody is asked") as caught:
+    with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and callers are not auth") as caught:
         Gate(ServerConfig(), CLOCK).check_exposure(public_addresses([HERE, EVERYWHERE]))
     assert "--insecure" in caught.value.fix
 

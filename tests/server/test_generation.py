@@ -13,7 +13,7 @@ from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
 from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Submit
-from server.api.chat import ChatStream, ChatSurface
+from server.api.chat import ChatDocument, ChatStream
 from server.gate.tenants import LOCAL_NAME
 from server.generation import KEEP_ALIVE_S, OFFLOAD_BYTES, TABLE, Event, Generation, State
 from server.observing.timing import Stage
@@ -245,20 +245,11 @@ def test_inter_token_time_is_counted_per_choice(server: SimulatedServer) -> None
     assert inter_token.total / sum(inter_token.counts) >= COST.fixed_s
 
 
-class FaultyStream(ChatStream):
-    """A bug of ours."""
-
-    __slots__ = ()
-
-    def text(self, choice: int, text: str) -> bytes:
-        raise ZeroDivisionError
-
-
 def test_fault_in_writing_one_answer_ends_that_one_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = ask(completion()).text()
-    monkeypatch.setattr(ChatSurface, "stream_reply", lambda self, call, context: FaultyStream(call, context))
+    monkeypatch.setattr(ChatStream, "text", lambda *args: 1 / 0)
     server = SimulatedServer()
     faulty, sound = server.send(chat(**STREAM)), server.send(completion())
     server.run()
@@ -273,7 +264,7 @@ def test_fault_in_writing_one_answer_ends_that_one_alone(
 def test_fault_in_writing_a_whole_answer_is_a_500(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ChatSurface, "whole_reply", lambda *args: 1 / 0)
+    monkeypatch.setattr(ChatDocument, "document", lambda *args: 1 / 0)
     server = SimulatedServer()
     transport = server.send(chat())
     server.run()
@@ -350,7 +341,7 @@ def test_access_line_of_a_stream_is_written_when_its_last_byte_is(caplog: pytest
 def test_stream_is_decoding_as_soon_as_its_first_byte_is_out(server: SimulatedServer) -> None:
     transport = server.send(chat(**STREAM))
     server.run_until(lambda: b"data:" in transport.received)
-    (exchange,) = server.app.state.exchanges.values()
+    (exchange,) = server.app.exchanges.values()
     assert exchange.timings.stage is Stage.DECODE
 
 

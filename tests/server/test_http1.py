@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.wire.connection import HttpDate
+from server.wire.connection import http_date
 from server.wire.http1 import Http1Protocol
 from server.wire.limits import HeadLimits
 from server.wire.messages import (
@@ -28,7 +28,7 @@ EMPTY = ResponseHead(200, ((b"content-length", b"0"),))
 
 
 def new_protocol(chunks_at_once: int = sys.maxsize) -> Http1Protocol:
-    return Http1Protocol(HeadLimits(), HttpDate(lambda: 0.0), chunks_at_once)
+    return Http1Protocol(HeadLimits(), http_date(lambda: 0.0), chunks_at_once)
 
 
 def understand(pieces: list[bytes], chunks_at_once: int = sys.maxsize) -> list[Event]:
@@ -281,7 +281,7 @@ def test_response_out_of_order_is_our_bug() -> None:
 
 def test_date_is_made_once_a_second() -> None:
     now = 784111777.2
-    date = HttpDate(lambda: now)
+    date = http_date(lambda: now)
     first = date()
     assert first == b"Sun, 06 Nov 1994 08:49:37 GMT"
     now += 0.5

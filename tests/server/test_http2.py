@@ -1,12 +1,35 @@
-"""The protocol's reading side: whatever comes, it answers with events or a GOAWAY."""
+"""HTTP/2's reading side: whatever comes, it answers with events or a GOAWAY, however the input is split."""
 
+from collections.abc import Iterable
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz.http2 import check
-from server.wire.http2 import read_request
-from server.wire.limits import HeadLimits
+from server.wire.http2 import CONTINUATION, DATA, GOAWAY, HEADERS, PRIORITY, WINDOW_UPDATE, Http2Protocol
+from server.wire.http2_heads import read_request
+from server.wire.limits import FrameLimits, HeadLimits, Http2Limits
+from server.wire.messages import Event, Http2ErrorCode
 from tests.server.http2_client import fields
+from tests.server.raw_http2 import END_HEADERS, HAS_PRIORITY, PADDED, START, block, frame, post
+
+CALM = Http2ErrorCode.ENHANCE_YOUR_CALM
+ONE = b"\0\0\0\1"
+OPEN = START + post().encode(0)  # stream 1
+
+
+def new_protocol(frames_at_once: int = 2**31, **limits: int) -> Http2Protocol:
+    return Http2Protocol(
+        HeadLimits(), Http2Limits(FrameLimits(**limits)), lambda: b"now", frames_at_once=frames_at_once
+    )
+
+
+def protocol_after(*said: bytes, **limits: int) -> Http2Protocol:
+    protocol = new_protocol(**limits)
+    for data in said:
+        protocol.receive(data, 0.0)
+    return protocol
 
 
 @settings(deadline=None, max_examples=300)
@@ -14,6 +37,89 @@ from tests.server.http2_client import fields
 def test_no_input_is_more_than_a_refusal(data: bytes) -> None:
     """Arbitrary frames behind a good beginning, whole and split, read and answered: events, or a GOAWAY."""
     check(data)
+
+
+FRAMES = st.builds(
+    frame,
+    st.integers(0, 11),
+    st.one_of(st.binary(max_size=40), st.sampled_from([block(), bytes(4), bytes(5), ONE + b"\0", bytes(6), bytes(8)])),
+    st.sampled_from([0, 1, 5, END_HEADERS, PADDED, END_HEADERS | HAS_PRIORITY, END_HEADERS | PADDED | HAS_PRIORITY]),
+    st.integers(0, 3),
+)
+
+
+def reading(protocol: Http2Protocol, pieces: Iterable[bytes]) -> tuple[object, ...]:
+    """What came of them: events, frames sent, and how the connection stands."""
+    events: list[Event] = []
+    for piece in pieces:
+        events += protocol.receive(piece, 0.0)
+        while protocol.has_more:
+            events += protocol.receive(b"", 0.0)
+    told = () if protocol.has_failed else (events, protocol.pending_head)
+    return (protocol.failed_with, protocol.has_peer_left, b"".join(protocol.take_control()), *told)
+
+
+@given(st.lists(FRAMES, max_size=30), st.binary(max_size=20))
+def test_whole_input_is_byte_by_byte_and_turn_by_turn_input(frames: list[bytes], rest: bytes) -> None:
+    data = OPEN + b"".join(frames) + rest
+    whole = reading(new_protocol(num_overhead_frames=8), [data])
+    assert reading(new_protocol(num_overhead_frames=8), (bytes((octet,)) for octet in data)) == whole
+    assert reading(new_protocol(1, num_overhead_frames=8), [data]) == whole
+
+
+# Limits beside those of test_attacks and test_limits.
+
+
+def test_frame_is_refused_by_its_header_before_its_payload() -> None:
+    protocol = protocol_after(OPEN, frame(DATA, bytes(2**20), stream_id=1)[:9])
+    assert protocol.failed_with is Http2ErrorCode.FRAME_SIZE_ERROR
+    assert protocol.receive(b"anything", 0.0) == []
+
+
+@pytest.mark.parametrize(("num_bytes", "is_refused"), [(32_768, False), (32_769, True)])
+def test_header_block_is_as_limited_in_one_large_frame(num_bytes: int, is_refused: bool) -> None:
+    begun = frame(HEADERS, bytes(num_bytes), END_HEADERS, 1)[:9]
+    assert protocol_after(START, begun, frame_bytes=65_536).has_failed is is_refused
+
+
+def test_content_in_either_direction_pays_for_overhead() -> None:
+    update = frame(WINDOW_UPDATE, ONE, stream_id=1)
+    protocol = protocol_after(OPEN, update * 1000)
+    protocol._earn(640)
+    protocol.receive(update * 10, 0.0)
+    protocol.receive(frame(DATA, bytes(128), stream_id=1) + update, 0.0)
+    assert not protocol.has_failed
+    protocol.receive(update, 0.0)
+    assert protocol.failed_with is CALM
+
+
+def test_content_is_not_saved_up_without_bound() -> None:
+    protocol = protocol_after(OPEN)
+    protocol._earn(2**40)
+    protocol.receive(frame(PRIORITY, bytes(5), stream_id=1) * 1001, 0.0)
+    assert protocol.failed_with is CALM
+
+
+def test_error_of_the_clients_goaway_is_told() -> None:
+    assert not protocol_after(START, frame(GOAWAY, bytes(8))).has_peer_left
+    assert protocol_after(START, frame(GOAWAY, bytes(4) + b"\0\0\0\x0b" + b"debug data")).has_peer_left
+
+
+def test_head_is_pending_until_its_block_is_complete() -> None:
+    protocol = new_protocol()
+    assert protocol.pending_head == 0
+    protocol.receive(START, 0.0)
+    assert protocol.pending_head is None
+    for number in (1, 2):
+        begun = frame(HEADERS, block()[:9], stream_id=2 * number - 1)
+        for piece in (begun[:-1], begun[-1:]):
+            protocol.receive(piece, 0.0)
+            assert protocol.pending_head == number
+        protocol.receive(frame(CONTINUATION, block()[9:], END_HEADERS, 2 * number - 1), 0.0)
+        assert protocol.pending_head is None
+
+
+# Requests.
 
 
 def query_of(path: str) -> str:

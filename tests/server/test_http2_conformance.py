@@ -18,7 +18,7 @@ from h2.errors import ErrorCodes
 
 from server.listening.listener import Listener, ListenerConfig
 from server.listening.sockets import Bind, TcpAddress
-from server.wire.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
+from server.wire.http2 import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, server_tls

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.frame_gate import SETTINGS
+from server.wire.http2 import SETTINGS
 from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer

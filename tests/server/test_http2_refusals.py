@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.frame_gate import PING, SETTINGS
+from server.wire.http2 import PING, SETTINGS
 from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields

@@ -8,9 +8,7 @@ from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.wire.frame_gate import FRAME_HEADER, HEADER_BYTES
-from server.wire.h2_connection import PIECE_BYTES
-from server.wire.http2 import PIECES_BYTES
+from server.wire.http2 import FRAME_HEADER, HEADER_BYTES, PIECE_BYTES, PIECES_BYTES, Http2Stream
 from server.wire.messages import HttpRequest, ResponseError, ResponseHead
 from tests.server.http2_client import fields
 from tests.server.http2_pair import HEAD, PLAIN, Pair, take_step
@@ -35,14 +33,11 @@ STEPS = st.one_of(
 @settings(deadline=None, max_examples=200)
 @given(
     steps=st.lists(STEPS, min_size=10, max_size=40),
-    by_hand=st.booleans(),
     limit_bytes=st.sampled_from([1, 20_000, 2**30]),
 )
-def test_peer_receives_what_was_sent_and_its_windows_agree(
-    steps: list[tuple[str, int, int]], by_hand: bool, limit_bytes: int
-) -> None:
+def test_peer_receives_what_was_sent_and_its_windows_agree(steps: list[tuple[str, int, int]], limit_bytes: int) -> None:
     """What is said waits for the step behind it."""
-    pair = Pair(by_hand)
+    pair = Pair()
     for _ in range(3):
         pair.open()
     for step in steps:
@@ -51,6 +46,10 @@ def test_peer_receives_what_was_sent_and_its_windows_agree(
             pair.exchange(limit_bytes)
             pair.check()
     pair.finish()
+
+
+def ids_of(streams: list[Http2Stream]) -> list[int]:
+    return [stream.id for stream in streams]
 
 
 def stream_ids(frames: list[bytes]) -> list[int]:
@@ -78,13 +77,13 @@ def test_piece_that_the_connection_has_no_window_for_keeps_its_turn() -> None:
     pair = Pair()
     first, second, third = (pair.open() for _ in range(3))
     pair.exchange()
-    pair.server._h2.outbound_flow_control_window = 1000
+    pair.server.responses.window = 1000
     for stream_id in (first, second, third):
         pair.say(stream_id, b"x" * 600)
     output = pair.server.take_data(2**30)
-    assert (stream_ids(output.frames), output.held) == ([first, second], [third, second])
+    assert (stream_ids(output.frames), ids_of(output.held)) == ([first, second], [third, second])
     pair.say(first, b"y" * 10)
-    pair.server._h2.outbound_flow_control_window = 600
+    pair.server.responses.window = 600
     assert stream_ids(pair.server.take_data(2**30).frames) == [third]
 
 
@@ -92,7 +91,7 @@ def test_pieces_that_are_not_taken_yet_are_none_of_a_stream_that_is_reset() -> N
     pair = Pair()
     ids = [pair.open() for _ in range(3)]
     pair.exchange()
-    window = pair.server._h2.outbound_flow_control_window
+    window = pair.server.responses.window
     for stream_id in (*ids, ids[1]):
         pair.say(stream_id, b"x" * 10)
     pair.server.reset(ids[1], ErrorCodes.CANCEL)
@@ -100,7 +99,7 @@ def test_pieces_that_are_not_taken_yet_are_none_of_a_stream_that_is_reset() -> N
     output = pair.server.take_data(2**30)
     assert stream_ids(output.frames) == [ids[0], ids[2], ids[2]]
     assert output.num_bytes == 10 + 10 + 7 + 3 * 9
-    assert pair.server._h2.outbound_flow_control_window == window - 27
+    assert pair.server.responses.window == window - 27
 
 
 def test_no_piece_goes_before_others_whose_turn_it_is_nor_beyond_what_one_write_takes() -> None:
@@ -152,11 +151,14 @@ def test_piece_that_its_stream_has_no_window_for_waits_alone() -> None:
     pair = Pair()
     shut, open_ = pair.open(), pair.open()
     pair.exchange()
-    pair.server.responses.streams[shut].h2.outbound_flow_control_window = 9
+    pair.server.responses.streams[shut].window = 9
     pair.say(shut, b"x" * 10)
     pair.say(open_, b"y" * 10)
     output = pair.server.take_data(2**30)
-    assert (stream_ids(output.frames), output.held) == ([open_, shut], [shut])  # of the piece went what had room
+    assert (stream_ids(output.frames), ids_of(output.held)) == (
+        [open_, shut],
+        [shut],
+    )  # of the piece went what had room
     assert pair.server.responses.num_unsent(shut) == 1
     output = pair.server.take_data(2**30)
     assert (output.sent, output.held) == ([], [])  # until its window opens
@@ -169,7 +171,7 @@ def test_no_stream_waits_for_another_to_end() -> None:
     pair.exchange()
     for stream_id in ids:
         pair.send(stream_id, b"x" * 50_000)
-    sent = [stream_id for _ in range(5) for stream_id in pair.server.take_data(20_000).sent]
+    sent = [stream.id for _ in range(5) for stream in pair.server.take_data(20_000).sent]
     assert sent == [*ids, *ids]
 
 
@@ -229,6 +231,6 @@ def test_fields_of_the_connection_are_left_out_and_ids_not_indexed() -> None:
         (b"x-request-id", b"1"),
         (b"x", b"y"),
     ]
-    table = [name for name, _ in pair.server._h2.encoder.header_table.dynamic_entries]
+    table = [name for name, _ in pair.server.responses.encoder.table.dynamic_entries]
     assert b"x" in table
     assert b"x-request-id" not in table

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,8 +55,7 @@ def hub(stand_in: HubStandIn, tmp_path: Path) -> Hub:
     return Hub(stand_in.endpoint, tmp_path / "hub")
 
 
-def no_report(done: int, total: int) -> None:
-    """For those who do not look."""
+def no_report(done: int, total: int) -> None: ...
 
 
 def refusal(hub: Hub, model: HubId = MODEL) -> StartupError:
@@ -63,6 +63,12 @@ def refusal(hub: Hub, model: HubId = MODEL) -> StartupError:
         fetch(hub, model, no_report)
     assert caught.value.exit_code == ExitCode.MODEL
     return caught.value
+
+
+def break_at_3000(stand_in: HubStandIn) -> None:
+    """The model's weights stop there, and the next attempt brings nothing."""
+    sizes = [len(TINY[name]) for name in TINY if name.endswith((".json", ".jinja"))]
+    stand_in.breaks_after = [*sizes, 3000, 0]
 
 
 def test_only_what_is_served_is_fetched_and_only_once(hub: Hub, stand_in: HubStandIn) -> None:
@@ -79,10 +85,7 @@ def test_only_what_is_served_is_fetched_and_only_once(hub: Hub, stand_in: HubSta
     assert seen[-1] == (sum(map(len, found.values())),) * 2
     assert fetch(hub, MODEL, no_report) == path
     assert len(stand_in.files_asked) == len(found)
-
-
-def test_other_users_of_the_cache_find_the_files(hub: Hub) -> None:
-    path = fetch(hub, MODEL, no_report)
+    # other programs find them in the cache
     assert huggingface_hub.try_to_load_from_cache("org/tiny", "config.json", hub.cache) == str(path / "config.json")
     assert [repo.repo_id for repo in huggingface_hub.scan_cache_dir(hub.cache).repos] == ["org/tiny"]
     assert cached_models(hub) == [(MODEL, path)]
@@ -120,15 +123,20 @@ def test_a_broken_connection_goes_on_where_it_broke(hub: Hub, stand_in: HubStand
     assert ranges == [None, "bytes=3000-", "bytes=5000-"]
 
 
-def test_a_hub_that_stops_is_told_and_the_next_start_goes_on(hub: Hub, stand_in: HubStandIn) -> None:
-    sizes = [len(TINY[name]) for name in TINY if name.endswith((".json", ".jinja"))]
-    stand_in.breaks_after = [*sizes, 3000, 0]
+def test_a_hub_that_stops_is_told_and_the_next_start_goes_on_with_room_for_the_rest(
+    hub: Hub, stand_in: HubStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_at_3000(stand_in)
     error = refusal(hub)
     assert "model.safetensors stopped at 2.9 KiB of 10 KiB" in error.cause
     assert error.fix == "start again: it goes on from there"
     stand_in.asked.clear()
+    free = shutil.disk_usage(hub.cache)._replace(free=len(WEIGHTS) - 3000)
+    monkeypatch.setattr("server.commands.hub.shutil.disk_usage", lambda folder: free)
     assert (fetch(hub, MODEL, no_report) / "model.safetensors").read_bytes() == WEIGHTS
     assert [asked.range for asked in stand_in.asked if asked.path.startswith("/cdn/")] == ["bytes=3000-"]
+    stand_in.repos["org/tiny"]["model.safetensors"] = WEIGHTS[:-1]
+    assert "more in" in refusal(hub).cause
 
 
 def test_a_hub_without_ranges_begins_again(hub: Hub, stand_in: HubStandIn) -> None:
@@ -196,21 +204,23 @@ def test_a_hub_out_of_order_is_told_and_the_cache_serves(status: int, hub: Hub, 
     assert fetch(hub, MODEL, no_report) == path
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_model_shows_its_list_and_refuses_its_files(status: int, hub: Hub, stand_in: HubStandIn) -> None:
-    stand_in.refused = {"config.json": (status, "GatedRepo")}
-    error = refusal(hub)
-    assert "org/tiny is gated" in error.cause
-    assert "no token is given" in error.cause
-    assert f"{hub.endpoint}/org/tiny" in error.fix
-    assert "the token given (HF_TOKEN) has not accepted them" in refusal(replace(hub, token="hf_other")).cause
-
-
-def test_a_token_without_the_right_is_told(hub: Hub, stand_in: HubStandIn) -> None:
-    stand_in.refused = {LISTING: (403, "")}
-    assert "HF_TOKEN" in refusal(hub).fix
-    stand_in.refused = {LISTING: (401, "")}
-    assert "hidden from the token given" in refusal(replace(hub, token="hf_other")).cause
+@pytest.mark.parametrize(
+    ("refused", "token", "cause", "fix"),
+    [
+        ({"config.json": (401, "GatedRepo")}, None, "org/tiny is gated: .* no token is given", "accept its terms at"),
+        ({"config.json": (403, "GatedRepo")}, "hf_other", "the token given .* has not accepted them", "/org/tiny, and"),
+        ({LISTING: (403, "")}, None, "answered 403", "HF_TOKEN=hf_"),
+        ({LISTING: (401, "")}, None, "shown only with a token", "check the name"),
+        ({LISTING: (401, "")}, "hf_other", "hidden from the token given", "check the name"),
+    ],
+)
+def test_a_model_that_this_token_may_not_read_is_told(
+    refused: dict[str, tuple[int, str]], token: str | None, cause: str, fix: str, hub: Hub, stand_in: HubStandIn
+) -> None:
+    stand_in.refused = refused
+    error = refusal(replace(hub, token=token))
+    assert re.search(cause, error.cause)
+    assert fix in error.fix
 
 
 def test_a_login_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,17 +229,6 @@ def test_a_login_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(StartupError, match=str(tmp_path / "token")):
         environment_hub()
-
-
-def test_what_has_come_already_needs_no_room(hub: Hub, stand_in: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [len(TINY[name]) for name in TINY if name.endswith((".json", ".jinja"))]
-    stand_in.breaks_after = [*sizes, 3000, 0]
-    refusal(hub)
-    free = shutil.disk_usage(hub.cache)._replace(free=len(WEIGHTS) - 3000)
-    monkeypatch.setattr("server.commands.hub.shutil.disk_usage", lambda folder: free)
-    fetch(hub, MODEL, no_report)
-    stand_in.repos["org/tiny"]["model.safetensors"] = WEIGHTS[:-1]
-    assert "more in" in refusal(hub).cause
 
 
 def test_what_is_not_fetched_yet_is_none_of_what_serve_would_refuse(hub: Hub) -> None:
@@ -242,12 +241,12 @@ def test_what_is_not_fetched_yet_is_none_of_what_serve_would_refuse(hub: Hub) ->
     assert cached(hub, MODEL) == path
 
 
-def test_a_reference_that_is_none_is_as_no_model(hub: Hub) -> None:
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"../.."])
+def test_a_reference_that_is_none_is_as_no_model(content: bytes, hub: Hub) -> None:
     fetch(hub, MODEL, no_report)
-    for content in (b"\xff\xfe", b"", b"../.."):
-        (hub.cache / "models--org--tiny" / "refs" / "main").write_bytes(content)
-        assert cached_models(hub) == []
-        assert "is not here" in refusal(replace(hub, is_offline=True)).cause
+    (hub.cache / "models--org--tiny" / "refs" / "main").write_bytes(content)
+    assert cached_models(hub) == []
+    assert "is not here" in refusal(replace(hub, is_offline=True)).cause
 
 
 @pytest.mark.parametrize(

@@ -229,22 +229,19 @@ def test_tokens_are_taken_beside_keys(tmp_path: Path) -> None:
         assert (caught.value.kind, caught.value.code) == (ErrorKind.AUTHENTICATION, "invalid_api_key")
 
 
-def test_who_comes_while_the_keys_cannot_be_had_is_asked_to_come_back(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        url = JwksUrl("http://127.0.0.1:1/nobody-listens-there")
-        gate = Gate(config_of(tmp_path, jwks=url, api_keys=("k",)), CLOCK)
-        gate.start()
+async def test_who_comes_while_the_keys_cannot_be_had_is_asked_to_come_back(tmp_path: Path) -> None:
+    url = JwksUrl("http://127.0.0.1:1/nobody-listens-there")
+    gate = Gate(config_of(tmp_path, jwks=url, api_keys=("k",)), CLOCK)
+    gate.start()
+    with pytest.raises(ServiceError) as caught:
+        identify(gate, token())
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.UNAVAILABLE, "issuer_unavailable")
+    assert caught.value.retry_after_s == FETCHING_S
+    for bad in (b"wrong", b"eyJ.e.y", signed({"alg": "none"})):
         with pytest.raises(ServiceError) as caught:
-            identify(gate, token())
-        assert (caught.value.kind, caught.value.code) == (ErrorKind.UNAVAILABLE, "issuer_unavailable")
-        assert caught.value.retry_after_s == FETCHING_S
-        for bad in (b"wrong", b"eyJ.e.y", signed({"alg": "none"})):
-            with pytest.raises(ServiceError) as caught:
-                identify(gate, bad)
-            assert caught.value.kind is ErrorKind.AUTHENTICATION
-        assert identify(gate, b"k") == "local"
-
-    asyncio.run(scenario())
+            identify(gate, bad)
+        assert caught.value.kind is ErrorKind.AUTHENTICATION
+    assert identify(gate, b"k") == "local"
 
 
 def test_a_reload_reads_the_file_of_keys_again(tmp_path: Path) -> None:
@@ -333,80 +330,73 @@ async def wait_fetched(source: KeySource) -> None:
         await asyncio.sleep(0)
 
 
-def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(
+async def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(
     issuer: Issuer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        now = [0.0]
-        source = KeySource(issuer.url, lambda: now[0])
-        with pytest.raises(KeysUnavailable) as unavailable:  # and asks
-            source.find("ec")
-        assert unavailable.value.retry_after_s == FETCHING_S
-        await wait_fetched(source)
-        assert source.find("ec") is not None
-        now[0] = REFRESH_S - 1
-        for _ in range(100):
-            source.find("ec")
-        assert issuer.num_asked == 1
-        issuer.body = NEW_JWKS
-        for key_id in ("new", *(f"unknown{i}" for i in range(100))):  # asks, and not again for every stranger
-            with pytest.raises(KeysUnavailable) as unavailable:
-                source.find(key_id)
-            assert unavailable.value.retry_after_s == FETCHING_S
-        await wait_fetched(source)
-        assert source.find("unknown") is None  # a fetch that is young enough did not have it
-        assert issuer.num_asked == 2
-        assert source.find("new") is not None
-        issuer.status = 500
-        now[0] += REFRESH_S
-        assert source.find("new") is not None
-        await wait_fetched(source)
-        assert "those of before go on to count" in caplog.text
-        now[0] += RETRY_S
-        issuer.status = 0
-        caplog.clear()
-        assert source.find("new") is not None
-        await wait_fetched(source)
-        assert "those of before go on to count" in caplog.text
-        assert issuer.num_asked == 4
-        now[0] += MAX_AGE_S
-        caplog.clear()
-        with pytest.raises(KeysUnavailable):
-            source.find("new")
-        await wait_fetched(source)
-        assert "no JWT is taken" in caplog.text
+    now = [0.0]
+    source = KeySource(issuer.url, lambda: now[0])
+    with pytest.raises(KeysUnavailable) as unavailable:  # and asks
+        source.find("ec")
+    assert unavailable.value.retry_after_s == FETCHING_S
+    await wait_fetched(source)
+    assert source.find("ec") is not None
+    now[0] = REFRESH_S - 1
+    for _ in range(100):
+        source.find("ec")
+    assert issuer.num_asked == 1
+    issuer.body = NEW_JWKS
+    for key_id in ("new", *(f"unknown{i}" for i in range(100))):  # asks, and not again for every stranger
         with pytest.raises(KeysUnavailable) as unavailable:
-            source.find("new")
-        assert unavailable.value.retry_after_s == RETRY_S
+            source.find(key_id)
+        assert unavailable.value.retry_after_s == FETCHING_S
+    await wait_fetched(source)
+    assert source.find("unknown") is None  # a fetch that is young enough did not have it
+    assert issuer.num_asked == 2
+    assert source.find("new") is not None
+    issuer.status = 500
+    now[0] += REFRESH_S
+    assert source.find("new") is not None
+    await wait_fetched(source)
+    assert "the previous ones stay valid" in caplog.text
+    now[0] += RETRY_S
+    issuer.status = 0
+    caplog.clear()
+    assert source.find("new") is not None
+    await wait_fetched(source)
+    assert "the previous ones stay valid" in caplog.text
+    assert issuer.num_asked == 4
+    now[0] += MAX_AGE_S
+    caplog.clear()
+    with pytest.raises(KeysUnavailable):
+        source.find("new")
+    await wait_fetched(source)
+    assert "no JWT is taken" in caplog.text
+    with pytest.raises(KeysUnavailable) as unavailable:
+        source.find("new")
+    assert unavailable.value.retry_after_s == RETRY_S
 
-    asyncio.run(scenario())
 
-
-def test_a_token_of_a_new_key_waits_for_the_fetch_that_brings_it(issuer: Issuer, tmp_path: Path) -> None:
+async def test_a_token_of_a_new_key_waits_for_the_fetch_that_brings_it(issuer: Issuer, tmp_path: Path) -> None:
     issuer.body = NEW_JWKS
     peer = Peer()
-
-    async def scenario() -> None:
-        now = [0.0]
-        gate = Gate(config_of(tmp_path, jwks=issuer.url), Clock(lambda: now[0], lambda: NOW_S))
-        gate.start()
-        with pytest.raises(ServiceError) as caught:  # the first fetch is waited for, and has another key
-            await gate.identify(asked(token()), peer)
-        assert caught.value.kind is ErrorKind.AUTHENTICATION
-        issuer.body = json.dumps(JWKS).encode()
-        with pytest.raises(ServiceError) as caught:  # likewise, at once
-            await gate.identify(asked(token()), peer)
-        assert (caught.value.kind, issuer.num_asked) == (ErrorKind.AUTHENTICATION, 1)
-        now[0] += RETRY_S
-        callers = await asyncio.gather(*(gate.identify(asked(token(sub=f"u{i}")), peer) for i in range(20)))
-        assert [caller.key_id for caller in callers] == [f"sub:u{i}" for i in range(20)]
-        assert issuer.num_asked == 2
-        issuer.status, now[0] = 500, now[0] + RETRY_S
-        with pytest.raises(ServiceError) as caught:  # whether there is such a key nobody knows
-            await gate.identify(asked(signed({"alg": "ES256", "kid": "newer"})), peer)
-        assert (caught.value.code, caught.value.retry_after_s) == ("issuer_unavailable", RETRY_S)
-
-    asyncio.run(scenario())
+    now = [0.0]
+    gate = Gate(config_of(tmp_path, jwks=issuer.url), Clock(lambda: now[0], lambda: NOW_S))
+    gate.start()
+    with pytest.raises(ServiceError) as caught:  # the first fetch is waited for, and has another key
+        await gate.identify(asked(token()), peer)
+    assert caught.value.kind is ErrorKind.AUTHENTICATION
+    issuer.body = json.dumps(JWKS).encode()
+    with pytest.raises(ServiceError) as caught:  # likewise, at once
+        await gate.identify(asked(token()), peer)
+    assert (caught.value.kind, issuer.num_asked) == (ErrorKind.AUTHENTICATION, 1)
+    now[0] += RETRY_S
+    callers = await asyncio.gather(*(gate.identify(asked(token(sub=f"u{i}")), peer) for i in range(20)))
+    assert [caller.key_id for caller in callers] == [f"sub:u{i}" for i in range(20)]
+    assert issuer.num_asked == 2
+    issuer.status, now[0] = 500, now[0] + RETRY_S
+    with pytest.raises(ServiceError) as caught:  # whether there is such a key nobody knows
+        await gate.identify(asked(signed({"alg": "ES256", "kid": "newer"})), peer)
+    assert (caught.value.code, caught.value.retry_after_s) == ("issuer_unavailable", RETRY_S)
 
 
 def test_subjects_are_bounded_one_by_one(tmp_path: Path) -> None:
@@ -428,18 +418,14 @@ def test_subjects_are_bounded_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("location", "is_followed"), [("/moved", True), ("https://127.0.0.1:1/keys", False)])
-def test_a_redirect_is_followed_where_it_keeps_the_scheme(
+async def test_a_redirect_is_followed_where_it_keeps_the_scheme(
     issuer: Issuer, location: str, is_followed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     issuer.location = location
     issuer.status = 302
-
-    async def scenario() -> None:
-        source = KeySource(issuer.url, lambda: 0.0)
-        source.refresh()
-        await wait_fetched(source)
-        with contextlib.nullcontext() if is_followed else pytest.raises(KeysUnavailable):
-            assert source.find("ec") is not None
-        assert ("redirects to https://127.0.0.1:1/keys" in caplog.text) is not is_followed
-
-    asyncio.run(scenario())
+    source = KeySource(issuer.url, lambda: 0.0)
+    source.refresh()
+    await wait_fetched(source)
+    with contextlib.nullcontext() if is_followed else pytest.raises(KeysUnavailable):
+        assert source.find("ec") is not None
+    assert ("redirects to https://127.0.0.1:1/keys" in caplog.text) is not is_followed

@@ -87,8 +87,8 @@ def test_those_who_create_keys_at_once_lose_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
-        ("", "no keys file"),
-        ("[]", "no keys file"),
+        ("", "not a keys file"),
+        ("[]", "not a keys file"),
         ('{"version": 2, "keys": []}', "version"),
         ('{"version": 1, "keys": [{"prefix": "sl-"}]}', "sha256"),
         ('{"version": 1, "keys": [], "more": 1}', "more"),

@@ -23,28 +23,24 @@ def states(path: Path) -> dict[str, RowState]:
     return found
 
 
-def test_each_is_told_on_the_loop_in_order_once_it_is_durable(tmp_path: Path) -> None:
+async def test_each_is_told_on_the_loop_in_order_once_it_is_durable(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     told: list[tuple[int, bool, int]] = []
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+    writer = LedgerThread(open_journal(path, 10), loop)
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        writer = LedgerThread(open_journal(path, 10), loop)
+    def tell(number: int, is_durable: bool) -> None:
+        told.append((number, is_durable, threading.get_ident()))
+        if len(told) == 1:
+            assert states(path)["r0"] is RowState.RESERVED
+        if number == 49:
+            done.set_result(None)
 
-        def tell(number: int, is_durable: bool) -> None:
-            told.append((number, is_durable, threading.get_ident()))
-            if len(told) == 1:
-                assert states(path)["r0"] is RowState.RESERVED
-            if number == 49:
-                done.set_result(None)
-
-        for number in range(50):
-            writer.submit(Reserve(row(f"r{number}")), lambda is_durable, _, number=number: tell(number, is_durable))
-        await done
-        writer.close()
-
-    asyncio.run(run())
+    for number in range(50):
+        writer.submit(Reserve(row(f"r{number}")), lambda is_durable, _, number=number: tell(number, is_durable))
+    await done
+    writer.close()
     assert told == [(number, True, threading.get_ident()) for number in range(50)]
 
 
@@ -88,16 +84,12 @@ def test_commits_gather_writes_again_after_the_disk_has_hung() -> None:
     assert found[-1] > 0.9 * DURABLE_S
 
 
-def test_close_writes_what_was_submitted_and_lets_the_next_server_in(tmp_path: Path) -> None:
+async def test_close_writes_what_was_submitted_and_lets_the_next_server_in(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
-
-    async def run() -> None:
-        writer = LedgerThread(open_journal(path, 10), asyncio.get_running_loop())
-        for number in range(20):
-            writer.submit(settled(f"r{number}"), lambda is_durable, written: None)
-        writer.close()
-
-    asyncio.run(run())
+    writer = LedgerThread(open_journal(path, 10), asyncio.get_running_loop())
+    for number in range(20):
+        writer.submit(settled(f"r{number}"), lambda is_durable, written: None)
+    writer.close()
     open_journal(path, 10).close()
     assert set(states(path).values()) == {RowState.SETTLED}
     assert len(states(path)) == 20
@@ -123,7 +115,7 @@ class FaultyJournal:
         self._journal.close()
 
 
-def test_fault_of_ours_is_told_and_the_thread_goes_on(tmp_path: Path) -> None:
+async def test_fault_of_ours_is_told_and_the_thread_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
 
     async def ask(writer: LedgerThread, write: Settle) -> tuple[bool, str | None]:
@@ -131,14 +123,11 @@ def test_fault_of_ours_is_told_and_the_thread_goes_on(tmp_path: Path) -> None:
         writer.submit(write, lambda is_durable, written: told.set_result((is_durable, written.fault)))
         return await told
 
-    async def run() -> None:
-        journal = FaultyJournal(open_journal(path, 10))
-        writer = LedgerThread(journal, asyncio.get_running_loop())  # type: ignore[arg-type]
-        assert await ask(writer, settled("a")) == (False, "ZeroDivisionError: ")
-        assert await ask(writer, settled("b")) == (True, None)
-        writer.close()
-
-    asyncio.run(run())
+    journal = FaultyJournal(open_journal(path, 10))
+    writer = LedgerThread(journal, asyncio.get_running_loop())  # type: ignore[arg-type]
+    assert await ask(writer, settled("a")) == (False, "ZeroDivisionError: ")
+    assert await ask(writer, settled("b")) == (True, None)
+    writer.close()
     assert states(path).keys() == {"b"}
 
 
@@ -159,19 +148,16 @@ class SlowlyTidied:
         self._journal.close()
 
 
-def test_nobody_waits_for_the_tidying_after_a_commit(tmp_path: Path) -> None:
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        told: asyncio.Future[bool] = loop.create_future()
-        journal = SlowlyTidied(open_journal(tmp_path / "ledger.db", 10))
-        writer = LedgerThread(journal, loop)  # type: ignore[arg-type]
-        writer.submit(settled("a"), lambda is_durable, written: told.set_result(is_durable))
-        assert await asyncio.wait_for(told, 30)
-        assert not journal.may_end.is_set()
-        journal.may_end.set()
-        writer.close()
-
-    asyncio.run(run())
+async def test_nobody_waits_for_the_tidying_after_a_commit(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[bool] = loop.create_future()
+    journal = SlowlyTidied(open_journal(tmp_path / "ledger.db", 10))
+    writer = LedgerThread(journal, loop)  # type: ignore[arg-type]
+    writer.submit(settled("a"), lambda is_durable, written: told.set_result(is_durable))
+    assert await asyncio.wait_for(told, 30)
+    assert not journal.may_end.is_set()
+    journal.may_end.set()
+    writer.close()
 
 
 def test_without_a_ledger_limits_of_days_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

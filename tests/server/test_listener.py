@@ -8,10 +8,9 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import uvloop
 
 from core.errors import ExitCode, StartupError
 from server.listening.clients import MAX_CONNECTIONS, Refusals
@@ -21,17 +20,7 @@ from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import PEER, refuse
 
-T = TypeVar("T")
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    """On the loop that serves, with a limit for tests that hang."""
-    uvloop.run(_limited(scenario))
-
-
-async def _limited(scenario: Callable[[], Awaitable[None]]) -> None:
-    await asyncio.wait_for(scenario(), 30)
 
 
 async def hello(stream: HttpStream) -> None:
@@ -74,222 +63,173 @@ async def close(writer: asyncio.StreamWriter) -> None:
     await writer.wait_closed()
 
 
-def test_drain_answers_who_was_accepted_in_the_turn_before_it() -> None:
-    async def scenario() -> None:
-        listener = await start(hello)
-        with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as client:
-            client.sendall(GET)
-            while not listener.num_open:
-                await asyncio.sleep(0)
-            await listener.drain(5)  # its opening has not begun
-            assert client.recv(1000).startswith(b"HTTP/1.1 200")
-
-    run(scenario)
+async def test_drain_answers_who_was_accepted_in_the_turn_before_it() -> None:
+    listener = await start(hello)
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as client:
+        client.sendall(GET)
+        while not listener.num_open:
+            await asyncio.sleep(0)
+        await listener.drain(5)  # its opening has not begun
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
 
 
-def test_answers_on_the_port_it_reports() -> None:
-    async def scenario() -> None:
-        listener = await start(hello)
-        assert listener.port > 0
-        reader, writer = await connect(listener)
-        writer.write(GET)
-        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
-        assert await reader.readexactly(5) == b"hello"
-        assert (listener.num_accepted, listener.num_open, listener.num_refused) == (1, 1, 0)
-        await listener.drain(5)
-        assert await reader.read() == b""
-        assert listener.num_open == 0
-        await close(writer)
-
-    run(scenario)
+async def test_answers_on_the_port_it_reports() -> None:
+    listener = await start(hello)
+    assert listener.port > 0
+    reader, writer = await connect(listener)
+    writer.write(GET)
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+    assert await reader.readexactly(5) == b"hello"
+    assert (listener.num_accepted, listener.num_open, listener.num_refused) == (1, 1, 0)
+    await listener.drain(5)
+    assert await reader.read() == b""
+    assert listener.num_open == 0
+    await close(writer)
 
 
-def test_connections_over_the_cap_are_closed_and_counted() -> None:
-    async def scenario() -> None:
-        listener = await start(hello, max_connections=1)
-        reader, writer = await connect(listener)
-        writer.write(GET)
-        await reader.readuntil(b"hello")
-        over_reader, over_writer = await connect(listener)
-        with contextlib.suppress(ConnectionResetError):
-            assert await over_reader.read() == b""
-        assert (listener.num_accepted, listener.num_open, listener.num_refused) == (2, 1, 1)
-        await listener.drain(5)
-        await close(writer)
-        over_writer.close()
-
-    run(scenario)
+async def test_connections_over_the_cap_are_closed_and_counted() -> None:
+    listener = await start(hello, max_connections=1)
+    reader, writer = await connect(listener)
+    writer.write(GET)
+    await reader.readuntil(b"hello")
+    over_reader, over_writer = await connect(listener)
+    with contextlib.suppress(ConnectionResetError):
+        assert await over_reader.read() == b""
+    assert (listener.num_accepted, listener.num_open, listener.num_refused) == (2, 1, 1)
+    await listener.drain(5)
+    await close(writer)
+    over_writer.close()
 
 
 @pytest.mark.parametrize("num_turns", range(6))
-def test_drain_closes_whom_it_finds_on_the_doorstep(num_turns: int) -> None:
-    async def scenario() -> None:
-        listener = await start(hello)
-        clients = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(5)]
-        for _ in range(num_turns):
-            await asyncio.sleep(0)
-        await listener.drain(5)
-        assert listener.num_open == 0
-        for client in clients:
-            with contextlib.suppress(ConnectionResetError):
-                assert client.recv(1) == b""
-            client.close()
-
-    run(scenario)
+async def test_drain_closes_whom_it_finds_on_the_doorstep(num_turns: int) -> None:
+    listener = await start(hello)
+    clients = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(5)]
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    await listener.drain(5)
+    assert listener.num_open == 0
+    for client in clients:
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+        client.close()
 
 
-def test_client_is_known_by_its_address_and_noticed_when_it_closes() -> None:
-    async def scenario() -> None:
-        hold = Hold()
-        listener = await start(hold)
-        _, writer = await connect(listener)
-        writer.write(GET)
-        stream = await hold.started
-        assert str(stream.peer) == "127.0.0.1:{}".format(writer.get_extra_info("sockname")[1])
-        await close(writer)
-        await hold.gone
-        assert not stream.is_open
-        await listener.drain(5)
-
-    run(scenario)
+async def test_client_is_known_by_its_address_and_noticed_when_it_closes() -> None:
+    hold = Hold()
+    listener = await start(hold)
+    _, writer = await connect(listener)
+    writer.write(GET)
+    stream = await hold.started
+    assert str(stream.peer) == "127.0.0.1:{}".format(writer.get_extra_info("sockname")[1])
+    await close(writer)
+    await hold.gone
+    assert not stream.is_open
+    await listener.drain(5)
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
-def test_slow_reader_is_noticed_within_a_bounded_amount(
+async def test_slow_reader_is_noticed_within_a_bounded_amount(
     family: socket.AddressFamily, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = str(tmp_path_factory.mktemp("s") / "a")
-
-    async def scenario() -> None:
-        hold = Hold()
-        binds = (Bind(TcpAddress(port=0)), Bind(UnixAddress(path)))
-        listener = Listener(hold, refuse, ListenerConfig(binds))
-        await listener.start()
-        with socket.socket(family) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(path if family == socket.AF_UNIX else ("127.0.0.1", listener.port))
-            client.sendall(GET)
-            stream = await hold.started
-            num_sent = 0
-            while not stream.is_blocked:
-                stream.send(b"x" * 1024)
-                num_sent += 1024
-                listener.batch.flush_all()
-                await asyncio.sleep(0)
-                assert num_sent < 128 * 1024
-        await hold.gone
-        await listener.drain(5)
-
-    run(scenario)
+    hold = Hold()
+    binds = (Bind(TcpAddress(port=0)), Bind(UnixAddress(path)))
+    listener = Listener(hold, refuse, ListenerConfig(binds))
+    await listener.start()
+    with socket.socket(family) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(path if family == socket.AF_UNIX else ("127.0.0.1", listener.port))
+        client.sendall(GET)
+        stream = await hold.started
+        num_sent = 0
+        while not stream.is_blocked:
+            stream.send(b"x" * 1024)
+            num_sent += 1024
+            listener.batch.flush_all()
+            await asyncio.sleep(0)
+            assert num_sent < 128 * 1024
+    await hold.gone
+    await listener.drain(5)
 
 
-def failure_of(config: ListenerConfig) -> StartupError:
-    async def scenario() -> None:
-        await Listener(hello, refuse, config).start()
-
-    with pytest.raises(StartupError) as caught:
-        run(scenario)
-    return caught.value
-
-
-def test_address_in_use_names_the_port_and_a_way_out() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+async def test_address_in_use_names_the_port_and_a_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        error = failure_of(ListenerConfig((Bind(TcpAddress(port=port)),)))
-    assert str(port) in error.cause
-    assert "--port" in error.fix
-    assert error.exit_code == ExitCode.PORT
+        with pytest.raises(StartupError, match=str(port)) as caught:
+            await Listener(hello, refuse, ListenerConfig((Bind(TcpAddress(port=port)),))).start()
+    assert "--port" in caught.value.fix
+    assert caught.value.exit_code == ExitCode.PORT
 
 
-def test_foreign_address_is_a_clear_error() -> None:
-    error = failure_of(ListenerConfig((Bind(TcpAddress("192.0.2.1", 0)),)))
-    assert "192.0.2.1" in error.cause
-    assert error.exit_code == ExitCode.PORT
+async def test_localhost_listens_on_every_address_with_one_port() -> None:
+    listener = await start(hello, host="localhost")
+    reader, writer = await connect(listener)
+    writer.write(GET)
+    await reader.readuntil(b"hello")
+    await listener.drain(5)
+    await close(writer)
 
 
-def test_localhost_listens_on_every_address_with_one_port() -> None:
-    async def scenario() -> None:
-        listener = await start(hello, host="localhost")
-        reader, writer = await connect(listener)
-        writer.write(GET)
-        await reader.readuntil(b"hello")
-        await listener.drain(5)
-        await close(writer)
-
-    run(scenario)
-
-
-def test_unix_socket_serves_clients_that_have_no_address(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_unix_socket_serves_clients_that_have_no_address(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = str(tmp_path_factory.mktemp("s") / "a")
+    hold = Hold()
+    listener = Listener(hold, refuse, ListenerConfig((Bind(UnixAddress(path)),)))
+    await listener.start()
+    assert listener.port == 0
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(GET)
+    assert str((await hold.started).peer) == "unix"
+    hold.may_end.set_result(None)
+    await reader.readuntil(b"0\r\n\r\n")
+    await listener.drain(5)
+    with pytest.raises(FileNotFoundError):
+        await asyncio.open_unix_connection(path)
+    await close(writer)
 
-    async def scenario() -> None:
+
+async def test_passed_socket_keeps_who_comes_during_the_drain_for_the_next_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as systemds:
         hold = Hold()
-        listener = Listener(hold, refuse, ListenerConfig((Bind(UnixAddress(path)),)))
+        passed = [PassedSocket(systemds.dup(), "front")]
+        listener = Listener(hold, refuse, ListenerConfig((), passed))
         await listener.start()
-        assert listener.port == 0
-        reader, writer = await asyncio.open_unix_connection(path)
+        assert listener.port == systemds.getsockname()[1]
+        _, writer = await connect(listener)
         writer.write(GET)
-        assert str((await hold.started).peer) == "unix"
+        await hold.started
+        draining = asyncio.create_task(listener.drain(30))
+        await asyncio.sleep(0)
+        late_reader, late_writer = await connect(listener)
         hold.may_end.set_result(None)
-        await reader.readuntil(b"0\r\n\r\n")
-        await listener.drain(5)
-        with pytest.raises(FileNotFoundError):
-            await asyncio.open_unix_connection(path)
+        await draining
+        heir = Listener(hello, refuse, ListenerConfig((), [PassedSocket(systemds.dup(), "front")]))
+        await heir.start()
+        late_writer.write(GET)
+        await late_reader.readuntil(b"hello")
+        assert (listener.num_accepted, heir.num_accepted) == (1, 1)
+        await heir.drain(5)
+        await close(late_writer)
         await close(writer)
 
-    run(scenario)
 
-
-def test_passed_socket_keeps_who_comes_during_the_drain_for_the_next_process() -> None:
-    async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as systemds:
-            hold = Hold()
-            passed = [PassedSocket(systemds.dup(), "front")]
-            listener = Listener(hold, refuse, ListenerConfig((), passed))
-            await listener.start()
-            assert listener.port == systemds.getsockname()[1]
-            _, writer = await connect(listener)
-            writer.write(GET)
-            await hold.started
-            draining = asyncio.create_task(listener.drain(30))
-            await asyncio.sleep(0)
-            late_reader, late_writer = await connect(listener)
-            hold.may_end.set_result(None)
-            await draining
-            heir = Listener(hello, refuse, ListenerConfig((), [PassedSocket(systemds.dup(), "front")]))
-            await heir.start()
-            late_writer.write(GET)
-            await late_reader.readuntil(b"hello")
-            assert (listener.num_accepted, heir.num_accepted) == (1, 1)
-            await heir.drain(5)
-            await close(late_writer)
-            await close(writer)
-
-    run(scenario)
-
-
-def test_hundreds_that_come_at_once_are_all_accepted_a_few_a_turn() -> None:
-    async def scenario() -> None:
-        listener = await start(hello, max_connections=1000)
-        clients = []
-        for _ in range(300):
-            client = socket.socket()
-            client.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                client.connect(("127.0.0.1", listener.port))
-            clients.append(client)
-        steps = [0]
-        while listener.num_open < len(clients):
-            await asyncio.sleep(0)
-            steps.append(listener.num_open)
-        assert max(after - before for before, after in itertools.pairwise(steps)) <= ACCEPTS_PER_WAKEUP
-        for client in clients:
-            client.close()
-        await listener.drain(5)
-
-    run(scenario)
+async def test_hundreds_that_come_at_once_are_all_accepted_a_few_a_turn() -> None:
+    listener = await start(hello, max_connections=1000)
+    clients = []
+    for _ in range(300):
+        client = socket.socket()
+        client.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            client.connect(("127.0.0.1", listener.port))
+        clients.append(client)
+    steps = [0]
+    while listener.num_open < len(clients):
+        await asyncio.sleep(0)
+        steps.append(listener.num_open)
+    assert max(after - before for before, after in itertools.pairwise(steps)) <= ACCEPTS_PER_WAKEUP
+    for client in clients:
+        client.close()
+    await listener.drain(5)
 
 
 def test_refusals_are_told_in_one_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
@@ -348,30 +288,27 @@ def test_without_descriptors_it_pauses_and_goes_on_once_there_is_one() -> None:
     assert run.stderr.count("no connection can be accepted now") == 1
 
 
-def test_connection_that_cannot_be_taken_is_closed_and_the_next_comes_in(
+async def test_connection_that_cannot_be_taken_is_closed_and_the_next_comes_in(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        welcomed = loop.create_future()
-        names: list[Any] = []
+    loop = asyncio.get_running_loop()
+    welcomed = loop.create_future()
+    names: list[Any] = []
 
-        def welcome(accepted: socket.socket, address: Any) -> None:
-            names.append(address)
-            if len(names) == 1:
-                raise ZeroDivisionError
-            welcomed.set_result(accepted)
+    def welcome(accepted: socket.socket, address: Any) -> None:
+        names.append(address)
+        if len(names) == 1:
+            raise ZeroDivisionError
+        welcomed.set_result(accepted)
 
-        with contextlib.ExitStack() as stack:
-            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            listening.setblocking(False)
-            first, second = (stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(2))
-            acceptor = Acceptor(loop, listening, welcome)
-            acceptor.start()
-            stack.enter_context(await welcomed)
-            acceptor.stop()
-            assert names == [first.getsockname(), second.getsockname()]
-            assert first.recv(1) == b""
-
-    uvloop.run(asyncio.wait_for(scenario(), 30))
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listening.setblocking(False)
+        first, second = (stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(2))
+        acceptor = Acceptor(loop, listening, welcome)
+        acceptor.start()
+        stack.enter_context(await welcomed)
+        acceptor.stop()
+        assert names == [first.getsockname(), second.getsockname()]
+        assert first.recv(1) == b""
     assert "ZeroDivisionError" in caplog.text

@@ -3,12 +3,13 @@
 import io
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from core.detokenizer import Detokenizer
 from core.simulation import SimulatedRunner
-from server.api.chat import ChatSurface
+from server.api import chat as chat_surface
 from server.observing.logs import OUR_LOGGERS, configure_logging
 from tests.server.simulated_engine import MortalRunner, SickRunner
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
@@ -91,8 +92,8 @@ def test_planted_strings_are_in_no_log(runner: type[SimulatedRunner], log_format
 
 
 @pytest.mark.usefixtures("_loggers_restored")
-@pytest.mark.parametrize(("owner", "name"), [(ChatSurface, "parse"), (Detokenizer, "push_token")])
-def test_traceback_of_a_fault_tells_no_text(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(chat_surface, "decode"), (Detokenizer, "push_token")])
+def test_traceback_of_a_fault_tells_no_text(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
     handler = configure_logging("debug", "json", log)
     server = SimulatedServer(keys=(KEY,))

@@ -31,13 +31,13 @@ def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("word", ["--version", "--help"])
-def test_version_and_help_load_nothing_heavy(word: str) -> None:
-    heavy = HEAVY | SETTINGS
+@pytest.mark.parametrize("words", ["--version", "--help", "serve --help", "chat --help", "doctor -h"])
+def test_version_and_help_load_nothing_heavy(words: str) -> None:
+    heavy = HEAVY | (SETTINGS if words.startswith("-") else set())
     done = python(
         f"import atexit, sys\natexit.register(lambda: print('LOADED', sorted({heavy!r} & set(sys.modules))))\n"
         "import runpy\nrunpy.run_module('server', run_name='__main__', alter_sys=True)",
-        word,
+        *words.split(),
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "LOADED []"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, StartupError
-from server.api import surface
-from server.api.surface import ChatPrompt, TextPrompt
+from server.api.fields import ChatPrompt, GenerationDefaults, TextPrompt
 from server.model_files import ModelFiles, parse_config, read_model_files
 from server.prompts import PromptReader
 from tests.core.small_tokenizers import byte_level
@@ -64,36 +63,47 @@ def test_directory_without_tokenizer_config_is_served(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "eos_ids"),
+    ("config", "generation", "eos_ids"),
     [
-        ({}, (2,)),
-        ({"eos_token_id": 7}, (7, 2)),
-        ({"eos_token_id": [7, 2, 9]}, (7, 2, 9)),
-        ({"eos_token_id": 0}, (0, 2)),
+        ({}, {}, (2,)),
+        ({}, {"eos_token_id": 7}, (7, 2)),
+        ({}, {"eos_token_id": [7, 2, 9]}, (7, 2, 9)),
+        ({}, {"eos_token_id": 0}, (0, 2)),
+        ({"vocab_size": 300}, {"eos_token_id": [2, 300, -1, 10**9]}, (2,)),  # the model cannot sample the others
     ],
 )
 def test_ends_are_those_of_generation_config_and_tokenizer(
-    directory: Path, generation: dict[str, Any], eos_ids: tuple[int, ...]
+    directory: Path, config: dict[str, Any], generation: dict[str, Any], eos_ids: tuple[int, ...]
 ) -> None:
+    write(directory, "config.json", CONFIG | config)
     write(directory, "generation_config.json", generation)
     assert read_model_files(directory).eos_ids == eos_ids
 
 
-def test_generation_config_gives_defaults(directory: Path) -> None:
-    values = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1, "max_length": 5}
-    write(directory, "generation_config.json", values)
-    expected = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.0}
-    assert read_model_files(directory).recommended == expected
+NEUTRAL = {"typical_p": 1.0, "no_repeat_ngram_size": 0, "epsilon_cutoff": 0.0, "sequence_bias": None, "num_beams": 1}
+NEUTRAL |= {"encoder_repetition_penalty": 1.0, "guidance_scale": None, "min_length": 0, "forced_eos_token_id": None}
+NEUTRAL |= {"length_penalty": 1.0, "diversity_penalty": 0.0, "max_length": 5}
 
 
-def test_generation_config_gives_bounds_of_answers_and_tokens_never_sampled(directory: Path) -> None:
-    values = {"min_new_tokens": 3, "max_new_tokens": 50, "suppress_tokens": [7, 9], "bad_words_ids": [[9], [11]]}
-    neutral = {"typical_p": 1.0, "no_repeat_ngram_size": 0, "epsilon_cutoff": 0.0, "sequence_bias": None}
-    neutral |= {"num_beams": 1, "encoder_repetition_penalty": 1.0, "guidance_scale": None, "min_length": 0}
-    neutral |= {"forced_eos_token_id": None, "length_penalty": 1.0, "diversity_penalty": 0.0}
-    write(directory, "generation_config.json", values | neutral)
-    expected = {"min_tokens": 3, "max_tokens": 50, "suppressed_ids": (7, 9, 11)}
-    assert read_model_files(directory).recommended == expected
+@pytest.mark.parametrize(
+    ("generation", "recommended"),
+    [
+        (NEUTRAL, {}),
+        (
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1},
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.0},
+        ),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({"min_new_tokens": 3, "max_new_tokens": 50}, {"min_tokens": 3, "max_tokens": 50}),
+        ({"suppress_tokens": [7, 9], "bad_words_ids": [[9], [11]]}, {"suppressed_ids": (7, 9, 11)}),
+    ],
+)
+def test_generation_config_gives_defaults(
+    directory: Path, generation: dict[str, Any], recommended: dict[str, Any]
+) -> None:
+    write(directory, "generation_config.json", generation)
+    assert read_model_files(directory).recommended == recommended
 
 
 @pytest.mark.parametrize(
@@ -126,11 +136,6 @@ def test_generation_config_that_is_not_served_is_refused_by_name(directory: Path
     assert name in refusal(directory).cause
 
 
-def test_model_that_says_not_to_sample_is_greedy(directory: Path) -> None:
-    write(directory, "generation_config.json", {"do_sample": False, "temperature": 0.6})
-    assert read_model_files(directory).recommended["temperature"] == 0.0
-
-
 def test_template_in_tokenizer_config_is_a_text_or_named_ones(directory: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     write(directory, "tokenizer_config.json", {"chat_template": "{{ messages[0].content }}!"})
@@ -145,7 +150,7 @@ def test_template_in_tokenizer_config_is_a_text_or_named_ones(directory: Path) -
 def test_a_message_writes_no_control_token_unless_the_operator_allows_it(directory: Path, allows: bool) -> None:
     write(directory, "tokenizer_config.json", {"chat_template": "<|im_start|>{{ messages[0].content }}<|im_end|>"})
     files = read_model_files(directory, allows_special_in_content=allows)
-    defaults = surface.GenerationDefaults(vocab_size=1)
+    defaults = GenerationDefaults(vocab_size=1)
     reader = PromptReader((), files.tokenizer, files.chat_template, 128, 1, defaults, lambda: 0.0)
     chat = reader.encode(ChatPrompt(({"role": "user", "content": "a<|im_end|>b"},)))
     assert [token_id for token_id in chat if token_id in files.tokenizer.special_ids] == (
@@ -174,14 +179,14 @@ def test_context_bounds_the_rendered_text(directory: Path) -> None:
     assert len(read_model_files(directory, context_limit=8192).chat_template.render(long, now=NOW)) == 100_000
 
 
-def test_missing_path_names_the_models_beside_it(directory: Path) -> None:
-    error = refusal(directory.parent / "zzz")
-    assert "zzz does not exist" in error.cause
-    assert error.fix == f"the models in {directory.parent}: {directory}"
-
-
-def test_directory_of_models_names_those_and_nothing_that_cannot_be_one(directory: Path) -> None:
+def test_a_path_that_is_no_model_directory_names_those_near_it(directory: Path) -> None:
     parent = directory.parent
+    error = refusal(parent / "zzz")
+    assert "zzz does not exist" in error.cause
+    assert error.fix == f"the models in {parent}: {directory}"
+    error = refusal(directory / "config.json")
+    assert "is a file" in error.cause
+    assert error.fix == f"--model {directory}"
     for name in ("long.json", "config.yaml", "Tiny.Q8_0.gguf"):
         (parent / name).touch()
     (parent / "logs").mkdir()
@@ -191,28 +196,15 @@ def test_directory_of_models_names_those_and_nothing_that_cannot_be_one(director
     assert refusal(parent / "logs").fix.endswith(f"; there is no model in {parent / 'logs'}")
 
 
-def test_file_for_a_directory_is_told_so(directory: Path) -> None:
-    error = refusal(directory / "config.json")
-    assert "is a file" in error.cause
-    assert error.fix == f"--model {directory}"
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_missing_file_is_named(directory: Path, name: str) -> None:
-    (directory / name).unlink()
-    error = refusal(directory)
-    assert f"{directory / name} is missing" in error.cause
-    assert error.exit_code != 0
-
-
-def test_missing_tokenizer_is_not_told_to_be_another_file(directory: Path) -> None:
-    (directory / "tokenizer.json").unlink()
-    assert refusal(directory).fix == "tokenizer.json comes with the model's directory: download the whole of it again"
-
-
-def test_sentencepiece_model_alone_says_how_to_convert_it(directory: Path) -> None:
+def test_a_missing_file_is_named_with_where_to_get_it(directory: Path) -> None:
+    template = refusal(directory, template_file=directory.parent / "chatlm.jinja")
+    assert (template.cause.endswith("chatlm.jinja is missing"), template.fix) == (True, "check its name")
     (directory / "tokenizer.json").rename(directory / "tokenizer.model")
-    assert "save_pretrained" in refusal(directory).fix
+    error = refusal(directory)
+    assert error.cause == f"{directory / 'tokenizer.json'} is missing"
+    assert "save_pretrained" in error.fix
+    (directory / "tokenizer.model").unlink()
+    assert refusal(directory).fix == "tokenizer.json comes with the model's directory: download the whole of it again"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +223,11 @@ def test_sentencepiece_model_alone_says_how_to_convert_it(directory: Path) -> No
         ("generation_config.json", b'{"top_p": NaN}', "top_p is nan"),
         ("generation_config.json", b'{"top_k": Infinity}', "top_k is inf"),
         ("generation_config.json", b'{"temperature": -1}', "temperature is -1"),
+        ("generation_config.json", b'{"temperature": 3}', "json: temperature is 3, which is out of its range"),
+        ("generation_config.json", b'{"top_p": 1.5}', "top_p is 1.5, which is out of its range"),
+        ("generation_config.json", b'{"min_p": 7}', "min_p is 7, which is out of its range"),
+        ("generation_config.json", b'{"repetition_penalty": 0}', "repetition_penalty is 0, which"),
+        ("generation_config.json", b'{"repetition_penalty": 1e30}', "repetition_penalty is 1e+30, which"),
         ("tokenizer_config.json", b'{"chat_template": 5}', "neither a text nor a list"),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "a"}]}', "neither a text nor a list"),
         ("chat_template.jinja", b"{% if %}", "line 1"),
@@ -242,30 +239,6 @@ def test_broken_file_is_named_with_its_fault(directory: Path, name: str, content
     assert cause in error.cause
     assert str(directory) in error.cause
     assert error.fix
-
-
-def test_missing_override_of_the_template_is_named(directory: Path) -> None:
-    error = refusal(directory, template_file=directory.parent / "chatlm.jinja")
-    assert "chatlm.jinja is missing" in error.cause
-    assert error.fix == "check its name"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", 3), ("top_p", 1.5), ("min_p", 7), ("repetition_penalty", 0), ("repetition_penalty", 1e30)],
-)
-def test_recommended_sampling_that_no_request_may_ask_for_is_refused(name: str, value: float, directory: Path) -> None:
-    write(directory, "generation_config.json", {name: value})
-    assert (
-        refusal(directory).cause
-        == f"{directory}: generation_config.json: {name} is {value!r}, which is out of its range"
-    )
-
-
-def test_ends_that_the_model_cannot_say_are_none(directory: Path) -> None:
-    write(directory, "config.json", {**CONFIG, "vocab_size": 300})
-    write(directory, "generation_config.json", {"eos_token_id": [2, 300, -1, 10**9]})
-    assert read_model_files(directory).eos_ids == (2,)
 
 
 def test_a_text_with_tokens_beyond_the_embedding_is_refused(directory: Path) -> None:

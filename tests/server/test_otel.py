@@ -129,7 +129,11 @@ def flight(is_sampled: bool = True, has_failed: bool = False) -> RequestRecord:
     )
 
 
-def test_what_waits_at_the_end_is_sent_and_failures_are_marked(receiver: Receiver) -> None:
+def test_what_waits_at_the_end_is_sent_and_failures_are_marked(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.observing.otel.CLOSE_TIMEOUT_S", 30.0)  # importing OpenTelemetry takes its time
+
     async def scenario() -> None:
         exporter = TraceExporter(otlp_endpoint(receiver.url))
         exporter.put(flight(is_sampled=False))

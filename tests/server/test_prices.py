@@ -43,8 +43,8 @@ def test_model_without_a_price_takes_the_common_one_or_none() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        (3, ["prices in steploop.toml", "no table"]),
-        ({"prompt": 0.1}, ["[prices.'prompt']", "no table"]),
+        (3, ["prices in steploop.toml", "not a table"]),
+        ({"prompt": 0.1}, ["[prices.'prompt']", "not a table"]),
         ({"m": {"promt": 0.1}}, ["'promt'", "prompt"]),
         ({"m": {"prompt": -1}}, ["prompt", "-1"]),
         ({"m": {"prompt": "0.1"}}, ["prompt", "number"]),

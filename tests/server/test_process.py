@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,38 +20,39 @@ from server.config import ServerConfig
 from server.ledger.usage import ModelPrice, Prices
 from server.loaded_engine import LoadedEngine
 from server.process import Server
-from tests.server.running_server import LIMITS, Running, ask, closing, load_with, on_loop
-from tests.server.simulated_server import MODEL, STREAM, chat, request
+from tests.server.running_server import LIMITS, Running, ask, closing, load_with, on_loop, serving
+from tests.server.simulated_server import MODEL, STREAM, Answer, chat, request
 from tests.server.test_metrics import samples_of
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings", "_keep_signal_handlers")
 
 
+async def get(running: Running, path: str, *headers: str) -> Answer:
+    return await ask(running.server, closing(request("GET", path, None, *headers)))
+
+
 @on_loop
 async def test_it_serves_from_ready_to_stop() -> None:
-    running = Running(load_with())
-    server = running.server
-    await server.wait_ready()
-    assert (await ask(server, closing(request("GET", "/ready")))).status == 200
-    whole = await ask(server, closing(chat()))
-    streamed = await ask(server, closing(chat(**STREAM)))
-    assert (whole.status, whole.text()) == (200, streamed.text())
-    assert whole.usage is not None
-    assert streamed.usage == whole.usage | {"prompt_tokens_details": {"cached_tokens": 16}}, "the first one's block"
-    card = (await ask(server, closing(request("GET", "/v1/models")))).json["data"][0]
-    assert card["id"] == MODEL
-    assert "demonstration" in card["description"]
-    assert any(f":{server.listener.port}" in line for line in running.banner)
-    server.stop(5)
-    assert await running.exit is ExitCode.OK
+    async with serving() as running:
+        server = running.server
+        assert (await get(running, "/ready")).status == 200
+        whole = await ask(server, closing(chat()))
+        streamed = await ask(server, closing(chat(**STREAM)))
+        assert (whole.status, whole.text()) == (200, streamed.text())
+        assert whole.usage is not None
+        assert streamed.usage == whole.usage | {"prompt_tokens_details": {"cached_tokens": 16}}, "the first one's block"
+        card = (await get(running, "/v1/models")).json["data"][0]
+        assert card["id"] == MODEL
+        assert "demonstration" in card["description"]
+        assert any(f":{server.listener.port}" in line for line in running.banner)
+        with pytest.raises(StartupError, match="in use"):
+            await Server(ServerConfig(port=server.listener.port), load_with(), print).run()
     assert not server._engine_thread._thread.is_alive()
 
 
 @on_loop
 async def test_while_it_loads_the_port_answers_with_the_stage() -> None:
-    may_load = threading.Event()
-    loop = asyncio.get_running_loop()
-    loading = asyncio.Event()
+    may_load, loading, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def load(*args: Any) -> LoadedEngine:
         args[2]("counting sheep")
@@ -58,52 +60,40 @@ async def test_while_it_loads_the_port_answers_with_the_stage() -> None:
         may_load.wait()
         return load_with()(*args)
 
-    running = Running(load)
+    running = Running(load, api_keys=("s3cret",))
     await loading.wait()
-    assert (await ask(running.server, closing(request("GET", "/health")))).status == 200
-    for data in (request("GET", "/ready"), chat()):
+    key = "Authorization: Bearer s3cret"
+    assert (await get(running, "/health")).status == 200
+    for data in (request("GET", "/ready"), chat().replace(b"Host: a", f"Host: a\r\n{key}".encode(), 1)):
         answer = await ask(running.server, closing(data))
         assert (answer.status, answer.json["error"]["code"]) == (503, "loading")
         assert "counting sheep" in answer.json["error"]["message"]
+    routers = ("/model_info", "/server_info")
+    assert [(await get(running, path)).status for path in routers] == [401, 401]
+    assert [(await get(running, path, key)).status for path in routers] == [503, 503]
     may_load.set()
     await running.server.wait_ready()
-    assert (await ask(running.server, closing(chat()))).status == 200
+    assert [(await get(running, path, key)).status for path in routers] == [200, 200]
     running.server.stop(0)
     assert await running.exit is ExitCode.OK
 
 
 @on_loop
-async def test_model_that_cannot_be_loaded_is_a_start_up_error() -> None:
-    def load(*args: Any) -> LoadedEngine:
+async def test_an_engine_that_cannot_be_loaded_ends_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    def load_nothing(*args: Any) -> LoadedEngine:
         raise BadCheckpoint("There are no weights.", "bring some")
 
-    running = Running(load)
+    def load_wrong(*args: Any) -> LoadedEngine:
+        raise ZeroDivisionError
+
+    running = Running(load_nothing)
     with pytest.raises(BadCheckpoint):
         await running.server.wait_ready()
     with pytest.raises(BadCheckpoint):
         await running.exit
     assert not running.banner
-
-
-@on_loop
-async def test_fault_in_loading_is_an_engine_failure(caplog: pytest.LogCaptureFixture) -> None:
-    def load(*args: Any) -> LoadedEngine:
-        raise ZeroDivisionError
-
-    assert await Running(load).exit is ExitCode.ENGINE
+    assert await Running(load_wrong).exit is ExitCode.ENGINE
     assert "ZeroDivisionError" in caplog.text
-
-
-@on_loop
-async def test_address_in_use_is_a_start_up_error_before_anything_is_loaded() -> None:
-    running = Running(load_with())
-    await running.server.wait_ready()
-    port = running.server.listener.port
-    second = Server(ServerConfig(port=port), load_with(), print)
-    with pytest.raises(StartupError):
-        await second.run()
-    running.server.stop(0)
-    await running.exit
 
 
 @on_loop
@@ -127,50 +117,35 @@ async def test_prices_of_a_model_that_is_not_served_are_told_at_start_and_at_eac
 
 @on_loop
 async def test_routers_are_told_what_is_served_and_how_much_of_it() -> None:
-    running = Running(load_with())
-    await running.server.wait_ready()
-    model = (await ask(running.server, closing(request("GET", "/model_info")))).json
-    server = (await ask(running.server, closing(request("GET", "/server_info")))).json
-    running.server.stop(0)
-    await running.exit
-    assert (model["model_path"], model["tokenizer_path"], model["served_model_name"]) == (MODEL, MODEL, MODEL)
-    assert (model["model_type"], model["architectures"]) == ("llama", ["LlamaForCausalLM"])
-    assert (model["is_generation"], model["has_image_understanding"]) == (True, False)
-    assert (server["served_model_name"], server["version"]) == (MODEL, __version__)
-    assert model["max_model_len"] == server["max_model_len"] == server["context_length"] == LIMITS.max_model_len
-    assert server["max_num_reqs"] == server["max_running_requests"] == LIMITS.max_sequences
-    assert server["max_total_tokens"] == LIMITS.num_blocks * LIMITS.block_size
-    assert server["max_prefill_tokens"] == LIMITS.max_batch_tokens
-    assert server["binds"] == [f"http://127.0.0.1:{running.server.listener.port}"]
+    async with serving() as running:
+        model = (await get(running, "/model_info")).json
+        server = (await get(running, "/server_info")).json
+        binds = [f"http://127.0.0.1:{running.server.listener.port}"]
+    names = dict.fromkeys(("model_path", "tokenizer_path", "served_model_name"), MODEL)
+    kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    assert model.items() >= (names | {"is_generation": True, "has_image_understanding": False}).items()
+    assert {name: model[name] for name in kind} == kind
+    assert model["max_model_len"] == LIMITS.max_model_len
+    assert {name: server[name] for name in server if name in EXPECTED} == EXPECTED
+    assert server["binds"] == binds
 
 
-@pytest.mark.parametrize("path", ["/model_info", "/server_info"])
-@on_loop
-async def test_routers_need_the_key_and_a_model_that_is_loaded(path: str) -> None:
-    may_load = threading.Event()
-
-    def load(*args: Any) -> LoadedEngine:
-        may_load.wait()
-        return load_with()(*args)
-
-    running = Running(load, api_keys=("s3cret",))
-    await asyncio.sleep(0)  # until it listens
-    while not running.server.listener.port:
-        await asyncio.sleep(0)
-    assert (await ask(running.server, closing(request("GET", path)))).status == 401
-    key = "Authorization: Bearer s3cret"
-    assert (await ask(running.server, closing(request("GET", path, None, key)))).status == 503
-    may_load.set()
-    await running.server.wait_ready()
-    assert (await ask(running.server, closing(request("GET", path, None, key)))).status == 200
-    running.server.stop(0)
-    await running.exit
+EXPECTED = {
+    "served_model_name": MODEL,
+    "version": __version__,
+    "max_model_len": LIMITS.max_model_len,
+    "context_length": LIMITS.max_model_len,
+    "max_num_reqs": LIMITS.max_sequences,
+    "max_running_requests": LIMITS.max_sequences,
+    "max_total_tokens": LIMITS.num_blocks * LIMITS.block_size,
+    "max_prefill_tokens": LIMITS.max_batch_tokens,
+}
 
 
 @on_loop
 async def test_an_address_of_other_machines_without_keys_is_given_up_again() -> None:
     running = Running(load_with(), host="0.0.0.0")
-    with pytest.raises(StartupError, match="nobody is asked who they are"):
+    with pytest.raises(StartupError, match="callers are not authenticated"):
         await running.exit
     with socket.socket() as probe:  # nobody listens there any more
         assert probe.connect_ex(("127.0.0.1", running.server.listener.port)) == errno.ECONNREFUSED
@@ -179,10 +154,9 @@ async def test_an_address_of_other_machines_without_keys_is_given_up_again() -> 
 @on_loop
 async def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -> None:
     stored = [(slot, BlockLabel(slot + 1, (("", ""), bytes([slot])))) for slot in range(3)]
-    running = Running(load_with(limits=replace(LIMITS, num_host_blocks=5), stored=stored))
-    await running.server.wait_ready()
-    page = await ask(running.server, closing(request("GET", "/metrics")))
-    samples = samples_of(page.body)
+    async with serving(load_with(limits=replace(LIMITS, num_host_blocks=5), stored=stored)) as running:
+        samples = samples_of((await get(running, "/metrics")).body)
+        assert json.loads((await get(running, "/health")).body) == {"status": "ok"}
     label = f'model_name="{MODEL}"'
     assert samples[f"steploop_kv_blocks{{{label}}}"] == LIMITS.num_blocks  # before anything was computed
     assert samples[f"steploop_kv_host_blocks{{{label}}}"] == 5
@@ -190,6 +164,12 @@ async def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -
     assert samples[f"steploop_steps_total{{{label}}}"] == 0
     for reason in ("engine_error", "internal_error"):  # alerts see a failure as the rise of its counter
         assert samples[f'steploop_requests_failed_total{{{label},reason="{reason}"}}'] == 0
-    assert json.loads((await ask(running.server, closing(request("GET", "/health")))).body) == {"status": "ok"}
-    running.server.stop(0)
-    await running.exit
+
+
+@on_loop
+async def test_a_ledger_whose_directory_cannot_be_created_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError) as caught:
+        Server(ServerConfig(port=0, ledger=tmp_path / "file" / "ledger.db"), load_with(), print)
+    assert caught.value.cause.startswith(f"the ledger's directory {tmp_path / 'file'} does not exist and cannot be")
+    assert "--ledger FILE" in caught.value.fix

@@ -18,9 +18,19 @@ from core.simulation import SimulatedRunner
 from server import process
 from server.config import ServerConfig
 from server.loaded_engine import LoadedEngine
-from server.supervision import EngineLost
 from tests.server.raw_http2 import START, Seen, post
-from tests.server.running_server import LIMIT_S, Running, ask, closing, load_with, on_loop, open_with, read_answer, run
+from tests.server.running_server import (
+    LIMIT_S,
+    Running,
+    ask,
+    closing,
+    load_with,
+    on_loop,
+    open_with,
+    read_answer,
+    run,
+    serving,
+)
 from tests.server.simulated_server import STREAM, answers, chat, request
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings", "_keep_signal_handlers")
@@ -71,37 +81,28 @@ def test_signal_that_finds_the_process_at_its_end_changes_nothing() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-@on_loop
-async def test_stop_without_grace_ends_a_running_stream_with_an_error_event() -> None:
-    running = Running(load_with())
-    await running.server.wait_ready()
-    reader, writer = await open_with(running.server, chat(**FOREVER))
-    begun = await reader.readuntil(b"data: ")
-    running.server.stop(0)
-    received = begun + await reader.read()
-    writer.close()
-    (answer,) = answers(received)
-    assert answer.is_complete
-    assert answer.events[-1]["error"]["code"] == "draining"
-    assert await running.exit is ExitCode.OK
+async def begun(running: Running, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
+    """A stream's connection, once its first event is there, and what has come of it."""
+    reader, writer = await open_with(running.server, data)
+    return reader, writer, await reader.readuntil(b"data: ")
 
 
+@pytest.mark.parametrize("num_stops", [1, 2])
 @on_loop
-async def test_second_stop_ends_what_the_first_gave_time() -> None:
-    running = Running(load_with())
-    await running.server.wait_ready()
-    reader, writer = await open_with(running.server, chat(**FOREVER))
-    begun = await reader.readuntil(b"data: ")
-    running.server.stop(1000)
-    while (late := await ask(running.server, closing(request("GET", "/ready")))).status == 200:
-        pass  # until the stop has begun
-    assert (late.status, late.json["error"]["code"]) == (503, "draining")
-    assert not running.exit.done()
-    running.server.stop(1000)
-    (answer,) = answers(begun + await reader.read())
-    writer.close()
-    assert answer.events[-1]["error"]["code"] == "draining"
-    assert await running.exit is ExitCode.OK
+async def test_stop_without_grace_or_a_second_stop_ends_streams_with_an_error_event(num_stops: int) -> None:
+    async with serving() as running:
+        reader, writer, head = await begun(running, chat(**FOREVER))
+        if num_stops == 2:
+            running.server.stop(1000)
+            while (late := await ask(running.server, closing(request("GET", "/ready")))).status == 200:
+                pass  # until the stop has begun
+            assert (late.status, late.json["error"]["code"]) == (503, "draining")
+            assert not running.exit.done()
+        running.server.stop(0)
+        (answer,) = answers(head + await reader.read())
+        writer.close()
+        assert answer.is_complete
+        assert answer.events[-1]["error"]["code"] == "draining"
 
 
 @pytest.mark.parametrize("num_stops", [1, 2])
@@ -109,44 +110,41 @@ async def test_second_stop_ends_what_the_first_gave_time() -> None:
 async def test_who_is_still_sending_when_the_grace_is_over_is_told(num_stops: int) -> None:
     """By HTTP/1.1 and HTTP/2, long before any clock of theirs runs out."""
     upload = START + post(b"/v1/chat/completions", 1, (b"content-type", b"application/json")).encode(0)
-    running = Running(load_with(), body_timeout_s=3600)
-    await running.server.wait_ready()
-    first = await open_with(running.server, chat(**STREAM)[:-1])
-    second = await open_with(running.server, upload)
-    while running.server.listener.num_handlers < 2:
-        await asyncio.sleep(0)
-    for grace_s in (1000, 0)[-num_stops:]:
-        running.server.stop(grace_s)
-    answer = await read_answer(*first)
-    assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
-    assert answer.headers["connection"] == "close"
-    seen = Seen()
-    while not seen.has_ended():
-        data = await second[0].read(65_536)
-        assert data
-        seen.add(data)
-    second[1].close()
-    assert seen.statuses == {1: 503}
-    assert b'"draining"' in seen.body()
-    assert await running.exit is ExitCode.OK
+    async with serving(body_timeout_s=3600) as running:
+        first = await open_with(running.server, chat(**STREAM)[:-1])
+        second = await open_with(running.server, upload)
+        while running.server.listener.num_handlers < 2:
+            await asyncio.sleep(0)
+        for grace_s in (1000, 0)[-num_stops:]:
+            running.server.stop(grace_s)
+        answer = await read_answer(*first)
+        assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
+        assert answer.headers["connection"] == "close"
+        seen = Seen()
+        while not seen.has_ended():
+            data = await second[0].read(65_536)
+            assert data
+            seen.add(data)
+        second[1].close()
+        assert seen.statuses == {1: 503}
+        assert b'"draining"' in seen.body()
 
 
 @on_loop
 async def test_second_stop_waits_for_nobody_who_does_not_move() -> None:
     """Half a head, and a reader that has stopped: no clock but the stop's own ends them within the test's limit."""
-    running = Running(load_with(), head_timeout_s=3600, stall_timeout_s=3600)
-    server = running.server
-    await server.wait_ready()
-    with socket.create_connection(("127.0.0.1", server.listener.port)) as in_head, socket.socket() as stalled:
-        in_head.send(b"GET /hea")
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        stalled.connect(("127.0.0.1", server.listener.port))
-        stalled.send(chat(**FOREVER))
-        while not any(connection.is_writing_paused for connection in server.listener._connections):
-            await asyncio.sleep(0)
-        server.stop(1000)
-        server.stop(1000)
-        assert await running.exit is ExitCode.OK
+    async with serving(head_timeout_s=3600, stall_timeout_s=3600) as running:
+        server = running.server
+        with socket.create_connection(("127.0.0.1", server.listener.port)) as in_head, socket.socket() as stalled:
+            in_head.send(b"GET /hea")
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.connect(("127.0.0.1", server.listener.port))
+            stalled.send(chat(**FOREVER))
+            while not any(connection.is_writing_paused for connection in server.listener._connections):
+                await asyncio.sleep(0)
+            server.stop(1000)
+            server.stop(1000)
+            assert await running.exit is ExitCode.OK
 
 
 class GatedStream:
@@ -158,8 +156,7 @@ class GatedStream:
 
     async def begin(self) -> None:
         await self.running.server.wait_ready()
-        self._reader, self._writer = await open_with(self.running.server, chat(**STREAM))
-        self._begun = await self._reader.readuntil(b"data: ")
+        self._reader, self._writer, self._begun = await begun(self.running, chat(**STREAM))
 
     async def finish(self) -> None:
         """The answer comes to its own end, and the process with it."""
@@ -201,31 +198,26 @@ async def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_as
 @pytest.mark.parametrize("is_reset", [False, True], ids=["FIN", "RST"])
 @on_loop
 async def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_reset: bool, num_bytes: int) -> None:
-    gate = threading.Semaphore(3)
-    GatedRunner.gate = gate
-    running = Running(load_with(GatedRunner))
-    await running.server.wait_ready()
-    reader, writer = await open_with(running.server, chat(**FOREVER))
-    await reader.readuntil(b"data: ")
-    writer.write(request("GET", "/health").ljust(100) * (num_bytes // 100))
-    await writer.drain()
-    if is_reset:
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.transport.abort()
-    else:
-        writer.write_eof()
-    client = running.server._client
-    assert client is not None
-    while client.stats.num_used_blocks:
-        num_steps = client.stats.num_steps
-        gate.release()
-        while client.stats.num_used_blocks and client.stats.num_steps == num_steps:
-            await asyncio.sleep(0)
-    assert client.stats.num_generated_tokens < 1_000
-    gate.release(10_000)
-    writer.close()
-    running.server.stop(1000)
-    assert await running.exit is ExitCode.OK
+    gate = GatedRunner.gate = threading.Semaphore(3)
+    async with serving(load_with(GatedRunner)) as running:
+        _, writer, _ = await begun(running, chat(**FOREVER))
+        writer.write(request("GET", "/health").ljust(100) * (num_bytes // 100))
+        await writer.drain()
+        if is_reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        else:
+            writer.write_eof()
+        client = running.server._client
+        assert client is not None
+        while client.stats.num_used_blocks:
+            num_steps = client.stats.num_steps
+            gate.release()
+            while client.stats.num_used_blocks and client.stats.num_steps == num_steps:
+                await asyncio.sleep(0)
+        assert client.stats.num_generated_tokens < 1_000
+        gate.release(10_000)
+        writer.close()
 
 
 @pytest.mark.parametrize("fields", [{}, STREAM])
@@ -280,43 +272,3 @@ async def test_signals_stop_a_server() -> None:
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving is ExitCode.OK
-
-
-class HangingRunner(SimulatedRunner):
-    """Hangs in its third step until the test lets go of it."""
-
-    may_go_on = threading.Event()
-    num_steps = 0
-
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        self.num_steps += 1
-        if self.num_steps == 3:
-            self.may_go_on.wait()
-        return super().collect(ticket)
-
-
-def test_engine_that_hangs_is_not_ready_and_when_lost_ends_its_streams_and_the_process() -> None:
-    HangingRunner.may_go_on.clear()
-
-    async def scenario() -> None:
-        running = Running(load_with(HangingRunner))
-        server = running.server
-        await server.wait_ready()
-        reader, writer = await open_with(server, chat(**FOREVER))
-        head = await reader.readuntil(b"data: ")
-        server.on_silence(True)  # as supervision tells it (test_supervision.py)
-        stalled = await ask(server, closing(request("GET", "/ready")))
-        assert (stalled.status, stalled.json["error"]["code"]) == (503, "stalled")
-        server.on_failed(EngineLost("busy with one step"))
-        (answer,) = answers(head + await reader.read())
-        assert answer.events[-1]["error"]["code"] == "engine_error"
-        writer.close()
-        await writer.wait_closed()
-        assert await running.exit is ExitCode.ENGINE  # though its thread hangs still
-        HangingRunner.may_go_on.set()
-        assert server._engine_thread.wait_stopped(LIMIT_S)
-
-    try:
-        run(scenario)
-    finally:
-        HangingRunner.may_go_on.set()

@@ -12,7 +12,7 @@ from h2.errors import ErrorCodes
 
 from core.errors import ExitCode, StartupError
 from server.listening.clients import HANDSHAKE
-from server.wire.frame_gate import PING
+from server.wire.http2 import PING
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, TlsFiles, server_tls
@@ -23,27 +23,23 @@ from tests.server.tls_server import connect, get_http2, listening, new_client, s
 pytestmark = needs_openssl
 
 
-def test_alpn_chooses_the_protocol(tmp_path: Path) -> None:
+async def test_alpn_chooses_the_protocol(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-
-    async def main() -> None:
-        async with listening(ServerTls(TlsFiles(certificate, key))) as port:
-            reader, writer = await connect(port, trusting(certificate, "h2", "http/1.1"))
-            assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
-            assert await get_http2(reader, writer, new_client()) == b"/"
+    async with listening(ServerTls(TlsFiles(certificate, key))) as port:
+        reader, writer = await connect(port, trusting(certificate, "h2", "http/1.1"))
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+        assert await get_http2(reader, writer, new_client()) == b"/"
+        writer.close()
+        for alpn in (("http/1.1",), ()):
+            reader, writer = await connect(port, trusting(certificate, *alpn))
+            writer.write(b"GET /old HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            client = h11.Connection(h11.CLIENT)
+            client.send(h11.Request(method="GET", target="/", headers=[("host", "a")]))
+            client.receive_data(await reader.read())
+            response = client.next_event()
+            assert isinstance(response, h11.Response)
+            assert response.status_code == 200
             writer.close()
-            for alpn in (("http/1.1",), ()):
-                reader, writer = await connect(port, trusting(certificate, *alpn))
-                writer.write(b"GET /old HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-                client = h11.Connection(h11.CLIENT)
-                client.send(h11.Request(method="GET", target="/", headers=[("host", "a")]))
-                client.receive_data(await reader.read())
-                response = client.next_event()
-                assert isinstance(response, h11.Response)
-                assert response.status_code == 200
-                writer.close()
-
-    uvloop.run(main())
 
 
 @pytest.mark.parametrize(
@@ -51,7 +47,7 @@ def test_alpn_chooses_the_protocol(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("piece_bytes", [1, 2**20])
-def test_who_offers_only_protocols_that_we_do_not_know_is_refused(
+async def test_who_offers_only_protocols_that_we_do_not_know_is_refused(
     tmp_path: Path,
     offered: tuple[str, ...],
     version: ssl.TLSVersion,
@@ -62,22 +58,18 @@ def test_who_offers_only_protocols_that_we_do_not_know_is_refused(
     context = trusting(certificate, *offered)
     context.minimum_version = context.maximum_version = version
     context.check_hostname = False
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
-            for name in (None, "localhost"):
-                client = RawTlsClient(context, name)
-                await client.open(listener.port)
-                with pytest.raises(ssl.SSLError, match=r"(?i)no.application.protocol"):
-                    await client.shake_hands(piece_bytes)
-                client.close()
-            await wait_until(lambda: listener.num_open == 0)
-            assert listener.refusals.counts[HANDSHAKE] == 2
-            reader, writer = await connect(listener.port, trusting(certificate, "acme-tls/1", "h2"))
-            assert await get_http2(reader, writer, new_client()) == b"/"
-            writer.close()
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+        for name in (None, "localhost"):
+            client = RawTlsClient(context, name)
+            await client.open(listener.port)
+            with pytest.raises(ssl.SSLError, match=r"(?i)no.application.protocol"):
+                await client.shake_hands(piece_bytes)
+            client.close()
+        await wait_until(lambda: listener.num_open == 0)
+        assert listener.refusals.counts[HANDSHAKE] == 2
+        reader, writer = await connect(listener.port, trusting(certificate, "acme-tls/1", "h2"))
+        assert await get_http2(reader, writer, new_client()) == b"/"
+        writer.close()
 
 
 class RawTlsClient:
@@ -134,51 +126,43 @@ async def read_all(stream: HttpStream) -> None:
 UNBOUNDED = ConnectionLimits(linger_s=1e6, idle_s=1e6, stall_s=1e6)  # no clock ends what is tried here
 
 
-def test_connection_error_is_followed_by_the_end_of_tls_and_of_the_connection_at_once(tmp_path: Path) -> None:
+async def test_connection_error_is_followed_by_the_end_of_tls_and_of_the_connection_at_once(tmp_path: Path) -> None:
     """RFC 9113 §5.4.1: a PING on a stream. A hundred times: what is between is a race."""
     certificate, key = make_certificate(tmp_path)
     context = trusting(certificate, "h2")
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key)), limits=UNBOUNDED) as listener:
-            for _ in range(100):
-                client = RawTlsClient(context)
-                await client.open(listener.port)
-                await client.shake_hands()
-                client.send(START)
-                client.send(frame(PING, bytes(8), stream_id=3))
-                seen = Seen()
-                seen.add(await client.read_to_end())
-                assert seen.goaway is ErrorCodes.PROTOCOL_ERROR
-                client.close()
-            await wait_until(lambda: listener.num_open == 0)
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key)), limits=UNBOUNDED) as listener:
+        for _ in range(100):
+            client = RawTlsClient(context)
+            await client.open(listener.port)
+            await client.shake_hands()
+            client.send(START)
+            client.send(frame(PING, bytes(8), stream_id=3))
+            seen = Seen()
+            seen.add(await client.read_to_end())
+            assert seen.goaway is ErrorCodes.PROTOCOL_ERROR
+            client.close()
+        await wait_until(lambda: listener.num_open == 0)
 
 
 @pytest.mark.parametrize("alpn", ["h2", "http/1.1"])
-def test_peer_in_the_middle_of_an_upload_reads_why_it_is_refused(tmp_path: Path, alpn: str) -> None:
+async def test_peer_in_the_middle_of_an_upload_reads_why_it_is_refused(tmp_path: Path, alpn: str) -> None:
     certificate, key = make_certificate(tmp_path)
     begin = {
         "h2": START + frame(PING, bytes(8), stream_id=3),
         "http/1.1": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
     }
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key)), handler=read_all, limits=UNBOUNDED) as listener:
-            client = RawTlsClient(trusting(certificate, alpn))
-            await client.open(listener.port)
-            await client.shake_hands()
-            client.send(begin[alpn])
-            for _ in range(12):  # MiB: less than is thrown away at most
-                client.send(bytes(2**20))
-                await client.drain()
-            said = await client.read_to_end()
-            assert said.startswith(b"HTTP/1.1 400 ") if alpn == "http/1.1" else b"\0\0\x08\x07\0" in said
-            client.close()
-            await wait_until(lambda: listener.num_open == 0)
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key)), handler=read_all, limits=UNBOUNDED) as listener:
+        client = RawTlsClient(trusting(certificate, alpn))
+        await client.open(listener.port)
+        await client.shake_hands()
+        client.send(begin[alpn])
+        for _ in range(12):  # MiB: less than is thrown away at most
+            client.send(bytes(2**20))
+            await client.drain()
+        said = await client.read_to_end()
+        assert said.startswith(b"HTTP/1.1 400 ") if alpn == "http/1.1" else b"\0\0\x08\x07\0" in said
+        client.close()
+        await wait_until(lambda: listener.num_open == 0)
 
 
 async def send_for_ever(client: RawTlsClient) -> None:
@@ -187,21 +171,17 @@ async def send_for_ever(client: RawTlsClient) -> None:
         await client.drain()
 
 
-def test_peer_that_does_not_stop_its_upload_is_cut_off(tmp_path: Path) -> None:
+async def test_peer_that_does_not_stop_its_upload_is_cut_off(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key)), limits=UNBOUNDED) as listener:
-            client = RawTlsClient(trusting(certificate, "h2"))
-            await client.open(listener.port)
-            await client.shake_hands()
-            client.send(START + frame(PING, bytes(8), stream_id=3))
-            with pytest.raises(ConnectionError):
-                await send_for_ever(client)
-            await wait_until(lambda: listener.num_open == 0)
-            client.close()
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key)), limits=UNBOUNDED) as listener:
+        client = RawTlsClient(trusting(certificate, "h2"))
+        await client.open(listener.port)
+        await client.shake_hands()
+        client.send(START + frame(PING, bytes(8), stream_id=3))
+        with pytest.raises(ConnectionError):
+            await send_for_ever(client)
+        await wait_until(lambda: listener.num_open == 0)
+        client.close()
 
 
 def test_nothing_older_than_tls_12_is_spoken(tmp_path: Path) -> None:
@@ -225,44 +205,36 @@ def test_nothing_older_than_tls_12_is_spoken(tmp_path: Path) -> None:
     uvloop.run(main(tls))
 
 
-def test_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_path: Path) -> None:
+async def test_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     tls = ServerTls(TlsFiles(certificate, key))
-
-    async def main() -> None:
-        async with listening(tls) as port:
-            old = trusting(certificate, "h2")
-            reader, writer = await connect(port, old)
-            client = new_client()
-            assert await get_http2(reader, writer, client) == b"/"
-            make_certificate(tmp_path)
-            tls.reload()
-            assert await get_http2(reader, writer, client) == b"/"
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await connect(port, old)
-            _, new_writer = await connect(port, trusting(certificate, "h2"))
-            new_writer.close()
-            writer.close()
-
-    uvloop.run(main())
+    async with listening(tls) as port:
+        old = trusting(certificate, "h2")
+        reader, writer = await connect(port, old)
+        client = new_client()
+        assert await get_http2(reader, writer, client) == b"/"
+        make_certificate(tmp_path)
+        tls.reload()
+        assert await get_http2(reader, writer, client) == b"/"
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await connect(port, old)
+        _, new_writer = await connect(port, trusting(certificate, "h2"))
+        new_writer.close()
+        writer.close()
 
 
-def test_files_that_do_not_fit_are_refused_and_the_old_ones_stay(tmp_path: Path) -> None:
+async def test_files_that_do_not_fit_are_refused_and_the_old_ones_stay(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     tls = ServerTls(TlsFiles(certificate, key))
     trusted = trusting(certificate, "h2")
     key.write_text("not a key")
-
-    async def main() -> None:
-        with pytest.raises(StartupError) as caught:
-            tls.reload()
-        assert caught.value.exit_code is ExitCode.CONFIGURATION
-        assert str(key) in caught.value.cause
-        async with listening(tls) as port:
-            _, writer = await connect(port, trusted)
-            writer.close()
-
-    uvloop.run(main())
+    with pytest.raises(StartupError) as caught:
+        tls.reload()
+    assert caught.value.exit_code is ExitCode.CONFIGURATION
+    assert str(key) in caught.value.cause
+    async with listening(tls) as port:
+        _, writer = await connect(port, trusted)
+        writer.close()
 
 
 def test_key_of_another_certificate_is_refused(tmp_path: Path) -> None:

@@ -22,63 +22,54 @@ pytestmark = needs_openssl
 
 
 @pytest.mark.parametrize("has_body", [False, True])
-def test_request_in_the_clear_is_told_that_tls_is_spoken_and_is_served_nothing(tmp_path: Path, has_body: bool) -> None:
+async def test_request_in_the_clear_is_told_that_tls_is_spoken_and_is_served_nothing(
+    tmp_path: Path, has_body: bool
+) -> None:
     certificate, key = make_certificate(tmp_path)
     served: list[HttpStream] = []
 
     async def serve(stream: HttpStream) -> None:
         served.append(stream)
 
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key)), handler=serve) as listener:
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000) * has_body)
-            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 400 ")
-            assert b"connection: close" in head
-            assert b"speaks TLS" in body
-            writer.close()
-            await wait_until(lambda: listener.num_open == 0)
-            assert not served
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key)), handler=serve) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000) * has_body)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert b"connection: close" in head
+        assert b"speaks TLS" in body
+        writer.close()
+        await wait_until(lambda: listener.num_open == 0)
+        assert not served
 
 
 @pytest.mark.parametrize("said", [b"\x00", b"\xff" * 100, b"\x16\x03\x01", b" GET / HTTP/1.1"])
-def test_what_is_neither_tls_nor_a_request_is_closed(tmp_path: Path, said: bytes) -> None:
+async def test_what_is_neither_tls_nor_a_request_is_closed(tmp_path: Path, said: bytes) -> None:
     certificate, key = make_certificate(tmp_path)
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            writer.write(said)
-            writer.write_eof()
-            with contextlib.suppress(ConnectionError):  # it is closed with bytes unread
-                assert b"HTTP" not in await reader.read()
-            writer.close()
-            await wait_until(lambda: listener.num_open == 0)
-            assert listener.refusals.counts[HANDSHAKE] == 1
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(said)
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):  # it is closed with bytes unread
+            assert b"HTTP" not in await reader.read()
+        writer.close()
+        await wait_until(lambda: listener.num_open == 0)
+        assert listener.refusals.counts[HANDSHAKE] == 1
 
 
-def test_who_is_one_too_many_gets_an_alert(tmp_path: Path) -> None:
+async def test_who_is_one_too_many_gets_an_alert(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key)), max_connections=1) as listener:
-            _, first = await asyncio.open_connection("127.0.0.1", listener.port)
-            await wait_until(lambda: listener.num_open == 1)
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            assert await reader.read() == REFUSED_ALERT
-            client = ssl.create_default_context().wrap_bio(told := ssl.MemoryBIO(), ssl.MemoryBIO(), False, "a")
-            told.write(REFUSED_ALERT)
-            with pytest.raises(ssl.SSLError, match=r"(?i)internal"):
-                client.do_handshake()
-            writer.close()
-            first.close()
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key)), max_connections=1) as listener:
+        _, first = await asyncio.open_connection("127.0.0.1", listener.port)
+        await wait_until(lambda: listener.num_open == 1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        assert await reader.read() == REFUSED_ALERT
+        client = ssl.create_default_context().wrap_bio(told := ssl.MemoryBIO(), ssl.MemoryBIO(), False, "a")
+        told.write(REFUSED_ALERT)
+        with pytest.raises(ssl.SSLError, match=r"(?i)internal"):
+            client.do_handshake()
+        writer.close()
+        first.close()
 
 
 OLD_HELLO = bytes((22, 3, 1, 0, 45, 1, 0, 0, 41, 3, 2)) + bytes(32) + bytes((0, 0, 2, 0xC0, 0x13, 1, 0))
@@ -90,19 +81,15 @@ HANDSHAKE_FAILURE, PROTOCOL_VERSION = 40, 70  # RFC 8446 §6: alerts
     [(0, HANDSHAKE_FAILURE), (1, PROTOCOL_VERSION), (2, PROTOCOL_VERSION)],
     ids=["SSL 3.0", "TLS 1.0", "TLS 1.1"],
 )
-def test_who_knows_only_old_versions_is_told_so(tmp_path: Path, version: int, alert: int) -> None:
+async def test_who_knows_only_old_versions_is_told_so(tmp_path: Path, version: int, alert: int) -> None:
     certificate, key = make_certificate(tmp_path)
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            writer.write(OLD_HELLO[:10] + bytes((version,)) + OLD_HELLO[11:])
-            assert await reader.readexactly(7) == bytes((21, 3, version, 0, 2, 2, alert))
-            writer.close()
-            await wait_until(lambda: listener.num_open == 0)
-            assert listener.refusals.counts[HANDSHAKE] == 1
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(OLD_HELLO[:10] + bytes((version,)) + OLD_HELLO[11:])
+        assert await reader.readexactly(7) == bytes((21, 3, version, 0, 2, 2, alert))
+        writer.close()
+        await wait_until(lambda: listener.num_open == 0)
+        assert listener.refusals.counts[HANDSHAKE] == 1
 
 
 @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
@@ -136,45 +123,37 @@ def test_who_has_no_cipher_in_common_is_told_so_and_has_until_the_deadline_to_le
         client.do_handshake()
 
 
-def test_connections_in_their_handshake_count_towards_the_cap(tmp_path: Path) -> None:
+async def test_connections_in_their_handshake_count_towards_the_cap(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key)), max_connections=2) as listener:
-            silent = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(2)]
-            await wait_until(lambda: listener.num_open == 2)
-            with pytest.raises((ConnectionError, ssl.SSLError)):
-                await connect(listener.port, trusting(certificate))
-            assert (listener.num_accepted, listener.refusals.counts[MAX_CONNECTIONS]) == (3, 1)
-            silent[0][1].close()
-            await wait_until(lambda: listener.num_open == 1)
-            assert listener.refusals.counts[HANDSHAKE] == 1
-            reader, writer = await connect(listener.port, trusting(certificate, "h2"))
-            assert await get_http2(reader, writer, new_client()) == b"/"
-            assert listener.num_open == 2
-            writer.close()
-            silent[1][1].close()
-            await wait_until(lambda: listener.num_open == 0)
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key)), max_connections=2) as listener:
+        silent = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(2)]
+        await wait_until(lambda: listener.num_open == 2)
+        with pytest.raises((ConnectionError, ssl.SSLError)):
+            await connect(listener.port, trusting(certificate))
+        assert (listener.num_accepted, listener.refusals.counts[MAX_CONNECTIONS]) == (3, 1)
+        silent[0][1].close()
+        await wait_until(lambda: listener.num_open == 1)
+        assert listener.refusals.counts[HANDSHAKE] == 1
+        reader, writer = await connect(listener.port, trusting(certificate, "h2"))
+        assert await get_http2(reader, writer, new_client()) == b"/"
+        assert listener.num_open == 2
+        writer.close()
+        silent[1][1].close()
+        await wait_until(lambda: listener.num_open == 0)
 
 
-def test_drain_does_not_wait_for_handshakes(tmp_path: Path) -> None:
+async def test_drain_does_not_wait_for_handshakes(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            await wait_until(lambda: listener.num_open == 1)
-            await listener.drain(60)
-            assert listener.num_open == 0
-            assert await reader.read() == b""
-            writer.close()
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        await wait_until(lambda: listener.num_open == 1)
+        await listener.drain(60)
+        assert listener.num_open == 0
+        assert await reader.read() == b""
+        writer.close()
 
 
-def test_drain_at_any_moment_of_a_handshake_leaves_no_connection(tmp_path: Path) -> None:
+async def test_drain_at_any_moment_of_a_handshake_leaves_no_connection(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     context = trusting(certificate, "http/1.1")
 
@@ -189,33 +168,25 @@ def test_drain_at_any_moment_of_a_handshake_leaves_no_connection(tmp_path: Path)
                 if not isinstance(found, BaseException):
                     found[1].close()
 
-    async def main() -> None:
-        """At once: drains wait for the clients' farewell."""
-        await asyncio.gather(*map(drain_after, range(40)))
-
-    uvloop.run(main())
+    await asyncio.gather(*map(drain_after, range(40)))  # at once: drains wait for the clients' farewell
 
 
-def test_slow_reader_is_noticed_as_soon_as_in_the_clear(tmp_path: Path) -> None:
+async def test_slow_reader_is_noticed_as_soon_as_in_the_clear(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     hold = Hold()
-
-    async def main() -> None:
-        async with serving(ServerTls(TlsFiles(certificate, key)), handler=hold) as listener:
-            raw = socket.socket()
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            raw.connect(("127.0.0.1", listener.port))
-            context = trusting(certificate, "http/1.1")
-            with await asyncio.to_thread(context.wrap_socket, raw, server_hostname="127.0.0.1") as client:
-                await asyncio.to_thread(client.sendall, GET)
-                await wait_until(lambda: bool(hold.streams))
-                num_sent = 0
-                while not hold.streams[0].is_blocked:
-                    hold.streams[0].send(b"x" * 1024)
-                    num_sent += 1024
-                    listener.batch.flush_all()
-                    await asyncio.sleep(0)
-                    assert num_sent < 64 * 1024
-            await wait_until(lambda: hold.told == ["blocked", "gone"])
-
-    uvloop.run(main())
+    async with serving(ServerTls(TlsFiles(certificate, key)), handler=hold) as listener:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", listener.port))
+        context = trusting(certificate, "http/1.1")
+        with await asyncio.to_thread(context.wrap_socket, raw, server_hostname="127.0.0.1") as client:
+            await asyncio.to_thread(client.sendall, GET)
+            await wait_until(lambda: bool(hold.streams))
+            num_sent = 0
+            while not hold.streams[0].is_blocked:
+                hold.streams[0].send(b"x" * 1024)
+                num_sent += 1024
+                listener.batch.flush_all()
+                await asyncio.sleep(0)
+                assert num_sent < 64 * 1024
+        await wait_until(lambda: hold.told == ["blocked", "gone"])

@@ -10,6 +10,7 @@ from server.values import (
     BadValueError,
     choice_of,
     count_between,
+    directory_value,
     duration_between,
     existing_directory,
     existing_file,
@@ -24,6 +25,7 @@ from server.values import (
     size_between,
 )
 
+CHOICE = choice_of("debug", "info", "warning", "error")
 any_size = size_between(0, 2**50)
 any_duration = duration_between(0, 1e9)
 any_factor = factor_or_none(1.05, 1000)
@@ -75,71 +77,63 @@ def test_what_operators_read_is_short(show: Callable[[float], str], texts: dict[
 
 def test_nearest_ignores_case_and_kind_of_dash_and_gives_up_when_far() -> None:
     known = ["max_queue", "port"]
-    assert nearest("MAX-QUEUE", known) == "max_queue"
-    assert nearest("prot", known) == "port"
-    assert nearest("zebra", known) is None
+    words = ("MAX-QUEUE", "prot", "zebra")
+    assert [nearest(word, known) for word in words] == ["max_queue", "port", None]
 
 
-def test_a_directory_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(BadValueError, match="this is a directory"):
-        existing_file(str(tmp_path))
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to be in, with some paths."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("steploop.toml", "templates/chat.jinja", "models/Qwen3-0.6B/config.json"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    for name in ("opt", "home", "abcdefgh"):
+        Path(name).mkdir()
+    return tmp_path
 
 
-def test_near_a_missing_path_lies_what_looks_like_it(tmp_path: Path) -> None:
-    (tmp_path / "steploop.toml").touch()
-    assert names_near(tmp_path / "stepploop.toml", os.path.isfile) == [tmp_path / "steploop.toml"]
-    assert names_near(tmp_path / "stepploop.toml", os.path.isdir) == []
-    assert names_near(tmp_path / "zzz", os.path.isfile) == []
-
-
-def test_near_a_path_that_goes_wrong_early_lies_the_same_path_with_one_name_changed(tmp_path: Path) -> None:
-    (tmp_path / "templates").mkdir()
-    missing = tmp_path / "template" / "chat.jinja"
-    assert names_near(missing, os.path.isfile) == []
-    (tmp_path / "templates" / "chat.jinja").touch()
-    assert names_near(missing, os.path.isfile) == [tmp_path / "templates" / "chat.jinja"]
-
-
-def test_a_path_may_go_wrong_in_several_names_and_be_cut_short(tmp_path: Path) -> None:
-    wanted = tmp_path / "models" / "Qwen3-0.6B"
-    wanted.mkdir(parents=True)
-    for missing in ("models/qwen3", "modls/Qwen3-0.6", "MODELS/qwen"):
-        assert names_near(tmp_path / missing, os.path.isdir) == [wanted]
-
-
-def test_of_a_few_names_the_nearest_is_proposed() -> None:
-    with pytest.raises(BadValueError, match=r"one of debug, info, warning, error$") as caught:
-        choice_of("debug", "info", "warning", "error")("lound")
-    assert caught.value.proposal == "info"
-    with pytest.raises(BadValueError) as caught:
-        choice_of("debug", "info", "warning", "error")("xyz")
-    assert caught.value.proposal is None
-
-
-def test_a_word_that_stands_for_a_name_is_taken_for_it_and_nothing_like_it() -> None:
-    with pytest.raises(BadValueError, match=r"one of auto, cpu, cuda; did you mean cuda\?$") as caught:
-        choice_of("auto", "cpu", "cuda", gpu="cuda")("gpu")
-    assert caught.value.proposal == "cuda"
-
-
-@pytest.mark.parametrize(("parse", "is_directory"), [(existing_file, True), (existing_directory, False)])
-def test_what_is_proposed_is_of_the_kind_asked_for(
-    parse: Callable[[str], Path], is_directory: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("missing", "is_wanted", "near"),
+    [
+        ("stepploop.toml", os.path.isfile, ["steploop.toml"]),
+        ("stepploop.toml", os.path.isdir, []),
+        ("template/chat.jinja", os.path.isfile, ["templates/chat.jinja"]),  # one name changed, early
+        ("template/chat.txt", os.path.isdir, []),
+        *((name, os.path.isdir, ["models/Qwen3-0.6B"]) for name in ("models/qwen3", "modls/Qwen3-0.6", "MODELS/qwen")),
+        *((name, os.path.isdir, []) for name in ("zzz", "nope", "abc")),  # with little in common
+    ],
+)
+def test_near_a_missing_path_lies_what_looks_like_it(
+    missing: str, is_wanted: Callable[[Path], bool], near: list[str], tree: Path
 ) -> None:
-    near = tmp_path / "models"
-    near.mkdir() if is_directory else near.touch()
+    assert names_near(tree / missing, is_wanted) == [tree / name for name in near]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "expected", "proposal"),
+    [
+        (existing_file, "templates", "a file, and this is a directory", None),
+        (file_value, "templates", "a file, and this is a directory", None),
+        (existing_directory, "steploop.toml", "a directory, and this is a file", "."),
+        (directory_value, "steploop.toml", "a directory, and this is a file", None),
+        (existing_file, "template", "a file that exists", None),  # what is near is a directory
+        (existing_directory, "model", "a directory that exists; near it: models", "models"),
+        (existing_directory, "steplop.toml", "a directory that exists", None),
+        *((parse, "~nobody-here/a", "no home directory ~nobody-here", None) for parse in (model_source, file_value)),
+        (CHOICE, "lound", "one of debug, info, warning, error", "info"),
+        (CHOICE, "xyz", "one of debug, info, warning, error", None),
+        (choice_of("auto", "cpu", "cuda", gpu="cuda"), "gpu", "one of auto, cpu, cuda; did you mean cuda?", "cuda"),
+    ],
+)
+def test_a_refusal_proposes_what_may_have_been_meant(
+    parse: Callable[[str], object], text: str, expected: str, proposal: str | None, tree: Path
+) -> None:
     with pytest.raises(BadValueError) as caught:
-        parse(str(tmp_path / "model"))
-    assert caught.value.proposal is None
+        parse(text)
+    assert expected in caught.value.expected
+    assert caught.value.proposal == proposal
 
 
-@pytest.mark.parametrize(("name", "other"), [("nope", "opt"), ("nope", "home"), ("abc", "abcdefgh")])
-def test_names_with_little_in_common_are_not_near(name: str, other: str, tmp_path: Path) -> None:
-    (tmp_path / other).mkdir()
-    assert names_near(tmp_path / name, os.path.isdir) == []
-
-
-def test_a_home_that_nobody_has_is_told() -> None:
-    for parse in (model_source, existing_directory, file_value):
-        with pytest.raises(BadValueError, match="there is no home directory ~nobody-here"):
-            parse("~nobody-here/model")
+def test_paths_of_what_is_to_be_made_need_not_exist(tree: Path) -> None:
+    assert (file_value("new.json"), directory_value("new")) == (Path("new.json"), Path("new"))

@@ -33,15 +33,15 @@ def test_what_is_installed_here_may_serve() -> None:
     check_floors()
 
 
-@pytest.mark.parametrize("found", ["4.3.0", None])
+@pytest.mark.parametrize("found", ["4.1.0", None])
 def test_below_a_floor_start_is_refused_with_reason_and_command(found: str | None) -> None:
     with pytest.raises(StartupError) as caught:
-        check_floors(lambda name: found if name == "h2" else installed_version(name))
+        check_floors(lambda name: found if name == "hpack" else installed_version(name))
     error = caught.value
     assert error.exit_code == ExitCode.VERSION
-    assert f"h2 is {found or 'missing'}" in error.cause
-    assert "CVE-2026-71554" in error.cause
-    assert error.fix == f"{sys.executable} -m pip install 'h2>=4.4.1'"
+    assert f"hpack is {found or 'missing'}" in error.cause
+    assert "CVE-2026-59980" in error.cause
+    assert error.fix == f"{sys.executable} -m pip install 'hpack>=4.2.0'"
 
 
 def test_all_broken_floors_are_named_at_once() -> None:
@@ -53,5 +53,5 @@ def test_all_broken_floors_are_named_at_once() -> None:
 def test_listing_says_missing_for_what_is_not_there() -> None:
     listed = dict(versions(lambda name: None if name == "torch" else "1.0"))
     assert listed["torch"] == "missing"
-    assert listed["h2"] == "1.0"
+    assert listed["hpack"] == "1.0"
     assert set(LISTED) | {"steploop", "python"} == set(listed)

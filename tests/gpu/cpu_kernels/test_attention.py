@@ -13,7 +13,7 @@ from gpu.scores import PLAIN, Scores
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
-from gpu.cpu_kernels.attention import PagedAttention, divide
+from gpu.cpu_kernels.attention import PagedAttention, divide_decodes
 
 NUM_BLOCKS = 330
 
@@ -204,43 +204,34 @@ def test_a_row_attends_the_same_alone_and_in_company(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_kv_heads", "head_dim", "count"),
+    ("lengths", "window", "num_kv_heads", "head_dim", "num_threads", "found"),
     [
-        (1, 2, 64, 1),  # two threads share the row
-        (2, 2, 64, 2),
-        (3, 2, 64, 1),  # one thread would wait for a whole row
-        (9, 2, 64, 2),
-        (8, 8, 128, 1),  # a head is as many bytes as are read together
-        (8, 8, 32, 4),
-        (8, 6, 32, 3),
-        (8, 5, 32, 1),
-    ],
-)
-def test_heads_are_read_together_where_rows_suffice(
-    num_rows: int, num_kv_heads: int, head_dim: int, count: int
-) -> None:
-    pieces = divide([100] * num_rows, None, num_kv_heads, 1, head_dim, 2)
-    assert (pieces.num_heads, pieces.splits) == (count, None)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "window", "num_threads", "splits", "num_heads"),
-    [
-        ([512], None, 2, None, 1),
-        ([513], None, 2, [0, 2], 1),
-        ([8192], None, 2, [0, 16], 2),
-        ([8192], None, 1, None, 2),
-        ([8192] * 8, None, 2, None, 2),  # a row is an eighth of the work
-        ([8192] * 7, None, 2, [16 * row for row in range(8)], 2),
-        ([8192, 40, 600], None, 2, [0, 16, 17, 19], 2),  # one long row would be one thread's
-        ([2000, 512], 700, 2, [0, 2, 3], 1),  # positions 1300 to 1999 lie in two splits
-        ([2000, 40], 500, 2, [0, 2, 3], 1),
+        ([100], None, 2, 64, 2, (1, [1])),  # two threads share the row
+        ([100] * 2, None, 2, 64, 2, (2, [1] * 2)),
+        ([100] * 3, None, 2, 64, 2, (1, [1] * 3)),  # one thread would wait for a whole row
+        ([100] * 9, None, 2, 64, 2, (2, [1] * 9)),
+        ([100] * 8, None, 8, 128, 2, (1, [1] * 8)),  # a head is as many bytes as are read together
+        ([100] * 8, None, 8, 32, 2, (4, [1] * 8)),
+        ([100] * 8, None, 6, 32, 2, (3, [1] * 8)),
+        ([100] * 8, None, 5, 32, 2, (1, [1] * 8)),
+        ([512], None, 2, 64, 2, (1, [1])),
+        ([513], None, 2, 64, 2, (1, [2])),
+        ([8192], None, 2, 64, 2, (2, [16])),
+        ([8192], None, 2, 64, 1, (2, [1])),
+        ([8192] * 8, None, 2, 64, 2, (2, [1] * 8)),  # a row is an eighth of the work
+        ([8192] * 7, None, 2, 64, 2, (2, [16] * 7)),
+        ([8192, 40, 600], None, 2, 64, 2, (2, [16, 1, 2])),  # one long row would be one thread's
+        ([2000, 512], 700, 2, 64, 2, (1, [2, 1])),  # positions 1300 to 1999 lie in two splits
+        ([2000, 40], 500, 2, 64, 2, (1, [2, 1])),
     ],
     ids=str,
 )
-def test_rows_are_split_where_they_would_keep_threads_waiting(
-    lengths: list[int], window: int | None, num_threads: int, splits: list[int] | None, num_heads: int
+def test_heads_are_read_together_and_rows_split_so_that_no_thread_waits(
+    lengths: list[int],
+    window: int | None,
+    num_kv_heads: int,
+    head_dim: int,
+    num_threads: int,
+    found: tuple[int, list[int]],
 ) -> None:
-    pieces = divide(lengths, window, 2, 7, 64, num_threads)
-    found = None if pieces.splits is None else pieces.splits.first_splits.tolist()
-    assert (found, pieces.num_heads) == (splits, num_heads)
+    assert divide_decodes(lengths, window, num_kv_heads, head_dim, num_threads) == found

@@ -243,7 +243,7 @@ def sampling_cases() -> list[Case]:
     arguments = (
         dict.fromkeys(floats, "*fp32")
         | dict.fromkeys(("slots", "positions", "numbers", "token_ids", "last_tokens"), "*i64")
-        | dict.fromkeys(("bias_ids", "stop_ids", "seen", "listed", "tokens_kept", "found_tokens"), "*i32")
+        | dict.fromkeys(("bias_ids", "stop_ids", "seen", "listed", "tokens_gathered", "found_tokens"), "*i32")
         | dict.fromkeys(("vocab_size", "range_size", "num_splits"), "i32")
         | {"is_finite": "*i8"}
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
+from core.config import BLOCK_SIZE, EngineConfig, parse_model_config
 from core.plan import PENDING
 from core.types import Request, SamplingParams
 from gpu.kernels.rows import DeviceRows
@@ -45,11 +45,10 @@ def on_a_cpu(device: torch.device) -> None:
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs take is found out elsewhere (tests/gpu/test_graph_memory.py): it would take most of the time here."""
 
-    def count(_: Any, model: ModelConfig, engine: EngineConfig, memory: MemoryPlan, recorder: Any) -> CountedGraphs:
-        shapes = step_shapes(model, engine)
-        return CountedGraphs(
-            dataclasses.replace(memory, measured_graph_bytes=1 << 30), shapes, len(shapes.in_order) + 9
-        )
+    def count(_: Any, memory: MemoryPlan, recorder: Any) -> CountedGraphs:
+        shapes = step_shapes(memory.model, memory.engine)
+        planned = dataclasses.replace(memory, measured_graph_bytes=1 << 30)
+        return CountedGraphs(planned, shapes, len(shapes.in_order) + 9)
 
     monkeypatch.setattr("gpu.runner.count_graphs", count)
 

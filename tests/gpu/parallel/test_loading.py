@@ -57,7 +57,7 @@ def test_an_estimate_is_of_each_rank(model_directory: Callable[[str], Path]) -> 
     directory = model_directory("llama3")
     model, engine = parse_model_config(read_config(directory)), replace(ENGINE, tensor_parallel=2, kv_memory_bytes=None)
     one, each = estimate(directory, model, replace(engine, tensor_parallel=1)), estimate_ranks(directory, model, engine)
-    assert each.device.device_reason == "asked for; 2 ranks, of which each has what is told here"
+    assert each.device.device_reason == "asked for; 2 ranks, each with what is shown here"
     assert each.num_parameters == one.num_parameters
     assert each.kv_bytes_per_token == one.kv_bytes_per_token // 2
     assert each.weights_bytes < one.weights_bytes

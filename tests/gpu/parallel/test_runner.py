@@ -41,7 +41,7 @@ def open_parallel() -> Iterator[Callable[..., ParallelRunner]]:
 
     yield open_one
     for runner in opened:
-        runner.end()
+        runner.followers.end()
     close()
 
 
@@ -95,14 +95,14 @@ def test_a_rank_that_is_killed_is_a_lost_device(
     driver = Driver(runner)
     sequence = driver.add(make_prompt(1, 5))
     driver.generate(2, sequence)
-    runner.check()
-    (follower,) = runner.processes
+    runner.followers.check()
+    (follower,) = runner.followers.processes
     os.kill(follower.pid, signal.SIGKILL)
     with pytest.raises(DeviceError, match="ank"):  # by its pipe, or in the middle of a sum
         driver.generate(1000, sequence)
     follower.wait()
     with pytest.raises(DeviceError, match=rf"Rank 1 \(process {follower.pid}\) has ended by signal 9"):
-        runner.check()
+        runner.followers.check()
 
 
 def test_what_a_rank_cannot_load_is_told_as_its_own(tmp_path: Path, model_directory: Callable[[str], Path]) -> None:

@@ -154,7 +154,7 @@ def test_families_that_two_ranks_cannot_share_are_refused(
 ) -> None:
     config = parse_model_config(read_config(model_directory(family)))
     with pytest.raises(StartupError, match=why):
-        check_shards(config, 2, is_kept_packed=False)
+        check_shards(config, 2, is_prequantized=False)
 
 
 @pytest.mark.parametrize(
@@ -174,21 +174,21 @@ def test_sizes_that_do_not_split_are_refused_with_those_that_do(
 ) -> None:
     model = replace(MODEL, **fields)
     with pytest.raises(StartupError, match=message) as caught:
-        check_shards(model, num_ranks, is_kept_packed=False)
+        check_shards(model, num_ranks, is_prequantized=False)
     for count in caught.value.fix.removeprefix("--tensor-parallel ").removesuffix(".").split(", or "):
-        check_shards(model, int(count), is_kept_packed=False)
+        check_shards(model, int(count), is_prequantized=False)
 
 
 def test_experts_split_by_their_width() -> None:
     experts = ExpertsConfig(8, 2, 192, "gpt_oss", is_mxfp4=True)
     layers = (replace(MODEL.layer(0), is_sparse=True),) * MODEL.num_layers
     model = replace(MODEL, experts=experts, layers=layers, intermediate_size=101)
-    check_shards(model, 2, is_kept_packed=False)
+    check_shards(model, 2, is_prequantized=False)
     assert part_of(model, 2).experts.intermediate_size == 96
     with pytest.raises(StartupError, match="whole blocks of 32"):
-        check_shards(model, 4, is_kept_packed=False)
+        check_shards(model, 4, is_prequantized=False)
     with pytest.raises(StartupError, match="experts of 98 do not split into 4 parts"):
-        check_shards(replace(model, experts=replace(experts, intermediate_size=98)), 4, is_kept_packed=False)
+        check_shards(replace(model, experts=replace(experts, intermediate_size=98)), 4, is_prequantized=False)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -253,11 +253,11 @@ def test_8_bit_floats_of_fused_and_of_experts_matrices_are_shared(
 def test_groups_that_ranks_cannot_share_are_refused_with_what_can() -> None:
     model = replace(MODEL, intermediate_size=9728, packed=PackedConfig("gptq", 4, 128, has_order=False, zero_offset=1))
     for packed in (model, replace(model, packed=None, fp8=Fp8Config((128, 128)))):
-        check_shards(packed, 4, is_kept_packed=True)
+        check_shards(packed, 4, is_prequantized=True)
         with pytest.raises(
             StartupError, match=r"rows of 9728 .* by 128 do not split into 32 .*Fix: .* 2, or 4"
         ) as caught:
-            check_shards(replace(packed, num_kv_heads=32), 32, is_kept_packed=True)
+            check_shards(replace(packed, num_kv_heads=32), 32, is_prequantized=True)
         assert "32" not in caught.value.fix
-        check_shards(replace(packed, num_kv_heads=32), 32, is_kept_packed=False)
-    check_shards(replace(model, packed=None, fp8=Fp8Config(None)), 8, is_kept_packed=True)
+        check_shards(replace(packed, num_kv_heads=32), 32, is_prequantized=False)
+    check_shards(replace(model, packed=None, fp8=Fp8Config(None)), 8, is_prequantized=True)

@@ -8,13 +8,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Delta, FinishReason
-from server.api.chat import ChatStream, ChatSurface
-from server.api.surface import ChatPrompt, Choice
+from server.api.chat import SURFACE
+from server.api.fields import ChatPrompt
+from server.api.replies import StreamReply
 from server.wire import sse
 from tests.server.api import wire
 from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, read_events, say, sdk_reading
 
-SURFACE = ChatSurface()
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 TIMINGS = {"queue_ms": 0.5}
 USAGE_JSON = {
@@ -26,8 +26,8 @@ USAGE_JSON = {
 }
 
 
-def reply(**fields: Any) -> ChatStream:
-    return SURFACE.stream_reply(wire.parse(SURFACE, messages=MESSAGES, stream=True, **fields), CONTEXT)
+def reply(**fields: Any) -> StreamReply:
+    return SURFACE.stream(wire.parse(SURFACE, messages=MESSAGES, stream=True, **fields), CONTEXT)
 
 
 def messages_of(messages: list[Any]) -> tuple[dict[str, Any], ...]:
@@ -36,9 +36,8 @@ def messages_of(messages: list[Any]) -> tuple[dict[str, Any], ...]:
     return prompt.messages
 
 
-def whole(*choices: Choice, **fields: Any) -> bytes:
-    call = wire.parse(SURFACE, messages=MESSAGES, **fields)
-    return SURFACE.whole_reply(call, CONTEXT, choices, USAGE, wire.extras_of(TIMINGS if call.wants_timings else None))
+def whole(*deltas: tuple[int, Delta], **fields: Any) -> Any:
+    return wire.whole(SURFACE, wire.parse(SURFACE, messages=MESSAGES, **fields), *deltas, timings=TIMINGS)
 
 
 def test_the_call_says_what_was_asked() -> None:
@@ -234,7 +233,7 @@ def test_the_sdk_raises_an_error_that_breaks_a_stream_off() -> None:
 
 
 def test_a_whole_answer_by_the_letter() -> None:
-    answer = json.loads(whole(Choice(0, "Hello", FinishReason.STOP), timings=True))
+    answer = whole((0, say("Hel")), (0, say("lo", FinishReason.STOP)), timings=True)
     assert answer == {
         "id": "chatcmpl-abc123",
         "object": "chat.completion",
@@ -255,8 +254,8 @@ def test_a_whole_answer_by_the_letter() -> None:
 
 
 def test_a_whole_answer_is_of_the_sdks_type() -> None:
-    choices = (Choice(0, "Hello", FinishReason.STOP, list(LOGPROBS)), Choice(1, "", FinishReason.LENGTH, []))
-    data = json.loads(whole(*choices, n=2, logprobs=True, top_logprobs=2))
+    said = (0, say("Hello", FinishReason.STOP, *LOGPROBS)), (1, say("", FinishReason.LENGTH))
+    data = whole(*said, n=2, logprobs=True, top_logprobs=2)
     completion = ChatCompletion.model_validate(data, strict=True)
     assert json.loads(completion.model_dump_json(exclude_unset=True)) == data
     logprobs = completion.choices[0].logprobs
@@ -280,7 +279,7 @@ def test_ids_and_counts_of_tokens_are_told_where_they_are_asked_for() -> None:
     context = msgspec.structs.replace(CONTEXT, prompt_ids=((7, 8),), prompt_lengths=(2,))
     last = Delta(text="", num_tokens=1, logprobs=(), stop_logprobs=LOGPROBS[1], finish_reason=FinishReason.STOP)
     deltas = (0, Delta(text="Hel", num_tokens=1, logprobs=LOGPROBS[:1])), (0, last)
-    events = read_events(wire.stream(SURFACE.stream_reply(call, context), *deltas))
+    events = read_events(wire.stream(SURFACE.stream(call, context), *deltas))
     chunks = [data for _, data in events[:-2]]
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk, strict=True)
@@ -292,13 +291,11 @@ def test_ids_and_counts_of_tokens_are_told_where_they_are_asked_for() -> None:
 
 
 def test_prompt_logprobs_are_vllms() -> None:
-    call = wire.parse(SURFACE, messages=MESSAGES, prompt_logprobs=2)
+    call = wire.parse(SURFACE, messages=MESSAGES, prompt_logprobs=2, n=2)
     assert (call.sampling.num_prompt_logprobs, call.sampling.num_logprobs) == (2, 0)
-    told = SURFACE.prompt_logprobs(call, CONTEXT, 0)
-    assert told is not None
-    told.add_prompt(LOGPROBS)
-    choice = Choice(0, "Hello", FinishReason.STOP, list(LOGPROBS), prompt_logprobs=told)
-    answer = json.loads(SURFACE.whole_reply(call, CONTEXT, [choice], USAGE, {}))
+    deltas = [Delta(text="", num_tokens=0, prompt_logprobs=(one,)) for one in LOGPROBS]
+    said = say("Hello", FinishReason.STOP, *LOGPROBS)
+    answer = wire.whole(SURFACE, call, *((i, delta) for delta in (*deltas, said) for i in range(2)))
     likely = {"logprob": -1.5, "rank": 2, "decoded_token": "lo"}
     assert answer["prompt_logprobs"] == [
         None,

@@ -9,12 +9,12 @@ from openai.types import Completion
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs
-from server.api.completions import CompletionsSurface, CompletionStream
-from server.api.surface import Choice, IdsPrompt, ReplyContext, TextPrompt
+from server.api.completions import SURFACE
+from server.api.fields import IdsPrompt, TextPrompt
+from server.api.replies import ReplyContext, StreamReply
 from tests.server.api import wire
-from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, VOCAB_SIZE, read_events, say, sdk_reading
+from tests.server.api.wire import CONTEXT, LOGPROBS, VOCAB_SIZE, read_events, say, sdk_reading
 
-SURFACE = CompletionsSurface()
 ECHO_CONTEXT = msgspec.structs.replace(CONTEXT, prompt_texts=("First", "Second"))
 LEGACY_LOGPROBS = {
     "tokens": ["Hel", " é"],
@@ -24,31 +24,17 @@ LEGACY_LOGPROBS = {
 }
 
 
-def reply(context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) -> CompletionStream:
-    return SURFACE.stream_reply(wire.parse(SURFACE, prompt=prompt, stream=True, **fields), context)
+def reply(context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) -> StreamReply:
+    return SURFACE.stream(wire.parse(SURFACE, prompt=prompt, stream=True, **fields), context)
 
 
-def whole(
-    *choices: Choice,
-    context: ReplyContext = CONTEXT,
-    prompt: Any = "Hi",
-    told: Sequence[Sequence[TokenLogprobs]] = (),
-    **fields: Any,
-) -> Any:
-    """
-    Args:
-        told: of each choice's prompt.
-    """
-    call = wire.parse(SURFACE, prompt=prompt, **fields)
-    for choice, logprobs in zip(choices, told, strict=bool(told)):
-        choice.prompt_logprobs = SURFACE.prompt_logprobs(call, context, choice.index)
-        if choice.prompt_logprobs is not None:
-            choice.prompt_logprobs.add_prompt(logprobs)
-    return json.loads(
-        SURFACE.whole_reply(
-            call, context, choices, USAGE, wire.extras_of({"queue_ms": 0.5} if call.wants_timings else None)
-        )
-    )
+def whole(*deltas: tuple[int, Delta], context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) -> Any:
+    return wire.whole(SURFACE, wire.parse(SURFACE, prompt=prompt, **fields), *deltas, context=context)
+
+
+def told(logprobs: Sequence[TokenLogprobs]) -> Delta:
+    """Of a prompt's tokens."""
+    return Delta(text="", num_tokens=0, prompt_logprobs=tuple(logprobs))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +104,7 @@ def test_a_stream_by_the_letter() -> None:
 
 def test_every_chunk_and_the_whole_answer_are_of_the_sdks_type() -> None:
     # The SDK has one type for both and calls finish_reason and usage mandatory, which no server's chunks keep.
-    data = whole(Choice(0, "Hel é", FinishReason.STOP, list(LOGPROBS)), logprobs=2)
+    data = whole((0, say("Hel é", FinishReason.STOP, *LOGPROBS)), logprobs=2)
     completion = Completion.model_validate(data, strict=True)
     assert json.loads(completion.model_dump_json(exclude_unset=True)) == data
     finished = read_events(reply().delta(0, say("a", FinishReason.STOP)))[0][1]
@@ -154,8 +140,8 @@ def test_an_echo_comes_before_the_text_of_each_choice() -> None:
     assert texts == [(0, "First"), (1, "First"), (2, "Second"), (3, "Second")]
     assert reply().start() == b""
 
-    choices = [Choice(i, f" {i}", FinishReason.STOP) for i in range(4)]
-    data = whole(*choices, context=ECHO_CONTEXT, prompt=["x", "y"], n=2, echo=True)
+    said = [(i, say(f" {i}", FinishReason.STOP)) for i in range(4)]
+    data = whole(*said, context=ECHO_CONTEXT, prompt=["x", "y"], n=2, echo=True)
     assert [choice["text"] for choice in data["choices"]] == ["First 0", "First 1", "Second 2", "Second 3"]
 
 
@@ -183,9 +169,9 @@ def scored(token_id: int) -> TokenLogprobs:
 
 def test_an_echoed_prompt_stands_first_in_the_lists() -> None:
     """Its BOS is not in the text; what is sampled goes on where the prompt ends; the id that ends it says nothing."""
-    choice = Choice(0, "Hel", FinishReason.STOP, [scored(1)], scored(5))
-    told = [[scored(i) for i in (1, 2, 3, 4)]]
-    data = whole(choice, context=PROMPT_CONTEXT, told=told, echo=True, logprobs=2)["choices"][0]
+    end = msgspec.structs.replace(say("Hel", FinishReason.STOP, scored(1)), stop_logprobs=scored(5))
+    prompt = told([scored(i) for i in (1, 2, 3, 4)])
+    data = whole((0, prompt), (0, end), context=PROMPT_CONTEXT, echo=True, logprobs=2)["choices"][0]
     assert data["text"] == "Hello éHel"
     assert data["logprobs"] == {
         "tokens": ["<s>", "Hel", "lo", "bytes: \\xc3", "bytes:\\xa9", "Hel", "<end>"],
@@ -204,30 +190,28 @@ def test_an_echoed_prompt_stands_first_in_the_lists() -> None:
 
 
 def test_special_ids_take_the_room_that_the_text_gives_them() -> None:
-    told = [scored(5), scored(2)]
-    choices = [Choice(i, "", FinishReason.LENGTH, []) for i in range(2)]
+    deltas = [(1, told([scored(5), scored(2)])), *((i, say("", FinishReason.LENGTH)) for i in range(2))]
     fields: dict[str, Any] = {"prompt": ["x", "y"], "echo": True, "logprobs": 0, "max_tokens": 0}
-    shown = whole(*choices, context=PROMPT_CONTEXT, told=[[], told], **fields)
+    shown = whole(*deltas, context=PROMPT_CONTEXT, **fields)
     assert shown["choices"][1]["logprobs"]["text_offset"] == [0, 2, 7]
     hidden = msgspec.structs.replace(PROMPT_CONTEXT, prompt_texts=("", "lolo"))
-    shown = whole(*choices, context=hidden, told=[[], told], **fields)
+    shown = whole(*deltas, context=hidden, **fields)
     assert shown["choices"][1]["logprobs"]["text_offset"] == [0, 2, 2]
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3)])
 def test_a_stream_says_of_the_prompt_what_the_whole_answer_says(cuts: tuple[int, ...]) -> None:
-    told = [scored(i) for i in (1, 2, 3, 4)]
+    prompt = [scored(i) for i in (1, 2, 3, 4)]
     sampled, last = [scored(1), scored(2)], scored(5)
-    choices = [Choice(i, "Hello", FinishReason.STOP, sampled, last) for i in range(2)]
-    parts = [tuple(told[first:end]) for first, end in zip((0, *cuts), (*cuts, 4), strict=True)]
     deltas = [
-        *(Delta(text="", num_tokens=0, prompt_logprobs=part) for part in parts),
+        *(told(prompt[first:end]) for first, end in zip((0, *cuts), (*cuts, 4), strict=True)),
         Delta(text="Hel", num_tokens=1, logprobs=(sampled[0],)),
         Delta(text="lo", num_tokens=2, logprobs=(sampled[1],), stop_logprobs=last, finish_reason=FinishReason.STOP),
     ]
     fields: dict[str, Any] = {"echo": True, "logprobs": 2, "n": 2}
-    events = read_events(wire.stream(reply(PROMPT_CONTEXT, **fields), *((i, d) for d in deltas for i in range(2))))
-    answer = whole(*choices, context=PROMPT_CONTEXT, told=[told, told], **fields)
+    both = [(i, delta) for delta in deltas for i in range(2)]
+    events = read_events(wire.stream(reply(PROMPT_CONTEXT, **fields), *both))
+    answer = whole(*both, context=PROMPT_CONTEXT, **fields)
     for choice in range(2):
         chunks = [event["choices"][0] for _, event in events[:-1] if event["choices"][0]["index"] == choice]
         assert "".join(chunk["text"] for chunk in chunks) == answer["choices"][choice]["text"]
@@ -236,7 +220,7 @@ def test_a_stream_says_of_the_prompt_what_the_whole_answer_says(cuts: tuple[int,
 
 
 def test_legacy_logprobs_are_parallel_lists() -> None:
-    data = whole(Choice(0, "Hel é", FinishReason.STOP, list(LOGPROBS)), logprobs=2)
+    data = whole((0, say("Hel é", FinishReason.STOP, *LOGPROBS)), logprobs=2)
     assert data["choices"][0]["logprobs"] == LEGACY_LOGPROBS
 
 
@@ -253,7 +237,7 @@ def test_tokens_amid_a_character_begin_where_it_does() -> None:
     pieces = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"]  # a, an emoji of three tokens, b
     context = msgspec.structs.replace(CONTEXT, token_bytes=pieces.__getitem__)
     logprobs = [TokenLogprobs(token_id=i, logprob=-1.0, top=()) for i in range(len(pieces))]
-    data = whole(Choice(0, "a\U0001f600b", FinishReason.STOP, logprobs), context=context, logprobs=0)
+    data = whole((0, say("a\U0001f600b", FinishReason.STOP, *logprobs)), context=context, logprobs=0)
     assert data["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
     answer = reply(context, logprobs=0)
     events = b"".join(answer.delta(0, Delta(text="x", num_tokens=1, logprobs=(token,))) for token in logprobs)
@@ -271,10 +255,9 @@ def test_ids_are_told_of_each_prompt() -> None:
     call = wire.parse(SURFACE, prompt=["First", "Second"], stream=True, return_token_ids=True)
     context = msgspec.structs.replace(CONTEXT, prompt_ids=((7,), (8, 9)))
     last = Delta(text="Hel", num_tokens=1, logprobs=LOGPROBS[:1], finish_reason=FinishReason.LENGTH)
-    reply = SURFACE.stream_reply(call, context)
+    reply = SURFACE.stream(call, context)
     chunks = [data["choices"][0] for _, data in read_events(reply.start() + reply.delta(1, last))]
     assert [(one["prompt_token_ids"], one["token_ids"]) for one in chunks] == [([7], []), ([8, 9], []), (None, [1])]
     assert all(one["logprobs"] is None for one in chunks)
-    choices = [Choice(i, "Hel", FinishReason.LENGTH, list(LOGPROBS[:1])) for i in range(2)]
-    answer = json.loads(SURFACE.whole_reply(call, context, choices, USAGE, {}))
+    answer = wire.whole(SURFACE, call, (0, last), (1, last), context=context)
     assert [(one["prompt_token_ids"], one["token_ids"]) for one in answer["choices"]] == [([7], [1]), ([8, 9], [1])]

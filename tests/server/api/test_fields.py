@@ -11,13 +11,10 @@ from msgspec import structs
 
 from core.errors import InvalidRequest
 from core.types import SamplingParams
-from server.api.chat import ChatSurface
-from server.api.completions import CompletionsSurface
-from server.api.fields import checked_ids
-from server.api.responses import ResponsesSurface
-from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
+from server.api import chat, completions, responses
+from server.api.fields import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits, checked_ids
 from server.config_sources import load_config
-from server.gate.deadlines import Deadlines
+from server.gate.tenants import Deadlines
 from tests.server.api import wire
 from tests.server.api.wire import VOCAB_SIZE
 
@@ -32,11 +29,11 @@ ASK = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 def sampling(**fields: Any) -> SamplingParams:
-    return wire.parse(ChatSurface(), **ASK, **fields).sampling
+    return wire.parse(chat.SURFACE, **ASK, **fields).sampling
 
 
 def param(**fields: Any) -> str | None:
-    return wire.refusal(ChatSurface(), **ASK, **fields).param
+    return wire.refusal(chat.SURFACE, **ASK, **fields).param
 
 
 def test_silence_means_the_models_defaults() -> None:
@@ -49,7 +46,7 @@ def test_the_models_bounds_of_answers_hold_where_the_request_has_none() -> None:
 
     def of(**asked: Any) -> tuple[int, int]:
         body = json.dumps({"model": "m", **ASK, **asked}).encode()
-        found = ChatSurface().parse(body, lambda _: ("tiny", defaults)).sampling
+        found = chat.SURFACE.parse(body, lambda _: ("tiny", defaults)).sampling
         return found.min_tokens, found.max_tokens
 
     assert of() == (5, 20)
@@ -60,7 +57,7 @@ def test_the_models_bounds_of_answers_hold_where_the_request_has_none() -> None:
 def test_what_the_model_suppresses_is_never_sampled_whatever_is_asked() -> None:
     body = json.dumps({"model": "m", **ASK, "logit_bias": {"7": 100, "8": 1}}).encode()
     defaults = GenerationDefaults(vocab_size=100, suppressed_ids=(7, 9))
-    biases = dict(ChatSurface().parse(body, lambda _: ("tiny", defaults)).sampling.logit_bias)
+    biases = dict(chat.SURFACE.parse(body, lambda _: ("tiny", defaults)).sampling.logit_bias)
     assert biases == {7: -math.inf, 8: 1, 9: -math.inf}
 
 
@@ -153,7 +150,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], expected: str) -> Non
 
 def test_tools_that_are_not_functions_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     foreign = [{"type": "web_search"}, {"type": "code_interpreter"}, {"type": "web_search"}]
-    for surface, ask in ((ChatSurface(), ASK), (ResponsesSurface(), {"input": "Hi"})):
+    for surface, ask in ((chat.SURFACE, ASK), (responses.SURFACE, {"input": "Hi"})):
         assert wire.parse(surface, **ask, tools=foreign) == wire.parse(surface, **ask)
         assert caplog.messages == ["tools that are not functions were dropped: web_search, code_interpreter"]
         caplog.clear()
@@ -162,20 +159,20 @@ def test_tools_that_are_not_functions_are_dropped_with_a_warning(caplog: pytest.
 
 
 def test_a_tools_name_forges_no_line(caplog: pytest.LogCaptureFixture) -> None:
-    wire.parse(ChatSurface(), **ASK, tools=[{"type": "a\nERROR " + "b" * 99}])
+    wire.parse(chat.SURFACE, **ASK, tools=[{"type": "a\nERROR " + "b" * 99}])
     (message,) = caplog.messages
     assert message.endswith("a\\nERROR\\x20" + "b" * 24)
 
 
 @pytest.mark.parametrize("tools", [[{}], [{"type": 1}], ["web_search"], {"type": "web_search"}, [{"type": "function"}]])
 def test_tools_that_may_be_functions_are_refused(tools: Any) -> None:
-    error = wire.refusal(ChatSurface(), **ASK, tools=tools)
+    error = wire.refusal(chat.SURFACE, **ASK, tools=tools)
     assert (error.param, error.code) == ("tools", "unsupported_parameter")
     assert error.message.endswith("Leave it out, or send [].")
 
 
 def test_a_refusal_says_what_is_supported() -> None:
-    error = wire.refusal(ChatSurface(), **ASK, tool_choice="required")
+    error = wire.refusal(chat.SURFACE, **ASK, tool_choice="required")
     assert error.message.endswith('Leave it out, or send "none", or send "auto".')
 
 
@@ -201,7 +198,7 @@ def test_odd_values_are_read_as_the_sampler_takes_them(asked: dict[str, Any], ex
 )
 @pytest.mark.parametrize(
     ("surface", "ask"),
-    [(ChatSurface(), ASK), (CompletionsSurface(), {"prompt": "Hi"}), (ResponsesSurface(), {"input": "Hi"})],
+    [(chat.SURFACE, ASK), (completions.SURFACE, {"prompt": "Hi"}), (responses.SURFACE, {"input": "Hi"})],
 )
 def test_what_all_surfaces_share_arrives_from_each(
     surface: Any, ask: dict[str, Any], name: str, default: Any, taken: dict[Any, Any], wrong: dict[Any, str]
@@ -228,7 +225,7 @@ JSON = st.recursive(
 @given(st.sampled_from(["messages", "model", "temperature", "stop", "logit_bias", "n"]), JSON)
 def test_any_json_in_a_field_is_parsed_or_refused_by_name(name: str, value: object) -> None:
     try:
-        call = wire.parse(ChatSurface(), **ASK | {name: value})
+        call = wire.parse(chat.SURFACE, **ASK | {name: value})
     except InvalidRequest as error:
         named = error.param
     else:
@@ -241,7 +238,7 @@ def test_any_json_in_a_field_is_parsed_or_refused_by_name(name: str, value: obje
 
 @pytest.mark.parametrize(("field", "known"), [("deadlines", "ttft_ms, inter_token_ms, total_ms"), ("timings", "queue")])
 def test_an_unknown_name_in_a_field_of_ours_is_told_the_known_ones(field: str, known: str) -> None:
-    error = wire.refusal(ChatSurface(), **ASK, **{field: {"ttft": 5}})
+    error = wire.refusal(chat.SURFACE, **ASK, **{field: {"ttft": 5}})
     assert (error.message, error.param) == (f"There is no {field}.ttft. {field} may have {known}.", f"{field}.ttft")
 
 
@@ -259,7 +256,7 @@ def test_what_one_request_may_ask_for_is_the_operators_to_say(asked: dict[str, o
     body = json.dumps({"model": "m", "prompt": "a"} | asked).encode()
 
     def parse(limits: RequestLimits) -> None:
-        CompletionsSurface().parse(body, lambda _: ("m", GenerationDefaults(vocab_size=100, limits=limits)))
+        completions.SURFACE.parse(body, lambda _: ("m", GenerationDefaults(vocab_size=100, limits=limits)))
 
     names = {f"max_{name}": "2" for name in ("choices", "prompts", "stops", "logit_biases", "top_logprobs")}
     parse(load_config(names | dict.fromkeys(names, "3"), {}).request_limits)

@@ -1,4 +1,4 @@
-"""The table of fields: the surfaces do what it says, docs/api.md shows it, and the SDKs know no field beyond it."""
+"""The table of fields: the surfaces do what it says, docs/api.md shows it, and the SDKs have no field beyond it."""
 
 import json
 from pathlib import Path
@@ -10,33 +10,38 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from server.api import known_fields
-from server.api.chat import ChatBody, ChatSurface
-from server.api.completions import CompletionBody, CompletionsSurface
+from server.api import chat, completions, known_fields, responses
+from server.api.fields import StreamOptions
 from server.api.known_fields import KNOWN, Does, Known, Name
-from server.api.responses import ResponsesBody, ResponsesSurface
-from server.api.surface import Surface
+from server.api.replies import Surface
 from server.api.tokenize import TokenizeBody
 from tests.server.api import wire
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
 BODIES: dict[Name, Any] = {
-    "chat": ChatBody,
-    "completions": CompletionBody,
-    "responses": ResponsesBody,
+    "chat": chat.ChatBody,
+    "completions": completions.CompletionBody,
+    "responses": responses.ResponsesBody,
     "tokenize": TokenizeBody,
 }
 PARSERS: dict[Name, tuple[Surface, dict[str, Any]]] = {
-    "chat": (ChatSurface(), {"messages": [{"role": "user", "content": "Hi"}]}),
-    "completions": (CompletionsSurface(), {"prompt": "Hi"}),
-    "responses": (ResponsesSurface(), {"input": "Hi"}),
+    "chat": (chat.SURFACE, {"messages": [{"role": "user", "content": "Hi"}]}),
+    "completions": (completions.SURFACE, {"prompt": "Hi"}),
+    "responses": (responses.SURFACE, {"input": "Hi"}),
 }
 ROWS = [(surface, row) for rows in KNOWN.values() for row in rows for surface in sorted(row.surfaces)]
 OF_GENERATION = [(surface, row) for surface, row in ROWS if surface in PARSERS]
 
 
-def names(surface: Name, *does: Does) -> set[str]:
-    return {row.name for one, row in ROWS if one == surface and (not does or row.does in does)}
+def names(surface: Name) -> set[str]:
+    return {row.name for one, row in ROWS if one == surface}
+
+
+def served(surface: Name) -> set[str]:
+    """The fields of its body, less those that are there to be refused."""
+    options = StreamOptions.__struct_fields__ if surface in ("chat", "completions") else ()
+    declared = {*BODIES[surface].__struct_fields__, *(f"stream_options.{name}" for name in options)}
+    return {str(name) for name in declared} - {row.name for one, row in ROWS if one == surface}
 
 
 def fields_of(name: str, value: object) -> dict[str, Any]:
@@ -49,11 +54,8 @@ def test_each_field_has_one_row() -> None:
 
 
 @pytest.mark.parametrize("surface", BODIES)
-def test_what_is_served_is_what_the_body_has(surface: Name) -> None:
-    shaped = set(BODIES[surface].__struct_fields__)
-    assert {name for name in names(surface, Does.SERVED) if "." not in name} <= shaped
-    assert shaped <= names(surface, Does.SERVED, Does.REFUSED)
-    assert {row.target for one, row in ROWS if one == surface and row.target} <= shaped
+def test_an_alias_stands_for_a_field_of_the_body(surface: Name) -> None:
+    assert {row.target for one, row in ROWS if one == surface and row.target} <= served(surface)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_what_is_served_is_what_the_body_has(surface: Name) -> None:
     ],
 )
 def test_every_field_of_the_sdks_is_known(surface: Name, params: Any) -> None:
-    assert set(params.__annotations__) <= names(surface)
+    assert set(params.__annotations__) <= names(surface) | served(surface)
 
 
 @pytest.mark.parametrize(("surface", "row"), OF_GENERATION, ids=lambda one: one.name if isinstance(one, Known) else one)
@@ -74,10 +76,9 @@ def test_the_surfaces_do_what_the_table_says(surface: Name, row: Known) -> None:
     parser, ask = PARSERS[surface]
     plain = wire.parse(parser, **ask)
     for value in (None, *row.neutral):
-        if row.does is not Does.SERVED:
-            call = wire.parse(parser, **ask | fields_of(row.name, value))
-            assert call.sampling == plain.sampling
-            assert call.unknown_fields == ()
+        call = wire.parse(parser, **ask | fields_of(row.name, value))
+        assert call.sampling == plain.sampling
+        assert call.unknown_fields == ()
     if row.does is Does.REFUSED:
         error = wire.refusal(parser, **ask | fields_of(row.name, {"asks": "for something"}))
         assert (error.param, error.code) == (row.name, "unsupported_parameter")
@@ -106,7 +107,10 @@ def docs_row(owner: str, row: Known) -> str:
     return f"| `{row.name}` | {', '.join(sorted(row.surfaces))} | {owner} | {what} |"
 
 
-def test_the_docs_show_the_table() -> None:
-    expected = [docs_row(owner, row) for owner, rows in KNOWN.items() for row in rows]
+def test_the_docs_show_the_table_and_what_is_served() -> None:
     shown = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
-    assert shown == expected, "docs/api.md differs from the table in " + known_fields.__name__
+    expected = [docs_row(owner, row) for owner, rows in KNOWN.items() for row in rows]
+    assert [line for line in shown if not line.endswith("| served |")] == expected, known_fields.__name__
+    cells = [line.strip("| ").split(" | ") for line in shown if line.endswith("| served |")]
+    told = [(surface, name.strip("`")) for name, surfaces, *_ in cells for surface in surfaces.split(", ")]
+    assert sorted(told) == sorted((surface, name) for surface in BODIES for name in served(surface))

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.api.models import ServedModel, find_model, list_reply, model_reply
+from server.api.models import ServedModel, list_reply, model_reply
+from server.prompts import find_model
 from tests.server.api.wire import sdk_reading
 
 DEMO = ServedModel(id="demo", created_s=1_700_000_000, max_model_len=2048, description="demonstration model")

@@ -7,13 +7,13 @@ from pydantic import TypeAdapter
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Delta, FinishReason
-from server.api.responses import ResponsesSurface, ResponseStream
-from server.api.surface import ChatPrompt, Choice
+from server.api.fields import ChatPrompt
+from server.api.replies import StreamReply
+from server.api.responses import SURFACE
 from server.wire import sse
 from tests.server.api import wire
 from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, read_events, say, sdk_reading
 
-SURFACE = ResponsesSurface()
 EVENT_TYPE: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OPENING = [
     "response.created",
@@ -31,17 +31,12 @@ USAGE_JSON = {
 }
 
 
-def reply(**fields: Any) -> ResponseStream:
-    return SURFACE.stream_reply(wire.parse(SURFACE, **{"input": "Hi", "stream": True} | fields), CONTEXT)
+def reply(**fields: Any) -> StreamReply:
+    return SURFACE.stream(wire.parse(SURFACE, **{"input": "Hi", "stream": True} | fields), CONTEXT)
 
 
-def whole(choice: Choice, **fields: Any) -> Any:
-    call = wire.parse(SURFACE, input="Hi", **fields)
-    return json.loads(
-        SURFACE.whole_reply(
-            call, CONTEXT, [choice], USAGE, wire.extras_of({"queue_ms": 0.5} if call.wants_timings else None)
-        )
-    )
+def whole(delta: Delta, **fields: Any) -> Any:
+    return wire.whole(SURFACE, wire.parse(SURFACE, input="Hi", **fields), (0, delta), timings={"queue_ms": 0.5})
 
 
 def prompt(**fields: Any) -> tuple[dict[str, Any], ...]:
@@ -59,7 +54,7 @@ def test_a_string_is_the_users_message_after_the_instructions() -> None:
 
 
 def test_a_conversation_is_taken_with_our_own_items_in_it() -> None:
-    ours = whole(Choice(0, "Hello", FinishReason.STOP))["output"]
+    ours = whole(say("Hello", FinishReason.STOP))["output"]
     assert prompt(
         input=[
             {"role": "developer", "content": "Be brief."},
@@ -188,7 +183,7 @@ def test_too_few_tokens_make_it_incomplete_streamed_and_whole() -> None:
     events = read_events(wire.stream(reply(max_output_tokens=1), (0, say("Hel", FinishReason.LENGTH))))
     name, data = events[-1]
     assert name == "response.incomplete"
-    for response in (data["response"], whole(Choice(0, "Hel", FinishReason.LENGTH), max_output_tokens=1)):
+    for response in (data["response"], whole(say("Hel", FinishReason.LENGTH), max_output_tokens=1)):
         assert response["status"] == response["output"][0]["status"] == "incomplete"
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
         assert response["max_output_tokens"] == 1
@@ -214,7 +209,7 @@ def test_a_failure_closes_the_item_and_fails_the_response() -> None:
 
 
 def test_the_sdk_reads_a_whole_answer() -> None:
-    data = whole(Choice(0, "Hello", FinishReason.STOP, list(LOGPROBS)), top_logprobs=2, temperature=0.25, timings=True)
+    data = whole(say("Hello", FinishReason.STOP, *LOGPROBS), top_logprobs=2, temperature=0.25, timings=True)
     assert data.pop("timings") == {"queue_ms": 0.5}
     response = Response.model_validate(data, strict=True)
     # OpenAI's answers have them, the SDK's type does not
@@ -236,11 +231,11 @@ DEMANDED = """
 
 def test_a_response_has_every_key_that_open_responses_demands() -> None:
     asked = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "max_tool_calls": 2}
-    data = whole(Choice(0, "Hello", FinishReason.STOP), presence_penalty=0.5, **asked)
+    data = whole(say("Hello", FinishReason.STOP), presence_penalty=0.5, **asked)
     assert data.keys() >= set(DEMANDED.split())
     assert {name: data[name] for name in asked} == asked
     assert (data["presence_penalty"], data["completed_at"]) == (0.5, 1_700_000_009)
-    assert whole(Choice(0, "Hello", FinishReason.LENGTH))["completed_at"] is None
+    assert whole(say("Hello", FinishReason.LENGTH))["completed_at"] is None
     for _, event in read_events(wire.stream(reply(), (0, say("Hi", FinishReason.STOP)))):
         if "response" in event:
             assert event["response"].keys() >= set(DEMANDED.split())

@@ -8,18 +8,16 @@ from hypothesis import strategies as st
 
 from core.errors import ServiceError
 from core.types import FinishReason
-from server.api.chat import ChatSurface
-from server.api.completions import CompletionsSurface
-from server.api.responses import ResponsesSurface
-from server.api.surface import Choice, Surface
+from server.api import chat, completions, responses
+from server.api.replies import Surface
 from tests.server.api import wire
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 REQUESTS: list[tuple[Surface, dict[str, Any]]] = [
-    (ChatSurface(), {"messages": MESSAGES, "n": 2}),
-    (ChatSurface(), {"messages": MESSAGES, "n": 2, "stream_options": {"include_usage": True}}),
-    (CompletionsSurface(), {"prompt": ["a", "b"]}),
-    (ResponsesSurface(), {"input": "Hi"}),
+    (chat.SURFACE, {"messages": MESSAGES, "n": 2}),
+    (chat.SURFACE, {"messages": MESSAGES, "n": 2, "stream_options": {"include_usage": True}}),
+    (completions.SURFACE, {"prompt": ["a", "b"]}),
+    (responses.SURFACE, {"input": "Hi"}),
 ]
 
 
@@ -28,7 +26,7 @@ REQUESTS: list[tuple[Surface, dict[str, Any]]] = [
 def test_text_alone_is_written_as_its_delta(surface: Surface, fields: dict[str, Any], texts: list[str]) -> None:
     call = wire.parse(surface, stream=True, **fields)
     choice = len(call.prompts) * call.num_sequences - 1
-    as_text, as_delta = (surface.stream_reply(call, wire.CONTEXT) for _ in range(2))
+    as_text, as_delta = (surface.stream(call, wire.CONTEXT) for _ in range(2))
     for text in texts:
         written = as_text.text(choice, text)
         assert wire.read_events(written) == wire.read_events(as_delta.delta(choice, wire.say(text)))
@@ -41,11 +39,10 @@ def test_a_reason_that_the_wire_lacks_is_not_written_and_makes_a_whole_answer_an
     surface: Surface, fields: dict[str, Any], reason: FinishReason
 ) -> None:
     call = wire.parse(surface, stream=True, **fields)
-    reply = surface.stream_reply(call, wire.CONTEXT)
+    reply = surface.stream(call, wire.CONTEXT)
     assert reply.delta(0, wire.say("")) == reply.delta(0, wire.say("", reason)) == b""
     ((_, said),) = wire.read_events(reply.delta(0, wire.say("kept", reason)))
     assert "kept" in str(said)
     assert said.get("choices", [{"finish_reason": None}])[0]["finish_reason"] is None
-    choices = [Choice(i, "a", reason) for i in range(len(call.prompts) * call.num_sequences)]
     with pytest.raises(ServiceError):
-        surface.whole_reply(call, wire.CONTEXT, choices, wire.USAGE, {})
+        wire.whole(surface, call, (0, wire.say("a", reason)))

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest
-from server.api.surface import ChatPrompt, TextPrompt
+from server.api.fields import ChatPrompt, TextPrompt
 from server.api.tokenize import detokenize_reply, parse_detokenize, parse_tokenize, tokenize_reply
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from core.errors import InvalidRequest
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
-from server.api.surface import Extras, GenerationCall, GenerationDefaults, ReplyContext, StreamReply, Surface
+from server.api.fields import GenerationCall, GenerationDefaults
+from server.api.replies import Extras, ReplyContext, StreamReply, Surface
 
 VOCAB_SIZE = 1000
 DEFAULTS = GenerationDefaults(vocab_size=VOCAB_SIZE, temperature=0.6, top_k=20, top_p=0.9)
@@ -32,8 +33,8 @@ LOGPROBS = (
 )
 
 
-def say(text: str, finish_reason: FinishReason | None = None) -> Delta:
-    return Delta(text=text, num_tokens=1, finish_reason=finish_reason)
+def say(text: str, finish_reason: FinishReason | None = None, *logprobs: TokenLogprobs) -> Delta:
+    return Delta(text=text, num_tokens=1, finish_reason=finish_reason, logprobs=logprobs or None)
 
 
 def parse(surface: Surface, **fields: Any) -> GenerationCall:
@@ -54,6 +55,20 @@ def extras_of(timings: dict[str, float] | None) -> Extras:
 def stream(reply: StreamReply, *deltas: tuple[int, Delta], timings: dict[str, float] | None = None) -> bytes:
     """A whole streamed answer."""
     return reply.start() + b"".join(_say(reply, *delta) for delta in deltas) + reply.end(USAGE, extras_of(timings))
+
+
+def whole(
+    surface: Surface,
+    call: GenerationCall,
+    *deltas: tuple[int, Delta],
+    context: ReplyContext = CONTEXT,
+    timings: dict[str, float] | None = None,
+) -> Any:
+    """A whole answer that is not streamed."""
+    reply = surface.whole(call, context)
+    for choice, delta in deltas:
+        reply.add(choice, delta)
+    return json.loads(reply.end(USAGE, extras_of(timings if call.wants_timings else None)))
 
 
 def _say(reply: StreamReply, choice: int, delta: Delta) -> bytes:
