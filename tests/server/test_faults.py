@@ -234,7 +234,7 @@ CALLED_OUT: dict[tuple[type, str], tuple[int, ...]] = {
     (WholeOutput, "complete"): (1,),
     (Generation, "_release"): (1, 3),
     (Generation, "_next_due"): (1, 5),
-    (Generation, "_excuse_pause"): (1,),
+    (Generation, "_discount_pause"): (1,),
     (Generation, "_on_due"): (1,),
     (Ticket, "reserve"): (1, 3),
     (Ticket, "settle"): (1, 4),
