@@ -1,8 +1,8 @@
-"""A model's tensors in files: safetensors of a Hugging Face directory, or a GGUF file. Thread: engine (at start).
+"""Reads a model's tensors: a Hugging Face directory's safetensors, or a GGUF file. Thread: engine (at start).
 
-Reads these only: no pickle, no code from the directory, no file outside it. A GGUF file's tensors come in Hugging
-Face's names and order of rows; formats that are not floats are dequantised a slab at a time: no more than one tensor of
-the serving dtype, and a slab, is in memory beside the parameters. Parsing its header is core's.
+Reads nothing else: no pickle, no code from the directory, no file outside it. A GGUF file's tensors get Hugging Face's
+names and order of rows; quantised ones are dequantised a slab at a time, so that beside the parameters only one tensor
+in the serving dtype and a slab are in memory. core/gguf.py parses the header.
 """
 
 import json
@@ -41,23 +41,22 @@ from gpu.prequantized import (
 )
 from gpu.streams import Fill
 
-PICKLES = (".bin", ".pt", ".pth")  # checkpoints of these are not read: they can run code
+PICKLES = (".bin", ".pt", ".pth")  # never read: they can run code
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# safetensors' names of the formats that convert to ours without loss of meaning
+# safetensors' names of the float formats
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 BYTES = "U8"
 INTEGERS = "I32"
 PACKED_SUFFIXES = ("_blocks", "_scales")  # mxfp4
-# Buffers that old checkpoints carry; computed here instead.
+# Buffers that old checkpoints store; they are computed here instead.
 BUFFER_SUFFIXES = (
     *(f".rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached")),
     ".masked_bias",
     ".position_ids",
 )
 MASK_SUFFIXES = (".attn.bias", ".self_attn.bias", ".attention.bias")  # causal masks: [1, 1, tokens, tokens]
-# Pages of a mapped file count as resident until it is let go: at most so many are held beside the parameters, and
-# those of one tensor.
+# A mapped file's pages count as resident until it is closed: at most so many stay beside the parameters and one tensor.
 RELEASE_BYTES = 64 * 1024**2
 NAMED_AT_MOST = 5  # tensors in one error message
 
@@ -65,16 +64,16 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total), as loading goes."""
 Cut = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
 """See gpu.parallel.ranks.Shard.cut."""
-GGUF_SLAB_BYTES = 8 * 2**20  # of blocks; as float32 eight times as much at most
-K_ELEMENTS = 256  # of the K formats' blocks
+GGUF_SLAB_BYTES = 8 * 2**20  # of blocks; as float32 at most eight times as much
+K_ELEMENTS = 256  # in a block of the K formats
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file's header says of one tensor.
+    """What a file's header says about one tensor.
 
     Args:
-        parts: of a matrix that is packed: what it is made of, by the ends of their names; it lies in all their files.
+        parts: the tensors that a prequantized matrix is made of, by the last part of their names.
     """
 
     file: Path
@@ -86,10 +85,10 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory's tensors, or a GGUF file's, by Hugging Face's names; nothing of their data read yet.
+    """The tensors of a directory or a GGUF file, by Hugging Face's names; their data is not read yet.
 
     Args:
-        packing: of those that have parts.
+        packing: how the tensors with parts are stored.
     """
 
     path: Path
@@ -102,7 +101,7 @@ class Checkpoint:
 
     @property
     def main_format(self) -> str:
-        """What most of the bytes are stored as."""
+        """The format of most bytes."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
             sizes[tensor.format] += tensor.size_bytes
@@ -113,11 +112,11 @@ def open_checkpoint(path: Path, packing: PackedConfig | Fp8Config | None = None)
     """Read the headers of a directory's safetensors, or of a GGUF file: names, shapes, formats, sizes.
 
     Args:
-        packing: as config.json says: what quantised matrices are made of appears as the matrix.
+        packing: from config.json: a prequantized matrix's tensors appear as one.
 
     Raises:
-        BadCheckpoint: no safetensors, a bad index, a file that is missing or malformed, a format that is not a float.
-        UnsupportedModel: a GGUF file in a format that is not read.
+        BadCheckpoint: no safetensors, a bad index, a missing or malformed file, or an unsupported format.
+        UnsupportedModel: a GGUF file in an unsupported format.
     """
     if path.is_file():
         return _open_gguf(path)
@@ -165,7 +164,7 @@ def _matrix(packing: PackedConfig, module: str, parts: dict[str, TensorHeader]) 
     qweight = parts["qweight"]
     if len(qweight.shape) != 2:
         raise bad_checkpoint(
-            f"{qweight.file}: {module}.qweight has the shape {list(qweight.shape)}, which no matrix has."
+            f"{qweight.file}: {module}.qweight has the shape {list(qweight.shape)}, not that of a matrix."
         )
     shape = matrix_shape(packing, qweight.shape)
     expected = part_shapes(packing, *shape)
@@ -205,12 +204,12 @@ def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
 
 
 class TensorSource:
-    """Reads tensors into their targets, and tells how far it is; a context manager.
+    """Reads tensors into their targets, and reports progress; a context manager.
 
     Args:
-        dtype: what numbers become that are not stored as floats.
-        fill: how a tensor gets into its target.
-        cut: which part of one is wanted, by its name and the part's shape; None: all of each.
+        dtype: what quantised numbers become.
+        fill: copies a tensor into its target.
+        cut: takes a rank's part of a tensor; None: the whole tensor.
     """
 
     def __init__(
@@ -239,10 +238,10 @@ class TensorSource:
             reader.__exit__(None, None, None)
 
     def fill(self, wanted: dict[str, Target]) -> None:
-        """Scales follow all that they multiply."""
+        """Fill these; scales after what they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
             header = self.checkpoint.tensors[name]
-            # no name for it: its pages are to go
+            # the tensor gets no name, so that its pages can be released
             self._fill(wanted[name], self._part(name, self.numbers(name), wanted[name].shape))
             self._advance(header)
 
@@ -262,16 +261,16 @@ class TensorSource:
         return tensor if self._cut is None else self._cut(name, tensor, shape)
 
     def numbers(self, name: str) -> torch.Tensor:
-        """As floats, or in a format that a target reads."""
+        """A tensor as floats, or as bytes that its target decodes."""
         return self.unpacked(name).floats(self._dtype) if self.checkpoint.tensors[name].parts else self.tensor(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As it is stored."""
+        """A tensor as it is stored."""
         tensor: torch.Tensor = self._reader(self.checkpoint.tensors[name].file).get_tensor(name)
         return tensor
 
     def unpacked(self, name: str) -> UnpackedWeight | Fp8Weight:
-        """A matrix that has parts."""
+        """A prequantized matrix."""
         assert self.checkpoint.packing is not None
         module, found = name.removesuffix(".weight"), self.checkpoint.tensors[name]
         parts = {part: self._reader(header.file).get_tensor(f"{module}.{part}") for part, header in found.parts.items()}
@@ -281,11 +280,11 @@ class TensorSource:
         return unpack(packing, parts, f"{found.file}: {module}")
 
     def finish(self) -> None:
-        """Tensors that nobody wanted count as done, too."""
+        """Report that all is done: tensors that were not needed count too."""
         self._progress(self.checkpoint.size_bytes, self.checkpoint.size_bytes)
 
     def _advance(self, header: TensorHeader) -> None:
-        """A tensor was read: let its pages go with those before it, now and then."""
+        """A tensor was read: release pages now and then."""
         self._held_bytes += header.size_bytes
         if self._held_bytes >= RELEASE_BYTES:
             self._release()
@@ -293,7 +292,7 @@ class TensorSource:
         self._progress(self._done_bytes, self.checkpoint.size_bytes)
 
     def _release(self) -> None:
-        """A GGUF file stays open: its header takes long to parse."""
+        """GGUF files stay open: parsing their headers takes long."""
         self._held_bytes = 0
         for file, reader in list(self._readers.items()):
             if isinstance(reader, GgufReader):
@@ -321,7 +320,7 @@ def _listed_tensors(directory: Path) -> dict[str, Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise bad_checkpoint(f"{index_file} is not an index with a weight_map ({error}).") from error
     for file in set(listed.values()):
-        # A plain name: an index may not lead out of its directory.
+        # An index may not lead out of its directory.
         if file != Path(file).name or file in ("", ".", "..") or "\\" in file or not file.endswith(".safetensors"):
             raise bad_checkpoint(f"{index_file} names {file!r}, which is not a safetensors file of its own directory.")
     if not listed:
@@ -372,7 +371,7 @@ def _safetensors_header(reader: Any, name: str, file: Path, has_fp8: bool) -> Te
 
 
 def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor that no parameter wants is none: it may be left out."""
+    """Whether a tensor that is no parameter may be ignored."""
     return name.endswith(BUFFER_SUFFIXES) or (name.endswith(MASK_SUFFIXES) and len(shape) == 4)
 
 
@@ -397,7 +396,7 @@ class GgufReader:
 
     def __init__(self, file: Path, dtype: torch.dtype = torch.float32) -> None:
         try:
-            with file.open("rb") as opened:  # private: torch wants what it may write
+            with file.open("rb") as opened:  # a private mapping: torch wants writable memory
                 self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise BadCheckpoint(f"{file} cannot be read: {error}.", "download it again, or name another.") from error
@@ -414,11 +413,11 @@ class GgufReader:
         del self._bytes, self._map
 
     def release(self) -> None:
-        """Give back the pages that were read: they come again from the file when they are asked for."""
+        """Release the pages that were read; the file is read again where they are needed."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def get_tensor(self, name: str) -> Tensor:
-        """One tensor, of the shape that `tensors` says."""
+        """One tensor, of its shape in `tensors`."""
         tensor = self._floats(self.tensors[name])
         if is_norm_shifted(name, self._metadata):
             tensor = tensor - 1
@@ -450,7 +449,7 @@ def part_halves(rows: Tensor, num_heads: int) -> Tensor:
 
 
 def dequantise_q8_0(blocks: Tensor) -> Tensor:
-    """Scale, 32 signed bytes. blocks: [blocks, 34] bytes → [blocks, 32], float32; so the others, with their sizes."""
+    """Scale, 32 signed bytes. blocks: [blocks, 34] bytes → [blocks, 32], float32; other formats likewise."""
     return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks[:, :2]))
 
 
@@ -476,7 +475,7 @@ def dequantise_q4_k(blocks: Tensor) -> Tensor:
 
 
 def dequantise_q5_k(blocks: Tensor) -> Tensor:
-    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit n of them is of part n."""
+    """As Q4_K, with 32 bytes of fifth bits before the nibbles: their bit n belongs to part n."""
     shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
     fifths = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1  # [blocks, 8, 32]
     return _scaled_parts(blocks, _k_nibbles(blocks[:, 48:]) | (fifths << 4))
@@ -530,5 +529,5 @@ def _halves(two_bytes: Tensor) -> Tensor:
 
 
 def _aligned(content: Tensor) -> Tensor:
-    """As it is where its first byte may begin a float (a file's alignment may be one byte)."""
+    """Bytes that may be viewed as floats: a copy if they are not aligned (a file's alignment may be one byte)."""
     return content if content.storage_offset() % 4 == 0 else content.clone()

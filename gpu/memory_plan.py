@@ -361,12 +361,12 @@ def weights_size_bytes(
     device: torch.device,
     checkpoint: Checkpoint | None = None,
 ) -> int:
-    """Of all parameters in memory, ready to compute: in dtype, the layers' matrices quantised where they can be.
+    """All parameters as they are computed with: in dtype, the layers' matrices quantised where possible.
 
     A tied head that is prepacked is one more copy, unless the embedding's rows can be read from it.
 
     Args:
-        checkpoint: which matrices it stores quantised; None: all that its config.json says are.
+        checkpoint: tells which matrices it stores quantised; None: all that may be.
     """
     size_bytes = model.num_parameters * dtype.itemsize
     ends = (model.vocab_size, model.hidden_size)
@@ -389,11 +389,11 @@ def _added_bytes(
     dtype: torch.dtype,
     quantize: str | None,
 ) -> Iterator[int]:
-    """Of a layer's matrices, what storing each as integers or 8-bit floats adds: a negative number.
+    """What storing each of a layer's matrices as integers or 8-bit floats adds: negative numbers.
 
     Args:
-        scheme: of those that are kept.
-        quantize: others to this.
+        kept: prequantized matrices, served by this scheme.
+        quantize: how the others are quantised.
     """
     for owner, field in matrices(layer):
         shape = tuple(floats(getattr(owner, field)).shape)
@@ -405,7 +405,7 @@ def _added_bytes(
 
 
 def loading_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
-    """Beside the weights, until they are all there: slices on their way, and a layer that is not quantised yet."""
+    """What loading takes beside the weights: staging buffers, and a layer before it is quantised."""
     size_bytes = staged_bytes(device.device)
     if engine.quantize is not None or prequantized_scheme(model, None, device.device) is not None:
         layers = empty_weights(model, device.dtype, torch.device("meta"))[0].layers
@@ -418,30 +418,30 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
     dtype = device.dtype
     scored_rows = min(piece_rows(model.vocab_size), engine.max_batch_tokens)
     one_layer = engine.max_batch_tokens * _layer_width(model) * dtype.itemsize
-    masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
+    masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed mask is made
     mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
     longest = num_blocks_for(max_model_len) * BLOCK_SIZE
     gathered_tokens = min(engine.max_sequences * longest, max(longest, MAX_GATHERED_TOKENS))
     gathered = gathered_tokens * 2 * model.kv_size * dtype.itemsize
-    # Of rows that draw: raw, adjusted, scaled, noise; of a piece of prompts beside them: of the head, raw, logarithms
+    # Rows that sample: raw, adjusted, scaled, noise; prompts' rows beside them: the head's, raw, logarithms
     logits = 4 * model.vocab_size * max(4 * engine.max_sequences, engine.max_sequences + 3 * scored_rows)  # float32
     is_written_out = model.attention_cap is not None or model.has_sinks
-    written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
+    written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: scores, and two steps on
     slab_bytes = SLAB_BYTES if device.device.type == "cpu" else DEVICE_SLAB_BYTES
-    slabs = 4 * slab_bytes if engine.quantize or model.packing else 0  # a part of a weight: bits, integers, floats
+    slabs = 4 * slab_bytes if engine.quantize or model.packing else 0  # part of a weight: bits, integers, floats
     experts = _expert_activation_bytes(model, engine.max_batch_tokens, dtype)
     decoding = _decoding_bytes(model, engine, max_model_len, device)
     return one_layer + mask + gathered + logits + written_out + slabs + experts + decoding
 
 
 def _layer_width(model: ModelConfig) -> int:
-    """Numbers of one token, of all tensors of a layer."""
+    """Numbers per token in all tensors of a layer."""
     return 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
 
 
 def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:
-    """Where rows stay on the device: what splits of a context have found, until they are merged; tables, of the tokens
-    that slots have seen too; logits.
+    """With rows on the device: attention's partial results until they are merged, tables of blocks and of seen tokens,
+    logits.
     """
     if not _may_have_device_rows(model, device):
         return 0
@@ -453,12 +453,12 @@ def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int
 
 
 def _may_have_device_rows(model: ModelConfig, device: DeviceChoice) -> bool:
-    """Whether the model's decodes may be graphs; an old device without kernels has room to spare."""
+    """Whether decodes may be graphs; may be wrong for an old GPU without kernels, which then keeps room to spare."""
     return device.device.type == "cuda" and why_no_attention(model, device.dtype) is None
 
 
 def graphs_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
-    """What graphs share, a block for their padding, and the driver's part of each."""
+    """What graphs share, a block for padding, and the driver's part of each graph."""
     if engine.graphs == "off" or not _may_have_device_rows(model, device):
         return 0
     shapes, dtype = step_shapes(model, engine), device.dtype
@@ -470,7 +470,7 @@ def graphs_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceCh
 
 
 def _expert_activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """Each token once for each of its experts: in, out of all, in order again, and once as float32."""
+    """Each token once per active expert: inputs, outputs, outputs in order, and once as float32."""
     if model.experts is None:
         return 0
     copies = num_tokens * model.experts.num_active

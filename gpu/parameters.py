@@ -90,10 +90,10 @@ Targets = dict[str, Target]
 
 
 def interleave_halves(rows: Tensor, head_dim: int, rotary_dim: int | None = None) -> Tensor:
-    """Reorder each head's rows from (first half, second half) to pairs: what RoPE turns lies side by side.
+    """Reorder each head's rows from (first half, second half) to pairs, so that what RoPE rotates is adjacent.
 
-    Scores do not change: q and k are reordered alike. rows: [heads * head_dim, ...], also returned so; of each head
-    the first rotary_dim rows are reordered, or all.
+    Attention scores do not change: q and k are reordered alike. rows: [heads * head_dim, ...], also returned so; the
+    first rotary_dim rows of each head are reordered, or all.
     """
     if rotary_dim is not None and rotary_dim != head_dim:
         heads = rows.view(-1, head_dim, *rows.shape[1:])
@@ -105,12 +105,12 @@ def interleave_halves(rows: Tensor, head_dim: int, rotary_dim: int | None = None
 
 
 def part_pairs(rows: Tensor) -> Tensor:
-    """Reorder rows from pairs (gate, up) to all of gate and then all of up. rows: [2 * n, ...], also returned so."""
+    """Reorder rows from pairs (gate, up) to all gates, then all ups. rows: [2 * n, ...], also returned so."""
     return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 def write_transposed(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
-    """into: [experts, out, in]; tensor: [experts, in, out], its outputs in pairs or not."""
+    """into: [experts, out, in]; tensor: [experts, in, out]; are_pairs: its outputs alternate (gate, up)."""
     for rows, expert in zip(into, tensor, strict=True):
         rows.copy_(part_pairs(expert.T.contiguous()) if are_pairs else expert.T)
 
@@ -122,9 +122,9 @@ def write_paired(into: Tensor, tensor: Tensor) -> None:
 
 
 def write_mxfp4_blocks(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
-    """Unpack four-bit numbers, not scaled yet. into: [experts, out, in]; tensor: [experts, out, in / 32, 16], bytes.
+    """Unpack four-bit numbers without their scales; a byte's low half comes first.
 
-    Of a byte the low half comes first.
+    into: [experts, out, in]; tensor: [experts, out, in / 32, 16], bytes.
     """
     values = torch.tensor(FP4_VALUES, dtype=into.dtype, device=into.device)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)  # [256, 2]
@@ -134,7 +134,7 @@ def write_mxfp4_blocks(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
 
 
 def write_mxfp4_scales(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
-    """Multiply what is there by powers of two. into: [experts, out, in]; tensor: [experts, out, in / 32], bytes."""
+    """Multiply by powers of two, in place. into: [experts, out, in]; tensor: [experts, out, in / 32], bytes."""
     for rows, expert in zip(into, tensor, strict=True):
         exponents = expert.to(into.device).int() - MXFP4_SCALE_BIAS
         exponents = part_pairs(exponents) if are_pairs else exponents
@@ -144,7 +144,7 @@ def write_mxfp4_scales(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """A router and its experts; biases are None where the family has none."""
+    """A router and its experts; families without biases have None."""
 
     router: Tensor  # [experts, hidden]
     router_bias: Tensor | None  # [experts]
@@ -156,7 +156,7 @@ class ExpertWeights:
 
 @dataclass(slots=True)
 class MlpWeights:
-    """One gated MLP; None where the family has no bias."""
+    """One gated MLP; families without biases have None."""
 
     gate_up: Weight  # [2 * intermediate, hidden]
     gate_up_bias: Tensor | None  # [2 * intermediate]
@@ -166,9 +166,9 @@ class MlpWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer; None where the family has no such parameter. Rows of q and k are reordered: see interleave_halves.
+    """One layer; None: the family has no such parameter. Rows of q and k are reordered: see interleave_halves.
 
-    Norms are float32 where the checkpoint's numbers are offsets from 1, which a shorter format would round.
+    Norms are float32 where the checkpoint stores offsets from 1, which a shorter format would round.
     """
 
     attention_norm: Tensor | None  # [hidden]
@@ -187,7 +187,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class ModelWeights:
-    """All parameters, allocated and not yet filled, or loaded; the layers' matrices as they are, or quantised."""
+    """All parameters; the layers' matrices may be quantised."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]

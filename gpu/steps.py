@@ -1,25 +1,24 @@
-"""How a step is computed: what changed goes up in one copy, rows stay on the device, eager or captured. Thread: engine.
+"""Sends steps: copies a step's changes to the device at once, then replays a CUDA graph or runs Python. Thread: engine.
 
-Of a step the host sends what has changed, in one copy: slots, positions and known tokens of its rows, what requests
-that start ask of sampling, and the blocks that tables have grown by. All else is read on the device: tables, and the
-tokens that slots sampled last. A step is therefore the same kernels on the same buffers, whatever its rows, and is sent
-by a graph of a shape that it is padded to, or by Python as it is:
+The host sends only what has changed, in one copy: the slots, positions and known tokens of the step's rows, the
+sampling settings of requests that start, and new blocks of the tables. The tables, and the tokens that slots sampled
+last, stay on the device. So every step runs the same kernels on the same buffers: a graph of a shape that it is padded
+to sends them, or Python does:
 
-    forward: lay_out (the order of its tokens) -> _bring_up (one copy) -> a graph, or _compute: rows, Model, sampling
-    sample:  what the step has not sampled itself
+    forward: lay_out (order the tokens) -> _bring_up (one copy) -> a graph, or _send: rows, Model, sampling
+    sample:  what forward has not sampled
 
-Tokens are put in an order of their own: first those that a sequence has sampled itself, longest context first, each
-attending alone; then prompts, row by row, in tiles. A token's matmuls have the same shapes whoever shares the step and
-however its prompt was cut into chunks, so that it is rounded the same way.
+Tokens are reordered: first the sequences' own, which they sampled themselves, longest context first, each attending
+alone; then prompts, row by row, in tiles. A token's matmuls have the same shapes whatever else is in the step and
+however its prompt is cut into chunks, so it is rounded the same way.
 
-Rows that a graph has too many see nothing, sample nothing, and write to a block of their own; so do tokens of prompts.
-Where prompts' tokens begin and end is read on the device too: attention's grid has room for as many tiles as the tokens
-of the shape can make, and those that they do not make end at once. What attention leaves of a token that is padding is
-any number, and goes no further than its own row.
+Padding rows and tokens attend to nothing, sample nothing, and write to the padding block. The bounds of prompts are
+read on the device too: attention's grid has room for as many tiles as the shape's tokens can fill, and unused tiles end
+at once. Attention leaves undefined numbers for padding tokens, which stay in their own rows.
 
-No graph: steps that tell logprobs of prompts, and those of which the sampling kernel does not know all, as more biases
-than it has room for: torch samples these. All that requests may ask for by default it knows, in one form: nothing is
-compiled or captured for the first of them that asks for something.
+Steps without graphs: those that return logprobs of prompts, and those with settings that the sampling kernel does not
+support, such as too many biases: torch samples these. The kernel handles all usual settings in one form: no request
+makes it compile or capture anything.
 """
 
 from dataclasses import dataclass, replace
@@ -43,15 +42,15 @@ from gpu.step_shapes import StepShape, StepShapes
 from gpu.streams import StagedCopies, Streams
 
 INT_BYTES = 4
-CHANGES_PER_ROW = 4  # of tables, in a usual copy: a decode's is one in 16 steps
+CHANGES_PER_ROW = 4  # new blocks that a usual copy has room for: a decode needs one in 16 steps
 NOTHING = np.empty(0, dtype=np.int32)
 
 
 class BlockTables:
-    """Which blocks each slot's sequence has, in order, as plans tell it: differences only. On the host.
+    """The blocks of each slot's sequence, in order, on the host; plans bring the differences.
 
     Args:
-        scratch_block: is where a sequence has no block yet.
+        scratch_block: stands where a sequence has no block yet.
     """
 
     def __init__(self, max_sequences: int, max_model_len: int, scratch_block: int) -> None:
@@ -61,33 +60,33 @@ class BlockTables:
         self.num_prompt_tokens = np.zeros(max_sequences, dtype=np.int64)  # [slots]
 
     def grow(self, plan: StepPlan) -> None:
-        """Reset the slots that start, and note the plan's new blocks."""
+        """Reset the slots that start, and add the plan's new blocks."""
         for start in plan.sequence_starts:
             self.blocks[start.slot] = self.scratch_block
             self.num_prompt_tokens[start.slot] = start.num_prompt_tokens
         self.blocks[plan.table_slots, plan.table_positions] = plan.table_blocks
 
     def changes(self, plan: StepPlan) -> tuple[Int32Array, Int32Array]:
-        """(place in all tables end to end, its block now), for who has a copy of them; each place once."""
+        """(place, its new block) of the plan's changes, each place once; places count through all tables end to end."""
         places = plan.table_slots * np.int32(self.width) + plan.table_positions
         _, lasts = np.unique(places[::-1], return_index=True)
         lasts = len(places) - 1 - lasts
         return places[lasts], plan.table_blocks[lasts]
 
     def of(self, slot: int) -> IntArray:
-        """The blocks of a slot, in order."""
+        """A slot's blocks, in order."""
         table = self.blocks[slot]
         found: IntArray = table[table != self.scratch_block]
         return found
 
     def rows_of(self, layout: "StepLayout") -> HostRows:
-        """Who attends to what, for who lays it out on the host."""
+        """What each row attends to, for attention that reads it on the host."""
         tables = self.blocks[layout.slots, : num_blocks_for(int(layout.ends.max(initial=0)))]
         offsets = np.concatenate([np.arange(layout.num_own + 1), layout.num_own + np.cumsum(layout.lengths)])
         return HostRows(tables, layout.ends, offsets, self.scratch_block)
 
     def fresh_blocks(self, plan: StepPlan) -> IntArray:
-        """Blocks whose first token is written now but whose last is not: the rest still has another's content."""
+        """Blocks that the step begins but does not fill: the rest still has an earlier sequence's content."""
         ends = plan.starts + plan.lengths
         last_block = (ends - 1) // BLOCK_SIZE
         is_fresh = (last_block * BLOCK_SIZE >= plan.starts) & (ends % BLOCK_SIZE != 0)
@@ -97,23 +96,23 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Rows of a step that sample, in the order of their logits."""
+    """The rows that sample, in the order of their logits."""
 
     rows: IntArray  # [sampled]: the plan's row
     slots: IntArray  # [sampled]
-    positions: IntArray  # [sampled]: of the token that is sampled
+    positions: IntArray  # [sampled]: the sampled token's
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """A step's rows and tokens in the order in which they are computed: own tokens, a row each, then prompts.
+    """A step's rows and tokens in the order of computation: own tokens, a row each, then prompts.
 
     Args:
         slots, ends: [rows]; ends: one past the last new token's position.
         lengths: [prompts], tokens of each.
         tokens: [3, tokens]: see StepInputs.
-        asked: index of the tokens behind which rows sample, then of those whose next ones prompts' targets name; None:
-            of all tokens, in order.
+        asked: indexes of the tokens whose logits are needed: of rows that sample, then of prompts' targets; None: all
+            tokens, in order.
     """
 
     num_own: int
@@ -134,11 +133,11 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
     """
     Args:
         num_prompt_tokens: [slots]
-        are_own_alone: several own tokens of a sequence are rows of one token each. False: they count as a prompt's.
+        are_own_alone: several own tokens of a sequence are rows of one token each. False: they count as a prompt.
     """
     lengths, ends = plan.lengths, plan.starts + plan.lengths
     num_tokens = plan.num_tokens
-    before = row_of = np.arange(plan.num_rows, dtype=np.int64)  # [rows]: of its first token; [tokens]
+    before = row_of = np.arange(plan.num_rows, dtype=np.int64)  # [rows]: tokens before it; [tokens]: its row
     positions = plan.starts
     if num_tokens > plan.num_rows:
         before = np.cumsum(lengths) - lengths
@@ -174,7 +173,7 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
 
 
 def part_sizes(shape: StepShape, num_asked: int) -> list[int]:
-    """Of StepInputs' fields, in their order: integers in one piece, at places that depend on the shape alone."""
+    """Sizes of StepInputs' fields, which lie end to end: their places depend on the shape alone."""
     rows = shape.num_rows
     return [rows, rows, rows + 1, num_asked, 2 * rows, 3 * shape.num_tokens]
 
@@ -184,14 +183,14 @@ def num_inputs(shape: StepShape, num_asked: int) -> int:
 
 
 def inputs_in(piece: Tensor, shape: StepShape, num_asked: int) -> StepInputs:
-    """Views of the parts of one piece."""
+    """StepInputs as views of one piece."""
     sizes = part_sizes(shape, num_asked)
     slots, ends, offsets, asked, sampled, tokens = torch.split(piece[: sum(sizes)], sizes)
     return StepInputs(slots, ends, offsets, asked, sampled.view(2, -1), tokens.view(3, -1))
 
 
 def pack(layout: StepLayout | None, shape: StepShape, num_asked: int) -> Int32Array:
-    """In one piece, padded to a shape; no layout: all is padding."""
+    """StepInputs in one piece, padded to a shape; without a layout, padding only."""
     sizes, num_decodes = part_sizes(shape, num_asked), shape.num_decodes
     piece = np.full(sum(sizes), NO_SLOT, dtype=np.int32)
     parts = (piece[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
@@ -218,13 +217,13 @@ def pack(layout: StepLayout | None, shape: StepShape, num_asked: int) -> Int32Ar
 
 @dataclass(slots=True)
 class SentStep:
-    """A step on its way.
+    """A step under way.
 
     Args:
-        sampled: its rows that sample, without padding.
-        logits: of these, [rows, vocab], float32, until the next step is sent.
-        is_sampled: by what computed it.
-        scores: of its prompts' targets.
+        sampled: without padding.
+        logits: of these rows, [rows, vocab], float32; the next step overwrites them.
+        is_sampled: the step has sampled them itself.
+        scores: logprobs of prompts' targets.
     """
 
     sampled: SampledRows
@@ -235,10 +234,10 @@ class SentStep:
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What steps are made of, but for their cache.
+    """What Steps needs, beside a cache.
 
     Args:
-        shapes: that steps are padded to, where there are graphs.
+        shapes: what steps with graphs are padded to.
     """
 
     model: Model
@@ -251,7 +250,7 @@ class StepParts:
 
 
 class Steps:
-    """Sends steps over a cache, and keeps block tables between them."""
+    """Sends steps over a cache, and keeps the block tables."""
 
     def __init__(self, parts: StepParts, cache: KVCache) -> None:
         self._model, self._sampler, self._streams = parts.model, parts.sampler, parts.streams
@@ -260,7 +259,7 @@ class Steps:
         engine, device, attention = parts.engine, cache.tensor.device, parts.operators.attention
         max_rows, max_tokens = parts.shapes.decodes[-1], engine.max_batch_tokens
         self.tables = BlockTables(engine.max_sequences, parts.max_model_len, cache.scratch_block)
-        self._is_host = parts.streams.is_host  # what the host writes is there at once
+        self._is_host = parts.streams.is_host
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:
             blocks = blocks.to(device, torch.int32, copy=True)
@@ -274,7 +273,7 @@ class Steps:
         self._inputs = torch.full((most_inputs,), NO_SLOT, dtype=torch.int32, device=device)
         ranks = parts.operators.ranks
         self._samples = ranks is None or ranks.rank == 0
-        self._logits: Tensor | None = None  # where graphs leave them
+        self._logits: Tensor | None = None  # where graphs write them
         if parts.operators.has_device_rows and ranks is None:
             self._logits = torch.empty((max_rows, self._model.config.vocab_size), device=device)
         usual_inputs = num_inputs(StepShape(max_rows, 0, 0), 0) + (2 * CHANGES_PER_ROW + 1 + 2) * max_rows
@@ -282,10 +281,10 @@ class Steps:
         self.graphs = StepGraphs(self._compute_padded, self._pad, parts.shapes)
 
     def forward(self, plan: StepPlan, wants_all: bool = False) -> SentStep:
-        """Compute a step, and sample unless sample() must.
+        """Compute a step, and sample if the sampling kernel can.
 
         Args:
-            wants_all: the logits of all its tokens, in the order in which they are computed; nothing is sampled.
+            wants_all: compute the logits of all tokens, in the order of the layout; sample nothing.
         """
         self.tables.grow(plan)
         layout = lay_out(plan, self.tables.num_prompt_tokens, self._operators.attention.are_own_tokens_alone)
@@ -294,25 +293,23 @@ class Steps:
         samples = self._samples and not wants_all and self._sampler.can_launch(layout.sampled.slots)
         may_pad = not (plan.prompt_targets or wants_all) and (samples or self._sampler.launched is None)
         padded = self.graphs.of(layout.shape) if may_pad else None
+        num_asked = 0 if layout.asked is None else len(layout.asked)
         if padded is not None:
             self.graphs.prepare(padded)
             num_asked = _num_asked(padded)
-        else:
-            num_asked = 0 if layout.asked is None else len(layout.asked)
         self._bring_up(plan, pack(layout, padded or layout.shape, num_asked))
         num_logits = layout.shape.num_tokens if wants_all else len(layout.sampled.rows)
-        if self._logits is None or wants_all:
-            step = SentStep(layout.sampled, self._inputs[:0], samples)
-        else:
-            step = SentStep(layout.sampled, self._logits[:num_logits], samples)
+        logits = self._inputs[:0] if self._logits is None or wants_all else self._logits[:num_logits]
+        step = SentStep(layout.sampled, logits, samples)
         if padded is not None:
-            self._streams.current.run(partial(self._replay, padded))
+            work = partial(self._replay, padded)
         else:
-            self._streams.current.run(partial(self._send, step, plan, layout, num_logits, self.tables.rows_of(layout)))
+            work = partial(self._send, step, plan, layout, num_logits, self.tables.rows_of(layout))
+        self._streams.current.run(work)
         return step
 
     def sample(self, step: SentStep) -> Sampled:
-        """A token per row. Comes before the next step's forward()."""
+        """A token per row; call it before the next step's forward()."""
         rows = step.sampled
         if step.is_sampled:
             return self._sampler.launched_tokens(step.logits, rows.slots)
@@ -323,8 +320,8 @@ class Steps:
             self._compute_padded(shape)
 
     def _compute_padded(self, shape: StepShape) -> None:
-        """What a graph holds: kernels alone, that read and write what stays where it is."""
-        assert self._logits is not None, "it is known where rows stay on the device"
+        """What a graph captures: kernels that read and write buffers which stay where they are."""
+        assert self._logits is not None, "graphs need rows on the device"
         num_asked = _num_asked(shape)
         inputs, logits = inputs_in(self._inputs, shape, num_asked), self._logits[: shape.num_rows]
         hidden = self._hidden(inputs, shape, self.tables.width, inputs.asked if num_asked else None, None)
@@ -333,7 +330,7 @@ class Steps:
             self._sampler.launched.launch(logits, inputs.sampled)
 
     def _send(self, step: SentStep, plan: StepPlan, layout: StepLayout, num_logits: int, rows: HostRows) -> None:
-        """As it is, by Python."""
+        """Send the step as it is, by Python."""
         shape, num_asked = layout.shape, 0 if layout.asked is None else len(layout.asked)
         inputs, num_blocks = inputs_in(self._inputs, shape, num_asked), num_blocks_for(int(layout.ends.max(initial=1)))
         hidden = self._hidden(inputs, shape, num_blocks, None if layout.asked is None else inputs.asked, rows)
@@ -352,18 +349,16 @@ class Steps:
         """
         Args:
             num_blocks: of the longest context, at least.
-            host: the rows, where they are known there.
+            host: the rows on the host; None: in a graph.
         """
         dtype, tables = self._operators.attention.index_dtype, self._rows.tables_of(inputs, num_blocks)
         columns = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
-        rows = RaggedRows(
-            *columns, num_decodes=shape.num_decodes, window=None, host=host
-        )  # of one step: see its layout
+        rows = RaggedRows(*columns, num_decodes=shape.num_decodes, window=None, host=host)
         attending = rows_by_window(rows, self._windows, self.tables.width * BLOCK_SIZE)
         return self._model.forward(Batch(self._rows.tokens_of(inputs), attending, asked), self._cache)
 
     def _bring_up(self, plan: StepPlan, inputs: Int32Array) -> None:
-        """Put on the device what the plan changes, in one copy."""
+        """Copy what the plan changes to the device, at once."""
         cleared = self.tables.fresh_blocks(plan).astype(np.int32)
         places, blocks = (NOTHING, NOTHING) if self._is_host else self.tables.changes(plan)
         launched = self._sampler.launched
@@ -372,7 +367,7 @@ class Steps:
         self._copies.send_integers(parts, self._change)
 
     def _change(self, parts: list[Tensor]) -> None:
-        """Launches nothing for what is empty, which most parts are in most steps."""
+        """Apply the changes on the device; most parts are empty in most steps, and launch nothing."""
         inputs, places, blocks, sources, targets, cleared, *started = parts
         if len(sources):
             self._cache.copy_blocks(sources.long(), targets.long())
@@ -391,14 +386,14 @@ class Steps:
 
 
 def _num_asked(shape: StepShape) -> int:
-    """Of a shape that is padded to: without prompts all tokens are asked for, in order."""
+    """StepInputs.asked of a padded shape; without prompts it is empty: all tokens are asked for, in order."""
     return shape.num_rows if shape.num_prompts else 0
 
 
 def rows_by_window(
     rows: RaggedRows, windows: tuple[int | None, ...], max_model_len: int
 ) -> dict[int | None, RaggedRows]:
-    """By the window of a layer: those that hide nothing share their rows."""
+    """By a layer's window; windows that hide nothing share their rows."""
     hiding = {window: window if window and window < max_model_len else None for window in windows}
     found = {window: replace(rows, window=window) for window in set(hiding.values())}
     return {window: found[hidden] for window, hidden in hiding.items()}

@@ -129,7 +129,7 @@ def _load_layer(
 
 
 def _extra_biases(checkpoint: Checkpoint, wanted: dict[str, Target]) -> set[str]:
-    """Early GPTQ tools gave each packed matrix a bias, of zeros where the model has none."""
+    """Early GPTQ tools stored a bias for each packed matrix, zeros where the model has none."""
     packed = {name.removesuffix("weight") + "bias" for name, header in checkpoint.tensors.items() if header.parts}
     return (packed & checkpoint.tensors.keys()) - wanted.keys()
 
@@ -169,12 +169,12 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
 
 
 def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch.device) -> str | None:
-    """What --quantize would call that which is stored quantised and served so; None: it becomes floats.
+    """How prequantized matrices are served, in the words of --quantize; None: they become floats.
 
-    8-bit floats are for devices: a CPU computes with floats faster, and keeps them where --quantize fp8 asks for it.
+    8-bit floats are for GPUs: a CPU computes faster with floats, and serves 8-bit floats only for --quantize fp8.
 
     Args:
-        quantize: what the operator asks for.
+        quantize: the setting.
     """
     if config.fp8 is not None:
         return "fp8" if quantize == "fp8" or (quantize is None and device.type != "cpu") else None

@@ -227,7 +227,7 @@ class ServerConfig:
         "context length: prompt and answer of a sequence together (default: the model's own)",
     )
     allow_special_in_content: bool = _RARE_MODEL.switch(
-        "let messages spell control tokens (<|im_start|>): whoever may write a message can then write any turn"
+        "let messages contain control tokens such as <|im_start|>: their authors can then forge any turn"
     )
 
     # What computes, and how much at once.
@@ -269,7 +269,7 @@ class ServerConfig:
     inter_token_target: float = _ENGINE(
         INTER_TOKEN_TARGET,
         _Kind(factor_or_none(1.05, 1000), "FACTOR"),
-        "how many times longer prompts may make a step of running streams: less is smoother, more finishes prompts"
+        "by what factor prompts may lengthen a step of running streams: less is smoother, more finishes prompts"
         " sooner; 0: no bound",
     )
     tensor_parallel: int = _ENGINE(
@@ -281,15 +281,17 @@ class ServerConfig:
     overlap: str = _RARE_ENGINE(
         "auto",
         _Kind(choice_of("auto", "on", "off"), "MODE"),
-        "send the next step before the tokens of this one are read: auto does so on a GPU. The tokens are the same",
+        "launch the next step before the tokens of this one are read: auto does so on a GPU. The tokens are the same",
     )
     graphs: str = _RARE_ENGINE(
         "auto",
         _Kind(choice_of("auto", "on", "off", "lazy"), "MODE"),
-        "send decode steps as CUDA graphs: auto captures them at start on a GPU; lazy, which is ready sooner,"
+        "launch decode steps as CUDA graphs: auto captures them at start on a GPU; lazy, which is ready sooner,"
         " captures each when it is first needed. The tokens are the same",
     )
-    no_prefix_cache: bool = _RARE_ENGINE.switch("compute every prompt whole, even where an earlier one began the same")
+    no_prefix_cache: bool = _RARE_ENGINE.switch(
+        "compute every prompt whole, even if an earlier one began with the same tokens"
+    )
     kv_offload_dir_bytes: int | None = _RARE_ENGINE(
         None,
         _size(MiB, 2**50),
@@ -346,7 +348,7 @@ class ServerConfig:
     )
     trusted_proxies: tuple[IpNetwork | str, ...] = _LISTENING.several(
         _Kind(proxy_value, "NETWORK"),
-        "proxies whose word on the client's address is taken; unix: whoever connects to a Unix socket",
+        "proxies that may name the client's address; unix: everyone who connects to a Unix socket",
     )
     forwarded_header: str = _LISTENING(
         X_FORWARDED_FOR,
@@ -382,7 +384,7 @@ class ServerConfig:
     auth: tuple[str, ...] = _ACCESS(
         WAYS,
         _Kind(way_value, "WAY", ", ".join),
-        "what a client may identify itself by, in the order in which it is looked for: key, jwt, certificate, or two"
+        "credentials that clients may show, in the order in which they are looked for: key, jwt, certificate, or two"
         " of one request as in certificate+key; may be repeated",
         is_list=True,
     )
@@ -451,7 +453,7 @@ class ServerConfig:
     inter_token_deadline_s: float = _LIMITS(
         30.0,
         _duration(0.001, 604_800),
-        "time from one token of an answer to the next, without what a slow reader takes",
+        "time from one token of an answer to the next, without pauses of a slow reader",
     )
     total_deadline_s: float = _LIMITS(
         3600.0,
@@ -547,12 +549,12 @@ class ServerConfig:
     max_empty_frames: int = _CONNECTION.limit(
         "http2.frames.num_overhead_frames",
         _count(_LEAST_EMPTY_FRAMES, 1_000_000),
-        "frames, and HTTP/1.1 chunks, that carry next to nothing, beyond what the content beside them earns",
+        "almost empty frames, and HTTP/1.1 chunks, beyond those that the content beside them earns",
     )
     max_control_output_bytes: int = _CONNECTION.limit(
         "max_control_bytes",
         _size(64 * KiB, 64 * MiB),
-        "HTTP/2: answers to frames that the client has not read; from a quarter of it on the server reads no more",
+        "HTTP/2: unread answers to the client's frames; from a quarter of it on, the server stops reading",
     )
 
     # What one request may ask for.

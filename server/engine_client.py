@@ -111,6 +111,7 @@ class RequestSequence:
         num_tokens: received and kept.
         num_untold: of these, those whose text is still held back: half a character, or what may become a stop string.
         last_s: when its last text came.
+        discounted_s: later than that, if its last token had no text, or time until then does not count as waiting.
         write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
     """
 
@@ -123,12 +124,18 @@ class RequestSequence:
     num_untold: int = 0
     is_finished: bool = False
     last_s: float = NOT_YET
+    discounted_s: float = NOT_YET
     write: TextWriter | None = None
     plain_texts: PlainTexts = field(init=False)
     _writer: TextWriter | None = None  # the sink's, once there is one
 
     def __post_init__(self) -> None:
         self.plain_texts = self.detokenizer.plain_texts
+
+    @property
+    def waits_since_s(self) -> float:
+        """From when the wait for its next token counts."""
+        return max(self.last_s, self.discounted_s)
 
     def push(self, token_id: int) -> str:
         """The text that may be written now."""
@@ -291,6 +298,8 @@ class RequestHandle:
         elif text:
             self._note_time(sequence, now_s)
             sequence.tell(text, self.sink)
+        else:
+            sequence.discounted_s = now_s
         if sequence.num_tokens >= sequence.mark:
             self.pass_mark(sequence)
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -221,20 +221,6 @@ class Generations:
                 logger.exception("an answer cannot be broken off", extra={"request_id": request_id})
 
 
-class _Excuse(NamedTuple):
-    """Time that does not count towards the inter-token deadline of a choice.
-
-    Args:
-        last_s: when the choice's last text came: newer text ends the excuse.
-        excused_s: seconds since then that do not count.
-        num_untold: tokens without a text when the excuse was given.
-    """
-
-    last_s: float
-    excused_s: float = 0.0
-    num_untold: int = 0
-
-
 class Generation:
     """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
 
@@ -288,7 +274,6 @@ class Generation:
         self._num_talking = 0  # choices that have begun and not ended
         self._num_pauses = 0  # by a slow reader, by an empty quota
         self._paused_since_s: float | None = None
-        self._excuses: dict[int, _Excuse] = {}  # by choice
         self._last_said_s = self._loop.time()  # when something other than text went out
         self._news_due_s = math.inf
         self._news = ""  # the last that was told
@@ -629,7 +614,7 @@ class Generation:
     def resume(self) -> None:
         self._num_pauses -= 1
         if self._num_pauses == 0:
-            self._excuse_pause()
+            self._discount_pause()
             for handle in self._handles:
                 handle.resume()
 
@@ -652,7 +637,7 @@ class Generation:
             yield head_s + limits.ttft_s, "ttft_s"
         elif self._paused_since_s is None:
             for sequence in self._talking():
-                yield self._next_token_due_s(sequence), "inter_token_s"
+                yield sequence.waits_since_s + limits.inter_token_s, "inter_token_s"
         if self._output.is_streamed and not self._is_withheld:
             yield max([self._last_said_s, *(one.last_s for one in self._sequences())]) + KEEP_ALIVE_S, "keep_alive"
             if is_silent:
@@ -664,8 +649,6 @@ class Generation:
 
     def _on_due(self) -> None:
         now_s = self._loop.time()
-        if self._paused_since_s is None:
-            self._excuse_untold(now_s)
         due_s, name = min(self._dues())
         if due_s > now_s + RESOLUTION_S:
             return
@@ -696,34 +679,14 @@ class Generation:
         """The choices that have begun and not ended."""
         return (one for one in self._sequences() if one.last_s != NOT_YET and not one.is_finished)
 
-    def _excuse_of(self, sequence: RequestSequence) -> _Excuse:
-        excuse = self._excuses.get(sequence.choice)
-        return excuse if excuse is not None and excuse.last_s == sequence.last_s else _Excuse(sequence.last_s)
-
-    def _next_token_due_s(self, sequence: RequestSequence) -> float:
-        return sequence.last_s + self._deadlines.inter_token_s + self._excuse_of(sequence).excused_s
-
-    def _excuse_pause(self) -> None:
+    def _discount_pause(self) -> None:
         """The time of a pause does not count between tokens."""
         paused_since_s, self._paused_since_s = self._paused_since_s, None
         assert paused_since_s is not None, "resume() comes after pause()"
         now_s = self._clock()
         for sequence in self._talking():
-            excuse = self._excuse_of(sequence)
-            paused_s = now_s - max(paused_since_s, sequence.last_s)
-            self._excuses[sequence.choice] = excuse._replace(excused_s=excuse.excused_s + paused_s)
+            sequence.discounted_s = now_s - max(0.0, paused_since_s - sequence.waits_since_s)
         self._timer.arm()
-
-    def _excuse_untold(self, now_s: float) -> None:
-        """A choice that is late, but has got tokens without a text since the last look, gets its time anew.
-
-        When they came is not known.
-        """
-        for sequence in self._talking():
-            last_s, num_untold = sequence.last_s, sequence.num_untold
-            is_late = self._next_token_due_s(sequence) <= now_s + RESOLUTION_S
-            if is_late and num_untold and num_untold != self._excuse_of(sequence).num_untold:
-                self._excuses[sequence.choice] = _Excuse(last_s, now_s - last_s, num_untold)
 
     def _comment(self, line: bytes) -> None:
         self._last_said_s = self._loop.time()

@@ -86,21 +86,6 @@ def test_sigterm_lets_streams_end_and_says_draining_to_others(spawn: Spawn) -> N
 
 
 @pytest.mark.slow
-def test_second_sigterm_ends_what_the_first_waits_for(spawn: Spawn) -> None:
-    server = spawn()
-    server.wait_ready()
-    with connected(server.port) as client:
-        begin_stream(client)
-        server.send_signal(signal.SIGTERM)
-        server.wait_log("shutting down")
-        client.read_until(b"data: ")
-        server.send_signal(signal.SIGTERM)
-        assert b'"code":"draining"' in client.read_until(b"0\r\n\r\n")
-    assert server.wait_exit() == ExitCode.OK
-    assert "Traceback" not in server.log
-
-
-@pytest.mark.slow
 def test_signal_while_the_model_loads_ends_the_server(spawn: Spawn) -> None:
     server = spawn()
     server.wait_listening()
@@ -128,41 +113,13 @@ def test_missing_model_directory_is_told_what_lies_near(spawn: Spawn, small_mode
     assert fix == f"fix: --model {small_model}"
 
 
-@pytest.fixture
-def broken_model(small_model: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
-    return Path(shutil.copytree(small_model, tmp_path / "broken"))
-
-
-def spoil_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}')
-
-
-def cut_weights(model: Path) -> None:
+@pytest.mark.slow
+def test_weights_that_are_cut_short_are_named(spawn: Spawn, small_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small_model, tmp_path / "broken"))
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-
-
-def change_architecture(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    config["architectures"] = ["MambaForCausalLM"]
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "named"),
-    [
-        (spoil_tokenizer, "tokenizer.json"),
-        pytest.param(cut_weights, "model.safetensors", marks=pytest.mark.slow),
-        (change_architecture, "amba"),
-    ],
-)
-def test_what_is_wrong_with_a_model_is_named(
-    spawn: Spawn, broken_model: Path, spoil: Callable[[Path], None], named: str
-) -> None:
-    spoil(broken_model)
-    cause, _ = refusal(spawn(model=broken_model), ExitCode.MODEL)
-    assert named in cause
+    cause, _ = refusal(spawn(model=model), ExitCode.MODEL)
+    assert "model.safetensors" in cause
 
 
 @pytest.mark.slow

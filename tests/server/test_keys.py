@@ -26,12 +26,8 @@ def test_a_key_is_kept_as_its_digest_and_its_beginning(tmp_path: Path) -> None:
     assert re.fullmatch(r"sl-[A-Za-z0-9]{40}", key)
     assert record.prefix == key[:11]
     assert record.sha256 == sha256(key.encode()).hexdigest()
-    assert (record.tenant, record.label, record.scopes, record.expires) == (
-        "acme",
-        "ci",
-        (Scope.ADMIN,),
-        TERMS["expires"],
-    )
+    terms = {"label": record.label, "scopes": record.scopes, "expires": record.expires}
+    assert (record.tenant, terms) == ("acme", TERMS)
     assert read_keys(path) == (record,)
     assert key[11:] not in path.read_text()
 
@@ -116,24 +112,18 @@ def test_a_file_that_cannot_be_had_says_what_to_do(tmp_path: Path) -> None:
         create_key(tmp_path / "nowhere" / "keys.json", NOW, "acme", **TERMS)
 
 
-@pytest.mark.parametrize(
-    ("text", "when"),
-    [
-        ("90d", NOW + timedelta(days=90)),
-        ("12 h", NOW + timedelta(hours=12)),
-        ("30min", NOW + timedelta(minutes=30)),
-        ("2031-01-31", datetime(2031, 1, 31, tzinfo=UTC)),
-        ("2031-01-31T12:00:00+02:00", datetime(2031, 1, 31, 10, tzinfo=UTC)),
-    ],
-)
-def test_an_expiry_is_an_age_or_a_date(text: str, when: datetime) -> None:
-    assert expiry_value(text, NOW) == when.replace(microsecond=0)
-
-
-@pytest.mark.parametrize("text", ["", "soon", "0d", "90", "90 days", "2029-12-31", "2030-02-30", "99999999d", "-1d"])
-def test_other_expiries_are_refused(text: str) -> None:
-    with pytest.raises(BadValueError):
-        expiry_value(text, NOW)
+def test_an_expiry_is_an_age_or_a_date() -> None:
+    for text, when in {
+        "90d": NOW + timedelta(days=90),
+        "12 h": NOW + timedelta(hours=12),
+        "30min": NOW + timedelta(minutes=30),
+        "2031-01-31": datetime(2031, 1, 31, tzinfo=UTC),
+        "2031-01-31T12:00:00+02:00": datetime(2031, 1, 31, 10, tzinfo=UTC),
+    }.items():
+        assert expiry_value(text, NOW) == when.replace(microsecond=0)
+    for text in ("", "soon", "0d", "90", "90 days", "2029-12-31", "2030-02-30", "99999999d", "-1d"):
+        with pytest.raises(BadValueError):
+            expiry_value(text, NOW)
 
 
 def test_a_key_is_masked_but_for_the_prefix_that_the_list_shows(tmp_path: Path) -> None:

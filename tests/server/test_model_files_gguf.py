@@ -6,7 +6,6 @@ import json
 import random
 import struct
 import unicodedata
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -83,53 +82,34 @@ def test_file_says_what_its_directory_says(tmp_path: Path, directory: Path, meta
     assert ours.tokenizer.special_ids == theirs.tokenizer.special_ids
 
 
-def splitting(*patterns: str) -> Tokenizer:
+LLAMA3 = (  # of Meta-Llama-3's tokenizer.json, verbatim
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+PRE_TOKENIZERS = {
+    "qwen2": None,
+    "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
+    "gpt-2": WORDS,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), WORDS]),
+}
+
+
+def hugging_faces(pre: str) -> Tokenizer:
     tokenizer = byte_level()
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    return tokenizer
-
-
-def as_qwen2() -> Tokenizer:
-    tokenizer = byte_level()
-    tokenizer.normalizer = normalizers.NFC()
-    return tokenizer
-
-
-def as_llama3() -> Tokenizer:
-    """Meta-Llama-3's tokenizer.json, verbatim."""
-    tokenizer = splitting(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-        r"|\s+(?!\S)|\s+"
-    )
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    else:
+        tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     content = json.loads(tokenizer.to_str())
-    content["model"]["ignore_merges"] = True
+    content["model"]["ignore_merges"] = pre == "llama-bpe"
     return Tokenizer.from_str(json.dumps(content))
 
 
-def as_gpt2() -> Tokenizer:
-    tokenizer = byte_level()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return tokenizer
-
-
-def as_smollm() -> Tokenizer:
-    tokenizer = byte_level()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    ("pre", "make"), [("qwen2", as_qwen2), ("llama-bpe", as_llama3), ("gpt-2", as_gpt2), ("smollm", as_smollm)]
-)
-def test_byte_level_tokenizers_give_the_ids_of_hugging_faces(
-    pre: str, make: Callable[[], Tokenizer], tmp_path: Path, directory: Path
-) -> None:
-    theirs = make()
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_byte_level_tokenizers_give_the_ids_of_hugging_faces(pre: str, tmp_path: Path, directory: Path) -> None:
+    theirs = hugging_faces(pre)
     begin = theirs.token_to_id("<|begin|>")
     metadata = byte_level_metadata(theirs, pre, bos_token_id=begin, add_bos_token=True)
     ours = read_model_files(write_gguf(directory, tmp_path / "m.gguf", metadata=metadata)).tokenizer

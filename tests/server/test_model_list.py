@@ -39,20 +39,23 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_models_are_found_in_directories_files_and_the_cache(models: Path, tmp_path: Path) -> None:
-    found = find_models([models, models / "org"], Hub("http://hub", tmp_path / "cache"))
-    assert [name for name, _ in found] == [str(models / "org" / "tiny"), str(models / "tiny.gguf"), "org/real"]
+NAMES = ("org/tiny", "tiny.gguf")
 
 
-def test_links_that_lead_in_circles_show_nothing_twice_nor_by_a_longer_way(models: Path, tmp_path: Path) -> None:
+def found_in(*directories: Path) -> list[str]:
+    return [name for name, _ in find_models(directories, Hub("http://hub", directories[0].parent / "cache"))]
+
+
+def test_models_are_found_once_and_by_the_shortest_way(models: Path) -> None:
+    local = [str(models / name) for name in NAMES]
+    assert found_in(models, models / "org") == [*local, "org/real"]
     (models / "again").symlink_to(models)
     (models / "lost").symlink_to(models / "nowhere")
-    found = find_models([models], Hub("http://hub", tmp_path / "cache"))
-    assert [name for name, _ in found] == [str(models / "org" / "tiny"), str(models / "tiny.gguf"), "org/real"]
+    assert found_in(models) == [*local, "org/real"]
 
 
 def test_a_directory_that_may_not_be_looked_into_hides_the_others_not(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (models / "private").mkdir()
     look = Path.iterdir
@@ -63,8 +66,7 @@ def test_a_directory_that_may_not_be_looked_into_hides_the_others_not(
         return look(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    found = find_models([models], Hub("http://hub", tmp_path / "cache"))
-    assert str(models / "org" / "tiny") in [name for name, _ in found]
+    assert str(models / "org" / "tiny") in found_in(models)
 
 
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, object]]:

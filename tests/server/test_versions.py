@@ -8,25 +8,11 @@ from core.errors import ExitCode, StartupError
 from server.commands.versions import FLOORS, LISTED, check_floors, installed_version, is_at_least, versions
 
 
-@pytest.mark.parametrize(
-    ("version", "minimum", "verdict"),
-    [
-        ("0.16.0", "0.16.0", True),
-        ("0.16", "0.16.0", True),
-        ("0.16.0.post1", "0.16.0", True),
-        ("1.0", "0.16.0", True),
-        ("2.13.0+cpu", "2.13.0", True),
-        ("0.100.0", "0.16.0", True),
-        ("0.15.9", "0.16.0", False),
-        ("0.9", "0.16.0", False),
-        ("0.16.0rc1", "0.16.0", False),
-        ("0.16.0.dev3", "0.16.0", False),
-        ("unknown", "0.16.0", False),
-        (None, "0.16.0", False),
-    ],
-)
-def test_versions_compare_as_releases(version: str | None, minimum: str, verdict: bool) -> None:
-    assert is_at_least(version, minimum) is verdict
+def test_versions_compare_as_releases() -> None:
+    for version in ("0.16.0", "0.16", "0.16.0.post1", "1.0", "0.16.1+cpu", "0.100.0"):
+        assert is_at_least(version, "0.16.0")
+    for version in ("0.15.9", "0.9", "0.16.0rc1", "0.16.0.dev3", "unknown", None):
+        assert not is_at_least(version, "0.16.0")
 
 
 def test_what_is_installed_here_may_serve() -> None:
