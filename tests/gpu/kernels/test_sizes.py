@@ -93,7 +93,10 @@ def test_a_model_that_they_do_not_know_is_left_to_torch(config: ModelConfig, why
     ("config", "why"),
     [
         (dataclasses.replace(CONFIG, head_dim=514), "heads of 514 in bfloat16: the kernels support up to 512"),
-        (dataclasses.replace(CONFIG, num_heads=200, num_kv_heads=1), "200 heads share a key: the kernels support up to 128"),
+        (
+            dataclasses.replace(CONFIG, num_heads=200, num_kv_heads=1),
+            "200 heads share a key: the kernels support up to 128",
+        ),
     ],
 )
 def test_heads_that_attention_does_not_know_are_left_to_torch(
