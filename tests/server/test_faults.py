@@ -32,8 +32,8 @@ from server.output import StreamedOutput, WholeOutput
 from server.prompts import PromptReader
 from server.supervision import EngineWatch, Supervision
 from server.wire.http1_exchanges import Http1Exchanges
-from server.wire.http2 import Responses as Http2Response
 from server.wire.http2_exchanges import Http2Exchanges
+from server.wire.http2_responses import Responses as Http2Response
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
