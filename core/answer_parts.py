@@ -86,7 +86,7 @@ class Arguments:
     text: str
 
 
-Event = Text | Reasoning | CallBegin | Arguments
+Part = Text | Reasoning | CallBegin | Arguments
 
 
 class _Mismatch(Exception):
@@ -108,11 +108,11 @@ class Parser:
         self._at = 0  # consumed before this
         self._uncertain_from: int | None = None  # where what may still turn out to be plain text begins
         self._is_complete = False
-        self._events: list[Event] = []
+        self._events: list[Part] = []
         self._run = self._parse()
         next(self._run, None)
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[Part]:
         """What more of the text says."""
         start = self._at if self._uncertain_from is None else self._uncertain_from
         self._text = self._text[start:] + text
@@ -121,12 +121,12 @@ class Parser:
             self._uncertain_from = 0
         return self._advance()
 
-    def close(self) -> list[Event]:
+    def close(self) -> list[Part]:
         """The text is complete."""
         self._is_complete = True
         return self._advance()
 
-    def _advance(self) -> list[Event]:
+    def _advance(self) -> list[Part]:
         next(self._run, None)
         events, self._events = self._events, []
         return events
@@ -134,7 +134,7 @@ class Parser:
     def _parse(self) -> Step:
         raise NotImplementedError
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: Part) -> None:
         """Neighbours of one kind are one event."""
         last = self._events[-1] if self._events else None
         if not isinstance(event, CallBegin) and not event.text:
@@ -657,15 +657,15 @@ class AnswerParser:
         self._thought = thought
         self._tools = tools
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[Part]:
         return self._without_thought([Text(text)] if self._thought is None else self._thought.feed(text))
 
-    def close(self) -> list[Event]:
+    def close(self) -> list[Part]:
         """The answer is complete."""
         events = [] if self._thought is None else self._thought.close()
         return self._without_thought(events) + ([] if self._tools is None else self._tools.close())
 
-    def _without_thought(self, events: list[Event]) -> list[Event]:
+    def _without_thought(self, events: list[Part]) -> list[Part]:
         tools = self._tools
         if tools is None:
             return events
@@ -686,7 +686,7 @@ def _both(first: Emit, second: Emit) -> Emit:
     return emit
 
 
-def _key(event: Event) -> tuple[type[Event], int]:
+def _key(event: Part) -> tuple[type[Part], int]:
     return type(event), getattr(event, "index", 0)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.tool_formats import JsonCall, LiteralArguments, TaggedArguments, ToolFormat
+from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, TaggedArguments, ToolFormat
 
 Schema = Mapping[str, Any]
 
@@ -43,10 +43,12 @@ class Tool:
 
     Args:
         schema: of its parameters, which are an object.
+        is_strict: all of the schema is held; otherwise what can be.
     """
 
     name: str
     schema: Schema
+    is_strict: bool = True
 
 
 def required_calls(
@@ -67,19 +69,28 @@ def required_calls(
 
 
 def allowed_calls(
-    form: ToolFormat, tools: Sequence[Tool], special: Container[str] = (), most_calls: int | None = None
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    special: Container[str] = (),
+    most_calls: int | None = None,
+    free_ids: Sequence[int] = (),
 ) -> str:
     """The grammar of answers that are text until the model begins a call. The format must have a text that begins one.
 
-    Args, Raises: as required_calls.
+    Args:
+        free_ids: of special tokens that the text may have.
+
+    Further Args, Raises: as required_calls.
     """
     writer = _Writer(form, special, most_calls)
     call = writer.call(tools)
+    free = f"TEXT | <[{','.join(map(str, free_ids))}]>" if free_ids else "TEXT"
+    text = writer.rule("text", f"({free})*") if free_ids else "TEXT"
     if writer.begin in special:
-        lead = f"TEXT {writer.literal(writer.begin)}"
+        lead = f"{text} {writer.literal(writer.begin)}"
     else:
-        lead = writer.rule("lead[lazy]", f"TEXT {_quoted(writer.begin)}")
-    return writer.grammar(f"TEXT | {lead} {writer.section(call, '')}")
+        lead = f"{text} " * bool(free_ids) + writer.rule("lead[lazy]", f"TEXT {_quoted(writer.begin)}")
+    return writer.grammar(f"{text} | {lead} {writer.section(call, '')}")
 
 
 class _Writer:
@@ -129,7 +140,9 @@ class _Writer:
         call = self._form.call
         if isinstance(call, JsonCall):
             head = f'{{"name": {_json(tool.name)}, "{call.arguments_key}": '
-            return f"{_quoted(head)} {_inline_json(tool.schema)} {_quoted('}')}"
+            return f"{_quoted(head)} {_inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
+        if not (tool.is_strict or isinstance(call.arguments, JsonArguments)):
+            tool = Tool(tool.name, _reduced(tool.schema))
         head = f"{_quoted(call.begin + tool.name)} {self.literal(call.name_end)}"
         match call.arguments:
             case TaggedArguments():
@@ -138,7 +151,7 @@ class _Writer:
                 pairs = self._pairs(call.arguments, tool.schema, tool.name, call.arguments.assign, "")
                 arguments = f"{pairs} {_quoted(call.arguments.end)}"
             case _:
-                arguments = _inline_json(tool.schema)
+                arguments = _inline_json(tool.schema, tool.is_strict)
         return f"{head} {arguments} {_quoted(call.end)}"
 
     def _tagged(self, form: TaggedArguments, tool: Tool) -> str:
@@ -227,8 +240,23 @@ def _literal(form: LiteralArguments, value: Any) -> str:
     return repr(value) if form.has_escapes else _json(value)
 
 
-def _inline_json(schema: Schema) -> str:
-    return f"%json {_json({**schema, 'x-guidance': JSON_STYLE})}"
+def _inline_json(schema: Schema, is_strict: bool = True) -> str:
+    return f"%json {_json({**schema, 'x-guidance': {**JSON_STYLE, 'lenient': not is_strict}})}"
+
+
+def _reduced(schema: Any) -> Any:
+    """What any format can hold of a schema."""
+    if not isinstance(schema, Mapping):
+        return {}
+    made = {key: value for key, value in schema.items() if key in ("type", "enum", "const", "required")}
+    if isinstance(made.get("type"), list) or not ({"type", "enum", "const"} & made.keys()):
+        made.pop("type", None)
+    if "properties" in schema:
+        made["properties"] = {name: _reduced(one) for name, one in schema["properties"].items()}
+        made["required"] = [name for name in schema.get("required", ()) if name in made["properties"]]
+    if "items" in schema:
+        made["items"] = _reduced(schema["items"])
+    return made
 
 
 def _quoted(text: str) -> str:

@@ -1,14 +1,18 @@
 """The loaded engine, and what clients and operators see of it. Thread: loop, at start."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache, partial
 from hashlib import sha256
+from typing import Any
 
+from core.chat_template import ChatTemplate
 from core.engine import Engine
 from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
 from core.tokenizer import Tokenizer
+from core.tool_detection import ToolStyle, detect
 from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.fields import GenerationDefaults, RequestLimits
@@ -69,11 +73,25 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         chat_template=files.chat_template,
         max_model_len=limits.max_model_len,
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
-        defaults=GenerationDefaults(vocab_size=limits.vocab_size, limits=request_limits, **files.recommended),
+        defaults=GenerationDefaults(
+            vocab_size=limits.vocab_size,
+            limits=request_limits,
+            tool_style=_tool_style(files.chat_template),
+            **files.recommended,
+        ),
         unix_clock=clock.unix,
+        special_tokens={files.tokenizer.str_of(token_id): token_id for token_id in files.tokenizer.special_ids},
+        eos_ids=files.eos_ids,
         make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids)),
         fingerprint=_fingerprint(loaded),
     )
+
+
+def _tool_style(template: ChatTemplate) -> ToolStyle | None:
+    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        return template.render(messages, now=datetime.min, tools=tools, add_generation_prompt=False)
+
+    return detect(render)
 
 
 def compiler_of(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> GrammarCompiler:

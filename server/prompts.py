@@ -3,9 +3,10 @@
 Nothing here waits or changes anything: a long body is read on another thread (Generations.compute).
 """
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 import msgspec
@@ -18,6 +19,7 @@ from core.types import Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
 from server.api.replies import ReplyContext, Surface
+from server.api.tools import call_constraint
 from server.gate.identity import Caller
 from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
@@ -57,6 +59,8 @@ class PromptReader:
     defaults: GenerationDefaults
     unix_clock: Callable[[], float]
     make_compiler: Callable[[], GrammarCompiler]
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
@@ -77,7 +81,7 @@ class PromptReader:
             return find_model(self.cards_for(tenant), model).id, self.defaults
 
         marks.enter(Stage.VALIDATE)
-        call = surface.parse(body, defaults_of)
+        call = self._held(surface.parse(body, defaults_of))
         prompts = [(prompt, _param(prompt, i, len(call.prompts))) for i, prompt in enumerate(call.prompts)]
         rules = rule_book(tenant.text_rules)
         if rules.on_answer and (param := call.tokens.param) is not None:
@@ -91,6 +95,16 @@ class PromptReader:
         ids = [self._encode_checked(prompt, param, marks) for prompt, param in prompts]
         marks.enter(Stage.OFFLOAD)
         return Prepared(call, ids)
+
+    def _held(self, call: GenerationCall) -> GenerationCall:
+        """With what holds its calls."""
+        if call.tools is None:
+            return call
+        constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids)
+        if constraint is not None and call.constraint is not None and not call.tools.is_required:
+            message = "response_format and tools cannot hold one answer together. Leave one out, or send tool_choice."
+            raise InvalidRequest(message, "response_format")
+        return msgspec.structs.replace(call, constraint=constraint or call.constraint)
 
     def encode(self, prompt: Prompt, param: str = "prompt", marks: StageMarks | None = None) -> tuple[int, ...]:
         """The ids of a prompt in any form.
@@ -108,7 +122,7 @@ class PromptReader:
         if marks is not None:
             marks.enter(Stage.TEMPLATE)
         now = datetime.fromtimestamp(self.unix_clock())
-        text = self.chat_template.render(prompt.messages, now=now, param=prompt.param)
+        text = self.chat_template.render(prompt.messages, now=now, tools=prompt.tools or None, param=prompt.param)
         if marks is not None:
             marks.enter(Stage.TOKENIZE)
         return tuple(self.tokenizer.encode_chat(text))
@@ -136,7 +150,8 @@ class PromptReader:
     def _texts_of(self, prompt: Prompt) -> list[str]:
         """The prompt's text, each field of a message by itself: templates may show names and reasoning, too."""
         if isinstance(prompt, ChatPrompt):
-            return [text for message in prompt.messages for name, text in message.items() if name != "role"]
+            texts = [text for message in prompt.messages for name, text in message.items() if name != "role"]
+            return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
         return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:

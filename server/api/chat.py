@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import InvalidRequest
 from core.types import Delta, TokenLogprobs, Usage
 from server.api.decoding import decode
@@ -29,6 +30,8 @@ from server.api.replies import (
     usage_object,
     wire_reason,
 )
+from server.api.tools import FunctionTool, id_of, parser_of, reason_of, tool_wishes
+from server.wire.messages import TextFrame
 
 RULES = rules_of("chat")
 ID_PREFIX = "chatcmpl-"
@@ -40,17 +43,23 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     max_completion_tokens: MaxTokens | None = None  # max_tokens' newer name, which wins
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = decode(body, ChatBody, RULES)
     model, defaults = defaults_of(wire.model)
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
+    functions = [tool.function for tool in wire.tools or ()]
+    tools = tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, defaults.tool_style)
     return generation_call(
         wire,
         model,
         defaults,
-        (chat_prompt(wire.messages),),
+        (chat_prompt(wire.messages, defaults.tool_style, tools),),
+        tools=tools,
         max_tokens=max_tokens,
         num_logprobs=_num_logprobs(wire, defaults.limits),
         unknown_fields=unknown_fields,
@@ -71,11 +80,24 @@ class ChatStream(ChunkStream):
     The first chunks have the roles, choice 0 first: the SDK's stream helper fails on any other order.
     """
 
-    __slots__ = ()
+    __slots__ = ("_parsers",)
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         chunk = envelope(context, ID_PREFIX, "chat.completion.chunk")
         super().__init__(call, context, chunk, b'"delta":{"content":', b"}")
+        self._parsers = None if call.tools is None else [parser_of(call.tools) for _ in range(call.num_sequences)]
+
+    def text(self, choice: int, text: str) -> bytes:
+        if self._parsers is None:
+            return super().text(choice, text)
+        return self._parts(choice, self._parsers[choice].feed(text))
+
+    def text_frame(self, choice: int) -> TextFrame | None:
+        return super().text_frame(choice) if self._parsers is None else None
+
+    def _parts(self, choice: int, parts: list[Part]) -> bytes:
+        deltas = (delta_of(part, self._context.reply_id, choice) for part in parts)
+        return b"".join(self._chunk(choice, self._line(choice, delta, None, [], None)) for delta in deltas)
 
     def start(self) -> bytes:
         role = {"role": "assistant", "content": ""}
@@ -91,18 +113,24 @@ class ChatStream(ChunkStream):
         ids = sampled_ids(delta)
         num_told = len(ids) - len(stop)
         self._nums_tokens[choice] += delta.num_tokens - len(stop)
-        if delta.text or delta.logprobs:
-            line = self._line(choice, {"content": delta.text}, delta.logprobs, ids[:num_told], None)
-            events = self._chunk(choice, line)
+        text, reason = delta.text, wire_reason(delta.finish_reason)
+        if self._parsers is not None:
+            parser = self._parsers[choice]
+            parts = parser.feed(text) + (parser.close() if delta.finish_reason is not None else [])
+            events, text = self._parts(choice, parts), ""
+            reason = reason_of(reason, parser)
+        if text or delta.logprobs:
+            line = self._line(choice, {"content": text}, delta.logprobs, ids[:num_told], None)
+            events += self._chunk(choice, line)
         self._nums_tokens[choice] += len(stop)
-        if reason := wire_reason(delta.finish_reason):
+        if reason:
             events += self._chunk(choice, self._line(choice, {}, None, ids[num_told:], reason))
         return events
 
     def _line(
         self,
         choice: int,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         logprobs: Sequence[TokenLogprobs] | None,
         ids: list[int],
         reason: str | None,
@@ -128,14 +156,53 @@ class ChatDocument(WholeReply):
         return answer
 
     def _choice(self, choice: int) -> dict[str, Any]:
-        wishes = self._call.tokens
+        wishes, reason = self._call.tokens, wire_reason(self._reasons[choice])
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None}
+        if self._call.tools is not None:
+            parser = parser_of(self._call.tools)
+            content, calls = collected(parser.feed(message["content"]) + parser.close(), self._context.reply_id, choice)
+            message["content"] = content or (None if calls else "")
+            if calls:
+                message["tool_calls"] = calls
+            reason = reason_of(reason, parser)
         line = {
             "index": choice,
-            "message": {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None},
+            "message": message,
             "logprobs": None if wishes.num_logprobs is None else _logprobs_object(self._logprobs[choice]),
-            "finish_reason": wire_reason(self._reasons[choice]),
+            "finish_reason": reason,
         }
         return line | {"token_ids": self._ids[choice]} if wishes.returns_ids else line
+
+
+def delta_of(part: Part, reply_id: str, choice: int) -> dict[str, Any]:
+    """What a part of the answer adds to the message."""
+    match part:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning": text, "reasoning_content": text}
+        case CallBegin(index, name, call_id):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": call_id or id_of(reply_id, choice, index), "type": "function"}
+            return {"tool_calls": [call | {"function": function}]}
+        case Arguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def collected(parts: list[Part], reply_id: str, choice: int) -> tuple[str, list[dict[str, Any]]]:
+    """The text, and the calls, of a whole answer."""
+    content: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        match part:
+            case Text(text):
+                content.append(text)
+            case CallBegin(index, name, call_id):
+                call_id = call_id or id_of(reply_id, choice, index)
+                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+            case Arguments(index, text):
+                calls[index]["function"]["arguments"] += text
+    return "".join(content), calls
 
 
 def _logprobs_object(entries: list[dict[str, Any]]) -> dict[str, Any]:

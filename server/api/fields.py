@@ -16,9 +16,11 @@ from msgspec import UNSET, Meta, UnsetType
 
 from core.errors import InvalidRequest
 from core.grammar import GrammarSpec
+from core.tool_detection import ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
+from server.api.tools import ToolCall, ToolWishes, template_calls
 from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
@@ -43,10 +45,12 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
     Args:
         param: the request's field that they came in.
+        tools: that the prompt shows, in chat's form.
     """
 
     messages: tuple[dict[str, Any], ...]
     param: str = "messages"
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -102,6 +106,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     max_tokens: int = UNLIMITED_TOKENS
     suppressed_ids: tuple[int, ...] = ()  # never sampled, whatever a request asks
     limits: RequestLimits = RequestLimits()
+    tool_style: ToolStyle | None = None  # of the model's template; None: it has no form for tools
 
 
 # The defaults of the model of this name, and the name under which it is served; None: the only model. Raises
@@ -121,6 +126,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines = ANY_TIME  # that it asks for
     is_stream: bool = False
     constraint: GrammarSpec | None = None  # that the answer is held to
+    tools: ToolWishes | None = None
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
     tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream
@@ -353,7 +359,7 @@ _TEXT_FIELDS = {
 }
 _PART_SEPARATOR = "\n"
 # Fields of a message that would change the answer
-_UNSUPPORTED = ("tool_calls", "function_call", "audio", "images", "prefix", "partial")
+_UNSUPPORTED = ("function_call", "audio", "images", "prefix", "partial")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -370,7 +376,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     content: Content = UNSET
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
     function_call: Any = None
     audio: Any = None
     images: Any = None  # ollama's
@@ -380,14 +386,25 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
 
 
-def chat_prompt(messages: list[Message], param: str = "messages") -> ChatPrompt:
+def chat_prompt(
+    messages: list[Message], style: ToolStyle | None = None, tools: ToolWishes | None = None, param: str = "messages"
+) -> ChatPrompt:
     """
     Raises:
-        InvalidRequest: no message, an unknown role, or content that is not text.
+        InvalidRequest: no message, an unknown role, content that is not text, or the result of no call that was made.
     """
     if not messages:
         raise InvalidRequest(f"{param} is empty: send at least one message.", param)
-    return ChatPrompt(tuple(_template_message(message, f"{param}[{i}]") for i, message in enumerate(messages)))
+    made = [_template_message(message, style, f"{param}[{i}]") for i, message in enumerate(messages)]
+    names = {call["id"]: call["function"]["name"] for one in made for call in one.get("tool_calls", ()) if "id" in call}
+    for i, one in enumerate(made):
+        call_id = one.get("tool_call_id")
+        if one["role"] == "tool" and names and call_id is not None:
+            if call_id not in names:
+                where = f"{param}[{i}].tool_call_id"
+                raise InvalidRequest(f"{where} is of no call in an earlier message.", where)
+            one.setdefault("name", names[call_id])
+    return ChatPrompt(tuple(made), param, () if tools is None else tuple(tools.for_template()))
 
 
 def flatten(content: Content, param: str) -> str:
@@ -437,7 +454,7 @@ def _null_content(param: str, but: str = "") -> InvalidRequest:
     return InvalidRequest(f"{param} is null: send a string or an array of text parts{but}.", param, "invalid_type")
 
 
-def _template_message(message: Message, param: str) -> dict[str, Any]:
+def _template_message(message: Message, style: ToolStyle | None, param: str) -> dict[str, Any]:
     for name in _UNSUPPORTED:
         if getattr(message, name):
             where = f"{param}.{name}"
@@ -448,5 +465,11 @@ def _template_message(message: Message, param: str) -> dict[str, Any]:
         raise _null_content(f"{param}.content", "; only an assistant's message may have null")
     result = {"role": role, "content": "" if is_silent else flatten(message.content, f"{param}.content")}
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    optional = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    calls = template_calls(message.tool_calls, style, f"{param}.tool_calls") if message.tool_calls else None
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning,
+        "tool_calls": calls,
+    }
     return result | {key: value for key, value in optional.items() if value is not None}

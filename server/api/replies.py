@@ -323,7 +323,7 @@ class ChunkStream:
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail
 
-    def text_frame(self, choice: int) -> TextFrame:
+    def text_frame(self, choice: int) -> TextFrame | None:
         return TextFrame(self._heads[choice], sse.json_strings, self._tail)
 
     def end(self, usage: Usage, extras: Extras) -> bytes:

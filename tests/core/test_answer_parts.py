@@ -13,8 +13,8 @@ from core.answer_parts import (
     AnswerParser,
     Arguments,
     CallBegin,
-    Event,
     HarmonyParser,
+    Part,
     Reasoning,
     Text,
     ThoughtParser,
@@ -161,16 +161,16 @@ RENDER: Mapping[str, Callable[[Sequence[Call]], str]] = {
 }
 
 
-def parsed(form: str, pieces: Sequence[str]) -> list[Event]:
+def parsed(form: str, pieces: Sequence[str]) -> list[Part]:
     parser = ToolCallParser(FORMATS[form], SCHEMAS)
     return [event for piece in pieces for event in parser.feed(piece)] + parser.close()
 
 
-def text_of(events: Sequence[Event]) -> str:
+def text_of(events: Sequence[Part]) -> str:
     return "".join(event.text for event in events if isinstance(event, Text))
 
 
-def calls_of(events: Sequence[Event]) -> list[tuple[str, str]]:
+def calls_of(events: Sequence[Part]) -> list[tuple[str, str]]:
     """Name and arguments of each; asserts that each begins once, and in order."""
     calls: list[tuple[str, str]] = []
     for event in events:

@@ -37,8 +37,8 @@ from server.gate.tenants import Deadlines, Tenant
 from server.generation import Generations
 from server.ledger.idempotency import Idempotency
 from server.ledger.usage import NO_PRICES, Prices
-from server.loaded_engine import compiler_of
 from server.listening.clients import ClientRules
+from server.loaded_engine import compiler_of
 from server.observing.metrics import Metrics
 from server.process import OpenLedger, opened
 from server.prompts import PromptReader

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, StartupError
-from server.loaded_engine import compiler_of
 from server.api.fields import ChatPrompt, GenerationDefaults, TextPrompt
+from server.loaded_engine import compiler_of
 from server.model_files import ModelFiles, parse_config, read_model_files
 from server.prompts import PromptReader
 from tests.core.small_tokenizers import byte_level

@@ -1,0 +1,250 @@
+"""The functions that a request offers, which of them the model may call, and the calls of earlier turns.
+
+Thread: loop, or wherever a long body is parsed.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from core.answer_parts import HarmonyParser, ToolCallParser
+from core.errors import InvalidRequest
+from core.grammar import GrammarKind, GrammarSpec, json_schema
+from core.tool_detection import HARMONY, ToolStyle
+from core.tool_formats import FORMATS
+from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
+
+MAX_TOOLS = 128
+NO_TOOLS = "This model's chat template has no form for tools. Leave tools out, or send tool_choice none."
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.\-]+$")]
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
+    """Chat's form of a tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: FunctionName
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in an assistant's message."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+
+
+class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Args:
+        functions: that the model may call, and sees in its prompt.
+        is_required: the answer is calls, at least one, and no text.
+        most_calls: of one answer; None: any number.
+    """
+
+    functions: tuple[Function, ...]
+    style: ToolStyle
+    is_required: bool = False
+    most_calls: int | None = None
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        return {one.name: one.parameters or _NO_PARAMETERS for one in self.functions}
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """As chat templates take them."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": one.name,
+                    "description": one.description or "",
+                    "parameters": one.parameters or dict(_NO_PARAMETERS),
+                },
+            }
+            for one in self.functions
+        ]
+
+
+def tool_wishes(
+    functions: list[Function],
+    choice: Any,
+    is_parallel: bool | None,
+    style: ToolStyle | None,
+    where: str = "tools[{}].function",
+) -> ToolWishes | None:
+    """What a request's fields say about tools; None: the model is offered none.
+
+    Args:
+        choice: tool_choice: "none", "auto", "required", a function by name, or {"type": "allowed_tools", ...}.
+        where: a tool's place in the request.
+
+    Raises:
+        InvalidRequest: a field contradicts another, or the model's template has no form for tools.
+    """
+    if not functions:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice needs tools beside it.", "tool_choice")
+        return None
+    if len(functions) > MAX_TOOLS:
+        raise InvalidRequest(f"tools must have at most {MAX_TOOLS} entries.", "tools")
+    by_name: dict[str, Function] = {}
+    for i, one in enumerate(functions):
+        param = where.format(i)
+        if one.name in by_name:
+            raise InvalidRequest(f"{param}.name is {one.name!r}, as that of an earlier tool.", f"{param}.name")
+        if one.parameters is not None and one.parameters.get("type", "object") != "object":
+            raise InvalidRequest(f'{param}.parameters must have "type": "object".', f"{param}.parameters")
+        if one.strict:
+            json_schema(one.parameters or _NO_PARAMETERS, f"{param}.parameters")
+        by_name[one.name] = one
+    mode, names = _chosen(choice, by_name)
+    if mode == "none":
+        return None
+    if style is None:
+        raise InvalidRequest(NO_TOOLS, "tools", "unsupported_parameter")
+    return ToolWishes(
+        functions=tuple(one for one in functions if names is None or one.name in names),
+        style=style,
+        is_required=mode == "required",
+        most_calls=1 if is_parallel is False or style.most_calls == 1 else None,
+    )
+
+
+def _chosen(choice: Any, known: Mapping[str, Function]) -> tuple[str, set[str] | None]:
+    """(none, auto or required; the names of the functions that may be called, None: all)."""
+    match choice:
+        case None | "auto" | "none" | "required":
+            return choice or "auto", None
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return "required", _checked({name}, known)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": ("auto" | "required") as mode, "tools": [*tools]}} | {
+            "type": "allowed_tools",
+            "mode": ("auto" | "required") as mode,
+            "tools": [*tools],
+        }:
+            return str(mode), _checked({_name_in(tool) for tool in tools}, known)
+        case _:
+            message = (
+                'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": "..."}}'
+                ' or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}.'
+            )
+            raise InvalidRequest(message, "tool_choice")
+
+
+def _name_in(tool: Any) -> str:
+    match tool:
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            return str(name)
+        case _:
+            raise InvalidRequest("Each of tool_choice's tools needs a name.", "tool_choice")
+
+
+def _checked(names: set[str], known: Mapping[str, Function]) -> set[str]:
+    if unknown := sorted(names - known.keys()):
+        raise InvalidRequest(f"tool_choice names {unknown[0]!r}, which is not among tools.", "tool_choice")
+    if not names:
+        raise InvalidRequest("tool_choice allows no tool.", "tool_choice")
+    return names
+
+
+def call_constraint(wishes: ToolWishes, special: Mapping[str, int], eos_ids: Iterable[int]) -> GrammarSpec | None:
+    """What holds an answer to its calls; None: nothing can.
+
+    Args:
+        special: the model's control tokens.
+        eos_ids: those that end an answer.
+
+    Raises:
+        InvalidRequest: a strict schema cannot be held in the model's format of calls.
+    """
+    if wishes.style.format == HARMONY:
+        return None
+    form = FORMATS[wishes.style.format]
+    if not wishes.is_required and form.opens_answer:
+        return None
+    tools = [Tool(one.name, one.parameters or _NO_PARAMETERS, bool(one.strict)) for one in wishes.functions]
+    try:
+        if wishes.is_required:
+            source = required_calls(form, tools, special, wishes.most_calls)
+        else:
+            free = sorted({*special.values()} - {*eos_ids} - {special[one] for one in form.begins if one in special})
+            source = allowed_calls(form, tools, special, wishes.most_calls, free)
+    except CannotHold as error:
+        message = f"A strict tool's parameters cannot be held in this model's format of calls: {error}. Leave it out."
+        raise InvalidRequest(message, "tools") from None
+    return GrammarSpec(GrammarKind.LARK, source, "tools")
+
+
+CallParser = HarmonyParser | ToolCallParser
+
+
+def parser_of(wishes: ToolWishes) -> CallParser:
+    """Of one choice's answer."""
+    if wishes.style.format == HARMONY:
+        return HarmonyParser()
+    return ToolCallParser(FORMATS[wishes.style.format], wishes.schemas)
+
+
+def id_of(reply_id: str, choice: int, index: int) -> str:
+    """A call's id where the model writes none: letters and digits alone, as some templates want them."""
+    return hashlib.sha256(f"{reply_id} {choice} {index}".encode()).hexdigest()[:9]
+
+
+def reason_of(reason: str | None, parser: CallParser) -> str | None:
+    """The finish reason of an answer that may have calls."""
+    return "tool_calls" if reason == "stop" and parser.num_calls else reason
+
+
+def template_calls(calls: list[ToolCall], style: ToolStyle | None, param: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's message as the chat template takes them.
+
+    Raises:
+        InvalidRequest: arguments are not a JSON object, or the template has no form for calls.
+    """
+    if style is None:
+        raise InvalidRequest(NO_TOOLS, param, "unsupported_parameter")
+    return [
+        {
+            "type": "function",
+            **({"id": call.id} if call.id is not None else {}),
+            "function": {
+                "name": call.function.name,
+                "arguments": _arguments(call.function.arguments, style, f"{param}[{i}].function.arguments"),
+            },
+        }
+        for i, call in enumerate(calls)
+    ]
+
+
+def _arguments(given: str | dict[str, Any] | None, style: ToolStyle, param: str) -> Any:
+    arguments: Any = given or {}
+    if isinstance(given, str) and given.strip():
+        try:
+            arguments = json.loads(given)
+        except ValueError as error:
+            raise InvalidRequest(f"{param} must be a JSON object: {error}.", param) from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{param} must be a JSON object.", param)
+    if style.has_text_arguments:
+        return given if isinstance(given, str) and given.strip() else json.dumps(arguments, ensure_ascii=False)
+    return arguments
