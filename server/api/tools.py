@@ -5,6 +5,7 @@ Thread: loop, or wherever a long body is parsed.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -20,9 +21,10 @@ from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
 
 MAX_TOOLS = 128
 NO_TOOLS = "This model's chat template has no form for tools. Leave tools out, or send tool_choice none."
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.\-]+$")]
+FunctionName = Annotated[str, Meta(min_length=1, max_length=128)]
+_NAME = re.compile(r"[\w.\-]+")
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +112,9 @@ def tool_wishes(
     by_name: dict[str, Function] = {}
     for i, one in enumerate(functions):
         param = where.format(i)
+        if _NAME.fullmatch(one.name) is None:
+            message = f"{param}.name must have letters, digits, underscores, dots and hyphens only."
+            raise InvalidRequest(message, f"{param}.name")
         if one.name in by_name:
             raise InvalidRequest(f"{param}.name is {one.name!r}, as that of an earlier tool.", f"{param}.name")
         if one.parameters is not None and one.parameters.get("type", "object") != "object":

@@ -1,0 +1,243 @@
+"""Functions in chat: what the prompt shows, what may be called, and calls as the SDK reads them."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from core.errors import InvalidRequest
+from core.grammar import GrammarKind
+from core.tool_detection import ToolStyle
+from core.types import FinishReason
+from server.api.chat import SURFACE
+from server.api.fields import ChatPrompt, GenerationCall
+from server.api.tools import MAX_TOOLS, call_constraint
+from tests.server.api import wire
+from tests.server.api.wire import CONTEXT, DEFAULTS, read_events, say, sdk_reading
+
+HERMES = ToolStyle("hermes", False, 2)
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALLS = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+MORE_CALLS = CALLS + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def parsed(style: ToolStyle | None = HERMES, messages: Any = MESSAGES, **fields: Any) -> GenerationCall:
+    body = json.dumps({"messages": messages, **fields}).encode()
+    defaults = msgspec.structs.replace(DEFAULTS, tool_style=style)
+    return SURFACE.parse(body, lambda model: (model or "tiny", defaults))
+
+
+def refused(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parsed(**fields)
+    return caught.value
+
+
+def prompt_of(call: GenerationCall) -> ChatPrompt:
+    (prompt,) = call.prompts
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def test_tools_are_shown_in_the_prompt_with_what_templates_read() -> None:
+    shown = prompt_of(parsed(tools=[WEATHER, NOW])).tools
+    assert shown[0] == WEATHER
+    assert shown[1]["function"]["name"] == "now"
+    assert shown[1]["function"]["parameters"]["properties"] == {}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "is_required"),
+    [
+        (None, ["get_weather", "now"], False),
+        ("auto", ["get_weather", "now"], False),
+        ("required", ["get_weather", "now"], True),
+        ({"type": "function", "function": {"name": "now"}}, ["now"], True),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOW]}},
+            ["now"],
+            False,
+        ),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"name": "now"}]}, ["now"], True),
+    ],
+)
+def test_the_choice_says_what_may_be_called(choice: Any, names: list[str], is_required: bool) -> None:
+    tools = parsed(tools=[WEATHER, NOW], tool_choice=choice).tools
+    assert tools is not None
+    assert ([one.name for one in tools.functions], tools.is_required) == (names, is_required)
+
+
+def test_none_leaves_tools_out() -> None:
+    for fields in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}, {}):
+        call = parsed(**fields)
+        assert call.tools is None
+        assert prompt_of(call).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("is_parallel", "most_of_style", "expected"), [(None, 2, None), (True, 2, None), (False, 2, 1), (True, 1, 1)]
+)
+def test_one_call_at_a_time_where_asked_or_where_the_template_has_no_more(
+    is_parallel: bool | None, most_of_style: int, expected: int | None
+) -> None:
+    style = ToolStyle("hermes", False, most_of_style)
+    tools = parsed(style=style, tools=[NOW], parallel_tool_calls=is_parallel).tools
+    assert tools is not None
+    assert tools.most_calls == expected
+
+
+def test_calls_are_held_from_where_the_model_begins_them() -> None:
+    for choice, has_text in (("auto", True), ("required", False)):
+        tools = parsed(tools=[WEATHER], tool_choice=choice).tools
+        assert tools is not None
+        spec = call_constraint(tools, {}, ())
+        assert spec is not None
+        assert spec.kind is GrammarKind.LARK
+        assert ("start: TEXT" in spec.source) == has_text
+
+
+def test_earlier_calls_and_results_are_as_templates_take_them() -> None:
+    history = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Köln"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    of_objects, of_text = (
+        prompt_of(parsed(style=ToolStyle("hermes", is_text, 2), messages=history)).messages for is_text in (False, True)
+    )
+    assert of_objects[1]["tool_calls"] == [
+        {"type": "function", "id": "c1", "function": {"name": "get_weather", "arguments": {"city": "Köln"}}}
+    ]
+    assert of_text[1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Köln"}'
+    assert of_objects[2] == {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "get_weather"}
+
+
+def test_a_whole_answers_calls_are_read_by_the_sdk() -> None:
+    call = parsed(tools=[WEATHER, NOW])
+    answer = wire.whole(SURFACE, call, (0, say(MORE_CALLS[:40])), (0, say(MORE_CALLS[40:], FinishReason.STOP)))
+    with sdk_reading(json.dumps(answer).encode()) as client:
+        (choice,) = client.chat.completions.create(model="tiny", messages=MESSAGES).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    calls: Any = choice.message.tool_calls
+    assert [(one.type, one.function.name, one.function.arguments) for one in calls] == [
+        ("function", "get_weather", '{"city": "Köln"}'),
+        ("function", "now", "{}"),
+    ]
+    assert len({one.id for one in calls}) == 2
+
+
+def streamed(call: GenerationCall, text: str, size: int, reason: FinishReason = FinishReason.STOP) -> bytes:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    deltas = [(0, say(piece)) for piece in pieces] + [(0, say("", reason))]
+    return wire.stream(SURFACE.stream(call, CONTEXT), *deltas)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_stream_names_each_call_once_and_its_arguments_as_they_come(size: int) -> None:
+    events = streamed(parsed(tools=[WEATHER, NOW], stream=True), MORE_CALLS, size)
+    deltas = [event["choices"][0] for _, event in read_events(events)[:-1] if event["choices"]]
+    assert "".join(one["delta"].get("content", "") for one in deltas) == "Let me see."
+    pieces = [piece for one in deltas for piece in one["delta"].get("tool_calls", ())]
+    begun = [piece for piece in pieces if "id" in piece]
+    assert [(one["index"], one["type"], one["function"]) for one in begun] == [
+        (0, "function", {"name": "get_weather", "arguments": ""}),
+        (1, "function", {"name": "now", "arguments": ""}),
+    ]
+    for index, arguments in enumerate(['{"city": "Köln"}', "{}"]):
+        assert "".join(one["function"]["arguments"] for one in pieces if one["index"] == index) == arguments
+    assert [one["finish_reason"] for one in deltas if one["finish_reason"]] == ["tool_calls"]
+
+
+def test_a_stream_is_what_the_whole_answer_says() -> None:
+    call = parsed(tools=[WEATHER, NOW], stream=True)
+    with sdk_reading(streamed(call, MORE_CALLS, 5)) as client:
+        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+        calls: dict[int, list[str]] = {}
+        for chunk in stream:
+            for piece in (chunk.choices[0].delta.tool_calls or ()) if chunk.choices else ():
+                assert piece.function is not None
+                calls.setdefault(piece.index, []).append(piece.function.arguments or "")
+    whole = wire.whole(SURFACE, call, (0, say(MORE_CALLS, FinishReason.STOP)))["choices"][0]["message"]
+    assert ["".join(parts) for parts in calls.values()] == [one["function"]["arguments"] for one in whole["tool_calls"]]
+
+
+def test_a_call_that_is_cut_off_ends_for_length() -> None:
+    call = parsed(tools=[WEATHER], stream=True)
+    deltas = [event["choices"][0] for _, event in read_events(streamed(call, CALLS[:70], 4, FinishReason.LENGTH))[:-1]]
+    assert [one["finish_reason"] for one in deltas if one["finish_reason"]] == ["length"]
+
+
+def test_an_answer_without_calls_is_text() -> None:
+    answer = wire.whole(SURFACE, parsed(tools=[NOW]), (0, say("It is <b>noon</b>.", FinishReason.STOP)))
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "It is <b>noon</b>.")
+    assert "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [NOW, NOW]}, "tools[1].function.name", "as that of an earlier tool"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is missing"),
+        ({"tools": [NOW] * (MAX_TOOLS + 1)}, "tools", "at most 128 entries"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ({"tools": [NOW], "tool_choice": "sometimes"}, "tool_choice", "must be"),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "tool_choice",
+            "no tool",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [NOW], "style": None}, "tools", "has no form for tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters",
+            '"type": "object"',
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}},
+                ]
+            },
+            "tools[0].function.parameters",
+            "'not'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "must be a JSON object",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+                    {"role": "tool", "tool_call_id": "b", "content": "x"},
+                ]
+            },
+            "messages[1].tool_call_id",
+            "of no call",
+        ),
+    ],
+)
+def test_bad_tools_are_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:
+    error = refused(**fields)
+    assert error.param == param
+    assert words in error.message
