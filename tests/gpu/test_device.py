@@ -1,4 +1,4 @@
-"""Choices of device, dtype and threads, each with its reason; what the machine has; large pages, and memory given back."""
+"""Choices of device, dtype and threads with their reasons; what the machine has; large pages; memory given back."""
 
 import mmap
 import subprocess
