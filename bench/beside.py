@@ -1,4 +1,4 @@
-"""Loads in which one client is in another's way: long prompts beside streams, a client that leaves, a cancelled stream.
+"""Loads in which one client is in another's way: long prompts beside streams, and a client that leaves.
 
 Thread: the generator's loop. When each request goes depends on what another one has received, which a run of
 bench/load.py cannot say. All raise CannotRun where a request fails.
@@ -12,12 +12,11 @@ from dataclasses import replace
 
 import msgspec
 
-from bench.client import ERROR_EVENT, Exchange
+from bench.client import Exchange
 from bench.load import CannotRun, LoadConfig, LoadRun
 from bench.results import Distribution, summarize
 
 FIRST_EVENTS = 4  # of each stream, before anything is measured
-CANCELLED_TOKENS = 400
 LEAVE_AFTER_S = 0.5
 POLL_S = 0.002
 
@@ -56,10 +55,10 @@ class _Requests:
         self._tasks.append(asyncio.create_task(self.run.send(exchange, next(self.run.prompts), max_tokens)))
         return exchange
 
-    async def ttft_s(self, prompt: str | None = None) -> float:
+    async def ttft_s(self) -> float:
         """Of a request of one token."""
         exchange = Exchange(time.monotonic())
-        await self.run.send(exchange, prompt or next(self.run.prompts), 1)
+        await self.run.send(exchange, next(self.run.prompts), 1)
         return _ttft_s(exchange)
 
     async def wait_all(self, exchanges: Sequence[Exchange], holds: Callable[[Exchange], bool]) -> None:
@@ -131,29 +130,6 @@ async def abandon_prefill(config: LoadConfig, num_long: int) -> Abandoned:
         await asyncio.sleep(LEAVE_AFTER_S)
         await long.close()
         return Abandoned(alone_s, await short.ttft_s())
-
-
-async def send_again(config: LoadConfig, num_times: int) -> list[float]:
-    """A prompt so many times, one after the other, with another end each time: seconds to each first token."""
-    async with _opened(config) as (requests,):
-        text = next(requests.run.prompts)
-        return [await requests.ttft_s(f"{text} {number}") for number in range(num_times)]
-
-
-async def call_off(config: LoadConfig, num_streams: int, num_called_off: int) -> list[float]:
-    """Seconds from a DELETE of a stream among others to the end of its answer, one stream after the other."""
-    async with _opened(config) as (requests,):
-        streams, found = [requests.start(CANCELLED_TOKENS) for _ in range(num_streams)], []
-        for stream in streams[:num_called_off]:
-            await requests.wait_all([stream], lambda stream: stream.num_events > 0)
-            started_s = time.monotonic()
-            await requests.run.cancel(stream.response_id)
-            while not stream.end_s:
-                await asyncio.sleep(POLL_S)
-            if stream.failure != ERROR_EVENT or "cancelled" not in stream.message:
-                raise CannotRun("A stream ended before it was cancelled.", "let it ask for more tokens")
-            found.append(stream.end_s - started_s)
-        return found
 
 
 def _ttft_s(exchange: Exchange) -> float:

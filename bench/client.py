@@ -220,7 +220,6 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    id: str = ""
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
     error: Any = None  # of any form: it is only shown
@@ -248,7 +247,6 @@ class Exchange:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     has_finish: bool = False
-    response_id: str = ""
     failure: str | None = None
     message: str = ""
 
@@ -385,7 +383,6 @@ class Connection(asyncio.Protocol):
             chunk = _decode_chunk(event)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise BadResponse(f"an event is not a chunk of chat or completions: {error}") from error
-        exchange.response_id = chunk.id
         if chunk.error is not None:
             exchange.fail(ERROR_EVENT, str(chunk.error))
         if chunk.usage is not None:

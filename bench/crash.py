@@ -34,7 +34,7 @@ from pathlib import Path
 import uvloop
 
 from bench.client import ConnectionPool, Exchange, Recorder, encode_request
-from bench.kit import MODEL, Flag, Found, run_bench
+from bench.kit import MODEL, Flag, Found, bench
 from bench.null_server import Pace, load
 from bench.results import Table
 from server.config import ServerConfig
@@ -72,16 +72,8 @@ class Broken(Exception):
     """The ledger has not kept its word."""
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
-    """A server process, which listens."""
-
-    pid: int
-    port: int
-
-
-def fork_server(path: Path) -> Life:
-    """A server that is ready when this returns."""
+def fork_server(path: Path) -> tuple[int, int]:
+    """A server that is ready when this returns: its process id and port."""
     told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -95,7 +87,7 @@ def fork_server(path: Path) -> Life:
     os.close(told)
     if not port:
         raise Broken(f"a server did not start: {os.waitpid(pid, 0)[1]}")
-    return Life(pid, int(port))
+    return pid, int(port)
 
 
 async def _serve(path: Path, tell: int) -> None:
@@ -114,16 +106,16 @@ async def _serve(path: Path, tell: int) -> None:
 
 def live_and_die(path: Path, rng: random.Random, seen: Seen, is_locked: bool) -> None:
     """One life of a server, from its start to its kill."""
-    life = fork_server(path)
+    pid, port = fork_server(path)
     try:
-        uvloop.run(_ask_until_killed(path, life, rng, seen, is_locked))
+        uvloop.run(_ask_until_killed(path, pid, port, rng, seen, is_locked))
     finally:
-        os.kill(life.pid, signal.SIGKILL)
-        os.waitpid(life.pid, 0)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
-async def _ask_until_killed(path: Path, life: Life, rng: random.Random, seen: Seen, is_locked: bool) -> None:
-    clients = [asyncio.create_task(_ask(life.port, random.Random(rng.random()), seen)) for _ in range(NUM_CLIENTS)]
+async def _ask_until_killed(path: Path, pid: int, port: int, rng: random.Random, seen: Seen, is_locked: bool) -> None:
+    clients = [asyncio.create_task(_ask(port, random.Random(rng.random()), seen)) for _ in range(NUM_CLIENTS)]
     num_awaited = len(seen.begun) + rng.randint(0, MOST_BEGUN)
     while len(seen.begun) < num_awaited and not all(client.done() for client in clients):
         await asyncio.sleep(POLL_S)
@@ -131,7 +123,7 @@ async def _ask_until_killed(path: Path, life: Life, rng: random.Random, seen: Se
     if is_locked:
         lock.execute("BEGIN IMMEDIATE")
     await asyncio.sleep(rng.random() * (LOCKED_S if is_locked else MOMENT_S))
-    os.kill(life.pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     lock.close()
     await asyncio.gather(*clients)
 
@@ -162,11 +154,6 @@ async def _ask(port: int, rng: random.Random, seen: Seen) -> None:
         if head.status != 200:
             await asyncio.sleep(0.005)  # refused while the database is locked
     await pool.close()
-
-
-def recover(path: Path) -> None:
-    """As the next server does before it listens."""
-    open_journal(path, SPILL_RECORDS).close()
 
 
 def check(path: Path, seen: Seen) -> list[LedgerRow]:
@@ -212,7 +199,7 @@ def live_on_one_ledger(directory: Path, seed: int, num_kills: int, number: int) 
     lives = range(num_kills)[number * LIVES : (number + 1) * LIVES]
     for life in lives:
         live_and_die(path, rng, seen, is_locked=life % LOCKED_EVERY == 0)
-        recover(path)
+        open_journal(path, SPILL_RECORDS).close()  # as the next server does before it listens
         rows = check(path, seen)
     for old in directory.glob(f"{path.name}*"):
         old.unlink()
@@ -261,9 +248,11 @@ FLAGS = (
     Flag("--at-once", NUM_AT_ONCE, "servers"),
 )
 
+main = bench("crash", __doc__, _measure, FLAGS)
+
 if __name__ == "__main__":
     try:
-        code = run_bench("crash", __doc__, _measure, FLAGS)
+        code = main()
     except Broken as error:
         sys.exit(f"error: {error}")
     sys.exit(code)

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,11 +23,11 @@ from typing import Any
 import msgspec
 import torch
 
-from bench.kit import Flag, Found, run_bench
-from bench.limits import ModelWork, Speed, decode_limit_s, limit_tables, measure_limits, prefill_limit_s, work_of
+from bench.kit import Flag, Found, bench
+from bench.limits import CPU, ModelWork, Speed, decode_limit_s, limit_tables, measure_limits, prefill_limit_s, work_of
 from bench.load import CannotRun
 from bench.make_model import draw_tensor
-from bench.results import Cell, Plot, Table
+from bench.results import Cell, Plot, Table, table_of
 from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
 from core.engine import Engine
 from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
@@ -327,64 +327,11 @@ class Cases:
         return longest + self.num_steps + WARM_STEPS + 2
 
 
-class PrefillRun(msgspec.Struct, frozen=True):
-    """One prompt alone, from its submission to its first token; the median of the repeats."""
-
-    num_tokens: int
-    seconds: float
-
-
-class DecodeRun(msgspec.Struct, frozen=True):
-    """Steps in which each row got one token, and nothing else happened.
-
-    Args:
-        context: tokens that each row attended to, the mean of the steps.
-        step_s: the median.
-        read_bytes_per_s: what the machine could read right before or after; None: it was not measured.
-    """
-
-    num_rows: int
-    context: float
-    step_s: float
-    read_bytes_per_s: float | None = None
-
-
-class MemoryRun(msgspec.Struct, frozen=True):
-    """Bytes: what the plan said, and what the process had.
-
-    Args:
-        before: the process with torch imported, nothing loaded.
-        peak: resident at most; Linux counts the files that were mapped while loading, too.
-        anonymous: after all steps, without any file's pages.
-    """
-
-    weights: int
-    kv: int
-    activations: int
-    before: int
-    peak: int
-    anonymous: int
-
-
-class EngineRuns(msgspec.Struct, frozen=True):
-    """All that was measured of one engine.
-
-    Args:
-        cost_errors: p50 and p90, over the last steps, of what the step-cost model was off by: shares.
-    """
-
-    prefills: tuple[PrefillRun, ...]
-    decodes: tuple[DecodeRun, ...]
-    memory: MemoryRun
-    cost_errors: tuple[float, float] = (0.0, 0.0)
-
-
 class ReadProbe:
-    """How fast memory can be read just now: by all cores, in the form that bench/limits.py mostly finds the fastest."""
+    """How fast all cores can read memory just now, in the form that bench/limits.py mostly finds the fastest."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes  # resident from here on
-        self._numbers = torch.ones(size_bytes // 4)
+    def __init__(self) -> None:
+        self._numbers = torch.ones(MIN_PROBE_BYTES // 4)  # resident from here on
         self._num_threads = num_physical_cores()
 
     def bytes_per_s(self) -> float:
@@ -395,107 +342,110 @@ class ReadProbe:
             started_s = time.perf_counter()
             torch.dot(self._numbers, self._numbers)
             best_s = min(best_s, time.perf_counter() - started_s)
-        return self.size_bytes / best_s
+        return self._numbers.nbytes / best_s
 
 
-def memory_bytes(line: str) -> int:
-    """A line of this process's status, e.g. "VmHWM", the most that was ever resident (proc(5))."""
-    for text in Path("/proc/self/status").read_text().splitlines():
-        if text.startswith(f"{line}:"):
-            return int(text.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {line}")
+class DecodeRun(msgspec.Struct, frozen=True):
+    """Steps in which each row got one token, and nothing else happened.
 
-
-def measure(runner: ModelRunner, cases: Cases, probe: ReadProbe, before: int) -> EngineRuns:
-    """
     Args:
-        before: bytes that the process had before anything but the probe was loaded.
+        context: tokens that each row attended to, the mean of the steps.
+        step_s: the median.
+        read_bytes_per_s: what the machine could read right before or after.
     """
-    streams = Streams(runner)
-    prefills, decodes = [], []
-    for num_tokens in cases.prompts:
-        seconds = statistics.median(streams.prefill_s(num_tokens) for _ in range(cases.num_repeats))
-        prefills.append(PrefillRun(num_tokens, seconds))
-        print(f"prefill {num_tokens}: {num_tokens / seconds:,.0f} tokens/s", file=sys.stderr)
+
+    num_rows: int
+    context: float
+    step_s: float
+    read_bytes_per_s: float
+
+
+def status_bytes(line: str) -> int:
+    """A line of this process's status, e.g. "VmHWM", the most that was ever resident (proc(5))."""
+    text = Path("/proc/self/status").read_text().partition(f"\n{line}:")[2]
+    return int(text.split()[0]) * 1024
+
+
+def measure_prefills(streams: Streams, cases: Cases) -> dict[int, float]:
+    """By the prompt's tokens: seconds from its submission to its first token, the median of the repeats."""
+    return {
+        num_tokens: statistics.median(streams.prefill_s(num_tokens) for _ in range(cases.num_repeats))
+        for num_tokens in cases.prompts
+    }
+
+
+def measure_decodes(streams: Streams, cases: Cases, probe: ReadProbe) -> list[DecodeRun]:
+    runs = []
     for num_rows, context in cases.decodes:
         read_before = probe.bytes_per_s()
         step_s, mean_context = streams.decode_s(num_rows, context, cases.num_steps)
-        decodes.append(DecodeRun(num_rows, mean_context, step_s, max(read_before, probe.bytes_per_s())))
+        runs.append(DecodeRun(num_rows, mean_context, step_s, max(read_before, probe.bytes_per_s())))
         print(f"decode {num_rows} x {context}: {num_rows / step_s:,.1f} tokens/s", file=sys.stderr)
-    plan, stats = runner.memory, streams.scheduler.stats()
-    peak, anonymous = (memory_bytes(line) - probe.size_bytes for line in ("VmHWM", "RssAnon"))
-    memory = MemoryRun(plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, before, peak, anonymous)
-    return EngineRuns(tuple(prefills), tuple(decodes), memory, (stats.step_cost_error_p50, stats.step_cost_error_p90))
+    return runs
 
 
-def result_tables(
-    runs: EngineRuns, work: ModelWork, speed: Speed, number_bytes: int, layer_bytes: float | None = None
+def speed_tables(
+    prefills: Mapping[int, float],
+    decodes: Sequence[DecodeRun],
+    work: ModelWork,
+    speed: Speed,
+    number_bytes: int,
+    layer_bytes: float | None = None,
 ) -> list[Table]:
-    """Speeds beside their limits, and memory beside its plan.
+    """Speeds beside their limits.
 
     Args:
         number_bytes: of a weight, as it is computed with.
         layer_bytes: see ModelWork.bytes_read.
     """
-    prefills: list[tuple[Cell, ...]] = []
-    for prefill in runs.prefills:
-        tokens, limit_s = prefill.num_tokens, prefill_limit_s(work, speed, prefill.num_tokens, number_bytes)
-        prefills.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
-    decodes: list[tuple[Cell, ...]] = []
-    for run in runs.decodes:
-        then = Speed(run.read_bytes_per_s or speed.read_bytes_per_s, speed.flops)
+    prefill_rows: list[dict[str, Cell]] = []
+    for num_tokens, seconds in prefills.items():
+        limit_s = prefill_limit_s(work, speed, num_tokens, number_bytes)
+        rates = {"tokens/s": num_tokens / seconds, "limit tokens/s": num_tokens / limit_s}
+        prefill_rows.append({"tokens": num_tokens, **rates, "share of limit": limit_s / seconds})
+    decode_rows: list[dict[str, Cell]] = []
+    for run in decodes:
+        then = Speed(run.read_bytes_per_s, speed.flops)
         limit_s = decode_limit_s(work, then, run.num_rows, run.context, number_bytes, layer_bytes)
-        speeds = (run.num_rows / run.step_s, run.num_rows / limit_s, limit_s / run.step_s)
-        decodes.append((run.num_rows, round(run.context), run.step_s * 1e3, then.read_bytes_per_s / 1e9, *speeds))
-    memory = runs.memory
-    planned = memory.weights + memory.kv
-    sizes = {
-        "weights": memory.weights,
-        "KV": memory.kv,
-        "activations at most": memory.activations,
-        "before loading": memory.before,
-        "peak": memory.peak,
-        "peak - weights - KV": memory.peak - planned,
-        "end, no files, - both": memory.anonymous - planned,
-    }
-    errors = tuple(100 * share for share in runs.cost_errors)
-    columns = ("batch", "context", "step ms", "read GB/s then", "tokens/s", "limit tokens/s", "share of limit")
-    return [
-        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefills)),
-        Table("Decode", columns, tuple(decodes), Plot("context", "share of limit", "batch")),
-        Table("Step cost, predicted against measured", ("p50 off %", "p90 off %"), (errors,)),
-        Table("Memory, MiB", tuple(sizes), (tuple(size / MIB for size in sizes.values()),)),
-    ]
-
-
-def _layer_bytes(config: ModelConfig, work: ModelWork, dtype: torch.dtype, quantize: str | None) -> float:
-    """Of a number in the layers' matrices."""
-    plain, stored = (weights_size_bytes(config, dtype, scheme, torch.device("cpu")) for scheme in (None, quantize))
-    return dtype.itemsize - (plain - stored) / (work.body + work.experts)
+        cells = {"step ms": run.step_s * 1e3, "read GB/s then": run.read_bytes_per_s / 1e9}
+        cells |= {"tokens/s": run.num_rows / run.step_s, "limit tokens/s": run.num_rows / limit_s}
+        size: dict[str, Cell] = {"batch": run.num_rows, "context": round(run.context)}
+        decode_rows.append(size | cells | {"share of limit": limit_s / run.step_s})
+    plot = Plot("context", "share of limit", "batch")
+    return [table_of("Prefill of one prompt", prefill_rows), table_of("Decode", decode_rows, plot)]
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
-    cases = Cases(
-        arguments.prompts,
-        arguments.batches,
-        arguments.contexts,
-        num_steps=2 if arguments.quick else Cases().num_steps,
-        num_repeats=1 if arguments.quick else Cases().num_repeats,
-        max_tokens=arguments.max_tokens,
-    )
-    before, probe = memory_bytes("VmRSS"), ReadProbe(MIN_PROBE_BYTES)
+    cases = Cases(arguments.prompts, arguments.batches, arguments.contexts, max_tokens=arguments.max_tokens)
+    if arguments.quick:
+        cases = replace(cases, num_steps=2, num_repeats=1)
+    probe, before = ReadProbe(), status_bytes("VmRSS")
     config, work = model_config(arguments.model), work_of(arguments.model)
     sizes = {"max_model_len": cases.max_model_len, "max_sequences": max(cases.batches)}
     runner = open_model(arguments, cases.num_kv_tokens, quantize=arguments.quantize, **sizes)
-    runs, dtype = measure(runner, cases, probe, before), runner.memory.device.dtype
+    streams, plan = Streams(runner), runner.memory
+    prefills, decodes = measure_prefills(streams, cases), measure_decodes(streams, cases, probe)
+    stats, peak, end = streams.scheduler.stats(), status_bytes("VmHWM"), status_bytes("RssAnon")
+    held = before + plan.weights_bytes + plan.kv_bytes  # Linux counts the files that are mapped while loading, too
+    memory = {"weights": plan.weights_bytes, "KV": plan.kv_bytes, "activations at most": plan.activation_bytes}
+    memory |= {"peak beside weights and KV": peak - held, "end, without files": end - held}
+    dtype = plan.device.dtype
     limits = measure_limits(dtype=dtype, is_quick=arguments.quick)
-    layer_bytes = _layer_bytes(config, work, dtype, arguments.quantize)
-    tables = result_tables(runs, work, limits.speed, dtype.itemsize, layer_bytes)
-    parts = {"prefill": runs.prefills, "decode": runs.decodes, "memory": runs.memory, "limits": limits}
+    plain, stored = (weights_size_bytes(config, dtype, scheme, CPU) for scheme in (None, arguments.quantize))
+    layer_bytes = dtype.itemsize - (plain - stored) / (work.body + work.experts)
+    errors: dict[str, Cell] = {
+        "p50 off %": 100 * stats.step_cost_error_p50,
+        "p90 off %": 100 * stats.step_cost_error_p90,
+    }
     return Found(
-        tables + limit_tables(limits, has_probes=False),
+        [
+            *speed_tables(prefills, decodes, work, limits.speed, dtype.itemsize, layer_bytes),
+            table_of("Step cost, predicted against measured", [errors]),
+            table_of("Memory, MiB", [{name: size / MIB for name, size in memory.items()}]),
+            *limit_tables(limits)[:1],
+        ],
         shown_model(arguments, runner) | {"quantize": arguments.quantize or "none"},
-        {name: msgspec.to_builtins(value) for name, value in parts.items()},
+        {"prefill": prefills, "decode": msgspec.to_builtins(decodes), "limits": msgspec.to_builtins(limits)},
         "-".join(["engine", arguments.model.resolve().name, *([arguments.quantize] if arguments.quantize else [])]),
     )
 
@@ -509,11 +459,7 @@ FLAGS = (
     Flag("--contexts", Cases().contexts, "tokens", (32,), _SIZES),
     Flag("--max-tokens", Cases().max_tokens, "batch times context at most"),
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_bench("engine", __doc__, _measure, FLAGS, argv)
-
+main = bench("engine", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,41 +1,39 @@
 """One tenant floods, eight light ones ask now and then: `python -m bench.fairness`. Simulated, and over real sockets.
 
-What the light ones wait for their first tokens, with the flood and without it: in engine steps, the service that each
-running sequence gets one of, and in simulated seconds, by the real scheduler; in seconds of the wall, by the whole
-server. And the service that two tenants who both wanted more have had, at its furthest apart, against the bound of
-"Fairness in Serving Large Language Models" (arXiv:2401.00588, theorem 4.4).
+What the light tenants wait for their first tokens, with the flood and without it: in engine steps, the service that
+each running sequence gets one of, and in simulated seconds, by the real scheduler; in seconds of the wall, by the whole
+server. And how far apart the service of two tenants gets that both want more, against the bound of "Fairness in Serving
+Large Language Models" (arXiv:2401.00588, theorem 4.4).
 """
 
 import argparse
 import asyncio
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
-from bench.kit import Flag, Found, free_port, run_bench, running, serve_command
-from bench.load import LoadConfig, LoadRun, run_on_fast_loop
-from bench.results import Cell, Table
+from bench.kit import Flag, Found, bench, free_port, running, serve_command
+from bench.load import LoadConfig, LoadRun, poisson_arrivals, run_on_fast_loop
+from bench.results import Cell, Table, percentile, table_of
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
-from core.simulation import CostModel, RequestTrace, Simulation
+from core.simulation import CostModel, Simulation
 from core.types import Request, SamplingParams
 
 NUM_LIGHT = 8
 LIMITS = RunnerLimits(
     num_blocks=4096, block_size=16, max_sequences=32, max_batch_tokens=256, max_model_len=2048, vocab_size=32_000
 )
+Lengths = tuple[int, int]  # uniform between both
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Poisson arrivals of the light ones; the flood comes at once. Lengths are uniform between both bounds.
+    """Simulated Poisson arrivals of the light tenants; the flood comes at once.
 
     Args:
         requests_per_s: of each light tenant.
@@ -46,31 +44,22 @@ class Load:
     duration_s: float = 120.0
     flood: int = 800
     greedy: int = 150
-    light_prompt: tuple[int, int] = (32, 128)
-    light_output: tuple[int, int] = (16, 64)
-    flood_prompt: tuple[int, int] = (64, 512)
-    flood_output: tuple[int, int] = (64, 256)
+    light_prompt: Lengths = (32, 128)
+    light_output: Lengths = (16, 64)
+    flood_prompt: Lengths = (64, 512)
+    flood_output: Lengths = (64, 256)
     seed: int = 5
 
     def light_requests(self) -> list[Request]:
-        rng = random.Random(self.seed)
-        requests = []
+        rng, found = random.Random(self.seed), []
         for tenant in range(NUM_LIGHT):
-            arrival_s = rng.expovariate(self.requests_per_s)
-            while arrival_s < self.duration_s:
-                requests.append(_request(rng, f"light{tenant}", arrival_s, self.light_prompt, self.light_output))
-                arrival_s += rng.expovariate(self.requests_per_s)
-        return requests
-
-    def flood_requests(self, tenant: str = "flood", count: int | None = None) -> list[Request]:
-        rng = random.Random(tenant)
-        shape = self.flood_prompt, self.flood_output
-        return [_request(rng, tenant, 0.0, *shape) for _ in range(self.flood if count is None else count)]
+            times_s = poisson_arrivals(self.requests_per_s, rng.getrandbits(64))
+            for arrival_s in takewhile(lambda at_s: at_s < self.duration_s, times_s):
+                found.append(_request(rng, f"light{tenant}", arrival_s, self.light_prompt, self.light_output))
+        return found
 
 
-def _request(
-    rng: random.Random, tenant: str, arrival_s: float, prompt: tuple[int, int], output: tuple[int, int]
-) -> Request:
+def _request(rng: random.Random, tenant: str, arrival_s: float, prompt: Lengths, output: Lengths) -> Request:
     return Request(
         request_id=f"{tenant}-{rng.getrandbits(64)}",
         prompt_ids=tuple(rng.choices(range(LIMITS.vocab_size), k=rng.randint(*prompt))),
@@ -80,30 +69,26 @@ def _request(
     )
 
 
-def _first_tokens(traces: Sequence[RequestTrace]) -> tuple[list[float], list[int]]:
-    """Of the light ones: seconds and steps to the first token."""
-    seconds, steps = [], []
-    for trace in traces:
-        if trace.request.tenant.startswith("light"):
-            assert trace.first_token_s is not None
-            assert trace.num_steps_to_first_token is not None
-            seconds.append(trace.first_token_s - trace.request.arrival_s)
-            steps.append(trace.num_steps_to_first_token)
-    return seconds, steps
+def _flood(tenant: str, count: int, prompt: Lengths, output: Lengths) -> list[Request]:
+    rng = random.Random(tenant)
+    return [_request(rng, tenant, 0.0, prompt, output) for _ in range(count)]
 
 
 def measure_flood(load: Load, cost: CostModel) -> Table:
-    rows: list[tuple[str | float, ...]] = []
-    first: list[float] = []
-    for name, flood in (("without", []), ("with", load.flood_requests())):
+    rows: list[dict[str, Cell]] = []
+    alone: list[float] = []
+    for name, count in (("without", 0), ("with", load.flood)):
+        flood = _flood("flood", count, load.flood_prompt, load.flood_output)
         simulation = Simulation(LIMITS, cost, [*load.light_requests(), *flood])
-        seconds, steps = _first_tokens(simulation.run())
-        figures = [float(np.percentile(values, q)) for values in (steps, seconds) for q in (50, 95)]
-        first = first or figures
-        ratios = figures[1] / first[1], figures[3] / first[3]
-        rows.append((name, len(steps), *figures, *ratios, simulation.scheduler.stats().num_preemptions))
-    columns = ("flood", "requests", "p50 steps", "p95 steps", "p50 s", "p95 s", "p95 steps ratio", "p95 s ratio")
-    return Table("First tokens of eight light tenants, simulated", (*columns, "preemptions"), tuple(rows))
+        light = [trace for trace in simulation.run() if trace.request.tenant != "flood"]
+        steps = [float(trace.num_steps_to_first_token or 0) for trace in light]
+        seconds = [(trace.first_token_s or 0.0) - trace.request.arrival_s for trace in light]
+        p50_steps, p95_steps, p50_s, p95_s = (percentile(of, q) or 0.0 for of in (steps, seconds) for q in (50, 95))
+        alone = alone or [p95_steps, p95_s]
+        figures = {"p50 steps": p50_steps, "p95 steps": p95_steps, "p50 s": p50_s, "p95 s": p95_s}
+        figures |= {"p95 steps ratio": p95_steps / alone[0], "p95 s ratio": p95_s / alone[1]}
+        rows.append({"flood": name, "requests": len(light), **figures})
+    return table_of("First tokens of eight light tenants, simulated", rows)
 
 
 def measure_gap(load: Load, cost: CostModel) -> Table:
@@ -111,7 +96,6 @@ def measure_gap(load: Load, cost: CostModel) -> Table:
 
     A token costs its time, and at most as much again for the blocks held meanwhile.
     """
-    cost = replace(cost, fixed_s=0.0)
     furthest_s, num_steps = 0.0, 0
 
     def compare(scheduler: Scheduler) -> None:
@@ -120,14 +104,14 @@ def measure_gap(load: Load, cost: CostModel) -> Table:
         if len(served_s) == 2:
             furthest_s, num_steps = max(furthest_s, max(served_s) - min(served_s)), num_steps + 1
 
-    others = Load(flood_prompt=load.flood_output, flood_output=load.flood_prompt)
-    requests = load.flood_requests("a", load.greedy) + others.flood_requests("b", load.greedy)
-    Simulation(LIMITS, cost, requests, on_step=compare).run()
+    shapes = {"a": (load.flood_prompt, load.flood_output), "b": (load.flood_output, load.flood_prompt)}
+    requests = [request for name, shape in shapes.items() for request in _flood(name, load.greedy, *shape)]
+    Simulation(LIMITS, replace(cost, fixed_s=0.0), requests, on_step=compare).run()
     longest = load.flood_prompt[1] + load.flood_output[1]
     num_running_tokens = min(LIMITS.num_blocks * LIMITS.block_size, LIMITS.max_sequences * longest)
     bound_s = 2 * (2 * cost.token_s) * num_running_tokens  # at least as much as the longest prompt's
-    columns = ("steps", "furthest apart s", "bound s")
-    return Table("Service of two tenants that both wait, at every step", columns, ((num_steps, furthest_s, bound_s),))
+    row: dict[str, Cell] = {"steps": num_steps, "furthest apart s": furthest_s, "bound s": bound_s}
+    return table_of("Service of two tenants that both wait, at every step", [row])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,21 +132,6 @@ class WallLoad:
     max_sequences: int = 32
     light: tuple[int, int] = (80, 40)
     flood: tuple[int, int] = (288, 160)
-
-
-@contextmanager
-def fair_server(load: WallLoad, model: Path | None) -> Iterator[int]:
-    """A server with the tenants, each of whose key is its name, on the port that this gives."""
-    names = ["flood", *(f"light{number}" for number in range(NUM_LIGHT))]
-    tenants = [
-        f'[[tenants]]\nname = "{name}"\nkey_sha256 = ["{sha256(name.encode()).hexdigest()}"]\n' for name in names
-    ]
-    with TemporaryDirectory() as directory:
-        file, port = Path(directory) / "steploop.toml", free_port()
-        file.write_text("\n".join(tenants), encoding="utf-8")
-        flags = ("--config", str(file), "--served-model-name", "fair", "--max-sequences", str(load.max_sequences))
-        with running(serve_command(port, *flags, *(() if model is None else ("--model", str(model)))), port, "/ready"):
-            yield port
 
 
 async def run_wall(load: WallLoad, port: int, duration_s: float, has_flood: bool) -> tuple[list[LoadRun], LoadRun]:
@@ -186,22 +155,29 @@ async def run_wall(load: WallLoad, port: int, duration_s: float, has_flood: bool
 
 
 def measure_wall(load: WallLoad, model: Path | None = None) -> Table:
-    """A server for each of both: neither knows what the other's tenants have had."""
-    rows: list[tuple[Cell, ...]] = []
+    """A fresh server without the flood and with it. Each tenant's key is its name."""
+    rows: list[dict[str, Cell]] = []
     alone_s = 0.0
+    names = ["flood", *(f"light{number}" for number in range(NUM_LIGHT))]
+    tenant = '[[tenants]]\nname = "{}"\nkey_sha256 = ["{}"]\n'
     for name, has_flood in (("without", False), ("with", True)):
-        with fair_server(load, model) as port:
-            run_on_fast_loop(run_wall(load, port, load.warm_up_s, has_flood=True))
-            light, flood = run_on_fast_loop(run_wall(load, port, load.duration_s, has_flood))
-        recorders = [one.recorder for one in light]
-        if any(recorder.failures for recorder in recorders):
-            raise RuntimeError(f"light requests failed: {[recorder.examples for recorder in recorders]}")
-        ttfts_s = [ttft_s for recorder in recorders for ttft_s in recorder.ttft_s]
-        p50_s, p95_s = (float(np.percentile(ttfts_s, q)) for q in (50, 95))
+        with TemporaryDirectory() as directory:
+            file, port = Path(directory) / "steploop.toml", free_port()
+            file.write_text("\n".join(tenant.format(one, sha256(one.encode()).hexdigest()) for one in names))
+            flags = ["--config", str(file), "--served-model-name", "fair", "--max-sequences", str(load.max_sequences)]
+            flags += [] if model is None else ["--model", str(model)]
+            with running(serve_command(port, *flags), port, "/ready"):
+                run_on_fast_loop(run_wall(load, port, load.warm_up_s, has_flood=True))
+                light, flood = run_on_fast_loop(run_wall(load, port, load.duration_s, has_flood))
+        if failures := [one.recorder.examples for one in light if one.recorder.failures]:
+            raise RuntimeError(f"light requests failed: {failures}")
+        ttfts_s = [ttft_s for one in light for ttft_s in one.recorder.ttft_s]
+        p50_s, p95_s = (percentile(ttfts_s, q) or 0.0 for q in (50, 95))
         alone_s = alone_s or p95_s
-        rows.append((name, len(ttfts_s), flood.recorder.num_done, p50_s * 1e3, p95_s * 1e3, p95_s / alone_s))
-    columns = ("flood", "light requests", "flood's", "p50 ms", "p95 ms", "p95 ratio")
-    return Table("First tokens of eight light tenants, over sockets, wall time", columns, tuple(rows))
+        counts: dict[str, Cell] = {"light requests": len(ttfts_s), "flood's": flood.recorder.num_done}
+        figures = {"p50 ms": p50_s * 1e3, "p95 ms": p95_s * 1e3, "p95 ratio": p95_s / alone_s}
+        rows.append({"flood": name, **counts, **figures})
+    return table_of("First tokens of eight light tenants, over sockets, wall time", rows)
 
 
 QUICK = Load(duration_s=10.0, flood=20, greedy=20)
@@ -211,25 +187,21 @@ PARTS = ("flood", "gap", "wall")
 
 def _measure(arguments: argparse.Namespace) -> Found:
     load, wall = (QUICK, QUICK_WALL) if arguments.quick else (Load(), WallLoad())
-    cost = CostModel()
-    measures: dict[str, Callable[[], Table]] = {
-        "flood": lambda: measure_flood(load, cost),
-        "gap": lambda: measure_gap(load, cost),
-        "wall": lambda: measure_wall(wall, arguments.model),
-    }
-    shown = {"cost": asdict(cost), "load": asdict(load), "wall": asdict(wall)}
-    return Found([measures[part]() for part in arguments.parts], shown)
+    cost, tables = CostModel(), []
+    if "flood" in arguments.parts:
+        tables.append(measure_flood(load, cost))
+    if "gap" in arguments.parts:
+        tables.append(measure_gap(load, cost))
+    if "wall" in arguments.parts:
+        tables.append(measure_wall(wall, arguments.model))
+    return Found(tables, {"cost": asdict(cost), "load": asdict(load), "wall": asdict(wall)})
 
 
 FLAGS = (
     Flag("--parts", PARTS, "to measure", more={"nargs": "+", "choices": PARTS}),
     Flag("--model", None, "of the wall's part (default: the embedded one)", more={"type": Path}),
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_bench("fairness", __doc__, _measure, FLAGS, argv)
-
+main = bench("fairness", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.kit import CpuTimes, Flag, Found, busiest, cpu_times, free_port, run_bench, running
+from bench.kit import CpuTimes, Flag, Found, bench, busiest, cpu_times, free_port, running
 from bench.load import CannotRun
 from bench.raw_clients import Came, Load, run
 from bench.results import Plot, Table
@@ -232,9 +232,7 @@ FLAGS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_bench("frontend", __doc__, _measure, FLAGS, argv)
-
+main = bench("frontend", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,13 +1,12 @@
 """Settles on a GPU what is proven without one by Triton's interpreter and on a CPU: `python -m bench.gpu_check`.
 
-    python -m bench.gpu_check --part environment|kernels|model|http|peers [--quick] [--device auto|cpu|cuda]
+    python -m bench.gpu_check --part environment|kernels|model|http [--quick] [--device auto|cpu|cuda]
 
 - environment: versions, device, ceilings. Each other part begins with the ceilings of its own run.
 - kernels: every kernel and its variants beside its reference in float32; then times and shares of the limit.
 - model: each family beside transformers on the CPU, and a real shape's tokens however steps are sent; then the speed of
   random models in the engine, beside the targets (bench/gpu_run.py).
-- http: the same through the server's port, and beside the engine alone.
-- peers: transformers on the same weights.
+- http: random models through the server's port, and beside the engine alone.
 
 Runs from the source tree, needs no network and installs nothing. What a machine lacks beside torch, triton and
 transformers can be carried there: `make wheels` where there is a network, and where there is none
@@ -34,7 +33,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "kernels": ("triton",),
     "model": ("transformers",),
     "http": SERVER,
-    "peers": ("transformers",),
 }
 
 
@@ -61,10 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench.gpu_check: --part {arguments.part} needs {', '.join(missing)}: not installed", file=sys.stderr)
         print("Fix: make wheels, where there is a network; see --help", file=sys.stderr)
         return 2
-    from bench.gpu_run import Run, run_part  # imports what has just been looked for
+    from bench.gpu_run import run_part  # imports what has just been looked for
 
-    run = Run(arguments.part, arguments.quick, arguments.device, arguments.only, arguments.limit, arguments.out)
-    return run_part(run, argv)
+    return run_part(arguments, argv)
 
 
 if __name__ == "__main__":

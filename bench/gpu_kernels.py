@@ -1,41 +1,574 @@
 """bench.gpu_check --part kernels: each kernel beside its float32 reference, and its time beside the limit.
 
-Cases are data: a kernel by its builder's name (bench/gpu_problems.py), a shape, a format. Shapes that are timed are
-those of real models; variants are held against their references alone: heads of all sizes and groups, windows, caps and
-sinks, one-token contexts and splits, matrices whose sides no tile divides, quantised experts, and everything that
-requests may ask of sampling. Those of a CPU, where Triton's interpreter takes milliseconds for each program, are a few
-numbers wide. Outputs are poisoned: what a kernel does not write is not a number, and makes its error infinite.
+A builder makes a kernel's random inputs, says how it is launched, and what torch gives in float32. A case is a builder,
+a shape and a format. Timed shapes are those of real models; variants are only held against their references: heads of
+all sizes and groups, windows, caps and sinks, one-token contexts and splits, matrices whose sides no tile divides,
+quantized experts, and everything that requests may ask of sampling. On a CPU Triton's interpreter takes milliseconds
+for each program: shapes there are a few numbers wide. Outputs are poisoned: what a kernel does not write is NaN, and
+makes its error infinite. A new kernel adds a builder and its cases here. Triton's modules are imported where they are
+used: listing the cases needs none of them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Generator, Tensor
 
-from bench.gpu_problems import BUILDERS, Draw, Problem
 from bench.gpu_run import OK, WRONG, Case, Context, Row, ceilings_case, target_of
 from bench.limits import median_s, num_copies
 from bench.results import Cell
+from core.config import ExpertsConfig, ModelConfig, RopeConfig
+from core.plan import SequenceStart
+from core.types import SamplingParams
+from gpu.attention import RaggedRows
 from gpu.device import DTYPES
+from gpu.kv_cache import LayerKV
+from gpu.layers import GATED, Experts, Rope
+from gpu.linear import Linear, make_linear
+from gpu.operators import Operators
+from gpu.parameters import ExpertWeights
+from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
+from gpu.rows import DeviceTables, RowOperators, StepInputs
+from gpu.sampler import LaunchedSampler, Sampler, SamplingSlots
+from gpu.scores import Scores
 
 # |out - ref| / |ref|: rounding a result once costs 2 ** -9 of it in bfloat16, 2 ** -12 in float16, at most; float32's
 # sums of thousands, added in another order, differ by a few 2 ** -24.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 CASE_LIMIT_S = 90.0  # compiling is most of it
 ERRORS, TIMES = "Kernels: errors", "Kernels: times"
+EPS, THETA = 1e-6, 500_000.0
+BLOCK, SPARE_BLOCKS = 16, 16
+NO_BLOCK = 1 << 20  # the id of no block
+SCRATCH, LAST_TOKEN = 1000, 7
+SCORES_AT_ONCE = 1 << 26
+
+Launch = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One kernel on one set of inputs.
+
+    Args:
+        launch: what is timed.
+        reference: what it is to give, computed by torch in float32.
+        num_bytes, flops: that it must at least read and write, and compute.
+        outputs: what was launched gave -> the tensors to compare.
+        peer: torch's operators for the same; None: none is worth a look.
+        tolerance: None: the format's; 0: to the last bit, and the error is the share of numbers that differ.
+    """
+
+    launch: Launch
+    reference: Callable[[], tuple[Tensor, ...]]
+    num_bytes: float
+    flops: float = 0.0
+    outputs: Callable[[Any], tuple[Tensor, ...]] = lambda out: (out,) if isinstance(out, Tensor) else tuple(out)
+    peer: Launch | None = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Draws a problem's inputs: in dtype, unless they are indexes."""
+
+    generator: Generator
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.generator.device
+
+    def noise(self, *shape: int) -> Tensor:
+        return self.exact(*shape).to(self.dtype)
+
+    def exact(self, *shape: int) -> Tensor:
+        """In float32."""
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def below(self, most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=self.generator, device=self.device)
+
+    def order(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self.generator, device=self.device)
+
+    def operators(self) -> tuple[Operators, Operators]:
+        """TritonOperators, which take their sizes from what they are given, and torch's."""
+        from gpu.kernels.operators import TritonOperators
+
+        sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
+        sizes |= {"num_kv_heads": 1, "head_dim": 32, "max_position": 1 << 17}
+        config = ModelConfig(architecture="LlamaForCausalLM", rms_norm_eps=EPS, rope=RopeConfig(THETA), **sizes)  # type: ignore[arg-type]
+        return TritonOperators(config, self.dtype, self.device), Operators(self.dtype, self.device, EPS)
+
+
+BUILDERS: dict[str, Callable[..., Problem]] = {}
+"""By the kernel's name: (draw, KernelCase.shape) -> the problem."""
+
+
+def builder(build: Callable[..., Problem]) -> Callable[..., Problem]:
+    BUILDERS[build.__name__] = build
+    return build
+
+
+@builder
+def add_norm(draw: Draw, rows: int, width: int, scale: float = 1.0, weight: bool = True) -> Problem:
+    x, added = draw.noise(rows, width), draw.noise(rows, width)
+    by = draw.noise(width) if weight else None
+    kernels, torchs = draw.operators()
+
+    def reference() -> tuple[Tensor, Tensor]:
+        total = x.float() + scale * added.float()
+        rounded = total.to(draw.dtype).float()  # what is normed was rounded
+        return total, total if by is None else F.rms_norm(rounded, (width,), by.float(), EPS)
+
+    launch, peer = (partial(operators.add_norm, x, added, scale, by) for operators in (kernels, torchs))
+    return Problem(launch, reference, (4 if weight else 3) * x.nbytes, peer=peer)
+
+
+@builder
+def norm(draw: Draw, rows: int, width: int) -> Problem:
+    x, weight = draw.noise(rows, width), draw.noise(width)
+    launch = partial(draw.operators()[0].norm, x, weight)
+    return Problem(launch, lambda: (F.rms_norm(x.float(), (width,), weight.float(), EPS),), 2 * x.nbytes)
+
+
+@builder
+def rotate_and_store(
+    draw: Draw, rows: int, heads: int, kv_heads: int, head_dim: int, norm: str, turns: bool = True
+) -> Problem:
+    """Into slots in random order; what lies beside them must stay as it is.
+
+    Args:
+        norm: "none", of each "head" by itself, or of "all" heads together.
+    """
+    qkv = draw.noise(rows, heads + 2 * kv_heads, head_dim)
+    of_query, of_key = ((heads,), (kv_heads,)) if norm == "all" else ((), ())
+    norms = None if norm == "none" else (draw.noise(*of_query, head_dim), draw.noise(*of_key, head_dim))
+    num_blocks = rows // BLOCK + SPARE_BLOCKS
+    slots, positions = draw.order(num_blocks * BLOCK)[:rows], draw.below(8192, rows)
+    rotation = Rope(RopeConfig(THETA), head_dim, draw.device).rotation(positions.float()) if turns else None
+
+    def empty_kv(of: torch.dtype) -> LayerKV:
+        both = torch.full((2, num_blocks, BLOCK, kv_heads, head_dim), float("nan"), dtype=of, device=draw.device)
+        return LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
+
+    def found(query: Tensor, kv: LayerKV) -> tuple[Tensor, ...]:
+        return query, kv.keys.nan_to_num(0), kv.values.nan_to_num(0)
+
+    def reference() -> tuple[Tensor, ...]:
+        exact, operators = empty_kv(torch.float32), Operators(torch.float32, draw.device, EPS)
+        in_float = None if norms is None else (norms[0].float(), norms[1].float())
+        return found(operators.rotate_and_store(qkv.float(), in_float, rotation, exact, slots), exact)
+
+    (kernels, torchs), kv, peer_kv = draw.operators(), empty_kv(draw.dtype), empty_kv(draw.dtype)
+    return Problem(
+        lambda: kernels.rotate_and_store(qkv, norms, rotation, kv, slots),
+        reference,
+        2 * qkv.nbytes + (0 if rotation is None else rotation.nbytes),
+        outputs=lambda query: found(query, kv),
+        peer=lambda: torchs.rotate_and_store(qkv, norms, rotation, peer_kv, slots),
+    )
+
+
+@builder
+def gate(draw: Draw, rows: int, width: int, activation: str) -> Problem:
+    gate_up = 4 * draw.noise(rows, 2 * width)
+    kernel, torchs = draw.operators()[0].gated(activation), GATED[activation]
+    reference, peer = (lambda: (torchs(gate_up.float()),)), (lambda: torchs(gate_up))
+    return Problem(lambda: kernel(gate_up), reference, gate_up.nbytes * 1.5, peer=peer)
+
+
+@builder
+def embed(draw: Draw, rows: int, vocab: int, width: int) -> Problem:
+    from gpu.kernels.rows import embed_rows
+
+    table, token_ids = draw.noise(vocab, width), draw.below(vocab, rows)
+    num_bytes, peer = 2 * rows * width * draw.dtype.itemsize, lambda: F.embedding(token_ids, table)
+    reference = lambda: (table[token_ids].float(),)  # noqa: E731
+    return Problem(lambda: embed_rows(table, token_ids), reference, num_bytes, peer=peer, tolerance=0.0)
+
+
+@builder
+def decoding_rows(draw: Draw, rows: int, slots: int, width: int) -> Problem:
+    """Block tables of a step's rows; the last is padding."""
+    blocks = draw.below(1000, slots, width).int()
+    inputs, filled = _step_inputs(draw, rows, slots, width), _rows_over(blocks, rows)
+
+    def reference() -> tuple[Tensor, ...]:
+        is_used = torch.arange(width, device=draw.device) * BLOCK < inputs.ends[:, None]
+        return (torch.where(is_used, blocks[inputs.slots.long()], SCRATCH).float(),)
+
+    num_bytes = 2 * rows * width * blocks.element_size()
+    return Problem(lambda: filled.tables_of(inputs, width), reference, num_bytes, tolerance=0.0)
+
+
+@builder
+def prompt_tokens(draw: Draw, tokens: int, slots: int, width: int) -> Problem:
+    """What a step's tokens read; the last is padding, every other one what its slot sampled last."""
+    blocks = draw.below(1000, slots, width).int()
+    inputs, filled = _step_inputs(draw, tokens, slots, width), _rows_over(blocks, tokens)
+    slot, position, token_id = (part[:-1].long() for part in inputs.tokens)
+
+    def reference() -> tuple[Tensor, ...]:
+        kv_slots = blocks[slot, position // BLOCK].long() * BLOCK + position % BLOCK
+        wanted = (torch.where(token_id < 0, slot + LAST_TOKEN, token_id), kv_slots, position)
+        return tuple(part.float() for part in wanted)
+
+    def found(read: Any) -> tuple[Tensor, ...]:
+        return read.token_ids[:-1], read.kv_slots[:-1], read.positions[:-1]
+
+    num_bytes = inputs.tokens.nbytes + 20 * tokens
+    return Problem(lambda: filled.tokens_of(inputs), reference, num_bytes, outputs=found, tolerance=0.0)
+
+
+def _rows_over(blocks: Tensor, num_tokens: int) -> RowOperators:
+    """Slot i has sampled the token LAST_TOKEN + i last."""
+    from gpu.kernels.rows import DeviceRows
+
+    last = torch.arange(len(blocks), device=blocks.device) + LAST_TOKEN
+    return DeviceRows(DeviceTables(blocks, last, SCRATCH, SCRATCH + 1), num_tokens, num_tokens)
+
+
+def _step_inputs(draw: Draw, rows: int, slots: int, width: int) -> StepInputs:
+    """Of rows of a token each, the last of them padding."""
+    tokens = torch.stack([draw.below(slots, rows), draw.below(width * BLOCK, rows), draw.below(1000, rows)]).int()
+    tokens[2, ::2] = -1
+    tokens[:, -1] = -1
+    none = tokens.new_empty(0)
+    return StepInputs(tokens[0], tokens[1] + 1, none, none, none, tokens)
+
+
+@builder
+def clear(draw: Draw, layers: int, blocks: int, cleared: int, width: int) -> Problem:
+    """The content of other blocks stays."""
+    cache = draw.noise(layers, 2, blocks, BLOCK, 1, width)
+    which = draw.order(blocks)[:cleared].int()
+    wanted, rows = cache.clone(), _rows_over(which.new_zeros((1, 1)), 1)
+    wanted[:, :, which.long()] = 0
+    num_bytes, peer = cache.nbytes * cleared / blocks, lambda: cache.index_fill_(2, which.long(), 0)
+    found = {"outputs": lambda _: (cache,), "tolerance": 0.0}
+    return Problem(lambda: rows.clear_blocks(cache, which), lambda: (wanted,), num_bytes, peer=peer, **found)  # type: ignore[arg-type]
+
+
+@builder
+def scatter(draw: Draw, rows: int, slots: int, width: int) -> Problem:
+    """One row is padding."""
+    from gpu.kernels.rows import scatter_rows
+
+    table, new, targets = draw.noise(slots, width), draw.noise(rows, width), draw.order(slots)[:rows]
+    targets[rows // 2] = -1
+    wanted = table.float()
+    wanted[targets[targets >= 0]] = new[targets >= 0].float()
+    found = {"outputs": lambda _: (table,), "tolerance": 0.0}
+    return Problem(lambda: scatter_rows(table, targets, new), lambda: (wanted,), 2 * new.nbytes, **found)  # type: ignore[arg-type]
+
+
+@builder
+def matmul(draw: Draw, matrix: str, form: str, rows: int, bias: bool = True, **size: int) -> Problem:
+    """size: out and in; matrix: a word of which one it is."""
+    from gpu.kernels.matmul import Matmul, stored_as
+    from gpu.quant import SlabLinear
+
+    num_out, num_in = size["out"], size["in"]
+    weight = stored(draw, form, num_out, num_in)
+    x, added = draw.noise(rows, num_in), draw.noise(num_out) if bias else None
+    is_quantized = isinstance(weight, QuantizedWeight)
+    kernel = Matmul(weight, added)
+    torchs: Linear = SlabLinear(weight, added) if is_quantized else make_linear(weight, added, None)  # type: ignore[arg-type]
+    return Problem(
+        lambda: kernel(x),
+        lambda: (F.linear(x.float(), _exact(weight), None if added is None else added.float()),),
+        stored_as(weight)[1] + x.nbytes + rows * num_out * draw.dtype.itemsize,
+        2.0 * rows * num_out * num_in,
+        peer=lambda: torchs(x),
+    )
+
+
+def stored(draw: Draw, form: str, *shape: int) -> Weight:
+    """A matrix, or a stack of them, of numbers of about 1 / sqrt(inputs).
+
+    Args:
+        form: "plain", what quantize() makes, or "fp8 by N" and "int4 by N": as checkpoints have it, N inputs that
+            share a scale.
+    """
+    scheme, _, size = form.partition(" by ")
+    *rows, num_in = shape
+    if scheme == "int4" and size:  # any numbers make a matrix
+        scales, zeros = (draw.exact(*rows, num_in // int(size)) for _ in range(2))
+        unit = 0.2 * num_in**-0.5
+        values = draw.below(256, *rows, num_in // 2).to(torch.uint8)
+        return QuantizedWeight(draw.dtype, values, (unit * (scales.abs() + 0.5)).bfloat16(), (unit * zeros).bfloat16())
+    plain = draw.noise(*shape).mul_(num_in**-0.5)
+    if not size:
+        return plain if form == "plain" else quantize(plain, scheme)
+    groups = plain.float().view(*rows, -1, int(size))
+    scales = groups.abs().amax(-1) / MAX_FP8
+    return QuantizedWeight(plain.dtype, groups.div_(scales.unsqueeze(-1)).to(FP8).flatten(-2), scales)
+
+
+def _exact(weight: Weight) -> Tensor:
+    return dequantize(weight, torch.float32) if isinstance(weight, QuantizedWeight) else weight.float()
+
+
+@builder
+def experts(
+    draw: Draw, rows: int, form: str, activation: str = "silu", bias: bool = False, *, experts: int, **size: int
+) -> Problem:
+    """All choose by the same scores: what the router's rounding decides is not the kernels'.
+
+    Args:
+        size: hidden, active, width.
+    """
+    from gpu.kernels.matmul import GroupedExperts, stored_as
+
+    hidden, active, width = size["hidden"], size["active"], size["width"]
+    config = ExpertsConfig(experts, active, width, "qwen3_moe")
+    gate_up, down = stored(draw, form, experts, 2 * width, hidden), stored(draw, form, experts, hidden, width)
+    biases = [draw.noise(experts, size) if bias else None for size in (2 * width, hidden)]
+    x, scores = draw.noise(rows, hidden), draw.exact(rows, experts)
+    weights = ExpertWeights(scores[:1], None, gate_up, biases[0], down, biases[1])
+    kernel = GroupedExperts(config, weights, GATED[activation], lambda _: scores)
+
+    def make(weight: Weight, bias: Tensor | None) -> Linear:
+        if weight is weights.router:
+            return lambda _: scores
+        return partial(F.linear, weight=_exact(weight), bias=None if bias is None else bias.float())
+
+    num_bytes = (stored_as(gate_up)[1] + stored_as(down)[1]) * min(experts, rows * active) / experts + 2 * x.nbytes
+    flops = 6.0 * rows * active * width * hidden
+    reference = lambda: (Experts(config, weights, GATED[activation], make)(x.float()),)  # noqa: E731
+    return Problem(lambda: kernel(x), reference, num_bytes, flops)
+
+
+@builder
+def decode_attention(draw: Draw, sequences: int, context: int, **shape: Any) -> Problem:
+    """One new token of each sequence; contexts of several lengths, the longest as given. shape: of _attention."""
+    lengths = [max(1, context - 7 * (row % 5)) for row in range(sequences)]
+    return _attention(draw, [(length, 1) for length in lengths], **shape)
+
+
+@builder
+def extend_attention(draw: Draw, prompts: int, tokens: int, decodes: int = 0, **shape: Any) -> Problem:
+    """Prompts, the last one's second half, in one launch with decodes. shape: of _attention."""
+    rows = [(tokens, 1)] * decodes + [(tokens, tokens)] * (prompts - 1) + [(tokens, max(2, tokens // 2))]
+    return _attention(draw, rows, **shape)
+
+
+def _attention(
+    draw: Draw,
+    rows: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: bool = False,
+) -> Problem:
+    """What no row may see is NaN.
+
+    Args:
+        rows: (context, new tokens), first those that decode.
+        window, cap, sinks: see RaggedRows and Scores.
+    """
+    from gpu.kernels.attention import PagedAttention
+
+    device, counts = draw.device, [-(-end // BLOCK) for end, _ in rows]
+    kernels = PagedAttention(None if device.type == "cuda" else 3)
+    scores = Scores(cap=cap, sinks=draw.noise(heads) if sinks else None)
+    order = draw.order(sum(counts) + 2).tolist()
+    both = torch.full((2, len(order), BLOCK, kv_heads, head_dim), float("nan"), dtype=draw.dtype, device=device)
+    tables = torch.full((len(rows), max(counts) + 1), NO_BLOCK, dtype=torch.int32, device=device)
+    contexts = []
+    for row, ((end, _), count) in enumerate(zip(rows, counts, strict=True)):
+        blocks = torch.tensor([order.pop() for _ in range(count)], device=device)
+        tables[row, :count] = blocks
+        slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=device)).flatten()[:end]
+        both.flatten(1, 2)[:, slots] = draw.noise(2, end, kv_heads, head_dim)
+        contexts.append(slots)
+    kv = LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
+    offsets = np.cumsum([0, *(num_new for _, num_new in rows)]).tolist()
+    query = draw.noise(offsets[-1], heads, head_dim)
+    ragged = RaggedRows(
+        tables=tables,
+        ends=torch.tensor([end for end, _ in rows], dtype=torch.int32, device=device),
+        offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        num_decodes=sum(num_new == 1 for _, num_new in rows),
+        window=window,
+    )
+
+    def reference() -> tuple[Tensor]:
+        outs = [
+            _textbook(query[first:last].float(), both.flatten(1, 2)[:, slots].float(), window, scores)
+            for (first, last), slots in zip(pairwise(offsets), contexts, strict=True)
+        ]
+        return (torch.cat(outs),)
+
+    num_pairs = sum(min(at, window or at) for end, num_new in rows for at in range(end - num_new + 1, end + 1))
+    num_read = sum(min(end, num_new - 1 + (window or end)) for end, num_new in rows)
+    kv_bytes = 2 * num_read * kv_heads * head_dim * draw.dtype.itemsize
+    flops = 4.0 * num_pairs * heads * head_dim
+    return Problem(lambda: kernels.attend(query, kv, ragged, scores), reference, kv_bytes + 2 * query.nbytes, flops)
+
+
+def _textbook(query: Tensor, context: Tensor, window: int | None, scores: Scores) -> Tensor:
+    """The last tokens of a context attend to it: [tokens, heads * head_dim].
+
+    Args:
+        query: [tokens, heads, head_dim].
+        context: [2, context, kv_heads, head_dim]: keys and values.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_context, num_kv_heads = context.shape[1:3]
+    keys, values = context.repeat_interleave(num_heads // num_kv_heads, 2)
+    positions = torch.arange(num_context, device=query.device)
+    step, outs = max(1, SCORES_AT_ONCE // (num_heads * num_context)), []
+    for first in range(0, num_tokens, step):
+        part = query[first : first + step]
+        found = torch.einsum("thd,chd->htc", part, keys) * head_dim**-0.5
+        if scores.cap is not None:
+            found = scores.cap * torch.tanh(found / scores.cap)
+        own = (num_context - num_tokens + first + torch.arange(len(part), device=query.device))[:, None]
+        is_hidden = (positions > own) | (positions <= own - (window or num_context))
+        found.masked_fill_(is_hidden, float("-inf"))
+        if scores.sinks is not None:
+            found = torch.cat([found, scores.sinks.float().view(-1, 1, 1).expand(-1, len(part), 1)], -1)
+        outs.append(torch.einsum("htc,chd->thd", found.softmax(-1)[..., :num_context], values).flatten(1))
+    return torch.cat(outs)
+
+
+PROMPT, OUTPUT, STOP_IDS = (1, 2, 3, 3, 7), (4, 5, 5), (2, 9)
+# In turn: what requests of a server ask for.
+UNPENALISED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.3, "top_p": 0.5},
+    {"temperature": 0.9, "top_k": 1},
+    {"temperature": 1.0, "logit_bias": ((5, 3.5), (9, -100.0)), "min_tokens": 8},
+)
+PENALISED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3, "min_p": 0.02},
+    {"temperature": 0.8, "repetition_penalty": 0.8, "logit_bias": ((4, 2.0),), "top_k": 50, "top_p": 0.95},
+)
+ASKS = {"greedy": UNPENALISED[:1], "unpenalised": UNPENALISED, "all": UNPENALISED + PENALISED}
+LOGPROB_TOLERANCE = 1e-5
+
+
+@builder
+def sample(draw: Draw, rows: int, vocab: int, asks: str) -> Problem:
+    """asks: of ASKS."""
+    logits, by_torch = 4 * draw.noise(rows, vocab), Sampler(rows, vocab, draw.device)
+    kernel, placed, starts = _sampler(draw, rows, vocab, asks, {})
+    for start in starts:
+        by_torch.start(start)
+    slots, positions = np.arange(rows), np.full(rows, len(PROMPT + OUTPUT))
+    reference = lambda: (by_torch.sample(logits.float(), slots, positions).token_ids,)  # noqa: E731
+    found = {"outputs": lambda _: (kernel.token_ids[:rows],), "tolerance": 0.0}
+    return Problem(lambda: kernel.launch(logits, placed), reference, logits.nbytes, **found)  # type: ignore[arg-type]
+
+
+@builder
+def logprobs(draw: Draw, rows: int, vocab: int) -> Problem:
+    """Of the sampled tokens and of all others, whatever else is asked for."""
+    logits = 4 * draw.noise(rows, vocab)
+    kernel, placed, _ = _sampler(draw, rows, vocab, "all", {"num_logprobs": 0})
+
+    def reference() -> tuple[Tensor, Tensor]:
+        exact = logits.double().log_softmax(-1)
+        return exact.gather(1, kernel.token_ids[:rows].unsqueeze(1)).squeeze(1), exact
+
+    def found(_: Any) -> tuple[Tensor, Tensor]:
+        sampled, top, log_total = kernel.logprobs[:rows].unbind(-1)
+        return sampled, logits - top.unsqueeze(1) - log_total.unsqueeze(1)
+
+    launch = partial(kernel.launch, logits, placed)
+    return Problem(launch, reference, logits.nbytes, outputs=found, tolerance=LOGPROB_TOLERANCE)
+
+
+def _sampler(
+    draw: Draw, rows: int, vocab: int, asks: str, more: dict[str, Any]
+) -> tuple[LaunchedSampler, Tensor, list[SequenceStart]]:
+    """The kernel with a sequence started in each row, slots and positions on the device, and the starts."""
+    from gpu.kernels.sampler import DeviceSampler
+
+    slots, known, starts = SamplingSlots(rows, vocab, draw.device), PROMPT + OUTPUT, list[SequenceStart]()
+    for slot in range(rows):
+        params = SamplingParams(max_tokens=64, **ASKS[asks][slot % len(ASKS[asks])], **more)
+        starts.append(SequenceStart(slot, known, len(PROMPT), params, seed=slot + 1, stop_ids=STOP_IDS))
+        slots.start(starts[-1])
+    kernel = DeviceSampler(slots)
+    kernel.put_started([torch.from_numpy(part.reshape(-1)).to(draw.device) for part in kernel.take_started()])
+    placed = torch.stack([torch.arange(rows), torch.full((rows,), len(known))]).to(draw.device, torch.int32)
+    return kernel, placed, starts
+
+
+# The cases.
 
 Sizes = dict[str, Any]
-EIGHT_B: Sizes = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "inner": 14_336, "vocab": 128_256}
-SMALL: Sizes = {"hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "inner": 3072, "vocab": 151_936}
-TINY: Sizes = {"hidden": 96, "heads": 6, "kv_heads": 2, "head_dim": 16, "inner": 80, "vocab": 300}
 MOST_HEAD_ROWS = 512  # a prompt's chunk has one row that samples
+FORMS = ("int8", "fp8", "fp8 by 128", "int4", "int4 by 128")
 
-FLOATS = ("float16", "float32")
-# (query heads, KV heads, head_dim)
-HEADS = ((32, 8, 64), (28, 4, 128), (32, 32, 96), (32, 8, 80), (8, 1, 256), (64, 8, 128), (8, 8, 128), (5, 1, 24))
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One kernel on one shape.
+
+    Args:
+        builder: of BUILDERS.
+        shape: the builder's arguments.
+        dtype: of rows and, where they are not quantized, of weights.
+    """
+
+    builder: str
+    shape: Sizes = field(default_factory=dict)
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        shown = ", ".join(f"{name} {value}" for name, value in self.shape.items())
+        return f"{self.builder}: {shown}; {self.dtype}"
+
+
+def grid(builder: str, dtype: str, **axes: Any) -> list[KernelCase]:
+    """A case for each combination. An axis is a value or a tuple of values; a dict is several arguments at once."""
+    found = []
+    for values in product(*(axis if isinstance(axis, tuple) else (axis,) for axis in axes.values())):
+        shape: Sizes = {}
+        for name, value in zip(axes, values, strict=True):
+            shape |= value if isinstance(value, dict) else {name: value}
+        found.append(KernelCase(builder, shape, dtype))
+    return found
+
+
+def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> Sizes:
+    return {"heads": num_heads, "kv_heads": num_kv_heads, "head_dim": head_dim}
+
+
+EIGHT_B: Sizes = {"hidden": 4096, "heads": _heads(32, 8, 128), "inner": 14_336, "vocab": 128_256}
+SMALL: Sizes = {"hidden": 1024, "heads": _heads(16, 8, 128), "inner": 3072, "vocab": 151_936}
+TINY: Sizes = {"hidden": 96, "heads": _heads(6, 2, 16), "inner": 80, "vocab": 300}
+HEADS = tuple(
+    _heads(*sizes)
+    for sizes in (
+        (32, 8, 64),
+        (28, 4, 128),
+        (32, 32, 96),
+        (32, 8, 80),
+        (8, 1, 256),
+        (64, 8, 128),
+        (8, 8, 128),
+        (5, 1, 24),
+    )
+)
 SCORES: tuple[Sizes, ...] = (
     {"window": 128},
     {"window": 4096},  # wider than the context
@@ -48,29 +581,10 @@ SCORES: tuple[Sizes, ...] = (
 TINY_SCORES: tuple[Sizes, ...] = (
     *({"window": 21}, {"window": 1}, {"cap": 3.0}, {"sinks": True}, {"window": 21, "cap": 3.0}),
 )
-# (sequences, tokens of each): one token, one block, the first of a second block, the borders of splits
-CONTEXTS = ((3, 1), (2, 16), (2, 17), (2, 256), (2, 257), (1, 20_000))
-FORMS = ("int8", "fp8", "fp8 by 128", "int4", "int4 by 128")
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """One kernel on one shape.
-
-    Args:
-        builder: of gpu_problems.BUILDERS.
-        shape: the builder's arguments.
-        dtype: of rows and, where they are not quantised, of weights.
-    """
-
-    builder: str
-    shape: Sizes = field(default_factory=dict)
-    dtype: str = "bfloat16"
-
-    @property
-    def name(self) -> str:
-        shown = ", ".join(f"{name} {value}" for name, value in self.shape.items())
-        return f"{self.builder}: {shown}; {self.dtype}"
+# One token, one block, the first of a second block, the borders of splits
+CONTEXTS = tuple(
+    {"sequences": num, "context": size} for num, size in ((3, 1), (2, 16), (2, 17), (2, 256), (2, 257), (1, 20_000))
+)
 
 
 def timed_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
@@ -86,38 +600,36 @@ def timed_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
 
 
 def variant_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
-    """What serves most models first. On a CPU in float32: the interpreter's bfloat16 products are wrong."""
+    """What serves most models first. On a CPU in float32: the interpreter's bfloat16 matmuls are wrong."""
     if not is_device:
-        usual = _heads_of(TINY)
-        found = [case for scores in TINY_SCORES for case in _attention({**usual, **scores}, "float32", 40)]
-        found += [case for sizes in ((2, 2, 24), (3, 1, 80)) for case in _attention(_heads(*sizes), "float32", 33)]
-        found.append(KernelCase("decode_attention", {"sequences": 2, "context": 1, **usual}, "float32"))
-        found += _sampling((11,), (300,)) + _between("float32", 3, 40, 0.22)
-        found += _matmuls((3,), 40, 96, ("plain", "fp8 by 32", "int4 by 32"), "float32")
+        usual = TINY["heads"]
+        found = _attention_cases("float32", 40, usual, TINY_SCORES)
+        found += _attention_cases("float32", 33, (_heads(2, 2, 24), _heads(3, 1, 80)))
+        found += grid("decode_attention", "float32", sequences=2, context=1, heads=usual)
+        found += _sampling((11,), (300,)) + _between("float32", 3, 40)
+        found += _matmuls("float32", (3,), 40, 96, ("plain", "fp8 by 32", "int4 by 32"))
         shape = {"hidden": 64, "experts": 4, "active": 2, "width": 32}
-        return found + _experts((5,), shape, "float32", ("int8", "int4"))
-    usual = _heads(32, 8, 128)
-    found = [case for scores in SCORES for case in _attention({**usual, **scores})]
-    found += [case for sizes in HEADS[: 2 if is_quick else None] for case in _attention(_heads(*sizes))]
+        return found + _experts("float32", (5,), shape, ("int8", "int4"))
+    found = _attention_cases("bfloat16", 700, EIGHT_B["heads"], SCORES)
+    found += _attention_cases("bfloat16", 700, HEADS[: 2 if is_quick else None])
     found += _sampling((1, 9, 40, 300), (32_000,) if is_quick else (128_256, 201_088, 1000))
     if is_quick:
         return found
-    found += [KernelCase("decode_attention", {"sequences": n, "context": m, **usual}) for n, m in CONTEXTS]
-    found += [case for scores in SCORES for case in _attention({**_heads(64, 8, 64), **scores})]
-    found += _between("bfloat16", 7, 2880, 0.22)
-    found += _matmuls((1, 3, 16, 17, 300), 1000, 1056, ("plain", "int8", "fp8", "int4"))
-    return found + _experts((1, 40, 700), {"hidden": 1024, "experts": 32, "active": 4, "width": 512})
+    found += grid("decode_attention", "bfloat16", contexts=CONTEXTS, heads=EIGHT_B["heads"])
+    found += _attention_cases("bfloat16", 700, _heads(64, 8, 64), SCORES)
+    found += _between("bfloat16", 7, 2880)
+    found += _matmuls("bfloat16", (1, 3, 16, 17, 300), 1000, 1056, ("plain", "int8", "fp8", "int4"))
+    return found + _experts("bfloat16", (1, 40, 700), {"hidden": 1024, "experts": 32, "active": 4, "width": 512})
 
 
 def other_formats(is_quick: bool, is_device: bool) -> list[KernelCase]:
     """Variants in formats that few models are served in."""
     found: list[KernelCase] = []
-    for dtype in () if is_quick or not is_device else FLOATS:
-        for scores in ({}, {"window": 128, "sinks": True}, {"cap": 30.0}):
-            found += [case for sizes in HEADS[:3] for case in _attention({**_heads(*sizes), **scores}, dtype)]
-        found += _between(dtype, 7, 2880, 0.22)
-        found += _matmuls((1, 16, 300), 1024, 2048, ("plain", "int8", "int4 by 128"), dtype)
-        found += _experts((3, 200), {"hidden": 512, "experts": 8, "active": 2, "width": 256}, dtype)
+    for dtype in () if is_quick or not is_device else ("float16", "float32"):
+        found += _attention_cases(dtype, 700, HEADS[:3], ({}, {"window": 128, "sinks": True}, {"cap": 30.0}))
+        found += _between(dtype, 7, 2880)
+        found += _matmuls(dtype, (1, 16, 300), 1024, 2048, ("plain", "int8", "int4 by 128"))
+        found += _experts(dtype, (3, 200), {"hidden": 512, "experts": 8, "active": 2, "width": 256})
     return found
 
 
@@ -131,134 +643,96 @@ def _of_model(
     """
     Args:
         contexts: (sequences, tokens of each): of attention.
-        forms: of quantised matrices.
+        forms: of quantized matrices.
     """
-    heads, width, vocab = _heads_of(model), model["hidden"], model["vocab"]
+    heads, width, vocab, num = model["heads"], model["hidden"], model["vocab"], 4 if model is TINY else 64
     num_sequences, context = min(contexts)
-    mixed = {"prompts": 2, "tokens": context, "decodes": num_sequences, **heads}
-    prompts = [{"prompts": 1, "tokens": context, **heads}, mixed]
+    found = [case for n, m in contexts for case in grid("decode_attention", dtype, sequences=n, context=m, heads=heads)]
+    found += grid("extend_attention", dtype, prompts=1, tokens=context, heads=heads)
+    found += grid("extend_attention", dtype, prompts=2, tokens=context, decodes=num_sequences, heads=heads)
     if model is EIGHT_B:
-        prompts.append({"prompts": 2, "tokens": 8192, "decodes": 64, **heads})
-    found = [KernelCase("decode_attention", {"sequences": n, "context": m, **heads}, dtype) for n, m in contexts]
-    found += [KernelCase("extend_attention", shape, dtype) for shape in prompts]
+        found += grid("extend_attention", dtype, prompts=2, tokens=8192, decodes=64, heads=heads)
     for num_rows in rows:
         found += _of_matrices(model, (num_rows,), ("plain",), dtype)
         if num_rows <= MOST_HEAD_ROWS:
-            head = {"matrix": "head", "form": "plain", "rows": num_rows, "out": vocab, "in": width}
-            found.append(KernelCase("product", head, dtype))
-            for asks in ("all", "greedy"):
-                found.append(KernelCase("sample", {"rows": num_rows, "vocab": vocab, "asks": asks}, "float32"))
+            found += grid("matmul", dtype, matrix="head", form="plain", rows=num_rows, size={"out": vocab, "in": width})
+            found += grid("sample", "float32", rows=num_rows, vocab=vocab, asks=("all", "greedy"))
     for num_rows in rows:
-        found += [
-            KernelCase("add_norm", {"rows": num_rows, "width": width}, dtype),
-            KernelCase("rotate_and_store", {"rows": num_rows, **heads, "norm": "none"}, dtype),
-            KernelCase("rotate_and_store", {"rows": num_rows, **heads, "norm": "head"}, dtype),
-            KernelCase("gate", {"rows": num_rows, "width": model["inner"], "activation": "silu"}, dtype),
-            KernelCase("embed", {"rows": num_rows, "vocab": vocab, "width": width}, dtype),
-        ]
-    return found + _once(model, dtype) + _of_matrices(model, rows, forms, dtype)
+        found += grid("add_norm", dtype, rows=num_rows, width=width)
+        found += grid("rotate_and_store", dtype, rows=num_rows, heads=heads, norm=("none", "head"))
+        found += grid("gate", dtype, rows=num_rows, width=model["inner"], activation="silu")
+        found += grid("embed", dtype, rows=num_rows, vocab=vocab, width=width)
+    size = {"experts": 4, "active": 2, "width": 32} if model is TINY else {"experts": 128, "active": 8, "width": 768}
+    found += grid("experts", dtype, rows=(2, 4 * num), hidden=min(width, 2048), size=size, form="plain")
+    found += grid("decoding_rows", "float32", rows=num, slots=4 * num, width=16 * num)
+    found += grid("prompt_tokens", "float32", tokens=8 * num, slots=num, width=16 * num)
+    found += grid("scatter", dtype, rows=num, slots=4 * num, width=width)
+    cleared = heads["kv_heads"] * heads["head_dim"]
+    found += grid("clear", dtype, layers=2, blocks=2 * num, cleared=num // 4, width=cleared)
+    return found + _of_matrices(model, rows, forms, dtype)
 
 
-def _once(model: Sizes, dtype: str) -> list[KernelCase]:
-    """What a model needs in one shape, or of which one shape shows all."""
-    num = 4 if model is TINY else 64  # rows
-    experts = {"experts": 4, "active": 2, "width": 32} if model is TINY else {"experts": 128, "active": 8, "width": 768}
-    hidden, cleared = min(model["hidden"], 2048), {"width": model["kv_heads"] * model["head_dim"]}
-    return [
-        KernelCase("experts", {"rows": 2, "hidden": hidden, **experts, "form": "plain"}, dtype),
-        KernelCase("experts", {"rows": num * 4, "hidden": hidden, **experts, "form": "plain"}, dtype),
-        KernelCase("decoding_rows", {"rows": num, "slots": 4 * num, "width": num * 16}, "float32"),
-        KernelCase("prompt_tokens", {"tokens": 8 * num, "slots": num, "width": 16 * num}, "float32"),
-        KernelCase("scatter", {"rows": num, "slots": 4 * num, "width": model["hidden"]}, dtype),
-        KernelCase("clear", {"layers": 2, "blocks": 2 * num, "cleared": num // 4, **cleared}, dtype),
-    ]
-
-
-def _of_matrices(model: Sizes, rows: Iterable[int], forms: Iterable[str], dtype: str = "bfloat16") -> list[KernelCase]:
+def _of_matrices(
+    model: Sizes, rows: tuple[int, ...], forms: Sequence[str], dtype: str = "bfloat16"
+) -> list[KernelCase]:
     """A layer's matmuls; a form whose groups do not divide a matrix's rows leaves that one out."""
-    query, kv = (model[name] * model["head_dim"] for name in ("heads", "kv_heads"))
+    query, kv = (model["heads"][name] * model["heads"]["head_dim"] for name in ("heads", "kv_heads"))
     matrices = {
         "gate_up": (2 * model["inner"], model["hidden"]),
         "down": (model["hidden"], model["inner"]),
         "qkv": (query + 2 * kv, model["hidden"]),
         "output": (model["hidden"], query),
     }
-    return [
-        KernelCase("product", {"matrix": name, "form": form, "rows": num_rows, "out": num_out, "in": num_in}, dtype)
-        for form in forms
-        for num_rows in rows
-        for name, (num_out, num_in) in matrices.items()
-        if num_in % _least_width(form) == 0
-    ]
+    found = []
+    for form, num_rows, (name, (num_out, num_in)) in product(forms, rows, matrices.items()):
+        scheme, _, group = form.partition(" by ")
+        if num_in % (int(group) if group else 32 if scheme == "int4" else 1) == 0:  # see gpu.quant.can_quantize
+            size = {"out": num_out, "in": num_in}
+            found += grid("matmul", dtype, matrix=name, form=form, rows=num_rows, size=size)
+    return found
 
 
-def _least_width(form: str) -> int:
-    """That rows of matrices in this form are a multiple of; see gpu.quant.can_quantize."""
-    scheme, _, group = form.partition(" by ")
-    return int(group) if group else 32 if scheme == "int4" else 1
-
-
-def _heads_of(model: Sizes) -> Sizes:
-    return _heads(*(model[name] for name in ("heads", "kv_heads", "head_dim")))
-
-
-def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> Sizes:
-    return {"heads": num_heads, "kv_heads": num_kv_heads, "head_dim": head_dim}
-
-
-def _attention(shape: Sizes, dtype: str = "bfloat16", context: int = 700) -> list[KernelCase]:
+def _attention_cases(
+    dtype: str, context: int, heads: Sizes | tuple[Sizes, ...], scores: tuple[Sizes, ...] = ({},)
+) -> list[KernelCase]:
     """Decodes alone, and prompts and decodes in one launch."""
-    return [
-        KernelCase("decode_attention", {"sequences": 5, "context": context, **shape}, dtype),
-        KernelCase("extend_attention", {"prompts": 2, "tokens": context // 2, "decodes": 3, **shape}, dtype),
-    ]
-
-
-def _sampling(rows: Iterable[int], vocabularies: Iterable[int]) -> list[KernelCase]:
-    """By few rows several programs read one, and by many one does."""
-    asked: tuple[tuple[str, Sizes], ...] = (
-        *(("sample", {"asks": "all"}), ("sample", {"asks": "unpenalised"}), ("logprobs", {})),
+    found = grid("decode_attention", dtype, sequences=5, context=context, heads=heads, scores=scores)
+    return found + grid(
+        "extend_attention", dtype, prompts=2, tokens=context // 2, decodes=3, heads=heads, scores=scores
     )
-    return [
-        KernelCase(name, {"rows": num_rows, "vocab": vocab, **asks}, "float32")
-        for vocab in vocabularies
-        for num_rows in rows
-        for name, asks in asked
-    ]
 
 
-def _between(dtype: str, num_rows: int, width: int, scale: float) -> list[KernelCase]:
+def _sampling(rows: tuple[int, ...], vocabularies: tuple[int, ...]) -> list[KernelCase]:
+    """By few rows several programs read one, and by many one does."""
+    found = grid("sample", "float32", vocab=vocabularies, rows=rows, asks=("all", "unpenalised"))
+    return found + grid("logprobs", "float32", vocab=vocabularies, rows=rows)
+
+
+def _between(dtype: str, rows: int, width: int) -> list[KernelCase]:
     """Norms, rotations, activations."""
-    rows, heads = {"rows": num_rows}, _heads(6, 2, 40)
+    heads = _heads(6, 2, 40)
     return [
-        KernelCase("add_norm", {**rows, "width": width, "scale": scale}, dtype),
-        KernelCase("add_norm", {**rows, "width": width, "weight": False}, dtype),
-        KernelCase("norm", {**rows, "width": width}, dtype),
-        KernelCase("rotate_and_store", {**rows, **heads, "norm": "all"}, dtype),
-        KernelCase("rotate_and_store", {**rows, **heads, "norm": "none", "turns": False}, dtype),
-        KernelCase("gate", {**rows, "width": width, "activation": "gelu_pytorch_tanh"}, dtype),
-        KernelCase("gate", {**rows, "width": width, "activation": "clamped_swiglu"}, dtype),
-        KernelCase("embed", {**rows, "vocab": 300, "width": width}, dtype),
+        *grid("add_norm", dtype, rows=rows, width=width, more=({"scale": 0.22}, {"weight": False})),
+        *grid("norm", dtype, rows=rows, width=width),
+        *grid(
+            "rotate_and_store", dtype, rows=rows, heads=heads, more=({"norm": "all"}, {"norm": "none", "turns": False})
+        ),
+        *grid("gate", dtype, rows=rows, width=width, activation=("gelu_pytorch_tanh", "clamped_swiglu")),
+        *grid("embed", dtype, rows=rows, vocab=300, width=width),
     ]
 
 
-def _matmuls(
-    rows: Iterable[int], num_out: int, num_in: int, forms: Iterable[str], dtype: str = "bfloat16"
-) -> list[KernelCase]:
-    shape = {"out": num_out, "in": num_in, "bias": False}
-    return [
-        KernelCase("product", {"matrix": "any", "form": form, "rows": num_rows, **shape}, dtype)
-        for form in forms
-        for num_rows in rows
-    ]
+def _matmuls(dtype: str, rows: tuple[int, ...], num_out: int, num_in: int, forms: tuple[str, ...]) -> list[KernelCase]:
+    size = {"out": num_out, "in": num_in, "bias": False}
+    return grid("matmul", dtype, matrix="any", form=forms, rows=rows, size=size)
 
 
-def _experts(
-    rows: Iterable[int], shape: Sizes, dtype: str = "bfloat16", forms: Iterable[str] = FORMS
-) -> list[KernelCase]:
-    clamped: Sizes = {"form": "plain", "activation": "clamped_swiglu", "bias": True}
-    asked = [*({"form": form} for form in forms), clamped]
-    return [KernelCase("experts", {"rows": num_rows, **shape, **more}, dtype) for more in asked for num_rows in rows]
+def _experts(dtype: str, rows: tuple[int, ...], shape: Sizes, forms: tuple[str, ...] = FORMS) -> list[KernelCase]:
+    clamped = {"form": "plain", "activation": "clamped_swiglu", "bias": True}
+    return grid("experts", dtype, rows=rows, shape=shape, more=(*({"form": form} for form in forms), clamped))
+
+
+# Checking and timing.
 
 
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
@@ -269,31 +743,38 @@ def cases(is_quick: bool, is_device: bool) -> list[Case]:
 
 
 def _checks(cases: Sequence[KernelCase]) -> list[Case]:
-    by_name = {case.name: case for case in cases}
-    return [
-        Case(f"error of {name}", partial(_check, case), CASE_LIMIT_S, ERRORS, is_shared=True)
-        for name, case in by_name.items()
-    ]
+    by_name = {f"error of {case.name}": case for case in cases}
+    return [Case(name, partial(_check, case), CASE_LIMIT_S, ERRORS, is_shared=True) for name, case in by_name.items()]
 
 
 def _check(case: KernelCase, context: Context) -> Iterator[Row]:
     with torch.inference_mode():
-        error, tolerance = _error(_build(case, context, 0))
+        error, tolerance = _error(_build(case, context, 0), DTYPES[case.dtype])
     if context.is_device:
-        torch.cuda.empty_cache()  # others use it, too
+        torch.cuda.empty_cache()  # other processes use the device, too
     cells: dict[str, Cell] = {"case": case.name, "error": error, "tolerance": tolerance}
-    yield Row(ERRORS, cells, OK if error <= tolerance else WRONG)  # what is not a number is not
+    yield Row(ERRORS, cells, OK if error <= tolerance else WRONG)  # NaN is wrong
 
 
 def _time(case: KernelCase, context: Context) -> Iterator[Row]:
+    """The kernel's time, beside the limit and beside torch's operators where they do the same."""
     with torch.inference_mode():
         first = _build(case, context, 0)
         copies = num_copies(int(first.num_bytes), context.device)
-        cells = _times([first, *(_build(case, context, seed) for seed in range(1, copies))], context)
-    target, share, verdict = target_of("", case.name), cells.get("share of limit"), ""
-    if target is not None and isinstance(share, float):
-        cells["target"], verdict = target.shown, target.verdict(share, share, context)
-    yield Row(TIMES, {"case": case.name, **cells}, verdict)
+        problems = [first, *(_build(case, context, seed) for seed in range(1, copies))]
+        seconds, how = median_s([problem.launch for problem in problems], context.device)
+        cells: dict[str, Cell] = {"case": case.name, "µs": seconds * 1e6, "GB/s": first.num_bytes / seconds / 1e9}
+        cells |= {"TFLOP/s": first.flops / seconds / 1e12, "sent": how}
+        target, verdict = target_of("", case.name), ""
+        speed = context.speed
+        limit_s = max(first.num_bytes / speed.read_bytes_per_s, first.flops / speed.flops)
+        cells |= {"limit µs": limit_s * 1e6, "share of limit": limit_s / seconds}
+        if target is not None:
+            cells["target"] = target.shown
+            verdict = target.verdict(limit_s / seconds, limit_s / seconds, context)
+        if peers := [problem.peer for problem in problems if problem.peer is not None]:
+            cells["torch µs"] = median_s(peers, context.device)[0] * 1e6
+    yield Row(TIMES, cells, verdict)
 
 
 def _build(case: KernelCase, context: Context, seed: int) -> Problem:
@@ -301,7 +782,7 @@ def _build(case: KernelCase, context: Context, seed: int) -> Problem:
     return BUILDERS[case.builder](Draw(generator, DTYPES[case.dtype]), **case.shape)
 
 
-def _error(problem: Problem) -> tuple[float, float]:
+def _error(problem: Problem, dtype: torch.dtype) -> tuple[float, float]:
     """The largest of all outputs', and the tolerance it is held against."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty and its like give NaN
@@ -309,7 +790,7 @@ def _error(problem: Problem) -> tuple[float, float]:
         found = problem.outputs(problem.launch())
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
-    tolerance = TOLERANCES[problem.dtype] if problem.tolerance is None else problem.tolerance
+    tolerance = TOLERANCES[dtype] if problem.tolerance is None else problem.tolerance
     error_of = relative_error if tolerance else share_of_others
     return max(error_of(got, want) for got, want in zip(found, problem.reference(), strict=True)), tolerance
 
@@ -318,29 +799,13 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     """|found - wanted| / |wanted| in float64; infinite where found is not finite and wanted is, or shapes differ."""
     if found.shape != wanted.shape:
         return float("inf")
-    difference = (found.double() - wanted.double()).norm().item()
-    size = wanted.double().norm().item()
+    difference, size = (found.double() - wanted.double()).norm().item(), wanted.double().norm().item()
     error = difference / size if size else difference
     return error if error == error else float("inf")
 
 
 def share_of_others(found: Tensor, wanted: Tensor) -> float:
-    """Of the numbers, those that are not the same; infinite where shapes differ."""
+    """The share of numbers that differ; infinite where shapes differ."""
     if found.shape != wanted.shape:
         return float("inf")
     return (found.double() != wanted.double()).double().mean().item()
-
-
-def _times(problems: Sequence[Problem], context: Context) -> dict[str, Cell]:
-    """Of the kernel, beside the limit and beside torch's operators where they do the same."""
-    seconds, how = median_s([problem.launch for problem in problems], context.device)
-    num_bytes, flops = problems[0].num_bytes, problems[0].flops
-    cells: dict[str, Cell] = {"µs": seconds * 1e6, "GB/s": num_bytes / seconds / 1e9}
-    cells |= {"TFLOP/s": flops / seconds / 1e12, "sent": how}
-    if (speed := context.speed) is not None:
-        limit_s = max(num_bytes / speed.read_bytes_per_s, flops / speed.flops)
-        cells |= {"limit µs": limit_s * 1e6, "share of limit": limit_s / seconds}
-    peers = [problem.peer for problem in problems if problem.peer is not None]
-    if peers:
-        cells["torch µs"] = median_s(peers, context.device)[0] * 1e6
-    return cells

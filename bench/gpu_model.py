@@ -1,12 +1,12 @@
 """bench.gpu_check --part model: tokens first, then the speed of random models in the engine, without HTTP.
 
-- Each family beside transformers: small random models in float32, whose tokens the oracle on the CPU says, however
-  steps are sent. What serves there is what find_operators chooses: the kernels, where they know the model.
+- Each family beside transformers: small random models in float32, whose tokens the oracle computes on the CPU, however
+  steps are sent. The operators are what find_operators chooses: the kernels, where they know the model.
 - A real shape in the format that serves, however steps are sent: each token is held against the logits that torch's
-  operators compute in float32 of the same numbers for what stood before it. In bfloat16, steps of other sizes may be
-  rounded otherwise: a token may be as far from the likeliest as rounding goes, and no further.
-- Speeds, beside their targets. A share of 1 would be a step that does nothing but read each weight, key and value once,
-  or multiply at the ceiling.
+  operators compute in float32 of the same numbers. In bfloat16, steps of other sizes may round otherwise: a token may
+  be as far from the likeliest as rounding goes, and no further.
+- Speeds, beside their targets. A share of 1 would be a step that only reads each weight, key and value once, or
+  multiplies at the ceiling.
 """
 
 import json
@@ -14,11 +14,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,7 +32,6 @@ from bench.gpu_run import (
     OK,
     SINGLE_STREAM,
     SKIPPED,
-    TAIL_BESIDE_PROMPTS,
     WRONG,
     Case,
     Context,
@@ -44,7 +42,7 @@ from bench.gpu_run import (
 )
 from bench.limits import ModelWork, count_work, decode_limit_s, prefill_limit_s
 from bench.make_model import PRESETS, tensor_shapes
-from bench.results import Cell, percentile
+from bench.results import Cell
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
 from core.errors import StartupError
 from core.plan import SequenceStart
@@ -62,10 +60,10 @@ ORACLE = "tests.oracle"  # it imports transformers, which only those who check f
 FAMILIES, SAME_TOKENS = "Families beside transformers, float32", "Tokens of real shapes, however steps are sent"
 FAMILY_LIMIT_S = 200.0  # five runners, with what their kernels compile
 SAME_LIMIT_S = 240.0
-MODEL_LIMIT_S = 150.0  # weights are drawn, kernels compiled and measured by the first case of a model
+MODEL_LIMIT_S = 150.0  # the first case of a model draws weights, compiles and measures kernels
 FAMILY_PROMPTS = (70, 1, 33)  # tokens
 QUICK_FAMILIES = ("llama3", "gpt_oss")
-FAMILY_KV_BYTES = 16 * 1024**2
+KV_BYTES = 16 * 1024**2  # of a small model
 LOGITS_TOLERANCE = 2e-4  # of the largest
 TOKEN_TOLERANCES = {torch.bfloat16: 0.05, torch.float32: 2e-4}  # of the largest: what rounding does in tens of layers
 # How steps may be sent; by graphs on a device alone. All give the same tokens.
@@ -76,28 +74,22 @@ MODES: dict[str, dict[str, str]] = {
     "with graphs": {"overlap": "off", "graphs": "on"},
     "with graphs, overlapped": {"overlap": "on", "graphs": "on"},
 }
-MODELS = ("llama-8b", "qwen3-0.6b")  # the one that most targets are of first
-TINY_CONFIG = {
-    **PRESETS["qwen3-0.6b"],
+MODELS = ("llama-8b", "qwen3-0.6b")  # most targets are of the first
+TINY_CONFIG = PRESETS["qwen3-0.6b"] | {
     "vocab_size": 600,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
+    "head_dim": 16,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 1024,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured.
-
-    Args:
-        decodes: (sequences, context).
-        arrivals: streams, tokens of the prompts that come in, how many, one every so many seconds.
-    """
+    """How much is measured. decodes: (sequences, context)."""
 
     max_model_len: int
     max_sequences: int
@@ -105,137 +97,101 @@ class Sizes:
     decodes: tuple[tuple[int, int], ...]
     prompts: tuple[int, ...]
     num_steps: int
-    arrivals: tuple[int, int, int, float]
-    prefix: int
 
 
-FULL = Sizes(
-    max_model_len=16_384,
-    max_sequences=512,
-    max_batch_tokens=8192,
-    decodes=((1, 128), (1, 1024), *((2**n, 128) for n in range(1, 10)), (64, 4096), (512, 640)),
-    prompts=(128, 1024, 8192),
-    num_steps=32,
-    arrivals=(64, 8192, 8, 1.0),
-    prefix=4096,
-)
-QUICK = Sizes(16_384, 64, 8192, ((1, 1024), (64, 128)), (128, 1024), 16, (16, 4096, 2, 0.5), 2048)
-TINY = Sizes(512, 8, 128, ((1, 32), (4, 32)), (32,), 3, (2, 64, 2, 0.05), 96)
+_DECODES = ((1, 128), (1, 1024), *((2**n, 128) for n in range(1, 10)), (64, 4096), (512, 640))
+FULL = Sizes(16_384, 512, 8192, _DECODES, (128, 1024, 8192), 32)
+QUICK = Sizes(16_384, 64, 8192, ((1, 1024), (64, 128)), (128, 1024), 16)
+TINY = Sizes(512, 8, 128, ((1, 32), (4, 32)), (32,), 3)
 
 
 def models_of(is_quick: bool, is_device: bool) -> tuple[str, ...]:
     return ("tiny",) if not is_device else MODELS[1:] if is_quick else MODELS
 
 
+def config_of(model: str) -> Mapping[str, Any]:
+    return TINY_CONFIG if model == "tiny" else PRESETS[model]
+
+
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
     """This part's."""
     models = models_of(is_quick, is_device)
-    found = [ceilings_case(), *_family_cases(is_quick, is_device)]
-    same = partial(_check_same_tokens, models[-1], config_of(models[-1]))
-    found.append(Case(f"{models[-1]}: same tokens", same, SAME_LIMIT_S, SAME_TOKENS))
-    for measures in (MEASURES, WITHOUT_GRAPHS):
-        for model in models:
-            for name, run in measures.items():
-                found.append(Case(f"{model}: {name}", partial(run, model), MODEL_LIMIT_S, table_of(model)))
-    return found
+    same = Case(f"{models[-1]}: same tokens", partial(_check_same_tokens, models[-1]), SAME_LIMIT_S, SAME_TOKENS)
+    speeds = [
+        Case(f"{model}: {name}", partial(run, model), MODEL_LIMIT_S, title_of(model))
+        for model, (name, run) in product(models, MEASURES.items())
+    ]
+    return [ceilings_case(), *_family_cases(is_quick, is_device), same, *speeds]
 
 
 # Tokens.
 
 
 def _family_cases(is_quick: bool, is_device: bool) -> list[Case]:
-    def refuse(why: str, context: Context) -> Iterator[Row]:
-        yield Row(FAMILIES, {"family": "all"}, FAILED, why)
-
     try:
         names = list(import_module(ORACLE).FAMILIES)
     except ImportError as error:  # another transformers than the tests': it costs the families alone
-        return [Case("families", partial(refuse, str(error)), FAMILY_LIMIT_S, FAMILIES)]
+        refused = Row(FAMILIES, {"family": "all"}, FAILED, str(error))
+        return [Case("families", lambda context: [refused], FAMILY_LIMIT_S, FAMILIES)]
     if is_quick or not is_device:
         names = [name for name in names if name in QUICK_FAMILIES]
     check = _check_family
     return [Case(f"family {name}", partial(check, name), FAMILY_LIMIT_S, FAMILIES, is_shared=True) for name in names]
 
 
-@contextmanager
-def _poisoned(context: Context) -> Iterator[None]:
-    """On a CPU what nobody has written is NaN: what padding leaves behind must reach nobody."""
-    if not context.is_device:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        if not context.is_device:
-            torch.use_deterministic_algorithms(False)
-
-
 def _find(context: Context) -> FindOperators:
-    """What serves; on a CPU the kernels, by Triton's interpreter."""
+    """The operators that serve; on a CPU the kernels, by Triton's interpreter."""
     found: FindOperators = find_operators if context.is_device else import_module(INTERPRETED).find_interpreted
     return found
 
 
 def _check_family(family: str, context: Context) -> Iterator[Row]:
-    with _poisoned(context), tempfile.TemporaryDirectory() as scratch:
-        yield from _family_rows(family, context, Path(scratch) / family)
-
-
-def _family_rows(family: str, context: Context, directory: Path) -> Iterator[Row]:
-    module = import_module(ORACLE)
-    oracle = module.Oracle(module.save_random_model(family, directory))
-    is_short = context.is_quick or not context.is_device
+    module, is_short = import_module(ORACLE), context.is_quick or not context.is_device
     prompts = [Random(length).choices(range(3, 300), k=length) for length in FAMILY_PROMPTS[: 2 if is_short else None]]
-    wanted = [oracle.greedy(list(prompt), 4 if is_short else 24) for prompt in prompts]
-    # interpreted kernels take long: a batch has few rows there. The longest prompt is cut into chunks
-    max_sequences, max_batch_tokens = (16, 64) if context.is_device else (4, 32)
-    engine = EngineConfig(
-        device=context.device.type,
-        dtype="float32",
-        max_sequences=max_sequences,
-        max_batch_tokens=max_batch_tokens,
-        kv_memory_bytes=FAMILY_KV_BYTES,
-        threads=1,
-    )
-    config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-    for mode, options in MODES.items():
-        if options.get("graphs") == "on" and not context.is_device:
-            continue
-        asked = replace(engine, **options)  # type: ignore[arg-type]
-        runner = load_runner(directory, config, asked, lambda done, total: None, find=_find(context))
-        cells: dict[str, Cell] = {"family": family, "steps": mode, "device": str(runner.memory.device.device)}
-        if mode == "as it comes":
-            error = _logits_error(runner, oracle.logits(prompts[0]), prompts[0])
-            cells |= {"error of logits": error, "tolerance": LOGITS_TOLERANCE}
-            if not error <= LOGITS_TOLERANCE:
-                yield Row(FAMILIES, cells, WRONG, "its logits differ")
+    # Interpreted kernels take long: a batch has few rows there. The longest prompt is cut into chunks
+    rows, tokens = (16, 64) if context.is_device else (4, 32)
+    sizes = {"max_sequences": rows, "max_batch_tokens": tokens, "kv_memory_bytes": KV_BYTES, "threads": 1}
+    engine = EngineConfig(device=context.device.type, dtype="float32", **sizes)  # type: ignore[arg-type]
+    with context.poisoned(), tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / family
+        oracle = module.Oracle(module.save_random_model(family, directory))
+        wanted = [oracle.greedy(list(prompt), 4 if is_short else 24) for prompt in prompts]
+        config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        for mode, options in MODES.items():
+            if options.get("graphs") == "on" and not context.is_device:
                 continue
-        found = Streams(runner).answers(prompts, len(wanted[0]))
-        cells["graphs"], cells["of prompts"] = runner.captured.num_graphs, runner.captured.num_of_prompts
-        if options.get("graphs") == "on" and not runner.captured.num_of_prompts:
-            yield Row(FAMILIES, cells, WRONG, "no graph of a prompt's chunk could be captured")
-            continue
+            asked = replace(engine, **options)  # type: ignore[arg-type]
+            runner = load_runner(directory, config, asked, lambda done, total: None, find=_find(context))
+            cells: dict[str, Cell] = {"family": family, "steps": mode}
+            if mode == "as it comes":
+                logits = oracle.logits(prompts[0])
+                error = float((_logits(runner, prompts[0]).float().cpu() - logits).abs().max() / logits.abs().max())
+                cells |= {"error of logits": error, "tolerance": LOGITS_TOLERANCE}
+                if not error <= LOGITS_TOLERANCE:
+                    yield Row(FAMILIES, cells, WRONG, "its logits differ")
+                    continue
+            found = Streams(runner).answers(prompts, len(wanted[0]))
+            cells |= {"graphs": runner.captured.num_graphs, "of prompts": runner.captured.num_of_prompts}
+            if options.get("graphs") == "on" and not runner.captured.num_of_prompts:
+                yield Row(FAMILIES, cells, WRONG, "no graph of a prompt's chunk could be captured")
+                continue
+            yield Row(FAMILIES, cells, OK if found == wanted else WRONG, difference(found, wanted))
+        cells = {"family": family, "steps": "of two ranks"}
+        if context.is_device and torch.cuda.device_count() < 2:
+            yield Row(FAMILIES, cells, SKIPPED, "there is one GPU")
+            return
+        asked = replace(engine, tensor_parallel=2)
+        try:  # over NCCL where there are two GPUs, over gloo where there is none
+            ranks = load_parallel_runner(directory, config, asked, lambda done, total: None)
+        except StartupError as refused:
+            yield Row(FAMILIES, cells, SKIPPED, refused.cause)
+            return
+        try:
+            found = Streams(ranks).answers(prompts, len(wanted[0]))
+        finally:
+            close()
+            ranks.followers.end()
         yield Row(FAMILIES, cells, OK if found == wanted else WRONG, difference(found, wanted))
-    cells = {"family": family, "steps": "of two ranks"}
-    if context.is_device and torch.cuda.device_count() < 2:
-        yield Row(FAMILIES, cells, SKIPPED, "there is one GPU")
-        return
-    try:  # over NCCL where there are two GPUs, over gloo where there is none
-        ranks = load_parallel_runner(directory, config, replace(engine, tensor_parallel=2), lambda done, total: None)
-    except StartupError as refused:
-        yield Row(FAMILIES, cells, SKIPPED, refused.cause)
-        return
-    try:
-        found = Streams(ranks).answers(prompts, len(wanted[0]))
-    finally:
-        close()
-        ranks.followers.end()
-    yield Row(FAMILIES, cells, OK if found == wanted else WRONG, difference(found, wanted))
-
-
-def _logits_error(runner: ModelRunner, wanted: torch.Tensor, prompt: list[int]) -> float:
-    """The largest difference at any place of the prompt, of the largest logit."""
-    found = _logits(runner, prompt).float().cpu()
-    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 def _logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
@@ -253,43 +209,34 @@ def _logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((place for place, (our, their) in pairs if our != their), len(ours))
-
-
 def difference(found: list[list[int]], wanted: list[list[int]]) -> str:
-    if found == wanted:
-        return ""
+    """How many tokens of each answer are the same before the first that differs."""
+
+    def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        return next((index for index, (our, their) in pairs if our != their), len(ours))
+
     places = [num_same(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)]
-    return f"tokens are the same for {places} of {len(wanted[0])}"
+    return "" if found == wanted else f"tokens are the same for {places} of {len(wanted[0])}"
 
 
-def _check_same_tokens(model: str, config: Mapping[str, Any], context: Context) -> Iterator[Row]:
-    lengths: tuple[int, ...]
+def _check_same_tokens(model: str, context: Context) -> Iterator[Row]:
+    config, lengths, num_tokens, modes = config_of(model), (20, 3), 2, ("without overlap", "overlapped")
+    max_batch_tokens, kv_tokens, dtype = 16, 512, torch.float32
     if context.is_device:
-        lengths, num_tokens, modes = (300, 7, 64, 129, 513, 1, 40, 90), 96, tuple(MODES)
+        lengths, num_tokens, modes = (300, 7, 64, 129, 513, 1, 40, 90), 96, tuple(MODES)  # type: ignore[assignment]
         max_batch_tokens, kv_tokens, dtype = 256, 16_384, torch.bfloat16
-    else:
-        lengths, num_tokens, modes = (20, 3), 2, ("without overlap", "overlapped")
-        max_batch_tokens, kv_tokens, dtype = 16, 512, torch.float32
 
     def engine(dtype: torch.dtype, max_batch_tokens: int, **options: Any) -> EngineConfig:
-        return EngineConfig(
-            device=context.device.type,
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=kv_tokens // len(lengths),
-            max_sequences=len(lengths),
-            max_batch_tokens=max_batch_tokens,
-            kv_memory_bytes=kv_tokens * bytes_per_token(parse_model_config(dict(config)), dtype),
-            threads=1,
-            **options,
-        )
+        token_bytes = bytes_per_token(parse_model_config(dict(config)), dtype)
+        sizes = {"max_model_len": kv_tokens // len(lengths), "max_sequences": len(lengths), "threads": 1}
+        sizes |= {"max_batch_tokens": max_batch_tokens, "kv_memory_bytes": kv_tokens * token_bytes}
+        name = str(dtype).removeprefix("torch.")
+        return EngineConfig(device=context.device.type, dtype=name, **sizes, **options)  # type: ignore[arg-type]
 
     prompts = [Random(length).choices(range(300, config["vocab_size"]), k=length) for length in lengths]
     answers = {}
-    with _poisoned(context):
+    with context.poisoned():
         for mode in modes:
             context.drop()
             runner = random_runner(config, engine(dtype, max_batch_tokens, **MODES[mode]), _find(context))
@@ -321,34 +268,21 @@ def _off(exact: ModelRunner, prompt: Sequence[int], answer: Sequence[int]) -> fl
 # Speeds.
 
 
-def table_of(model: str) -> str:
+def title_of(model: str) -> str:
     return f"{model}, random weights, in the engine"
 
 
-def config_of(model: str) -> Mapping[str, Any]:
-    return TINY_CONFIG if model == "tiny" else PRESETS[model]
-
-
-def sizes_of(context: Context) -> Sizes:
-    return context.of_size(TINY, QUICK, FULL)
-
-
 def engine_config(context: Context) -> EngineConfig:
-    sizes = sizes_of(context)
-    return EngineConfig(
-        device=context.device.type,
-        dtype="auto" if context.is_device else "float32",
-        max_model_len=sizes.max_model_len,
-        max_sequences=sizes.max_sequences,
-        max_batch_tokens=sizes.max_batch_tokens,
-        kv_memory_bytes=None if context.is_device else 16 * 1024**2,
-        threads=None if context.is_device else 1,
-    )
+    sizes = context.of_size(TINY, QUICK, FULL)
+    asked = {name: getattr(sizes, name) for name in ("max_model_len", "max_sequences", "max_batch_tokens")}
+    if not context.is_device:
+        asked |= {"dtype": "float32", "kv_memory_bytes": KV_BYTES, "threads": 1}
+    return EngineConfig(device=context.device.type, **asked)
 
 
-def runner_of(model: str, context: Context, has_graphs: bool = True) -> ModelRunner:
-    engine = engine_config(context) if has_graphs else replace(engine_config(context), graphs="off")
-    return context.once(f"{model}, graphs {has_graphs}", lambda: random_runner(config_of(model), engine))
+def runner_of(model: str, context: Context, graphs: str = "auto") -> ModelRunner:
+    engine = replace(engine_config(context), graphs=graphs)
+    return context.once(f"{model}, graphs {graphs}", lambda: random_runner(config_of(model), engine))
 
 
 def work_of_model(model: str) -> ModelWork:
@@ -356,117 +290,55 @@ def work_of_model(model: str) -> ModelWork:
     return count_work(config, dict(tensor_shapes(config)))
 
 
-def _row(context: Context, model: str, measure: str, figure: float, limit: float | None = None, note: str = "") -> Row:
-    return judged(context, table_of(model), model, measure, figure, limit, note)
-
-
 def _decode(model: str, context: Context) -> Iterator[Row]:
-    runner, sizes = runner_of(model, context), sizes_of(context)
-    yield Row(table_of(model), {"measure": "room for tokens of KV", "figure": runner.memory.kv_tokens})
+    runner, sizes = runner_of(model, context), context.of_size(TINY, QUICK, FULL)
+    row = partial(judged, context, title_of(model), model)
+    yield row("room for tokens of KV", runner.memory.kv_tokens)
     work, streams, number_bytes = work_of_model(model), Streams(runner), runner.memory.device.dtype.itemsize
     for batch, length in sizes.decodes:
-        if batch * (length + sizes.num_steps + 32) > runner.memory.kv_tokens:
-            continue
-        step_s, mean_context = streams.decode_s(batch, length, sizes.num_steps)
-        limit_s = decode_limit_s(work, context.known_speed, batch, mean_context, number_bytes)
-        yield _row(context, model, f"decode {batch} x {length}, tokens/s", batch / step_s, batch / limit_s)
-        if (batch, length) == sizes.decodes[0]:
-            yield _row(context, model, SINGLE_STREAM, 1 / step_s, 1 / limit_s)
+        if batch * (length + sizes.num_steps + 32) <= runner.memory.kv_tokens:
+            step_s, mean_context = streams.decode_s(batch, length, sizes.num_steps)
+            limit_s = decode_limit_s(work, context.speed, batch, mean_context, number_bytes)
+            yield row(f"decode {batch} x {length}, tokens/s", batch / step_s, batch / limit_s)
+            if (batch, length) == sizes.decodes[0]:
+                yield row(SINGLE_STREAM, 1 / step_s, 1 / limit_s)
 
 
-def _first_tokens(has_graphs: bool, model: str, context: Context) -> Iterator[Row]:
-    runner = runner_of(model, context, has_graphs)
+def _first_tokens(model: str, context: Context) -> Iterator[Row]:
+    runner = runner_of(model, context)
     work, streams, number_bytes = work_of_model(model), Streams(runner, seed=1), runner.memory.device.dtype.itemsize
-    for num_tokens in sizes_of(context).prompts:
+    for num_tokens in context.of_size(TINY, QUICK, FULL).prompts:
         streams.prefill_s(num_tokens)  # what this length compiles
         seconds = statistics.median(streams.prefill_s(num_tokens) for _ in range(3))
-        limit_s = prefill_limit_s(work, context.known_speed, num_tokens, number_bytes)
-        measure = _of(has_graphs) + first_token_of(num_tokens)
-        yield _row(context, model, measure, seconds * 1e3, limit_s * 1e3)
+        limit_ms = prefill_limit_s(work, context.speed, num_tokens, number_bytes) * 1e3
+        yield judged(context, title_of(model), model, first_token_of(num_tokens), seconds * 1e3, limit_ms)
 
 
-def _of(has_graphs: bool) -> str:
-    return "" if has_graphs else "without graphs: "
-
-
-def _arrivals(model: str, context: Context) -> Iterator[Row]:
-    """Inter-token times of streams beside long prompts that come in, one at a time."""
-    num_streams, num_prompt, num_arrivals, every_s = sizes_of(context).arrivals
-    streams = Streams(runner_of(model, context))
-    names = [streams.submit(streams.prompt(16), 1 << 13) for _ in range(num_streams)]
-    prompts = [streams.prompt(num_prompt) for _ in range(num_arrivals + 1)]
-    streams.run_until(lambda: streams.have_all(names, 8))
-    quiet_end_s = time.perf_counter() + every_s
-    while time.perf_counter() < quiet_end_s:
-        streams.step()
-    quiet_until_s, started_s, sent = time.perf_counter(), time.monotonic(), list[str]()
-    while len(sent) < num_arrivals or not streams.have_all(sent, 1):
-        if len(sent) < num_arrivals and time.monotonic() >= started_s + len(sent) * every_s:
-            sent.append(streams.submit(prompts[len(sent)], 1))
-        streams.step()
-    gaps_alone: list[float] = []
-    gaps: list[float] = []
-    for name in names:
-        for before, now in pairwise(streams.times_s[name]):
-            (gaps if now > quiet_until_s else gaps_alone).append(now - before)
-    streams.cancel_all()
-    alone, median, p99 = (percentile(*asked) or 0.0 for asked in ((gaps_alone, 50), (gaps, 50), (gaps, 99)))
-    load = f"{num_streams} streams, a prompt of {num_prompt} every {every_s:g} s"
-    yield _row(context, model, "inter-token median without them, ms", alone * 1e3)
-    yield _row(context, model, "inter-token median beside arriving prompts, ms", median * 1e3, note=load)
-    yield _row(context, model, "inter-token p99 beside arriving prompts, ms", p99 * 1e3)
-    yield _row(context, model, TAIL_BESIDE_PROMPTS, p99 / median)
-    first_s = statistics.median(streams.ttft_s(name) for name in sent)
-    yield _row(context, model, "time to first token of an arriving prompt, ms", first_s * 1e3)
-
-
-def _prefix(model: str, context: Context) -> Iterator[Row]:
-    """The same prompt again, with another end: what is computed already is found."""
-    streams, num_tokens = Streams(runner_of(model, context)), sizes_of(context).prefix
-    shared, firsts, cached = streams.prompt(num_tokens), [], []
-    for _ in range(4):
-        name = streams.submit(shared + streams.prompt(8), 1)
-        streams.run()
-        firsts.append(streams.ttft_s(name))
-        cached.append(streams.cached_tokens[name])
-    again_s, note = statistics.median(firsts[1:]), f"{cached[-1]} tokens found"
-    yield _row(context, model, f"prefix of {num_tokens}: first time, ms", firsts[0] * 1e3)
-    yield _row(context, model, f"prefix of {num_tokens}: again, ms", again_s * 1e3, note=note)
-    if not all(found >= num_tokens - 16 for found in cached[1:]):
-        raise RuntimeError(f"of {num_tokens} tokens known, {cached[1:]} were found")
-
-
-def _split(has_graphs: bool, model: str, context: Context) -> Iterator[Row]:
+def _split(graphs: str, model: str, context: Context) -> Iterator[Row]:
     """Where the time of a decode step goes, on the host and on the device."""
-    runner, sizes, what = runner_of(model, context, has_graphs), sizes_of(context), _of(has_graphs)
-    if has_graphs:
-        captured, counted = runner.captured, runner.memory.graph_bytes / 2**20
-        yield Row(table_of(model), {"measure": "graphs captured", "figure": captured.num_graphs})
-        yield Row(table_of(model), {"measure": "graphs of steps with prompts", "figure": captured.num_of_prompts})
-        yield Row(table_of(model), {"measure": "to capture the graphs, s", "figure": captured.took_s})
-        cells: dict[str, Cell] = {"measure": "graphs take, MiB", "figure": captured.size_bytes / 2**20}
-        yield Row(table_of(model), cells | {"limit": counted}, "", "limit: what was counted for them")
+    runner, sizes = runner_of(model, context, graphs), context.of_size(TINY, QUICK, FULL)
+    row, what = partial(judged, context, title_of(model), model), "without graphs: " if graphs == "off" else ""
+    if graphs != "off":
+        yield row("graphs captured", runner.captured.num_graphs, note=f"in {runner.captured.took_s:.1f} s")
+        counted = f"{runner.memory.graph_bytes / 2**20:.0f} MiB were counted for them"
+        yield row("graphs take, MiB", runner.captured.size_bytes / 2**20, note=counted)
     for num_streams in sorted({1, min(64, sizes.max_sequences)}):
         streams = Streams(runner)
         names = [streams.submit(streams.prompt(32), 1 << 13 if context.is_device else 64) for _ in range(num_streams)]
-        streams.run_until(lambda streams=streams, names=names: streams.have_all(names, 4))  # type: ignore[misc]
+        streams.run_until(partial(streams.have_all, names, 4))
         streams.clocked.send_s = streams.clocked.wait_s = 0.0
         started_s = time.perf_counter()
         for _ in range(sizes.num_steps):
             streams.step()
-        total_s = (time.perf_counter() - started_s) / sizes.num_steps
-        send_s, wait_s = (part / sizes.num_steps for part in (streams.clocked.send_s, streams.clocked.wait_s))
-        spent = {"whole": total_s, "planning and telling": total_s - send_s - wait_s, "sending": send_s}
+        total_s, send_s, wait_s = time.perf_counter() - started_s, streams.clocked.send_s, streams.clocked.wait_s
+        spent = {"whole": total_s, "planning and delivery": total_s - send_s - wait_s, "sending": send_s}
         for name, seconds in (spent | {"waiting": wait_s}).items():
-            yield _row(context, model, f"{what}{name} of a step of {num_streams}, µs", seconds * 1e6)
+            yield row(f"{what}{name} of a step of {num_streams}, µs", seconds / sizes.num_steps * 1e6)
         if context.is_device:
             busy_s, span_s, num_kernels = _device_time(streams.step, sizes.num_steps)
-            busy = f"{what}device busy of a step of {num_streams}, µs"
-            operations = f"{what}device operations in a step of {num_streams}"
-            yield _row(context, model, busy, busy_s / sizes.num_steps * 1e6)
-            yield _row(context, model, operations, num_kernels / sizes.num_steps)
-            note = f"{num_streams} streams, under a profiler"
-            yield _row(context, model, what + IDLE, 1 - busy_s / span_s, note=note)
+            yield row(f"{what}device busy of a step of {num_streams}, µs", busy_s / sizes.num_steps * 1e6)
+            yield row(f"{what}device operations in a step of {num_streams}", num_kernels / sizes.num_steps)
+            yield row(what + IDLE, 1 - busy_s / span_s, note=f"{num_streams} streams, under a profiler")
         streams.cancel_all()
 
 
@@ -479,11 +351,8 @@ def _device_time(step: Callable[[], object], num_steps: int) -> tuple[float, flo
         for _ in range(num_steps):
             step()
         torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in found.events() or ()
-        if event.device_type == DeviceType.CUDA
-    )
+    events = [event for event in found.events() or () if event.device_type == DeviceType.CUDA]
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     if not spans:
         raise RuntimeError("the profiler has seen nothing of the device")
     busy, end = 0.0, spans[0][0]
@@ -494,42 +363,30 @@ def _device_time(step: Callable[[], object], num_steps: int) -> tuple[float, flo
 
 
 def _cancel(model: str, context: Context) -> Iterator[Row]:
-    """From the message to the last news of a stream that decodes, and of a prompt in the middle."""
-    sizes, streams = sizes_of(context), Streams(runner_of(model, context))
-    num_streams, num_long = min(64, sizes.max_sequences - 1), max(sizes.prompts)
-    names = [streams.submit(streams.prompt(16), 1 << 12 if context.is_device else 256) for _ in range(num_streams)]
+    """From the message to the last news of a stream that decodes."""
+    sizes, streams = context.of_size(TINY, QUICK, FULL), Streams(runner_of(model, context))
+    num_tokens = 1 << 12 if context.is_device else 256
+    names = [streams.submit(streams.prompt(16), num_tokens) for _ in range(min(64, sizes.max_sequences - 1))]
     streams.run_until(lambda: streams.have_all(names, 4))
-    taken = [_time_cancel(streams, name) for name in names[: max(1, num_streams // 2)]]
-    yield _row(context, model, "cancel of a stream, ms", statistics.median(seconds for seconds, _ in taken) * 1e3)
-    yield _row(context, model, CANCEL_STEPS, float(max(num_steps for _, num_steps in taken)))
-    long = streams.submit(streams.prompt(num_long), 4)
-    streams.step()
-    streams.step()
-    if long not in streams.cached_tokens:
-        yield _row(context, model, f"cancel of a prompt of {num_long}, ms", _time_cancel(streams, long)[0] * 1e3)
+    taken_s, num_steps = [], 0
+    for name in names[: max(1, len(names) // 2)]:
+        started_s, steps = time.perf_counter(), 0
+        streams.cancel(name)
+        while name not in streams.cached_tokens:
+            streams.step()
+            steps += 1
+        taken_s.append(time.perf_counter() - started_s)
+        num_steps = max(num_steps, steps)
+    row = partial(judged, context, title_of(model), model)
+    yield row("cancel of a stream, ms", statistics.median(taken_s) * 1e3)
+    yield row(CANCEL_STEPS, float(num_steps))
     streams.cancel_all()
 
 
-def _time_cancel(streams: Streams, name: str) -> tuple[float, int]:
-    """Seconds, and steps that were computed meanwhile."""
-    started_s, num_steps = time.perf_counter(), 0
-    streams.cancel(name)
-    while name not in streams.cached_tokens:
-        streams.step()
-        num_steps += 1
-    return time.perf_counter() - started_s, num_steps
-
-
-Measure = Callable[[str, Context], Iterator[Row]]
-MEASURES: Mapping[str, Measure] = {
+MEASURES: Mapping[str, Callable[[str, Context], Iterator[Row]]] = {
     "decode": _decode,
-    "first tokens": partial(_first_tokens, True),
-    "step split": partial(_split, True),
-    "arriving prompts": _arrivals,
-    "prefix cache": _prefix,
+    "first tokens": _first_tokens,
+    "step split": partial(_split, "auto"),
     "cancel": _cancel,
-}
-WITHOUT_GRAPHS: Mapping[str, Measure] = {
-    "step split without graphs": partial(_split, False),
-    "first tokens without graphs": partial(_first_tokens, False),
+    "step split without graphs": partial(_split, "off"),
 }

@@ -1,12 +1,13 @@
 """One part of bench.gpu_check: cases, the processes that run them, targets, and the results that they bring.
 
-A part is a list of cases, what matters most first. They run one after the other in a process of their own, which is
-started anew behind one that has taken the device down with it: a kernel that reads what it may not breaks its process's
-device for good, and one that waits for ever cannot be stopped from within. Cases that time nothing run in several
-processes at once. The parent never touches the device: it takes the news, gives up a case that takes longer than it
-may, and writes what there is every few seconds. A case leans on no other but through Context.state.
+A part is a list of cases, what matters most first. They run one after the other in a process of their own, and behind
+one that has taken the device down in a fresh one: a kernel that reads what it may not breaks its process's device for
+good, and one that waits for ever cannot be stopped from within. Cases that time nothing run in several processes at
+once. The parent never touches the device: it takes the news, gives up a case that takes too long, and writes what there
+is every few seconds. Cases share nothing but Context.state.
 """
 
+import argparse
 import contextlib
 import ctypes
 import gc
@@ -19,7 +20,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -32,16 +34,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench.gpu_check import ALWAYS, NEEDED, missing_packages
-from bench.limits import Speed, measure_device_limits
+from bench.gpu_check import ALWAYS, NEEDED
+from bench.limits import UNITS, Speed, measure_limits
 from bench.report import result_markdown
-from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
+from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, table_of, write_result
 
 T = TypeVar("T")
 
 OK, BELOW, WRONG, FAILED, SKIPPED, LEFT_OUT = "ok", "below target", "wrong", "failed", "skipped", "left out"
 FAULTS = (WRONG, FAILED, BELOW, LEFT_OUT)  # what makes the check fail; skipped is what cannot be here
-TOO_LONG, TIME_UP, BROKEN_OFF = "given up: it took longer than it may", "the part's time was up", "broken off"
+TOO_LONG, TIME_UP, INTERRUPTED = "given up: it took longer than it may", "the part's time was up", "interrupted"
 
 MODULES = {part: f"bench.gpu_{part}" for part in NEEDED} | {"environment": "bench.gpu_run"}
 CEILINGS = "ceilings"  # the case that every part begins with
@@ -102,20 +104,15 @@ class Context:
         return torch.cuda.get_device_name(self.device) if self.is_device else "cpu"
 
     @property
-    def speed(self) -> Speed | None:
-        """The ceilings of this run: its first case's. None: it has found none."""
-        found = self.state.get("speed")
-        return None if found is None else Speed(**found)
+    def speed(self) -> Speed:
+        """The ceilings of this run, which its first case measures.
 
-    @property
-    def known_speed(self) -> Speed:
-        """
         Raises:
-            LookupError: no ceilings were measured in this run.
+            LookupError: it has not.
         """
-        if self.speed is None:
+        if "speed" not in self.state:
             raise LookupError("no ceilings were measured in this run")
-        return self.speed
+        return Speed(**self.state["speed"])
 
     def once(self, key: str, make: Callable[[], T]) -> T:
         """What is made by the first case that asks for it, and kept until another key is asked for: models are big."""
@@ -124,6 +121,16 @@ class Context:
             self._kept[key] = make()
         made: T = self._kept[key]
         return made
+
+    @contextlib.contextmanager
+    def poisoned(self) -> Iterator[None]:
+        """On a CPU unwritten memory is NaN: what padding leaves behind must not reach any row."""
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(before or not self.is_device, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
 
     def drop(self) -> None:
         """Give back what is kept."""
@@ -140,7 +147,6 @@ class Case:
         run: gives rows; what it raises is a row as well.
         limit_s: after which it is given up.
         table: of a row that tells how it failed.
-        is_alone: no other runs in its process after it: it leaves memory behind that nobody can give back.
         is_shared: it times nothing and needs little memory: others may use the device beside it.
     """
 
@@ -148,7 +154,6 @@ class Case:
     run: Callable[[Context], Iterable[Row]]
     limit_s: float
     table: str
-    is_alone: bool = False
     is_shared: bool = False
 
 
@@ -162,7 +167,7 @@ def last_line(error: BaseException) -> str:
 
 H200 = "H200"
 SINGLE_STREAM = "single stream, tokens/s"
-TAIL_BESIDE_PROMPTS = "inter-token p99 / median beside arriving prompts"
+TAIL_BESIDE_PROMPTS = "http inter-token p99 / median beside arriving prompts"
 IDLE = "device idle between decode steps, share"
 FULL_SERVER = "http, as many clients as have room x 128/1024, tokens/s"
 BESIDE_ENGINE = "http / the engine alone, tokens/s of both"
@@ -214,7 +219,6 @@ TARGETS: Mapping[tuple[str, str], Target] = {
     ("qwen3-0.6b", SINGLE_STREAM): Target(least=1190, is_for_h200=True),
     ("llama-8b", first_token_of(1024)): Target(most=24, is_for_h200=True),
     ("", TAIL_BESIDE_PROMPTS): Target(most=2),
-    ("", f"http {TAIL_BESIDE_PROMPTS}"): Target(most=2),
     ("", IDLE): Target(most=0.05),
     ("llama-8b", FULL_SERVER): Target(least_share=0.80),
     ("", BESIDE_ENGINE): Target(least=0.98),
@@ -250,7 +254,7 @@ def judged(
 
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
     """Of --part environment."""
-    return [ceilings_case(), Case("versions", _versions, 60.0, "Versions"), Case("parts", _parts, 30.0, "Parts")]
+    return [ceilings_case(), Case("packages", _packages, 60.0, "Packages")]
 
 
 def ceilings_case() -> Case:
@@ -262,12 +266,12 @@ def _ceilings(context: Context) -> Iterator[Row]:
     context.state["facts"] = device_facts(context.device)
     yield Row("Device", {name: str(value) for name, value in context.state["facts"].items()})
     dtype = torch.bfloat16 if context.is_device else torch.float32
-    limits = measure_device_limits(context.device, dtype, context.is_quick or not context.is_device)
+    is_quick = context.is_quick or not context.is_device
+    limits = measure_limits(context.device, dtype, is_quick, [1] if is_quick else None)
     context.state["speed"] = {"read_bytes_per_s": limits.speed.read_bytes_per_s, "flops": limits.speed.flops}
     for probe in limits.probes:
-        scale, unit = (1e9, "GB/s") if probe.kind == "read" else (1e12, "TFLOP/s")
-        cells: dict[str, Cell] = {"kind": probe.kind, "form": probe.form, "threads": probe.num_threads}
-        yield Row(f"Ceilings, {limits.dtype}", cells | {"best": probe.per_s / scale, "unit": unit})
+        cells: dict[str, Cell] = {"form": probe.form, "best": probe.per_s / 1e9, "unit": UNITS[probe.kind]}
+        yield Row(f"Ceilings, {limits.dtype}", cells)
 
 
 def device_facts(device: torch.device) -> dict[str, Cell]:
@@ -304,17 +308,12 @@ def _version(package: str) -> str:
         return "unknown version" if find_spec(package) else "not installed"
 
 
-def _versions(context: Context) -> Iterator[Row]:
-    for name in dict.fromkeys(name for part in NEEDED for name in (*ALWAYS, *NEEDED[part])):
-        yield Row("Versions", {"package": name, "version": _version(name)}, OK if find_spec(name) else SKIPPED)
-
-
-def _parts(context: Context) -> Iterator[Row]:
-    """What can be run on this machine."""
-    for part in NEEDED:
-        missing = missing_packages(part)
-        note = f"needs {', '.join(missing)}" if missing else ""
-        yield Row("Parts", {"part": part}, SKIPPED if missing else OK, note)
+def _packages(context: Context) -> Iterator[Row]:
+    """Which parts can run on this machine."""
+    for part, needed in NEEDED.items():
+        for name in (*(ALWAYS if part == "environment" else ()), *needed):
+            cells: dict[str, Cell] = {"part": part, "package": name, "version": _version(name)}
+            yield Row("Packages", cells, OK if find_spec(name) else SKIPPED)
 
 
 # Results.
@@ -339,27 +338,23 @@ class Results:
             self.rows.append(row)
             print(f"{row.verdict or '-':12} {row.told()}", file=sys.stderr, flush=True)
 
-    def learn(self, state: Mapping[str, Any]) -> None:
-        """What a case leaves to those behind it."""
-        with self._lock:
-            self.state |= state
-
     @property
     def faults(self) -> list[Row]:
         return [row for row in self.rows if row.verdict in FAULTS]
 
     def tables(self) -> list[Table]:
         """The verdicts' counts, what makes the part fail, and a table for each title."""
-        by_title: dict[str, list[Row]] = {}
-        counts: dict[str, int] = {}
+        by_title: dict[str, list[dict[str, Cell]]] = {}
         for row in self.rows:
-            by_title.setdefault(row.table, []).append(row)
-            counts[row.verdict or "not judged"] = counts.get(row.verdict or "not judged", 0) + 1
-        found = [Table(f"Verdicts: {self._part}", tuple(counts) or ("none",), (tuple(counts.values()) or (0,),))]
+            judged: dict[str, Cell] = {"verdict": row.verdict} if row.verdict else {}
+            judged |= {"note": row.note} if row.note else {}
+            by_title.setdefault(row.table, []).append(row.cells | judged)
+        counts = Counter(row.verdict or "not judged" for row in self.rows)
+        found = [table_of(f"Verdicts: {self._part}", [dict(counts) or {"none": 0}])]
         if self.faults:
             lines = tuple((row.verdict, row.table, row.told()) for row in self.faults)
             found.append(Table(f"What fails: {self._part}", ("verdict", "table", "row"), lines))
-        return found + [_table(title, rows) for title, rows in by_title.items()]
+        return found + [table_of(title, rows) for title, rows in by_title.items()]
 
     def write(self, every_s: float = 0.0) -> None:
         """Unless that was done within `every_s`: whoever ends us before our end shall find something."""
@@ -383,18 +378,9 @@ class Results:
         print(f"gpu_check {self._part}: " + (f"rows that fail: {len(self.faults)}" if self.faults else "nothing fails"))
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    columns = list(dict.fromkeys(name for row in rows for name in row.cells))
-    lines: list[tuple[Cell, ...]] = [
-        (*(row.cells.get(name) for name in columns), row.verdict, row.note) for row in rows
-    ]
-    has_verdicts, has_notes = any(row.verdict for row in rows), any(row.note for row in rows)
-    kept = [*range(len(columns)), *([len(columns)] if has_verdicts else []), *([len(columns) + 1] if has_notes else [])]
-    named = (*columns, "verdict", "note")
-    return Table(title, tuple(named[i] for i in kept), tuple(tuple(line[i] for i in kept) for line in lines))
-
-
 # Running.
+
+News = tuple[str, Any]  # of a process that runs cases: "began" or "ended" and a case's name, "row", "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,27 +390,13 @@ class Job:
     Args:
         module: its cases(is_quick, is_device) lists the part's cases.
         device: "cpu" or "cuda".
-        cases: names of those that are still to be run.
-        state: what earlier cases have left, as Context.state.
         num_at_once: processes that share the machine.
     """
 
     module: str
     device: str
     is_quick: bool
-    cases: tuple[str, ...] = ()
-    state: Mapping[str, Any] = field(default_factory=dict)
     num_at_once: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """Of a process that runs cases. began, ended: a case's name; state: for those who come later."""
-
-    began: str | None = None
-    ended: str | None = None
-    row: Row | None = None
-    state: Mapping[str, Any] | None = None
 
 
 def cases_of(job: Job) -> list[Case]:
@@ -433,24 +405,25 @@ def cases_of(job: Job) -> list[Case]:
     return found
 
 
-def run_cases(job: Job, tell: Callable[[News], None]) -> None:
-    """Run the job's cases, up to one behind which another process is wanted."""
-    context = Context(torch.device(job.device), job.is_quick, dict(job.state))
+def run_cases(job: Job, names: Collection[str], state: Mapping[str, Any], tell: Callable[[News], None]) -> None:
+    """Run the cases of these names, up to one that needs a fresh process behind it."""
+    context = Context(torch.device(job.device), job.is_quick, dict(state))
     for case in cases_of(job):
-        if case.name not in job.cases:
+        if case.name not in names:
             continue
-        tell(News(began=case.name))
+        tell(("began", case.name))
         is_lost = False
         try:
             for row in case.run(context):
-                tell(News(row=row))
+                tell(("row", row))
             if context.is_device:
-                torch.cuda.synchronize(context.device)  # a fault is told by the next call: let that be its own case
+                torch.cuda.synchronize(context.device)  # the next call reports a fault: let that be in its own case
         except Exception as error:  # whatever is wrong with one case, the others are still to be tried
-            tell(News(row=Row(case.table, {"case": case.name}, FAILED, last_line(error))))
+            tell(("row", Row(case.table, {"case": case.name}, FAILED, last_line(error))))
             is_lost = context.is_device and not _is_alive(context.device)
-        tell(News(ended=case.name, state=context.state))
-        if is_lost or case.is_alone:
+        tell(("state", context.state))
+        tell(("ended", case.name))
+        if is_lost:
             return
     context.drop()
 
@@ -465,19 +438,19 @@ def _is_alive(device: torch.device) -> bool:
     return True
 
 
-def _be_worker(job: Job, pipe: Connection) -> None:
+def _be_worker(job: Job, names: Collection[str], state: Mapping[str, Any], pipe: Connection) -> None:
     """What the process does. It ends with its parent, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.setpgid(0, 0)  # what it starts is ended with it
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if job.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # said before triton is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     if job.num_at_once > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.num_at_once))
-    warnings.simplefilter("ignore")  # torch's on deterministic fills, as many as there are operators
+    warnings.simplefilter("ignore")  # torch warns of deterministic fills, for each operator
     with contextlib.suppress(BrokenPipeError):
-        run_cases(job, pipe.send)
+        run_cases(job, names, state, pipe.send)
 
 
 class Turn:
@@ -487,38 +460,38 @@ class Turn:
         end_s: of the part, by the monotonic clock.
     """
 
-    def __init__(self, cases: Sequence[Case], results: Results, end_s: float) -> None:
+    def __init__(self, job: Job, cases: Sequence[Case], results: Results, end_s: float) -> None:
+        self._job, self._results, self._end_s = job, results, end_s
         self._left = {case.name: case for case in cases}
-        self._results, self._end_s = results, end_s
         self._running: Case | None = None
         self._until_s = 0.0
-        self.is_broken_off = threading.Event()
+        self.is_interrupted = threading.Event()
 
-    def run(self, job: Job, is_here: bool = False) -> None:
-        """One process after the other, until each case has ended in some way. is_here: in this one."""
-        while self._left and time.monotonic() < self._end_s and not self.is_broken_off.is_set():
-            num_left = len(self._left)
-            self._until_s = time.monotonic() + START_LIMIT_S
-            asked, why = replace(job, cases=tuple(self._left), state=dict(self._results.state)), None
+    def run(self, is_here: bool = False) -> None:
+        """One process after the other, until each case has ended in some way. is_here: in this process."""
+        why: str | None = None
+        while self._left and why not in (TIME_UP, INTERRUPTED) and time.monotonic() < self._end_s:
+            num_left, self._until_s = len(self._left), time.monotonic() + START_LIMIT_S
+            asked, why = (self._job, tuple(self._left), dict(self._results.state)), None
             if is_here:
-                run_cases(asked, self._take)
+                run_cases(*asked, self._take)
             else:
-                why = self._run_process(asked)
+                why = self._run_process(*asked)
             if self._running is not None:
                 self._add(self._running, LEFT_OUT if why == TIME_UP else FAILED, why or "its process ended")
                 self._running = None
-            elif len(self._left) == num_left and why != TIME_UP:  # it never began: nor will the next
+            elif len(self._left) == num_left and why != TIME_UP:  # no case began: none will
                 self._end_all(FAILED, why or "the process did not start")
-        self._end_all(LEFT_OUT, BROKEN_OFF if self.is_broken_off.is_set() else TIME_UP)
+        self._end_all(LEFT_OUT, INTERRUPTED if why == INTERRUPTED else TIME_UP)
 
-    def _run_process(self, job: Job) -> str | None:
-        """Returns why it ended before its time; None: it has run all cases, or given up the device itself."""
+    def _run_process(self, *asked: Any) -> str | None:
+        """Returns why it ended early; None: it has run all cases, or given up the device itself."""
         context = get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_be_worker, args=(job, theirs))
+        process = context.Process(target=_be_worker, args=(*asked, theirs))
         process.start()
         theirs.close()
-        why: str | None = BROKEN_OFF
+        why: str | None = INTERRUPTED
         try:
             why = self._follow(ours)
         finally:
@@ -529,9 +502,9 @@ class Turn:
             process.join()
             ours.close()
         code = process.exitcode or 0
-        if why is not None or not code:
-            return why
-        return f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        if why is None and code:
+            why = f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        return why
 
     def _follow(self, pipe: Connection) -> str | None:
         """Take the news until the other end is closed. Returns why it is to be ended before that."""
@@ -541,23 +514,23 @@ class Turn:
                     self._take(pipe.recv())
                 except EOFError:
                     return None
-                continue
-            if self.is_broken_off.is_set():
-                return BROKEN_OFF
-            if time.monotonic() > self._end_s + END_GRACE_S:
+            elif self.is_interrupted.is_set():
+                return INTERRUPTED
+            elif time.monotonic() > self._end_s + END_GRACE_S:
                 return TIME_UP
-            if time.monotonic() > self._until_s:
+            elif time.monotonic() > self._until_s:
                 return TOO_LONG
 
     def _take(self, news: News) -> None:
-        if news.began is not None:
-            self._running = self._left.pop(news.began)
+        kind, what = news
+        if kind == "began":
+            self._running = self._left.pop(what)
             self._until_s = time.monotonic() + self._running.limit_s
-        if news.row is not None:
-            self._results.add(news.row)
-        if news.state is not None:
-            self._results.learn(news.state)
-        if news.ended is not None:
+        elif kind == "row":
+            self._results.add(what)
+        elif kind == "state":
+            self._results.state |= what
+        else:
             self._running = None
             self._until_s = time.monotonic() + START_LIMIT_S
             self._results.write(every_s=WRITE_EVERY_S)
@@ -576,53 +549,42 @@ def run_all(job: Job, cases: Sequence[Case], results: Results, end_s: float, num
     for is_shared, following in groupby(cases, lambda case: case.is_shared):
         group = list(following)
         num_turns = min(num_at_once, len(group)) if is_shared else 1
-        turns = [Turn(group[first::num_turns], results, end_s) for first in range(num_turns)]
+        shared = replace(job, num_at_once=num_turns)
+        turns = [Turn(shared, group[first::num_turns], results, end_s) for first in range(num_turns)]
         with ThreadPoolExecutor(num_turns) as pool:
-            running = [pool.submit(turn.run, replace(job, num_at_once=num_turns)) for turn in turns]
+            running = [pool.submit(turn.run) for turn in turns]
             try:
                 for future in running:
                     future.result()
             except BaseException:  # Ctrl-C above all: leave no process on the device
                 for turn in turns:
-                    turn.is_broken_off.set()
+                    turn.is_interrupted.set()
                 raise
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What was asked for; see gpu_check.main.
+def run_part(arguments: argparse.Namespace, argv: Sequence[str], is_here: bool = False) -> int:
+    """Run, show, write. Returns the exit code.
 
     Args:
-        limit_s: for the whole part: what has not ended by then is left out, and said to be.
-        is_here: in this process: a test's, which needs no protection and has torch imported.
+        arguments: of gpu_check.main.
+        is_here: in this process, as a test wants it.
     """
-
-    part: str
-    is_quick: bool
-    device: str
-    only: str | None
-    limit_s: float
-    out: Path | None
-    is_here: bool = False
-
-
-def run_part(run: Run, argv: Sequence[str]) -> int:
-    """Run, show, write. Returns the exit code."""
-    end_s = time.monotonic() + run.limit_s
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
+    part, end_s, device = arguments.part, time.monotonic() + arguments.limit, arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         print("bench.gpu_check: there is no CUDA device\nFix: --device cpu, for tiny shapes", file=sys.stderr)
         return 2
-    job = Job(MODULES[run.part], device, run.is_quick)
-    chosen = [case for case in cases_of(job) if run.only is None or run.only in case.name or case.name == CEILINGS]
-    if run.only and all(case.name == CEILINGS for case in chosen):
-        print(f"bench.gpu_check: no case of --part {run.part} has {run.only!r} in its name", file=sys.stderr)
+    job, only = Job(MODULES[part], device, arguments.quick), arguments.only
+    chosen = [case for case in cases_of(job) if only is None or only in case.name or case.name == CEILINGS]
+    if only and all(case.name == CEILINGS for case in chosen):
+        print(f"bench.gpu_check: no case of --part {part} has {only!r} in its name", file=sys.stderr)
         return 2
-    is_kept = run.out is not None or (device == "cuda" and not run.is_quick)
-    path = (run.out or RESULTS_DIR) / f"gpu-{run.part}" if is_kept else None
-    results = Results(run.part, command_line("python -m bench.gpu_check", argv), path)
-    if run.is_here:
-        Turn(chosen, results, end_s).run(job, is_here=True)
+    is_kept = arguments.out is not None or (device == "cuda" and not arguments.quick)
+    path = (arguments.out or RESULTS_DIR) / f"gpu-{part}" if is_kept else None
+    results = Results(part, command_line("python -m bench.gpu_check", argv), path)
+    if is_here:
+        Turn(job, chosen, results, end_s).run(is_here=True)
     else:
         # two cores each at least: Triton compiles, and the references run on the CPU
         run_all(job, chosen, results, end_s, max(1, min(MAX_AT_ONCE, len(os.sched_getaffinity(0)) // 2)))

@@ -1,11 +1,12 @@
 """What the benches share: a command line with a result, servers as processes of their own, and their CPU and memory.
 
-`run_bench` is every bench's `main`: it reads the flags, measures, shows the tables and writes bench/results/NAME.json;
-with --quick it only sees that all works, and writes nothing unless --json says where.
+`bench` makes every bench's `main`: it reads the flags, measures, shows the tables and writes bench/results/NAME.json.
+With --quick it only shows that the bench works, and writes nothing unless --json says where.
 """
 
 import argparse
 import contextlib
+import http.client
 import os
 import resource
 import signal
@@ -18,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bench.client import ConnectionPool, Exchange, Recorder, encode_request
-from bench.load import CannotRun, run_on_fast_loop
+from bench.load import CannotRun
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.errors import StartupError
 
@@ -91,37 +91,38 @@ class Found:
     code: int = 0
 
 
-def run_bench(
-    name: str,
-    description: str | None,
-    measure: Callable[[argparse.Namespace], Found],
-    flags: Sequence[Flag] = (),
-    argv: Sequence[str] | None = None,
-) -> int:
-    """Parse, measure, show, write. Returns the exit code: 2 where nothing could be measured, with a cause and a fix."""
-    argv = sys.argv[1:] if argv is None else argv
-    program = f"python -m bench.{name}"
-    parser = argparse.ArgumentParser(
-        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for flag in flags:
-        flag.add_to(parser)
-    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the result goes (default: bench/results)")
-    arguments = parser.parse_args(argv)
-    for flag in flags:
-        setattr(arguments, flag.name.removeprefix("--").replace("-", "_"), flag.value(arguments))
-    try:
-        found = measure(arguments)
-    except StartupError as error:
-        print(f"bench.{name}: {error.cause}\nFix: {error.fix}", file=sys.stderr)
-        return 2
-    print_tables(found.tables)
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"{found.name or name}.json")
-    if path is not None:
-        write_result(path, name, command_line(program, argv), found.tables, found.config, found.details)
-        print(f"written: {path}")
-    return found.code
+def bench(
+    name: str, description: str | None, measure: Callable[[argparse.Namespace], Found], flags: Sequence[Flag] = ()
+) -> Callable[..., int]:
+    """The `main` of a bench: parse, measure, show, write.
+
+    It returns the exit code: 2 where nothing could be measured, with a cause and a fix.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        argv = sys.argv[1:] if argv is None else argv
+        program, shape = f"python -m bench.{name}", argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(prog=program, description=description, formatter_class=shape)
+        for flag in flags:
+            flag.add_to(parser)
+        parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="where the result goes (default: bench/results)")
+        arguments = parser.parse_args(argv)
+        for flag in flags:
+            setattr(arguments, flag.name.removeprefix("--").replace("-", "_"), flag.value(arguments))
+        try:
+            found = measure(arguments)
+        except StartupError as error:
+            print(f"bench.{name}: {error.cause}\nFix: {error.fix}", file=sys.stderr)
+            return 2
+        print_tables(found.tables)
+        path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"{found.name or name}.json")
+        if path is not None:
+            write_result(path, name, command_line(program, argv), found.tables, found.config, found.details)
+            print(f"written: {path}")
+        return found.code
+
+    return main
 
 
 def bound(command: Sequence[str]) -> list[str]:
@@ -163,40 +164,34 @@ def running(
     process = subprocess.Popen(
         bound(command), stdout=subprocess.DEVNULL, stderr=errors, env=merged, start_new_session=True
     )
+    end_s = time.monotonic() + start_timeout_s
     try:
-        _wait_ready(process, command, port, ready_path, start_timeout_s)
+        while not answers(port, ready_path):
+            if process.poll() is not None:
+                raise DidNotStart(f"{command!r} ended with {process.returncode}.", "run it alone and look")
+            if time.monotonic() > end_s:
+                raise DidNotStart(f"{command!r} was not ready in {start_timeout_s:g} s.", "run it alone and look")
+            time.sleep(POLL_S)
         yield process.pid
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        with contextlib.suppress(ProcessLookupError):  # workers that it left behind
+        with contextlib.suppress(ProcessLookupError):  # it, and workers that it left behind
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def _wait_ready(
-    process: "subprocess.Popen[bytes]", command: Sequence[str], port: int, path: str, timeout_s: float
-) -> None:
-    end_s = time.monotonic() + timeout_s
-    while time.monotonic() < end_s:
-        if process.poll() is not None:
-            raise DidNotStart(f"{command!r} ended with {process.returncode}.", "run it alone and look")
-        if run_on_fast_loop(_answers(port, path)):
-            return
-        time.sleep(POLL_S)
-    raise DidNotStart(f"{command!r} was not ready within {timeout_s:g} s.", "run it alone and look")
-
-
-async def _answers(port: int, path: str) -> bool:
-    pool, exchange = ConnectionPool("127.0.0.1", port, Recorder(), 5.0), Exchange(time.monotonic())
+def answers(port: int, path: str) -> bool:
+    """Whether GET `path` answers 200 now."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
     try:
-        await pool.perform(encode_request("GET", path, f"127.0.0.1:{port}", {}), exchange)
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
     finally:
-        await pool.close()
-    return exchange.failure is None
+        connection.close()
 
 
 def serve_command(port: int, *more: str) -> list[str]:

@@ -1,9 +1,7 @@
-"""What long bodies, long chat templates and reconnects cost everybody else: `python -m bench.lag`.
-
-In milliseconds: p50, p99, most.
+"""What long bodies, long chat templates and reconnects cost all other clients: `python -m bench.lag`.
 
 One server with a null runner decodes STREAMS streams, a step every STEP_S; beside it others post one body after the
-other, each of which is parsed, rendered and refused or answered. Measured in the server's process:
+other, each of which is parsed, rendered and refused or answered. Measured in the server's process, in milliseconds:
 
 - gil_wait: the engine thread sleeps until a step is due, and notes how late it runs: the time to wake up, and the wait
   for the interpreter, which other threads hold. Without others it is the machine's own lateness.
@@ -22,31 +20,31 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-import numpy as np
 import uvloop
 
 from bench import null_server
-from bench.kit import MODEL, Flag, Found, run_bench
-from bench.raw_clients import Load, run
-from bench.results import Cell, Table
+from bench.kit import MODEL, Flag, Found, bench
+from bench.raw_clients import Load, frame, run
+from bench.results import Cell, percentile, table_of
 from core.types import StepDelivery
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
 from server.process import SWITCH_INTERVAL_S, Server
-from server.wire.http2 import PREFACE
+from server.wire.http2_frames import PING, PREFACE, SETTINGS
 
 STREAMS = 64
 STEP_S = 0.02
 PROBE_S = 0.005
 BODY_BYTES = 8 * 1024 * 1024
 WARM_UP_S = 1.0
+BROKEN = PREFACE + frame(SETTINGS) + frame(PING, bytes(8), 0, 3)  # a PING belongs to no stream: GOAWAY
 
 
 @dataclass(slots=True)
 class Lateness:
-    """How late a thread was, in seconds; of the time in which it is noted."""
+    """How late a thread was, in seconds, while `is_noted`."""
 
     is_noted: bool = False
     seconds: list[float] = field(default_factory=list)
@@ -55,23 +53,10 @@ class Lateness:
         if self.is_noted:
             self.seconds.append(time.monotonic() - due_s)
 
-    def figures_ms(self) -> tuple[float, float, float]:
-        """Median, 99th percentile, most."""
+    def figures(self, name: str) -> dict[str, Cell]:
         values = self.seconds or [0.0]
-        return 1e3 * float(np.median(values)), 1e3 * float(np.percentile(values, 99)), 1e3 * max(values)
-
-
-class NotedPace:
-    """Steps every STEP_S; how late each is goes into `lateness`. Thread: engine."""
-
-    def __init__(self, lateness: Lateness) -> None:
-        self._lateness = lateness
-        self._due_s = 0.0
-
-    def wait(self) -> None:
-        self._due_s = max(self._due_s + STEP_S, time.monotonic())
-        time.sleep(max(0.0, self._due_s - time.monotonic()))
-        self._lateness.note(self._due_s)
+        p50, p99 = (percentile(values, q) or 0.0 for q in (50, 99))
+        return {f"{name} p50 ms": p50 * 1e3, f"{name} p99 ms": p99 * 1e3, f"{name} max ms": max(values) * 1e3}
 
 
 def long_text() -> bytes:
@@ -91,50 +76,33 @@ def many_messages() -> bytes:
     return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1}).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is posted beside the streams; None: nothing."""
-
-    name: str
-    path: str = ""
-    make_body: Callable[[], bytes] | None = None
-    reconnects: bool = False  # instead, HTTP/2 connections that each break the protocol, and are ended by GOAWAY
-
-
-CASES = (
-    Case("streams alone"),
-    Case("8 MiB of text", "/v1/completions", long_text),
-    Case("8 MiB of ids", "/v1/completions", long_ids),
-    Case("4,080 messages", "/v1/chat/completions", many_messages),
-    Case("reconnects ended by GOAWAY", reconnects=True),
-)
+CASES: dict[str, tuple[str, Callable[[], bytes]] | None] = {
+    "streams alone": None,
+    "8 MiB of text": ("/v1/completions", long_text),
+    "8 MiB of ids": ("/v1/completions", long_ids),
+    "4,080 messages": ("/v1/chat/completions", many_messages),
+    "reconnects ended by GOAWAY": ("", lambda: BROKEN),
+}
 
 
-def post_bodies(port: int, case: Case, duration_s: float) -> int:
-    """Post one after the other for so long. Returns how many were answered. A process of its own runs this."""
-    if case.reconnects:
-        return reconnect(port, duration_s)
-    if case.make_body is None:
+def send_bodies(port: int, name: str, duration_s: float) -> int:
+    """Send one after the other for so long. Returns how many were answered. Runs in a process of its own."""
+    if (case := CASES[name]) is None:
         time.sleep(duration_s)
         return 0
-    body, num, end_s = case.make_body(), 0, time.monotonic() + duration_s
+    (path, make_body), num = case, 0
+    body, end_s = make_body(), time.monotonic() + duration_s
     while time.monotonic() < end_s:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("POST", case.path, body, {"content-type": "application/json"})
-        connection.getresponse().read()
-        connection.close()
-        num += 1
-    return num
-
-
-def reconnect(port: int, duration_s: float) -> int:
-    """Open HTTP/2 connections, a PING on a stream in each, and wait for their end. Returns how many there were."""
-    num, end_s = 0, time.monotonic() + duration_s
-    while time.monotonic() < end_s:
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(PREFACE + bytes(3) + b"\x04" + bytes(5) + b"\0\0\x08\x06\0\0\0\0\x03" + bytes(8))
-            while client.recv(4096):
-                pass
+        if path:
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            connection.getresponse().read()
+            connection.close()
+        else:
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(body)
+                while client.recv(4096):
+                    pass
         num += 1
     return num
 
@@ -146,42 +114,49 @@ async def probe_loop(lateness: Lateness) -> None:
         lateness.note(due_s)
 
 
-async def measure(case: Case, duration_s: float) -> tuple[Cell, ...]:
-    """One row."""
-    loop = asyncio.get_running_loop()
-    gil, lag = Lateness(), Lateness()
+async def measure(name: str, duration_s: float) -> dict[str, Cell]:
+    """One row, of CASES."""
+    gil, lag, due_s = Lateness(), Lateness(), 0.0
+
+    def wait_step() -> None:
+        nonlocal due_s
+        due_s = max(due_s + STEP_S, time.monotonic())
+        time.sleep(max(0.0, due_s - time.monotonic()))
+        gil.note(due_s)
 
     def load(inbox: Inbox, deliver: Callable[[StepDelivery], None], stage: Callable[[str], None]) -> LoadedEngine:
-        return null_server.load(NotedPace(gil).wait, inbox, deliver, stage)
+        return null_server.load(wait_step, inbox, deliver, stage)
 
     server = Server(ServerConfig(port=0, log_level="warning", drain_timeout_s=0.0), load, lambda lines: None)
     await server.start()
     await server.wait_ready()
+    loop, port = asyncio.get_running_loop(), server.listener.port
     probe = asyncio.create_task(probe_loop(lag))
     num_tokens = int((duration_s + 3 * WARM_UP_S + 2) / STEP_S)
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        streams = Load(server.listener.port, False, STREAMS, STREAMS, num_tokens)
-        reading = loop.run_in_executor(pool, run, streams)
+        reading = loop.run_in_executor(pool, run, Load(port, False, STREAMS, STREAMS, num_tokens))
         await asyncio.sleep(2 * WARM_UP_S)
-        posting = loop.run_in_executor(pool, post_bodies, server.listener.port, case, duration_s)
+        sending = loop.run_in_executor(pool, send_bodies, port, name, duration_s)
         gil.is_noted = lag.is_noted = True
-        num_posted = await posting
+        num_sent = await sending
         gil.is_noted = lag.is_noted = False
         server.stop(0.0)
         await server.wait_stopped()
         await reading
     probe.cancel()
-    return (case.name, num_posted / duration_s, *gil.figures_ms(), *lag.figures_ms())
+    cells: dict[str, Cell] = {f"beside {STREAMS} streams": name, "posted or opened/s": num_sent / duration_s}
+    return cells | gil.figures("gil_wait") | lag.figures("loop lag")
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
     configure_logging("error", "text")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    rows = tuple(uvloop.run(measure(case, arguments.seconds)) for case in CASES)
-    waits = ("gil_wait p50 ms", "p99 ms", "most ms", "loop lag p50 ms", "p99 ms", "most ms")
-    table = Table("What long bodies cost the others", ("beside 64 streams", "posted or opened/s", *waits), rows)
-    return Found([table], {"streams": STREAMS, "step_s": STEP_S, "seconds": arguments.seconds})
+    rows = [uvloop.run(measure(name, arguments.seconds)) for name in CASES]
+    config = {"streams": STREAMS, "step_s": STEP_S, "seconds": arguments.seconds}
+    return Found([table_of("What long bodies cost the others", rows)], config)
 
+
+main = bench("lag", __doc__, _measure, (Flag("--seconds", 15.0, "of each case", 0.5),))
 
 if __name__ == "__main__":
-    sys.exit(run_bench("lag", __doc__, _measure, (Flag("--seconds", 15.0, "of each case", 0.5),)))
+    sys.exit(main())

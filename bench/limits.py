@@ -26,23 +26,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kit import Flag, Found, run_bench
-from bench.results import Cell, Table
+from bench.kit import Flag, Found, bench
+from bench.results import Cell, Table, table_of
 from core.config import parse_model_config
 from gpu.checkpoint import open_checkpoint
-from gpu.device import DTYPES, MIN_PROBE_BYTES, last_level_cache_bytes, num_physical_cores, probe_bytes
+from gpu.device import DTYPES, MIN_PROBE_BYTES, num_physical_cores, probe_bytes
 from gpu.linear import can_pack
 from gpu.streams import recording
 
-MATMULS = (  # rows, in, out
-    (256, 896, 9728),
-    (512, 896, 9728),
-    (512, 4864, 896),
-    (512, 2048, 2048),
-    (1024, 4096, 4096),
-    (2048, 2048, 2048),
-)
-DEVICE_MATMULS = ((4096, 4096, 14_336), (8192, 8192, 8192), (16_384, 4096, 4096))
+CPU = torch.device("cpu")
+MATMULS = {  # rows, in, out
+    "cpu": (
+        *((256, 896, 9728), (512, 896, 9728), (512, 4864, 896)),
+        *((512, 2048, 2048), (1024, 4096, 4096), (2048, 2048, 2048)),
+    ),
+    "cuda": ((4096, 4096, 14_336), (8192, 8192, 8192), (16_384, 4096, 4096)),
+}
 ROW_MATMUL = (896, 9728)  # in, out: the form in which a decode step reads
 SECONDS_EACH = 0.4
 MIN_ROUNDS = 3
@@ -52,6 +51,7 @@ DEVICE_ROUNDS, QUICK_DEVICE_ROUNDS = 20, 5
 ROTATED_BYTES = 256 * MIB  # more than a device's cache keeps (an H200 has 50 MB)
 MAX_COPIES = 32
 ROUNDS, WARM_ROUNDS = 7, 2
+UNITS = {"read": "GB/s", "product": "GFLOP/s"}
 
 Measured = Callable[[], object]
 Form = tuple[str, str, float, Measured]  # "read" or "product", name, bytes or operations of one run, the run
@@ -61,9 +61,9 @@ class Probe(msgspec.Struct, frozen=True):
     """One form's best round."""
 
     num_threads: int
-    kind: str  # "read" or "product"
+    kind: str  # of UNITS
     form: str
-    per_s: float  # bytes, or floating-point operations: a product of [m, k] and [k, n] is 2 * m * k * n
+    per_s: float  # bytes, or floating-point operations: a matmul of [m, k] and [k, n] is 2 * m * k * n
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -71,8 +71,6 @@ class Limits(msgspec.Struct, frozen=True):
 
     dtype: str
     probes: tuple[Probe, ...]
-    read_size_bytes: int = 0  # what a probe of kind "read" reads, beyond the last-level cache
-    cache_bytes: int = 0  # of that cache, as the kernel tells it; neighbours may share it
 
     @property
     def threads(self) -> list[int]:
@@ -97,38 +95,54 @@ class Speed:
 
 
 def measure_limits(
-    threads: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16, is_quick: bool = False
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.bfloat16,
+    is_quick: bool = False,
+    threads: Sequence[int] | None = None,
 ) -> Limits:
-    """Probe the CPU: about 20 s. Torch's thread count is as before afterwards.
+    """Probe a CPU, about 20 s, or a GPU, a few seconds. Torch's thread count is as before afterwards.
 
     Args:
-        threads: to measure with; None: 1, and all physical cores.
+        threads: of a CPU, to measure with; None: 1, and all physical cores.
         is_quick: a second or two, and figures that only show that it works.
     """
-    threads = sorted(threads or {1, num_physical_cores()})
-    before, probes = torch.get_num_threads(), []
-    size_bytes = MIN_PROBE_BYTES if is_quick else probe_bytes(torch.device("cpu"))
+    is_cuda, before, probes = device.type == "cuda", torch.get_num_threads(), list[Probe]()
+    counts = [1] if is_cuda else sorted(threads or {1, num_physical_cores()})
     try:
         with torch.inference_mode():
-            for kind, form, amount, run in _forms(dtype, MATMULS[:1] if is_quick else MATMULS, size_bytes):
-                for num_threads in threads:
+            for kind, form, amount, run in _forms(device, dtype, is_quick):
+                for num_threads in counts:
                     torch.set_num_threads(num_threads)
-                    best_s = _best_s(run, 0.0 if is_quick else SECONDS_EACH)
+                    if is_cuda:
+                        best_s, _ = median_s([run], device, QUICK_DEVICE_ROUNDS if is_quick else DEVICE_ROUNDS)
+                        torch.cuda.empty_cache()
+                    else:
+                        best_s = _best_s(run, 0.0 if is_quick else SECONDS_EACH)
                     probes.append(Probe(num_threads, kind, form, amount / best_s))
     finally:
         torch.set_num_threads(before)
-    return Limits(str(dtype).removeprefix("torch."), tuple(probes), size_bytes, last_level_cache_bytes())
+    return Limits(str(dtype).removeprefix("torch."), tuple(probes))
 
 
-def _forms(dtype: torch.dtype, matmuls: Sequence[tuple[int, int, int]], size_bytes: int) -> Iterator[Form]:
+def _forms(device: torch.device, dtype: torch.dtype, is_quick: bool) -> Iterator[Form]:
     """One form's memory at a time."""
-    numbers = torch.ones(size_bytes // 4)
-    yield "read", "sum of float32", size_bytes, numbers.sum
-    yield "read", "dot product of float32 with itself", size_bytes, lambda: torch.dot(numbers, numbers)
-    yield "read", "sum of int64", size_bytes, numbers.view(torch.int64).sum
-    yield from _row_matmuls(dtype, size_bytes)
-    for rows, width, height in matmuls:
-        x, weight = torch.randn(rows, width).to(dtype), torch.randn(height, width).to(dtype)
+    if device.type == "cuda":
+        source = torch.ones(MOVED_BYTES // 4, device=device)
+        target = torch.empty_like(source)  # copies count the bytes read and those written
+        yield "read", "copy of float32", 2.0 * MOVED_BYTES, lambda: target.copy_(source)
+        yield "read", "sum of float32", float(MOVED_BYTES), source.sum
+        yield "read", "one added to the other", 3.0 * MOVED_BYTES, lambda: target.add_(source)
+        del source, target
+    else:
+        size_bytes = MIN_PROBE_BYTES if is_quick else probe_bytes(device)
+        numbers = torch.ones(size_bytes // 4)
+        yield "read", "sum of float32", size_bytes, numbers.sum
+        yield "read", "dot product of float32 with itself", size_bytes, lambda: torch.dot(numbers, numbers)
+        yield "read", "sum of int64", size_bytes, numbers.view(torch.int64).sum
+        yield from _row_matmuls(dtype, size_bytes)
+    for rows, width, height in MATMULS[device.type][: 1 if is_quick else None]:
+        x = torch.randn(rows, width, device=device).to(dtype)
+        weight = torch.randn(height, width, device=device).to(dtype)
         for form, product in _products(weight, rows):
             yield "product", f"{rows} x {width} x {height}, {form}", 2.0 * rows * width * height, partial(product, x)
 
@@ -142,15 +156,15 @@ def _row_matmuls(dtype: torch.dtype, size_bytes: int) -> Iterator[Form]:
     for _ in range(size_bytes // weight_bytes):
         for form, product in _products(weight.clone(), 1):
             by_form.setdefault(form, []).append(product)
+
+    def run_each(products: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        for product in products:
+            product(x)
+
     for form in list(by_form):
         products = by_form.pop(form)
-        name, amount = f"1 x {width} x {height}, {form}", float(len(products) * weight_bytes)
-        yield "read", name, amount, partial(_each, products, x)
-
-
-def _each(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> None:
-    for product in products:
-        product(x)
+        amount = float(len(products) * weight_bytes)
+        yield "read", f"1 x {width} x {height}, {form}", amount, partial(run_each, products)
 
 
 def _products(weight: Tensor, rows: int) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
@@ -171,63 +185,18 @@ def _best_s(run: Measured, seconds: float) -> float:
     return best_s
 
 
-def limit_tables(limits: Limits, has_probes: bool = True) -> list[Table]:
-    """The ceilings, and with has_probes every form's figure."""
-    rows: list[tuple[Cell, ...]] = []
+def limit_tables(limits: Limits) -> list[Table]:
+    """The ceilings, and every form's best."""
+    rows: list[dict[str, Cell]] = []
     for num_threads in limits.threads:
         read, product = limits.best("read", num_threads), limits.best("product", num_threads)
-        rows.append((num_threads, read.per_s / 1e9, read.form, product.per_s / 1e9, product.form))
-    columns = ("threads", "read GB/s", "read by", "GFLOP/s", "computed by")
-    ceilings = Table(f"Ceilings of this machine, {limits.dtype}", columns, tuple(rows))
-    if not has_probes:
-        return [ceilings]
-    sizes = (limits.cache_bytes // MIB, limits.read_size_bytes // MIB)
-    read_sizes = Table("Read by a probe", ("last-level cache MiB", "MiB"), (sizes,))
-    return [ceilings, read_sizes, _probe_table(limits, "read", "GB/s"), _probe_table(limits, "product", "GFLOP/s")]
-
-
-def _probe_table(limits: Limits, kind: str, unit: str) -> Table:
-    by_form: dict[str, list[float]] = {}
-    for probe in limits.probes:  # of each form with all numbers of threads, in their order
-        if probe.kind == kind:
-            by_form.setdefault(probe.form, []).append(probe.per_s / 1e9)
-    columns = ("form", *(f"{unit}, {num_threads} thread{'s' * (num_threads > 1)}" for num_threads in limits.threads))
-    return Table(f"Each form's best: {kind}", columns, tuple((form, *best) for form, best in by_form.items()))
-
-
-# A device's ceilings, and how long work takes there.
-
-
-def measure_device_limits(device: torch.device, dtype: torch.dtype, is_quick: bool = False) -> Limits:
-    """Probe the device: a few seconds. Of a CPU as measure_limits."""
-    if device.type != "cuda":
-        return measure_limits(dtype=dtype, threads=[1] if is_quick else None, is_quick=is_quick)
-    rounds, probes = (QUICK_DEVICE_ROUNDS if is_quick else DEVICE_ROUNDS), []
-    with torch.inference_mode():
-        for kind, form, amount, run in _device_forms(device, dtype):
-            seconds, _ = median_s([run], device, rounds)
-            probes.append(Probe(1, kind, form, amount / seconds))
-            del run
-            torch.cuda.empty_cache()
-    return Limits(str(dtype).removeprefix("torch."), tuple(probes))
-
-
-def _device_forms(device: torch.device, dtype: torch.dtype) -> Iterator[Form]:
-    """One form's memory at a time."""
-    yield from _moves(torch.ones(MOVED_BYTES // 4, device=device))
-    for rows, width, height in DEVICE_MATMULS:
-        x = torch.randn(rows, width, device=device).to(dtype)
-        weight = torch.randn(height, width, device=device).to(dtype)
-        form, amount = f"{rows} x {width} x {height}", 2.0 * rows * width * height
-        yield "product", form, amount, lambda x=x, weight=weight: F.linear(x, weight)  # type: ignore[misc]
-
-
-def _moves(source: Tensor) -> Iterator[Form]:
-    """Copies count the bytes read and those written."""
-    target = torch.empty_like(source)
-    yield "read", "copy of float32", 2.0 * MOVED_BYTES, lambda: target.copy_(source)
-    yield "read", "sum of float32", float(MOVED_BYTES), source.sum
-    yield "read", "one added to the other", 3.0 * MOVED_BYTES, lambda: target.add_(source)
+        figures: dict[str, Cell] = {"read GB/s": read.per_s / 1e9, "read by": read.form, "GFLOP/s": product.per_s / 1e9}
+        rows.append({"threads": num_threads, **figures, "computed by": product.form})
+    forms: list[dict[str, Cell]] = [
+        {"form": probe.form, "threads": probe.num_threads, "best": probe.per_s / 1e9, "unit": UNITS[probe.kind]}
+        for probe in limits.probes
+    ]
+    return [table_of(f"Ceilings of this machine, {limits.dtype}", rows), table_of("Each form's best", forms)]
 
 
 def num_copies(size_bytes: int, device: torch.device) -> int:
@@ -397,14 +366,15 @@ def serving_limit_tokens_per_s(
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
-    limits = measure_limits(arguments.threads, DTYPES[arguments.dtype], arguments.quick)
-    return Found(limit_tables(limits), {"dtype": limits.dtype}, {"limits": msgspec.to_builtins(limits)})
+    limits = measure_limits(CPU, DTYPES[arguments.dtype], arguments.quick, arguments.threads)
+    return Found(limit_tables(limits), {"dtype": arguments.dtype}, {"limits": msgspec.to_builtins(limits)})
 
 
 FLAGS = (
-    Flag("--threads", None, "default: 1, and all physical cores", more={"nargs": "+", "type": int}),
+    Flag("--threads", None, "to measure with (default: 1, and all physical cores)", more={"nargs": "+", "type": int}),
     Flag("--dtype", "bfloat16", "of matmuls", more={"choices": tuple(DTYPES)}),
 )
+main = bench("limits", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
-    sys.exit(run_bench("limits", __doc__, _measure, FLAGS))
+    sys.exit(main())

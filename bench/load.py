@@ -246,10 +246,6 @@ class LoadRun:
         """Stream one answer into `exchange`; needs `open`."""
         await self._pool.perform(self._request(prompt, max_tokens or self.config.max_tokens), exchange)
 
-    async def cancel(self, response_id: str) -> None:
-        """Cancel the request with this id, on a connection of its own."""
-        await self._ask_once(encode_request("DELETE", f"/v1/requests/{response_id}", self._host, self._headers))
-
     def _request(self, prompt: str, max_tokens: int) -> bytes:
         config = self.config
         fields: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens, "stream": True}

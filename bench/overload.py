@@ -7,18 +7,19 @@ the real one; the network is in memory, and the steps of the model are as long a
 """
 
 import argparse
+import itertools
 import json
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-
-import numpy as np
+from typing import Any
 
 from bench.client import encode_request
-from bench.kit import Found, run_bench
-from bench.results import Cell, Plot, Table
+from bench.kit import Found, bench
+from bench.load import poisson_arrivals
+from bench.results import Cell, Plot, Table, percentile, table_of
 from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedRunner
 from server.config import ServerConfig
@@ -29,8 +30,13 @@ from tests.server.simulated_server import MODEL, SimulatedServer
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
 LIMITS = RunnerLimits(
     num_blocks=2048, block_size=16, max_sequences=32, max_batch_tokens=256, max_model_len=2048, vocab_size=90
-)  # the first 90 ids are ASCII: each says something
-UNBOUNDED = {"max_requests": 10**9, "max_queue_tokens": 10**12, "max_queue_bytes": 10**12, "deadlines": ANY_TIME}
+)  # the first 90 ids are ASCII: each has text
+UNBOUNDED: dict[str, Any] = {
+    "max_requests": 10**9,
+    "max_queue_tokens": 10**12,
+    "max_queue_bytes": 10**12,
+    "deadlines": ANY_TIME,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +56,8 @@ class Arrivals:
     seed: int = 11
 
     def times_s(self, requests_per_s: float) -> list[float]:
-        rng = random.Random(self.seed)
-        times: list[float] = []
-        at_s = rng.expovariate(requests_per_s)
-        while at_s < self.duration_s:
-            times.append(at_s)
-            at_s += rng.expovariate(requests_per_s)
-        return times
+        times_s = poisson_arrivals(requests_per_s, self.seed)
+        return list(itertools.takewhile(lambda at_s: at_s < self.duration_s, times_s))
 
     def bodies(self, has_deadline: bool) -> Iterator[tuple[bytes, int]]:
         """One after the other, without end: a body, and the tokens of its prompt."""
@@ -70,11 +71,10 @@ class Arrivals:
 
 
 class Client(MemoryTransport):
-    """One request's connection; it notes when what comes.
+    """One request's connection.
 
     Attributes:
-        first_text_s: when the first text came, from its request; None: none did.
-        end_s: when the answer had ended, likewise.
+        first_text_s, end_s: from the request to its first text and to the end of its answer; None: not yet.
     """
 
     def __init__(self, server: SimulatedServer, body: bytes, num_prompt_tokens: int) -> None:
@@ -98,49 +98,37 @@ class Client(MemoryTransport):
         super().write(data)
 
     def close(self) -> None:
-        """The server has told all."""
         self.end_s = self._clock() - self._began_s
         super().close()
 
-    @property
-    def is_whole(self) -> bool:
-        return self.status == 200 and b"data: [DONE]" in self.received and b'data: {"error"' not in self.received
+    def is_good(self, deadline_s: float) -> bool:
+        """Answered whole, and in time."""
+        is_whole = b"data: [DONE]" in self.received and b'data: {"error"' not in self.received
+        in_time = self.first_text_s is not None and self.first_text_s <= deadline_s
+        return self.status == 200 and is_whole and in_time
 
 
 def run_load(arrivals: Arrivals, cost: CostModel, times_s: Sequence[float], admits_all: bool) -> list[Client]:
     """What became of each request."""
     config = ServerConfig()
-    bounds = {
-        "max_requests": config.max_queue,
-        "max_queue_tokens": config.max_queue_tokens,
-        "max_queue_bytes": config.max_queue_bytes,
-        "deadlines": config.deadlines,
-    }
+    bounds: dict[str, Any] = {"max_requests": config.max_queue, "max_queue_tokens": config.max_queue_tokens}
+    bounds |= {"max_queue_bytes": config.max_queue_bytes, "deadlines": config.deadlines}
     options = UNBOUNDED if admits_all else bounds
-    server = SimulatedServer(limits=LIMITS, cost=cost, runner=SimulatedRunner, **options)  # type: ignore[arg-type]
-    bodies, clients = arrivals.bodies(not admits_all), list[Client]()
+    server = SimulatedServer(limits=LIMITS, cost=cost, runner=SimulatedRunner, **options)
+    bodies, clients, num_ended = arrivals.bodies(not admits_all), list[Client](), 0
 
-    def send() -> None:
-        clients.append(Client(server, *next(bodies)))
-
-    for at_s in times_s:
-        server.loop.call_at(at_s, send)
-    server.run_until(_all_ended(clients, len(times_s)))
-    server.close()
-    return clients
-
-
-def _all_ended(clients: Sequence[Client], num_awaited: int) -> Callable[[], bool]:
-    """Looks at each client until it has ended, and not again."""
-    num_ended = 0
-
-    def is_over() -> bool:
+    def all_have_ended() -> bool:
+        """Looks at each client until it has ended, and not again."""
         nonlocal num_ended
         while num_ended < len(clients) and clients[num_ended].end_s is not None:
             num_ended += 1
-        return num_ended == num_awaited
+        return num_ended == len(times_s)
 
-    return is_over
+    for at_s in times_s:
+        server.loop.call_at(at_s, lambda: clients.append(Client(server, *next(bodies))))
+    server.run_until(all_have_ended)
+    server.close()
+    return clients
 
 
 def capacity(arrivals: Arrivals, cost: CostModel) -> float:
@@ -152,57 +140,40 @@ def capacity(arrivals: Arrivals, cost: CostModel) -> float:
 
 
 def measure(arrivals: Arrivals, cost: CostModel, loads: Sequence[float]) -> list[Table]:
-    requests_per_s = capacity(arrivals, cost)
-    rows: list[tuple[Cell, ...]] = []
+    requests_per_s, deadline = capacity(arrivals, cost), f"{arrivals.ttft_deadline_s:g} s"
+    rows: list[dict[str, Cell]] = []
     for name, admits_all in (("steploop", False), ("everybody is taken", True)):
-        figures = []
-        for load in loads:
-            clients = run_load(arrivals, cost, arrivals.times_s(load * requests_per_s), admits_all)
-            figures.append(_figures(clients, arrivals))
-        best = max(goodput for _, goodput, *_ in figures)
-        for load, (num_requests, goodput, *others) in zip(loads, figures, strict=True):
-            rows.append((name, load, num_requests, goodput, 100 * goodput / best, *others))
-    columns = ("server", "load / capacity", "requests", "goodput requests/s", "% of its best", "admitted %")
-    more = ("their prompts' mean tokens", "late %", "TTFT p50 s", "TTFT p99 s")
-    deadline = f"{arrivals.ttft_deadline_s:g} s"
+        found = [run_load(arrivals, cost, arrivals.times_s(load * requests_per_s), admits_all) for load in loads]
+        goodputs = [sum(one.is_good(arrivals.ttft_deadline_s) for one in clients) for clients in found]
+        for load, clients, num_good in zip(loads, found, goodputs, strict=True):
+            admitted = [client for client in clients if client.status != 503]
+            first_s = [client.first_text_s for client in admitted if client.first_text_s is not None]
+            rows.append(
+                {
+                    "server": name,
+                    "load / capacity": load,
+                    "requests": len(clients),
+                    "goodput requests/s": num_good / arrivals.duration_s,
+                    "% of its best": 100 * num_good / max(goodputs),
+                    "admitted %": 100 * len(admitted) / len(clients),
+                    "their prompts' mean tokens": sum(one.num_prompt_tokens for one in admitted) / len(admitted),
+                    "late %": 100 * (len(admitted) - num_good) / len(admitted),
+                    "TTFT p50 s": percentile(first_s, 50),
+                    "TTFT p99 s": percentile(first_s, 99),
+                }
+            )
+    note = (
+        f"Requests come in bursts: what of one cannot have its first token within {deadline} is refused, and the lull"
+        " after it has nobody else to serve. So all of the capacity is used only where more come than it can serve; and"
+        " as long prompts are refused first, more requests fit into it then."
+    )
+    p99 = "TTFT p99 s of the admitted"
+    tails = [{name: row[name] for name in ("server", "load / capacity")} | {p99: row["TTFT p99 s"]} for row in rows]
+    plot = Plot("load / capacity", "goodput requests/s", "server")
     return [
-        Table(
-            f"Goodput: first token within {deadline}, and then all of it",
-            (*columns, *more),
-            tuple(rows),
-            Plot("load / capacity", "goodput requests/s", "server"),
-            f"Requests come in bursts: what of one cannot have its first token within {deadline} is refused, and the"
-            " lull after it has nobody else to serve. So all of the capacity is used only where more come than it can"
-            " serve; and as long prompts are refused first, more requests fit into it then.",
-        ),
-        Table(
-            "Why latency explodes under load, and here does not",
-            ("server", "load / capacity", "TTFT p99 s of the admitted"),
-            tuple((row[0], row[1], row[-1]) for row in rows),
-            Plot("load / capacity", "TTFT p99 s of the admitted", "server"),
-        ),
+        table_of(f"Goodput: first token within {deadline}, and then all of it", rows, plot, note),
+        table_of("Why latency explodes under load, and here does not", tails, Plot("load / capacity", p99, "server")),
     ]
-
-
-def _figures(clients: Sequence[Client], arrivals: Arrivals) -> tuple[float, ...]:
-    """
-    Returns: requests, those in time per second, percent admitted, tokens of the prompts of these, percent of these that
-        were late, TTFTs of those served.
-    """
-    admitted = [client for client in clients if client.status != 503]
-    first_s = [client.first_text_s for client in admitted if client.first_text_s is not None]
-    num_good = sum(
-        client.is_whole and client.first_text_s is not None and client.first_text_s <= arrivals.ttft_deadline_s
-        for client in admitted
-    )
-    return (
-        len(clients),
-        num_good / arrivals.duration_s,
-        100 * len(admitted) / len(clients),
-        sum(client.num_prompt_tokens for client in admitted) / len(admitted),
-        100 * (len(admitted) - num_good) / len(admitted),
-        *(float(np.percentile(first_s, q)) for q in (50, 99)),
-    )
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
@@ -212,5 +183,7 @@ def _measure(arguments: argparse.Namespace) -> Found:
     return Found(tables, {"cost": asdict(cost), "arrivals": asdict(arrivals)})
 
 
+main = bench("overload", __doc__, _measure)
+
 if __name__ == "__main__":
-    sys.exit(run_bench("overload", __doc__, _measure))
+    sys.exit(main())

@@ -23,11 +23,11 @@ import msgspec
 
 from bench.beside import Abandoned, Beside, abandon_prefill, send_beside
 from bench.engine import model_config
-from bench.kit import DidNotStart, Flag, Found, free_port, run_bench, running
+from bench.kit import DidNotStart, Flag, Found, bench, free_port, running
 from bench.limits import ModelWork, Speed, limit_tables, measure_limits, serving_limit_tokens_per_s, work_of
 from bench.load import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
 from bench.make_model import CannotConvert, write_gguf
-from bench.results import Cell, Plot, Table
+from bench.results import Cell, Plot, Table, table_of
 from gpu.device import num_physical_cores
 
 T = TypeVar("T")
@@ -253,43 +253,40 @@ class PeerBench:
 
 def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> list[Table]:
     """Throughput, bursts, and who is in whose way."""
-    closed: list[tuple[Cell, ...]] = []
-    bursts: list[tuple[Cell, ...]] = []
-    mixed: list[tuple[Cell, ...]] = []
+    closed: list[dict[str, Cell]] = []
+    bursts: list[dict[str, Cell]] = []
+    mixed: list[dict[str, Cell]] = []
     for name, answer in answers.items():
+        server: dict[str, Cell] = {"server": name}
         for num_streams, result in answer.closed.items():
             limit = serving_limit_tokens_per_s(work, speed, num_streams, load.num_prompt, load.num_output, BF16_BYTES)
-            times_ms = (_ms(result.ttft_s.p50), _ms(result.ttft_s.p99), _ms(result.inter_token_s.p50))
-            share = result.tokens_per_s / limit
-            closed.append((name, num_streams, result.tokens_per_s, share, *times_ms, result.num_tokens))
+            rates: dict[str, Cell] = {"streams": num_streams, "tokens/s": result.tokens_per_s}
+            times_ms = {"TTFT p50 ms": _ms(result.ttft_s.p50), "p99": _ms(result.ttft_s.p99)}
+            times_ms |= {"inter-token p50 ms": _ms(result.inter_token_s.p50)}
+            shares: dict[str, Cell] = {"share of limit": result.tokens_per_s / limit}
+            closed.append(server | rates | shares | times_ms | {"tokens": result.num_tokens})
         if (burst := answer.bursts) is not None:
-            shares = (_share(burst.burst_ttft, burst.prefill_all), _share(burst.steady_ttft, burst.prefill_all))
-            figures = (_ms(burst.prefill_all), _ms(burst.burst_ttft), shares[0])
-            bursts.append((name, *figures, burst.steady_rate, _ms(burst.steady_ttft), shares[1]))
-        long, left = answer.stalled, answer.abandoned
-        beside = (None,) * 3 if long is None else (long.inter_token_s.p50, long.inter_token_s.p99, long.long_ttft_s.p50)
-        short = (None,) * 2 if left is None else (left.alone_s, left.next_s)
-        mixed.append((name, *map(_ms, (*beside, *short))))
-    size = load.num_burst
-    closed_columns = ("server", "streams", "tokens/s", "share of limit", "TTFT p50 ms", "p99", "inter-token p50 ms")
-    burst_columns = (f"prefill of all {size} ms", "burst TTFT p50 ms", "share of it", "arrivals/s", "their TTFT p50 ms")
-    mixed_columns = ("inter-token p50", "p99", "TTFT of the long prompt", "short TTFT alone", "after one left")
-    plot = Plot("streams", "tokens/s", "server")
+            cells: dict[str, Cell] = {f"prefill of all {load.num_burst} ms": _ms(burst.prefill_all)}
+            cells |= {"burst TTFT p50 ms": _ms(burst.burst_ttft), "arrivals/s": burst.steady_rate}
+            bursts.append(server | cells | {"their TTFT p50 ms": _ms(burst.steady_ttft)})
+        cells = {}
+        if (long := answer.stalled) is not None:
+            cells |= {"inter-token p50": _ms(long.inter_token_s.p50), "p99": _ms(long.inter_token_s.p99)}
+            cells |= {"TTFT of the long prompt": _ms(long.long_ttft_s.p50)}
+        if (left := answer.abandoned) is not None:
+            cells |= {"short TTFT alone": _ms(left.alone_s), "after one left": _ms(left.next_s)}
+        mixed.append(server | cells)
     title = f"Closed loop, {load.num_prompt} tokens in, {load.num_output} out"
-    beside_title = f"{size} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
+    beside = f"{load.num_burst} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
     return [
-        Table(title, (*closed_columns, "tokens"), tuple(closed), plot),
-        Table(f"A burst of {size}, and Poisson arrivals", ("server", *burst_columns, "share"), tuple(bursts)),
-        Table(beside_title, ("server", *mixed_columns), tuple(mixed)),
+        table_of(title, closed, Plot("streams", "tokens/s", "server")),
+        table_of(f"A burst of {load.num_burst}, and Poisson arrivals", bursts),
+        table_of(beside, mixed),
     ]
 
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
-
-
-def _share(seconds: float | None, whole_s: float) -> float | None:
-    return None if seconds is None or not whole_s else seconds / whole_s
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
@@ -307,7 +304,7 @@ def _measure(arguments: argparse.Namespace) -> Found:
                 continue
             with (Path(scratch) / "log").open("wb") as log:
                 answers[name] = PeerBench(server, load, log, arguments.parts).measure()
-    tables = result_tables(answers, load, work, limits.speed) + limit_tables(limits, has_probes=False)
+    tables = result_tables(answers, load, work, limits.speed) + limit_tables(limits)[:1]
     if missing:
         tables.append(Table("Left out", ("server", "why"), tuple((peer.name, peer.reason) for peer in missing)))
     name = arguments.model.resolve().name
@@ -327,6 +324,7 @@ FLAGS = (
     Flag("--parts", PARTS, "of the load", more={"nargs": "+", "choices": PARTS}),
     Flag("--rounds", Load().rounds, "requests of each client in a closed loop"),
 )
+main = bench("peers", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
-    sys.exit(run_bench("peers", __doc__, _measure, FLAGS))
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """The prefix cache: `python -m bench.prefix --model DIR`. What it costs where nothing is found, and what it saves.
 
-Requests go through core.engine.Engine and the model's runner, in this process, without HTTP. With and without the cache
-are run in turn, so that what else the machine does disturbs both alike.
+Requests go through core.engine.Engine and the model's runner, in this process, without HTTP. Runs with and without the
+cache take turns, so that what else the machine does disturbs both alike.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.engine import MODEL_FLAGS, Streams, open_model, shown_model
-from bench.kit import Flag, Found, run_bench
-from bench.results import Cell, Table
+from bench.kit import Flag, Found, bench
+from bench.results import Cell, Table, table_of
 from core.config import BLOCK_SIZE, EngineConfig
 from gpu.checkpoint import open_checkpoint
 from gpu.kv_store import KVOffload
@@ -72,24 +72,33 @@ def ask(streams: Streams, prompt_ids: Sequence[int], max_tokens: int = 1) -> tup
 
 def measure_no_hits(runner: ModelRunner, cases: Cases) -> Table:
     """Random prompts: the cache is looked up, filled and evicted from, and never of use."""
-    with_cache, without = Streams(runner), Streams(runner, has_prefix_cache=False)
-    taken_s: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(cases.num_pairs + 1):
-        prompts = [with_cache.prompt(cases.prompt) for _ in range(cases.num_streams)]
-        for is_cached in (True, False) if number % 2 else (False, True):
-            started_s = time.perf_counter()
-            (with_cache if is_cached else without).answers(prompts, cases.output)
-            taken_s[is_cached].append(time.perf_counter() - started_s)
-    pairs = list(zip(taken_s[True][1:], taken_s[False][1:], strict=True))  # the first of both warms up
+    streams = {"with": Streams(runner), "without": Streams(runner, has_prefix_cache=False)}
+    rows: list[dict[str, Cell]] = []
     num_tokens = cases.num_streams * cases.output
-    lost = [100 * (on / off - 1) for on, off in pairs]
-    rows: list[tuple[Cell, ...]] = [
-        (i, num_tokens / on, num_tokens / off, lost[i - 1]) for i, (on, off) in enumerate(pairs, 1)
-    ]
-    on, off = (statistics.median(pair[i] for pair in pairs) for i in range(2))
-    rows.append(("median", num_tokens / on, num_tokens / off, statistics.median(lost)))
+    for pair in range(cases.num_pairs + 1):
+        prompts = [streams["with"].prompt(cases.prompt) for _ in range(cases.num_streams)]
+        rates = {}
+        for name in sorted(streams, reverse=bool(pair % 2)):
+            started_s = time.perf_counter()
+            streams[name].answers(prompts, cases.output)
+            rates[name] = num_tokens / (time.perf_counter() - started_s)
+        figures: dict[str, Cell] = {f"tokens/s {name}": rates[name] for name in streams}
+        rows.append({"pair": pair} | figures | {"lost %": 100 * (rates["without"] / rates["with"] - 1)})
+    del rows[0]  # it warms up
+    medians: dict[str, Cell] = {"pair": "median"}
+    medians |= {name: statistics.median(float(row[name] or 0) for row in rows) for name in rows[0] if name != "pair"}
     title = f"No hits: {cases.num_streams} streams, prompts of {cases.prompt} random tokens, {cases.output} out"
-    return Table(title, ("pair", "tokens/s with", "tokens/s without", "lost %"), tuple(rows))
+    return table_of(title, [*rows, medians])
+
+
+def _beside_cold(title: str, found: dict[str, tuple[float, int]]) -> Table:
+    """found: by the prompt, its TTFT in seconds and its cached tokens."""
+    cold_s = found["cold"][0]
+    rows: list[dict[str, Cell]] = [
+        {"prompt": name, "cached tokens": cached, "TTFT ms": ttft_s * 1e3, "share of cold": ttft_s / cold_s}
+        for name, (ttft_s, cached) in found.items()
+    ]
+    return table_of(title, rows)
 
 
 def measure_ttft(runner: ModelRunner, cases: Cases) -> Table:
@@ -102,75 +111,69 @@ def measure_ttft(runner: ModelRunner, cases: Cases) -> Table:
         other = prompt[:num_common] + streams.prompt(cases.long_prompt - num_common)
         warm_s, _, num_cached = ask(streams, other)
         warm.append(warm_s)
-    cold_s, warm_s = statistics.median(cold), statistics.median(warm)
-    rows = (("cold", 0, cold_s * 1e3, 1.0), ("cached", num_cached, warm_s * 1e3, warm_s / cold_s))
-    columns = ("prompt", "cached tokens", "TTFT ms", "share of cold")
-    return Table(f"Time to the first token of a prompt of {cases.long_prompt}", columns, rows)
+    found = {"cold": (statistics.median(cold), 0), "cached": (statistics.median(warm), num_cached)}
+    return _beside_cold(f"Time to the first token of a prompt of {cases.long_prompt}", found)
 
 
 def measure_chats(runner: ModelRunner, cases: Cases) -> Table:
     """Chats over one system prompt, turn by turn, one chat's turn after another's."""
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for has_cache in (False, True):
         streams = Streams(runner, has_prefix_cache=has_cache)  # each with the same questions
         system = streams.prompt(cases.system)
-        chats = [list(system) for _ in range(cases.num_chats)]
-        ttfts_s = []
-        for _ in range(cases.num_turns):
-            for chat in chats:
-                chat += streams.prompt(cases.question)
-                ttft_s, answer, _ = ask(streams, chat, cases.answer)
-                ttfts_s.append(ttft_s)
-                chat += answer
+        chats, ttfts_ms = [list(system) for _ in range(cases.num_chats)], []
+        for chat in chats * cases.num_turns:
+            chat += streams.prompt(cases.question)
+            ttft_s, answer, _ = ask(streams, chat, cases.answer)
+            ttfts_ms.append(ttft_s * 1e3)
+            chat += answer
         stats = streams.scheduler.stats()
-        means = (statistics.mean(ttfts_s) * 1e3, statistics.mean(ttfts_s[-cases.num_chats :]) * 1e3)
-        rows.append(("with" if has_cache else "without", stats.num_prompt_tokens, stats.num_cache_hits, *means))
-    columns = ("cache", "tokens computed", "tokens cached", "mean TTFT ms", "last turn ms")
-    return Table(f"{cases.num_chats} chats of {cases.num_turns} turns", columns, tuple(rows))
+        counts = {"tokens computed": stats.num_prompt_tokens, "tokens cached": stats.num_cache_hits}
+        last_ms = statistics.mean(ttfts_ms[-cases.num_chats :])
+        means = {"mean TTFT ms": statistics.mean(ttfts_ms), "last turn ms": last_ms}
+        rows.append({"cache": "with" if has_cache else "without", **counts, **means})
+    return table_of(f"{cases.num_chats} chats of {cases.num_turns} turns", rows)
 
 
 def measure_restart(runner: ModelRunner, cases: Cases) -> Table:
     """The long prompt: cold, from host memory, and in the first moments of a process that finds a warm directory.
 
-    The model stays loaded: what a restart takes beside is its loading of the weights.
+    The model stays loaded: what a restart takes beside is the loading of the weights.
     """
-    limits = runner.limits
-    found: dict[str, tuple[float, list[int], int]] = {}
+    limits, block_bytes = runner.limits, runner.limits.block_bytes
+    checkpoint = open_checkpoint(cases.model, runner.config.packing)
+
+    def opened(directory: str) -> tuple[Streams, KVOffload]:
+        """Host memory for some long prompts, with a directory; as a process that starts would have it."""
+        size_bytes = 8 * (cases.long_prompt // BLOCK_SIZE + 2) * block_bytes
+        runner.open_offload(EngineConfig(kv_offload_bytes=size_bytes, kv_offload_dir=directory), checkpoint)
+        store: KVOffload | None = runner.offload
+        assert store is not None
+        return Streams(runner, store=store, stored=store.stored), store
+
     with TemporaryDirectory() as directory:
-        streams = _with_memory(runner, cases, directory)
+        streams, _ = opened(directory)
         prompt, *others = (streams.prompt(cases.long_prompt) for _ in range(5))
         ask(streams, others.pop())
-        found["cold"] = ask(streams, prompt)
+        cold = ask(streams, prompt)
         for other in others:  # more than the device has room for
             ask(streams, other)
-        found["from host memory"] = ask(streams, prompt)
+        from_host = ask(streams, prompt)
         started_s = time.perf_counter()
         streams.engine.close()  # as the server does when it ends
         closed_s = time.perf_counter()
-        warm = _with_memory(runner, cases, directory)
+        warm, store = opened(directory)
         loaded_s = time.perf_counter()
-        found["after a restart"] = ask(warm, prompt)
-        assert runner.offload is not None
-        num_stored, block_bytes = len(runner.offload.stored), runner.limits.block_bytes
+        restarted = ask(warm, prompt)
+        num_stored = len(store.stored)
         warm.engine.close()
     runner.offload, runner.limits = None, limits
     title = (
         f"A prompt of {cases.long_prompt} over a restart: {closed_s - started_s:.2f} s to write what was not yet,"
         f" {loaded_s - closed_s:.2f} s to read {num_stored} blocks of {block_bytes} bytes and the model's digest"
     )
-    cold_s = found["cold"][0]
-    rows = tuple((name, cached, ttft_s * 1e3, ttft_s / cold_s) for name, (ttft_s, _, cached) in found.items())
-    return Table(title, ("prompt", "cached tokens", "TTFT ms", "share of cold"), rows)
-
-
-def _with_memory(runner: ModelRunner, cases: Cases, directory: str) -> Streams:
-    """Host memory for some long prompts, with a directory; as a process that starts would have it."""
-    size_bytes = 8 * (cases.long_prompt // BLOCK_SIZE + 2) * runner.limits.block_bytes
-    checkpoint = open_checkpoint(cases.model, runner.config.packing)
-    runner.open_offload(EngineConfig(kv_offload_bytes=size_bytes, kv_offload_dir=directory), checkpoint)
-    store: KVOffload | None = runner.offload
-    assert store is not None
-    return Streams(runner, store=store, stored=store.stored)
+    found = {"cold": cold, "from host memory": from_host, "after a restart": restarted}
+    return _beside_cold(title, {name: (ttft_s, cached) for name, (ttft_s, _, cached) in found.items()})
 
 
 PARTS = {"no-hits": measure_no_hits, "ttft": measure_ttft, "chats": measure_chats, "restart": measure_restart}
@@ -189,11 +192,7 @@ FLAGS = (
     Flag("--pairs", Cases().num_pairs, "runs without hits"),
     Flag("--parts", tuple(PARTS), "to measure", more={"nargs": "+", "choices": tuple(PARTS)}),
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_bench("prefix", __doc__, _measure, FLAGS, argv)
-
+main = bench("prefix", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
     sys.exit(main())

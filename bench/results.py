@@ -1,7 +1,6 @@
-"""Figures, tables and result files: what was measured, with which command, on which machine. One form for all benches.
+"""Figures, tables and result files, in one form for all benches: what was measured, by which command, on which machine.
 
-Tables are columns and rows as they are shown; a table that has a Plot can be drawn by bench/report.py without knowing
-the bench that made it.
+A table is columns and rows as they are shown; bench/report.py draws one that has a Plot, whatever bench it is of.
 """
 
 import datetime
@@ -9,7 +8,7 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ PACKAGES = (
     "uvloop",
 )
 PLAIN_WIDTH = 140  # columns, where there is no terminal to ask
-_SECRET_FLAGS = ("--api-key",)
+API_KEY_FLAG = "--api-key"
 
 Cell = str | int | float | None
 
@@ -84,6 +83,12 @@ class Table(msgspec.Struct, frozen=True):
     note: str = ""
 
 
+def table_of(title: str, rows: Sequence[Mapping[str, Cell]], plot: Plot | None = None, note: str = "") -> Table:
+    """A table of rows that each name their cells; the columns are in the order in which rows first name them."""
+    columns = tuple(dict.fromkeys(name for row in rows for name in row))
+    return Table(title, columns, tuple(tuple(row.get(name) for name in columns) for row in rows), plot, note)
+
+
 class MachineFacts(msgspec.Struct, frozen=True):
     """What a figure depends on beside the code."""
 
@@ -113,30 +118,12 @@ class ResultFile(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, Any] = {}
 
 
-def machine_facts() -> MachineFacts:
-    """This machine, now."""
-    return MachineFacts(
-        cpu=_cpu_model(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        system=f"{platform.system()} {platform.release()}",
-        load_average=round(os.getloadavg()[0], 2),
-        python=f"{platform.python_implementation()} {platform.python_version()}",
-        packages=_package_versions(),
-        git_commit=_git_commit(),
-    )
-
-
 def command_line(program: str, argv: Sequence[str]) -> str:
-    """`program argv...`, quoted for a shell, keys blanked."""
-    shown: list[str] = []
-    is_secret = False
-    for argument in argv:
-        flag, equals, _ = argument.partition("=")
-        if is_secret:
-            shown.append("***")
-        else:
-            shown.append(f"{flag}=***" if flag in _SECRET_FLAGS and equals else argument)
-        is_secret = argument in _SECRET_FLAGS
+    """`program argv...`, quoted for a shell, the API key blanked."""
+    shown = [f"{API_KEY_FLAG}=***" if argument.startswith(f"{API_KEY_FLAG}=") else argument for argument in argv]
+    shown = [
+        "***" if before == API_KEY_FLAG else argument for before, argument in zip(["", *shown], shown, strict=False)
+    ]
     return f"{program} {shlex.join(shown)}".rstrip()
 
 
@@ -149,11 +136,20 @@ def write_result(
     details: dict[str, Any] | None = None,
 ) -> ResultFile:
     """Write one run to `path`, making its directory. The arguments are the fields of ResultFile."""
+    machine = MachineFacts(
+        cpu=_cpu_model(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        system=f"{platform.system()} {platform.release()}",
+        load_average=round(os.getloadavg()[0], 2),
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        packages={name: _version(name) for name in PACKAGES},
+        git_commit=_git_commit(),
+    )
     result = ResultFile(
         kind=kind,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=command,
-        machine=machine_facts(),
+        machine=machine,
         tables=tuple(tables),
         config=config or {},
         details=details or {},
@@ -174,38 +170,32 @@ def read_result(path: Path) -> ResultFile:
 
 def _cpu_model() -> str:
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
-def _package_versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _git_commit() -> str:
     """The commit of this source, with `+changes` where the tree is not clean."""
-    here = Path(__file__).parent
-    commands = (["git", "rev-parse", "--short=12", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+
+    def git(*words: str) -> str:
+        command, here = ["git", *words], Path(__file__).parent
+        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
     try:
-        commit, changes = (
-            subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-            for command in commands
-        )
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return commit + ("+changes" if changes else "")
 
 
 def print_tables(tables: Sequence[Table]) -> None:

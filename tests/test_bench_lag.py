@@ -1,11 +1,11 @@
-"""bench.lag: what is posted, and a short run beside a real server."""
+"""bench.lag and bench.memory: what they send, what they tell, and a short run beside a real server."""
 
 import json
 
 import pytest
 import uvloop
 
-from bench import lag, null_server
+from bench import lag, memory, null_server
 
 
 def test_bodies_of_the_lag_bench_are_as_long_as_they_say() -> None:
@@ -17,8 +17,21 @@ def test_bodies_of_the_lag_bench_are_as_long_as_they_say() -> None:
 
 @pytest.mark.slow
 def test_lag_is_noted_while_long_bodies_are_posted() -> None:
-    name, posted_per_s, *waits = uvloop.run(lag.measure(lag.CASES[3], 0.5))
+    name, posted_per_s, *waits = uvloop.run(lag.measure("4,080 messages", 0.5)).values()
     assert name == "4,080 messages"
     assert float(posted_per_s or 0) > 0
     assert len(waits) == 6
     assert all(float(wait or 0) > 0 for wait in waits)
+
+
+def test_memory_beyond_the_cache_and_the_promise_is_told() -> None:
+    looks = [memory.Look(0, 0.0, 0.0, 250 * 10**6)]
+    looks += [memory.Look(count, 1.0, 1.0, size * 10**6) for count, size in ((10, 656), (20, 657))]
+    assert [row[0::5] for row in memory.table_of_looks(looks, "t").rows] == [(0, "yes"), (10, "yes"), (20, "no")]
+
+
+@pytest.mark.slow
+def test_a_mixed_load_is_answered_and_its_memory_looked_at() -> None:
+    looks = memory.measure(memory.DEMO_MODEL, 12, 60.0, None)
+    assert [look.num_requests for look in looks] == [0, 2, 4, 6, 8, 10, 12]
+    assert all(look.size_bytes > 10**7 for look in looks)

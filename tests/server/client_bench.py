@@ -59,7 +59,6 @@ class Sink:
         self.engine_marks: list[EngineMark] = []
         self.ends: list[tuple[Usage, str | None]] = []
         self.marked: list[tuple[int, int]] = []  # choices, and how many tokens they had
-        self.begun: list[int] = []  # choices
         self.handle: RequestHandle | None = None
         self.times_s: list[float | None] = []  # when the last text of each delta's sequence came
         self._marks = marks or {}  # at how many to be asked again
@@ -67,7 +66,7 @@ class Sink:
         self._connection = connection
 
     def on_begin(self, choice: int, now_s: float) -> None:
-        self.begun.append(choice)
+        """Nothing to keep."""
 
     def on_text(self, choice: int, text: str) -> None:
         assert text

@@ -6,29 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
-from core.plan import RunnerLimits
 from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Submit
-from server.api.chat import ChatDocument, ChatStream
-from server.gate.tenants import LOCAL_NAME
 from server.generation import KEEP_ALIVE_S, OFFLOAD_BYTES, TABLE, Event, Generation, State
 from server.observing.timing import Stage
-from tests.server.fakes import MemoryTransport
 from tests.server.simulated_engine import Schedule, at_once, late_by, token_by_token
 from tests.server.simulated_server import (
-    COST,
-    LIMITS,
     STREAM,
     TOKENIZER,
-    Answer,
     SimulatedServer,
     answers,
     chat,
     completion,
+    refusal_of,
     request,
     serving,
     the_answer,
@@ -104,7 +96,8 @@ def test_streamed_and_whole_say_the_same(make: Any) -> None:
 def test_responses_stream_ends_with_the_whole_answer() -> None:
     body = {"model": "small", "input": "step", "seed": 7, "max_output_tokens": 12, "ignore_eos": True}
     whole = ask(request("POST", "/v1/responses", body)).json
-    last = ask(request("POST", "/v1/responses", body | {"stream": True})).events[-1]
+    *events, last = ask(request("POST", "/v1/responses", body | {"stream": True})).events
+    assert [event["sequence_number"] for event in (*events, last)] == list(range(len(events) + 1))
     assert last["type"] == "response.incomplete"
     assert last["response"]["output"][0]["content"] == whole["output"][0]["content"]
     assert last["response"]["usage"] == whole["usage"]
@@ -139,13 +132,6 @@ def test_stop_string_cuts_text_and_usage_whatever_the_timing(schedule: Schedule,
     assert answer.finish_reason() == "stop"
     assert answer.usage == ask(chat(max_tokens=40, stop=stop)).usage
     assert answer.usage["completion_tokens"] < 40
-
-
-def test_held_back_text_comes_when_no_stop_string_follows() -> None:
-    text = ask(chat()).text()
-    answer = ask(chat(stop=text[-3:] + "!", **STREAM))
-    assert answer.text() == text
-    assert answer.finish_reason() == "length"
 
 
 def test_stop_id_counts_in_the_usage_and_says_nothing() -> None:
@@ -205,14 +191,6 @@ def test_silent_stream_gets_its_head_and_a_comment_every_15_seconds(server: Simu
     assert not other.received
 
 
-def test_whole_answer_is_not_touched_by_silence(server: SimulatedServer) -> None:
-    transport = server.send(chat())
-    server.loop.advance(100)
-    assert not transport.received
-    server.run()
-    assert answers(bytes(transport.received))[0].status == 200
-
-
 def slow_reader(server: SimulatedServer) -> Any:
     """A stream whose reader has stopped reading until the engine was told to pause it."""
     transport = server.send(chat(max_tokens=150, n=4, **STREAM), peer_reads=False)
@@ -234,63 +212,6 @@ def test_delete_of_a_paused_stream_ends_it(server: SimulatedServer) -> None:
     (answer,) = answers(bytes(transport.received))
     assert answer.events[-1]["error"]["code"] == "request_cancelled"
     server.check_idle()
-
-
-def test_inter_token_time_is_counted_per_choice(server: SimulatedServer) -> None:
-    answer = server.ask(chat(n=2, **STREAM))
-    pieces = [c for e in answer.events[:-1] for c in e["choices"] if c["delta"].get("content")]
-    inter_token, ttft = server.metrics.inter_token, server.metrics.ttft
-    assert sum(ttft.counts) == 1
-    assert sum(inter_token.counts) == len(pieces) - 2 > 10
-    assert inter_token.total / sum(inter_token.counts) >= COST.fixed_s
-
-
-def test_fault_in_writing_one_answer_ends_that_one_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = ask(completion()).text()
-    monkeypatch.setattr(ChatStream, "text", lambda *args: 1 / 0)
-    server = SimulatedServer()
-    faulty, sound = server.send(chat(**STREAM)), server.send(completion())
-    server.run()
-    (broken,) = answers(bytes(faulty.received))
-    assert broken.events[-1]["error"]["code"] == "engine_error"
-    assert answers(bytes(sound.received))[0].text() == expected
-    assert "ZeroDivisionError" in caplog.text
-    assert [m.reason for m in server.posted if isinstance(m, Cancel)] == [FinishReason.ERROR]
-    server.close()
-
-
-def test_fault_in_writing_a_whole_answer_is_a_500(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(ChatDocument, "document", lambda *args: 1 / 0)
-    server = SimulatedServer()
-    transport = server.send(chat())
-    server.run()
-    (answer,) = answers(bytes(transport.received))
-    assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
-    assert answer.headers["x-request-id"] == "r1"
-    assert "total;dur=" in answer.headers["server-timing"]
-    assert server.metrics.responses == {500: 1}
-    assert "ZeroDivisionError" in caplog.text
-    server.close()
-
-
-def test_fault_in_writing_the_engines_error_breaks_the_stream_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(ChatStream, "error", lambda *args: 1 / 0)
-    server = SimulatedServer()
-    faulty, sound = server.send(chat(**STREAM)), server.send(completion())
-    for _ in range(4):
-        server.step()
-    server.shut_engine_down(FinishReason.ERROR, "gone")
-    assert not answers(bytes(faulty.received))[0].is_complete
-    assert faulty.is_lost
-    assert answers(bytes(sound.received))[0].json["error"]["message"] == "gone"
-    assert "ZeroDivisionError" in caplog.text
-    server.close()
 
 
 def test_end_that_the_wire_has_no_word_for_is_told_as_an_error(server: SimulatedServer) -> None:
@@ -328,16 +249,6 @@ def test_every_stage_of_a_generation_is_told_and_together_they_are_its_time(fiel
     assert (told["prefill_chunks"], told["cached_tokens"]) == (2, 0)
 
 
-def test_access_line_of_a_stream_is_written_when_its_last_byte_is(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "server.access")
-    server = SimulatedServer()
-    transport = server.send(chat(**STREAM))
-    server.run_until(lambda: bool(caplog.records))
-    assert b"[DONE]" in transport.received
-    server.close()
-    assert len(caplog.records) == 1
-
-
 def test_stream_is_decoding_as_soon_as_its_first_byte_is_out(server: SimulatedServer) -> None:
     transport = server.send(chat(**STREAM))
     server.run_until(lambda: b"data:" in transport.received)
@@ -357,28 +268,23 @@ def test_head_that_a_keep_alive_has_opened_leaves_nothing_to_flush_first() -> No
 # Clients that leave
 
 
-@pytest.mark.parametrize("leave", [MemoryTransport.feed_eof, MemoryTransport.reset])
 @pytest.mark.parametrize("fields", [{}, STREAM, {"n": 2}, {"prompt": [[5] * 40, [6]]}])
 @pytest.mark.parametrize("num_steps", range(8))
 def test_client_that_leaves_frees_its_blocks_within_a_step_and_is_told_as_499(
-    num_steps: int,
-    fields: dict[str, Any],
-    leave: Callable[[MemoryTransport], None],
-    caplog: pytest.LogCaptureFixture,
+    server: SimulatedServer, num_steps: int, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "server.access")
-    with serving() as server:
-        transport = server.send(completion(prompt=[5] * 40) if not fields else completion(**fields))
-        for _ in range(num_steps):
-            assert server.step()
-        leave(transport)
-        server.loop.settle()
-        server.step()
-        server.check_idle()
-        assert server.metrics.num_disconnects == 1
-        assert server.metrics.responses == {499: 1}
-        (line,) = [record.getMessage() for record in caplog.records]
-        assert line.startswith("POST /v1/completions 499 ")
+    transport = server.send(completion(**({"prompt": [5] * 40} | fields)))
+    for _ in range(num_steps):
+        assert server.step()
+    transport.feed_eof()
+    server.loop.settle()
+    server.step()
+    server.check_idle()
+    assert server.metrics.num_disconnects == 1
+    assert server.metrics.responses == {499: 1}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("POST /v1/completions 499 ")
 
 
 @pytest.mark.parametrize("data", [chat(max_tokens=3), chat(max_tokens=3, **STREAM)])
@@ -424,12 +330,6 @@ def test_client_that_leaves_while_its_prompt_is_tokenized_elsewhere_is_not_submi
     server.loop.settle()
     assert server.network.listener.num_handlers == 0
     assert not server.posted
-
-
-def test_large_body_is_prepared_elsewhere_and_answered_the_same() -> None:
-    with serving() as server:
-        answer = server.ask(completion(user="z" * OFFLOAD_BYTES))
-    assert answer.text() == ask(completion()).text()
 
 
 def test_task_that_is_cancelled_lets_go_of_its_request(server: SimulatedServer) -> None:
@@ -500,17 +400,6 @@ def test_second_delete_finds_no_request_though_the_engine_has_not_heard_of_the_f
     assert b"request_cancelled" in transport.received
 
 
-def test_connection_goes_on_after_a_deleted_answer(server: SimulatedServer) -> None:
-    transport = server.send(chat(**STREAM) + chat())
-    for _ in range(5):
-        server.step()
-    server.send(request("DELETE", "/v1/requests/r1"))
-    server.run()
-    first, second = answers(bytes(transport.received))
-    assert first.events[-1]["error"]["code"] == "request_cancelled"
-    assert second.text() == ask(chat()).text()
-
-
 # The queue
 
 
@@ -536,123 +425,24 @@ def test_bodies_that_come_together_do_not_pass_the_queues_limit() -> None:
         assert sorted(the_answer(transport).status for transport in transports) == [200, 200, 503, 503, 503]
 
 
-def test_request_whose_body_comes_after_the_farewell_is_refused_as_those_before_it() -> None:
-    data = chat(**STREAM)
+def test_all_that_is_in_progress_when_the_process_ends_is_told_so() -> None:
+    """A stream by an event, a whole answer and a body that comes later by a status."""
     with serving() as server:
-        begun, uploading = server.send(data), server.send(data[:-1])
-        server.step()
+        streamed, whole, uploading = server.send(chat(**STREAM)), server.send(chat()), server.send(chat(**STREAM)[:-1])
+        for _ in range(4):
+            server.step()
         server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Ending.", "draining", retry_after_s=5))
-        uploading.feed(data[-1:])
+        uploading.feed(chat(**STREAM)[-1:])
         server.run()
-        assert len([message for message in server.posted if isinstance(message, Submit)]) == 1
-        for transport in (begun, uploading):
-            answer = the_answer(transport)
-            assert answer.is_complete
-            error = answer.events[-1]["error"] if answer.status == 200 else answer.json["error"]
-            assert error["code"] == "draining"
-
-
-# Any history
-
-TEXT = ask(completion(max_tokens=40)).text()
-
-Case = dict[str, Any]
-
-fields_of_requests = st.fixed_dictionaries(
-    {"max_tokens": st.integers(1, 40), "n": st.integers(1, 3), "seed": st.integers(0, 3)},
-    optional={
-        "stop": st.sampled_from([TEXT[5:8], TEXT[10], "e", "never"]),
-        "stream": st.just(True),
-        "ignore_eos": st.just(False),
-        "prompt": st.sampled_from([[5] * 30, [[7] * 3, [8] * 20], "step"]),
-        "logprobs": st.integers(0, 2),
-    },
-)
-cases = st.fixed_dictionaries(
-    {
-        "fields": fields_of_requests,
-        "arrival_s": st.floats(0, 0.5),
-        "fate": st.sampled_from(["stay", "stay", "leave", "reset", "delete", "slow", "never reads"]),
-        "after_s": st.floats(0, 0.5),
-    }
-)
-
-
-def play(server: SimulatedServer, number: int, case: Case, transports: dict[int, MemoryTransport]) -> None:
-    """Have one request come, and its fate after it."""
-    fate = case["fate"]
-
-    def come() -> None:
-        reads = fate not in ("slow", "never reads")
-        transport = server.network.dial(reads)
-        transport.feed(completion(**case["fields"]))
-        transports[number] = transport
-        request_id = f"r{len(transports)}"
-        server.loop.call_later(case["after_s"], meet_fate, transport, request_id)
-
-    def meet_fate(transport: MemoryTransport, request_id: str) -> None:
-        if fate == "leave":
-            transport.feed_eof()
-        elif fate == "reset":
-            transport.reset()
-        elif fate == "delete":
-            server.generations.cancel(request_id, LOCAL_NAME)
-        elif fate == "slow":
-            transport.peer_reads = True
-            transport.peer_read()
-
-    server.loop.call_later(case["arrival_s"], come)
-
-
-SCARCE = RunnerLimits(32, 4, 6, 16, 100, TOKENIZER.vocab_size)  # with preemptions
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    history=st.lists(cases, min_size=1, max_size=6),
-    limits=st.sampled_from([LIMITS, SCARCE]),
-    schedule=st.sampled_from([at_once, token_by_token, late_by(0.03)]),
-)
-def test_every_request_gets_exactly_one_answer_or_its_client_has_left(
-    history: list[Case], limits: Any, schedule: Any
-) -> None:
-    server = SimulatedServer(limits=limits, schedule=schedule)
-    transports: dict[int, MemoryTransport] = {}
-    for number, case in enumerate(history):
-        play(server, number, case, transports)
-    server.run_for(1.5)
-    server.run_for(60)  # who never reads is cut off
-    for number, case in enumerate(history):
-        transport = transports[number]
-        if case["fate"] == "never reads" and not transport.is_lost:
-            transport.peer_read()
-            server.loop.settle()
-        found = answers(bytes(transport.received))
-        if case["fate"] in ("stay", "slow"):
-            (answer,) = found
-            assert (answer.status, answer.is_complete) == (200, True)
-            check_answer(answer, case["fields"])
-        else:
-            assert len(found) <= 1
-    server.check_idle()
-    assert sum(server.metrics.responses.values()) == len(history)
-    server.close()
-
-
-def check_answer(answer: Answer, fields: dict[str, Any]) -> None:
-    num_choices = fields["n"] * (2 if isinstance(fields.get("prompt"), list) and len(fields["prompt"]) == 2 else 1)
-    for choice in range(num_choices):
-        assert answer.finish_reason(choice) in ("stop", "length")
-        if "stop" in fields:
-            assert fields["stop"] not in answer.text(choice)
-    if not fields.get("stream"):
-        assert answer.usage["completion_tokens"] <= num_choices * fields["max_tokens"]
-    else:
-        assert answer.events[-1] == "[DONE]"
+        assert len([message for message in server.posted if isinstance(message, Submit)]) == 2
+        assert the_answer(streamed).events[-1]["error"]["code"] == "draining"
+        for answer in (the_answer(whole), the_answer(uploading)):
+            assert (refusal_of(answer), answer.headers["retry-after"]) == ((503, "draining"), "5")
 
 
 def test_cancel_reasons_tell_the_engine_who_ended_it(server: SimulatedServer) -> None:
-    server.ask(completion(max_tokens=40, stop=TEXT[5:8]))
+    text = ask(completion(max_tokens=40)).text()
+    server.ask(completion(max_tokens=40, stop=text[5:8]))
     transport = server.send(chat(**STREAM))
     server.step()
     transport.feed_eof()

@@ -3,11 +3,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 from openai.types import Completion
 
-from core.errors import ErrorKind, ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs
 from server.api.completions import SURFACE
 from server.api.fields import IdsPrompt, TextPrompt
@@ -81,13 +79,6 @@ def test_what_cannot_be_completed_is_refused(fields: dict[str, Any], param: str)
     assert wire.refusal(SURFACE, **fields).param == param
 
 
-def test_the_defaults_are_openais() -> None:
-    call = wire.parse(SURFACE, prompt="Hi", best_of=1, suffix="")
-    assert call.sampling.max_tokens == 16
-    assert call.sampling.num_logprobs is None
-    assert not call.echo
-
-
 def test_a_stream_by_the_letter() -> None:
     answer = reply(stream_options={"include_usage": True}, timings=True)
     deltas = [(0, say("Hel")), (0, say("")), (0, say("lo", FinishReason.LENGTH))]
@@ -100,15 +91,6 @@ def test_a_stream_by_the_letter() -> None:
     ]
     assert (last["choices"], last["usage"]["total_tokens"], last["timings"]) == ([], 9, {"queue_ms": 1.0})
     assert done == "[DONE]"
-
-
-def test_every_chunk_and_the_whole_answer_are_of_the_sdks_type() -> None:
-    # The SDK has one type for both and calls finish_reason and usage mandatory, which no server's chunks keep.
-    data = whole((0, say("Hel é", FinishReason.STOP, *LOGPROBS)), logprobs=2)
-    completion = Completion.model_validate(data, strict=True)
-    assert json.loads(completion.model_dump_json(exclude_unset=True)) == data
-    finished = read_events(reply().delta(0, say("a", FinishReason.STOP)))[0][1]
-    assert json.loads(Completion.model_validate(finished, strict=True).model_dump_json(exclude_unset=True)) == finished
 
 
 def test_the_sdk_iterates_a_stream_of_several_prompts() -> None:
@@ -124,16 +106,6 @@ def test_the_sdk_iterates_a_stream_of_several_prompts() -> None:
     ]
 
 
-def test_the_sdk_raises_an_error_that_breaks_a_stream_off() -> None:
-    answer = reply()
-    events = answer.delta(0, say("a")) + answer.error(ServiceError(ErrorKind.ENGINE, "It failed.", "engine_error"))
-    with sdk_reading(events) as client:
-        stream = client.completions.create(model="tiny", prompt="a", stream=True)
-        assert next(stream).choices[0].text == "a"
-        with pytest.raises(openai.APIError, match="It failed"):
-            next(stream)
-
-
 def test_an_echo_comes_before_the_text_of_each_choice() -> None:
     answer = reply(ECHO_CONTEXT, ["x", "y"], n=2, echo=True)
     texts = [(data["choices"][0]["index"], data["choices"][0]["text"]) for _, data in read_events(answer.start())]
@@ -145,11 +117,18 @@ def test_an_echo_comes_before_the_text_of_each_choice() -> None:
     assert [choice["text"] for choice in data["choices"]] == ["First 0", "First 1", "Second 2", "Second 3"]
 
 
-def test_an_echo_asks_for_the_logprobs_of_the_prompt_and_may_be_all() -> None:
-    sampling = wire.parse(SURFACE, prompt="Hi", echo=True, logprobs=3, max_tokens=0).sampling
-    assert (sampling.max_tokens, sampling.num_logprobs, sampling.num_prompt_logprobs) == (0, 3, 3)
-    assert wire.parse(SURFACE, prompt="Hi", echo=True).sampling.num_prompt_logprobs is None
-    assert wire.parse(SURFACE, prompt="Hi", logprobs=3).sampling.num_prompt_logprobs is None
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"best_of": 1, "suffix": ""}, (16, None, None)),  # OpenAI's defaults
+        ({"echo": True, "logprobs": 3, "max_tokens": 0}, (0, 3, 3)),
+        ({"echo": True}, (16, None, None)),
+        ({"logprobs": 3}, (16, 3, None)),
+    ],
+)
+def test_an_echo_asks_for_the_logprobs_of_the_prompt_and_may_be_all(fields: dict[str, Any], asked: Any) -> None:
+    sampling = wire.parse(SURFACE, prompt="Hi", **fields).sampling
+    assert (sampling.max_tokens, sampling.num_logprobs, sampling.num_prompt_logprobs) == asked
 
 
 PIECES = {0: b"<s>", 1: b"Hel", 2: b"lo", 3: b" \xc3", 4: b"\xa9", 5: b"<end>"}
@@ -222,6 +201,8 @@ def test_a_stream_says_of_the_prompt_what_the_whole_answer_says(cuts: tuple[int,
 def test_legacy_logprobs_are_parallel_lists() -> None:
     data = whole((0, say("Hel é", FinishReason.STOP, *LOGPROBS)), logprobs=2)
     assert data["choices"][0]["logprobs"] == LEGACY_LOGPROBS
+    completion = Completion.model_validate(data, strict=True)
+    assert json.loads(completion.model_dump_json(exclude_unset=True)) == data
 
 
 def test_offsets_go_on_over_the_chunks_of_a_stream() -> None:

@@ -10,9 +10,8 @@ from core.types import Delta, FinishReason
 from server.api.fields import ChatPrompt
 from server.api.replies import StreamReply
 from server.api.responses import SURFACE
-from server.wire import sse
 from tests.server.api import wire
-from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, read_events, say, sdk_reading
+from tests.server.api.wire import CONTEXT, LOGPROBS, read_events, say, sdk_reading
 
 EVENT_TYPE: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OPENING = [
@@ -142,28 +141,6 @@ def test_logprobs_of_all_deltas_are_repeated_at_the_end() -> None:
     tokens = [[entry["token"] for entry in data["logprobs"]] for data in (events[4], events[6])]
     assert tokens == [["Hel", " é"], ["Hel", " é"] * 2]
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == events[6]["logprobs"]
-
-
-@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-def test_every_event_is_of_the_sdks_type(reason: FinishReason) -> None:
-    answer = reply(top_logprobs=2, timings=True, metadata={"a": "b"}, instructions="Be brief.")
-    delta = Delta(text="Hel é", num_tokens=2, logprobs=LOGPROBS, finish_reason=reason)
-    for _, data in read_events(wire.stream(answer, (0, say("x")), (0, delta))):
-        event = EVENT_TYPE.validate_python(data, strict=True)
-        assert event.model_extra == {}
-        assert json.loads(event.model_dump_json(exclude_unset=True)) == data
-
-
-def test_the_sdk_iterates_a_stream_with_keep_alives() -> None:
-    answer = reply()
-    text = 'a "b"\n\nevent: x\u2028é😀'
-    events = answer.start() + sse.KEEP_ALIVE + answer.delta(0, say(text)) + answer.delta(0, say("", FinishReason.STOP))
-    with sdk_reading(events + answer.end(USAGE, {})) as client:
-        received = list(client.responses.create(model="tiny", input="Hi", stream=True))
-    assert "".join(event.delta for event in received if event.type == "response.output_text.delta") == text
-    last = received[-1]
-    assert last.type == "response.completed"
-    assert last.response.output_text == text
 
 
 def test_the_sdks_stream_helper_gives_the_final_response() -> None:
