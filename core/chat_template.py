@@ -1,8 +1,8 @@
-"""A model's chat template: messages to the text of its prompt, as transformers renders it, in bounded work.
+"""Renders chat messages to a prompt by the model's chat template, as transformers does, with bounded work.
 
-Templates come with the model, never with a request; but requests feed them, and a model may be a stranger's. So they
-run in jinja2's immutable sandbox, and what they do is counted (core/template_budget.py). No I/O; time is an argument.
-Thread: loop, or wherever rendering is offloaded to: renders may run side by side.
+Templates come with the model, never with a request; but requests provide their input, and a model may not be trusted.
+So they run in jinja2's immutable sandbox, on a budget (core/template_budget.py). No I/O; time is an argument.
+Thread: loop, or the one that rendering is offloaded to: renders may run side by side.
 """
 
 import json
@@ -19,10 +19,10 @@ from core.errors import InvalidRequest, context_overflow
 from core.marked_text import Origin, joined, marked
 from core.template_budget import Budget, BudgetedEnvironment, BudgetExceeded, TooMuchText, use_budget
 
-# Texts run to some 4 characters a token, seldom to 8: more than this cannot fit the context.
+# Texts have some 4 characters a token, seldom 8: more than this cannot fit the context.
 MAX_OUTPUT_CHARS_PER_TOKEN = 16
-MIN_OUTPUT_CHARS = 65_536  # a tiny context's limit: the count of tokens is the better answer
-MAX_MADE_PER_OUTPUT = 8  # all strings made on the way, in largest outputs: templates take contents apart and join them
+MIN_OUTPUT_CHARS = 65_536  # for tiny contexts, where an error with the number of tokens is better
+MAX_MADE_PER_OUTPUT = 8  # characters of all strings made on the way, per character of the largest output
 MAX_OPERATIONS = 250_000  # turns, calls, filters: under a second of Python; 1,000 messages take some 16,000
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
 _MODEL_ROLES = frozenset({"assistant", "system", "developer"})
@@ -34,11 +34,11 @@ NO_TEMPLATE = (
 
 
 class ChatTemplateSyntaxError(Exception):
-    """The template itself is broken. The message says where."""
+    """The template is broken. The message says where."""
 
 
 def max_text_chars(context_limit: int) -> int:
-    """Of a text that may fit a context of so many tokens: a longer one is refused before anyone works on it."""
+    """Characters of the longest text that may fit a context: longer ones are refused before any work on them."""
     return max(MIN_OUTPUT_CHARS, MAX_OUTPUT_CHARS_PER_TOKEN * context_limit)
 
 
@@ -47,10 +47,9 @@ class ChatTemplate:
 
     Args:
         sources: by name: "default", and perhaps "tool_use" for requests with tools. Empty: the model has none.
-        special_tokens: what templates know by name, e.g. {"bos_token": "<s>"}.
-        context_limit: tokens of the model's context: bounds the text.
-        marks_content: what requests bring is marked as theirs (core/marked_text.py), so that none of it becomes a
-            control token.
+        special_tokens: variables of templates, e.g. {"bos_token": "<s>"}.
+        context_limit: tokens of the model's context; it bounds the text.
+        marks_content: mark the requests' text (core/marked_text.py), so that none of it becomes a control token.
 
     Raises:
         ChatTemplateSyntaxError
@@ -84,17 +83,16 @@ class ChatTemplate:
         """The prompt of a chat, special tokens written out: for Tokenizer.encode_chat.
 
         Args:
-            messages: role, content and what else the template reads (tool_calls, name...): JSON values only. At least
-                one. A field that is None counts as absent, content like any other, as in transformers: the content of
-                a turn without words is "".
-            now: what the template's strftime_now tells, in the time zone it should tell.
+            messages: at least one; role, content and other fields that the template reads, as JSON values. As in
+                transformers, a field that is None counts as absent, also content: an empty turn has the content "".
+            now: for the template's strftime_now, in the time zone to show.
             tools: OpenAI's form, {"type": "function", "function": {...}}.
-            template_kwargs: more variables, e.g. {"enable_thinking": False}; over special tokens of the same name.
-            param: the request's field that the messages came in, for refusals.
+            template_kwargs: more variables, e.g. {"enable_thinking": False}, which override special tokens.
+            param: the request's field with the messages, for errors.
 
         Raises:
-            InvalidRequest: no template; the template refuses the messages (its own words), fails on them, or is over
-                its budget; template_kwargs name what is not theirs.
+            InvalidRequest: there is no template; it refuses the messages (in its own words), fails on them, or exceeds
+                its budget; template_kwargs name a reserved variable.
         """
         template = self._choose(param, has_tools=tools is not None)
         if not messages:
@@ -117,12 +115,12 @@ class ChatTemplate:
         return marked(value, origin) if self._marks_content else value
 
     def _marked_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Field by field. Roles are the template's words."""
+        """Mark each field but the role, which the template compares with its own words."""
         origin = Origin.MODEL if message.get("role") in _MODEL_ROLES else Origin.USER
         return {name: value if name == "role" else self._marked(value, origin) for name, value in message.items()}
 
     def user_turn(self) -> str:
-        """A user's message as the template writes it; "" where it writes none alone."""
+        """A user's message as the template writes it; "" if it refuses one alone."""
         try:
             return self.render([{"role": "user", "content": "x"}], now=datetime.min, add_generation_prompt=False)
         except InvalidRequest:
@@ -136,7 +134,7 @@ class ChatTemplate:
         raise InvalidRequest(NO_TEMPLATE, param, "no_chat_template")
 
     def _run(self, template: Template, variables: Mapping[str, Any], param: str) -> str:
-        """Raises InvalidRequest, with the template's words where it has any, whatever it does."""
+        """Whatever the template raises becomes an InvalidRequest."""
         try:
             with use_budget(self._new_budget()):
                 return self._join(template, variables)
@@ -149,7 +147,7 @@ class ChatTemplate:
             raise InvalidRequest(f"The model's chat template exceeds its limits: {error}.", param) from error
         except TemplateError as error:
             raise InvalidRequest(f"The model's chat template refuses this: {error}", param) from error
-        except Exception as error:  # a template's code may raise anything that Python can
+        except Exception as error:  # a template's code may raise anything
             cause = f"{type(error).__name__}: {error}"
             raise InvalidRequest(f"The model's chat template fails on these messages: {cause}", param) from error
 
@@ -176,7 +174,7 @@ class ChatTemplate:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %}: marks the assistant's words for training. Here they are rendered, and that is all."""
+    """{% generation %} marks the assistant's words for training; here they are only rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
 
@@ -191,7 +189,7 @@ class _GenerationBlock(Extension):
 
 
 def _new_environment() -> BudgetedEnvironment:
-    """transformers' environment (utils/chat_template_utils.py): its whitespace rules, tojson and raise_exception."""
+    """transformers' environment (utils/chat_template_utils.py): its white space rules, tojson and raise_exception."""
     environment = BudgetedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.replace_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
@@ -210,7 +208,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers hands messages to templates: without Nones, reasoning under the names that templates read."""
+    """As transformers passes messages to templates: without Nones, reasoning under the names that templates read."""
     fields = {key: value for key, value in message.items() if value is not None}
     reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
     if reasoning is None:

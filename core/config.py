@@ -4,16 +4,17 @@ A model's config.json is understood completely or refused: a field that would ch
 here is an error that names it. Families are data (families.py); transformers 5 writes `rope_parameters`, earlier ones
 `rope_theta` and `rope_scaling`.
 
-Rotary position embedding is reduced to what does not depend on a sequence's length: the angle of a token is a function
-of its position alone, and what was computed for it stays right as its sequence grows. Two kinds of transformers choose
-their frequencies by the length of the whole sequence, anew at every step; of these is served what agrees with a fixed
-choice: "dynamic" is the plain embedding up to max_position_embeddings, and "longrope" uses its short factors up to
-original_max_position_embeddings, where the context then ends.
+A token's rotary angle must be a function of its position alone, so that what was computed for it stays right as its
+sequence grows. transformers has two kinds that choose their frequencies by the length of the whole sequence, anew at
+every step. They are served as far as a fixed choice agrees with them: "dynamic" as the plain embedding up to
+max_position_embeddings, "longrope" with its short factors up to original_max_position_embeddings, where the context
+then ends.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from core.config_fields import (
@@ -29,7 +30,7 @@ from core.config_fields import (
     unsupported_field,
 )
 from core.errors import UnsupportedModel
-from core.families import FAMILIES, Family
+from core.families import FAMILIES, Family, Traits
 from core.prequantized import Fp8Config, PackedConfig, parse_fp8, parse_packed, refuse_other_methods
 
 BLOCK_SIZE = 16  # tokens per KV block
@@ -38,7 +39,7 @@ QUANTIZE_SCHEMES = ("int8", "fp8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
-DEFAULT_POSITIONS = 2048  # of families that name no other: transformers' LlamaConfig
+DEFAULT_POSITIONS = 2048  # of families without a default of their own: transformers' LlamaConfig
 
 # Fields that change the output, and the values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -54,7 +55,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the operator asks of the engine; None leaves the choice to measurement at start.
+    """The operator's settings of the engine; None leaves the choice to measurement at start.
 
     Args:
         device: "auto", "cpu" or "cuda".
@@ -65,18 +66,17 @@ class EngineConfig:
         max_sequences: that run at once.
         threads: compute threads on a CPU.
         quantize: the layers' matrices to one of QUANTIZE_SCHEMES while they load; None: as they are.
-        quantize_cache_bytes: how much of what was quantised is kept on disk; 0: nothing.
+        quantize_cache_bytes: limit of quantised weights kept on disk; 0: none are.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
-        inter_token_target: how many times what its decodes alone would take a step with prompts in it may take, by
-            the step-cost model, unless the prompts came together with all that decode (core/queue.py); None: as long
-            as max_batch_tokens makes it.
+        inter_token_target: a step with prompts may take so many times as long as its decodes alone, by the step-cost
+            model, unless the prompts arrived together with all that decode (core/queue.py); None: no limit.
         overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
         tensor_parallel: devices of this machine that compute the model together.
-        graphs: "on": steps are captured as CUDA graphs, at start; "lazy": when one is needed; "off"; "auto": at start,
-            on a GPU. Where they cannot be, steps are sent without.
-        kv_offload_bytes: of host memory for KV blocks that give way to others; 0: they are forgotten.
-        kv_offload_dir: where these are kept for the next process; None: nowhere.
-        kv_offload_dir_bytes: of files in it; None: all that lies in kv_offload_bytes.
+        graphs: "on": steps are captured as CUDA graphs at start; "lazy": when first needed; "off"; "auto": at start, on
+            a GPU. Steps that cannot be captured run without.
+        kv_offload_bytes: of host memory for evicted KV blocks; 0: their content is lost.
+        kv_offload_dir: where host blocks are kept for the next process; None: nowhere.
+        kv_offload_dir_bytes: limit of its files; None: as kv_offload_bytes.
     """
 
     device: str = "auto"
@@ -134,11 +134,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What layers of one model differ in.
+    """What the layers of one model differ in.
 
     Args:
-        rope: None: q and k are not turned.
-        window: a token sees so many, itself counted in; None: all before it.
+        rope: None: q and k are not rotated.
+        window: how many tokens a token attends to, itself included; None: all before it.
         is_sparse: its MLP is the model's experts.
     """
 
@@ -152,12 +152,12 @@ class ExpertsConfig:
     """A mixture of experts: gated MLPs of which each token goes through a few.
 
     Args:
-        num_active: experts a token goes through, the likeliest of the router.
+        num_active: experts per token, the router's likeliest.
         intermediate_size: width of one.
-        is_normalized: the shares of the active ones are made to sum to 1.
-        has_bias: of router and experts.
-        layout: how the checkpoint holds them: "mixtral", "qwen3_moe" or "gpt_oss".
-        is_mxfp4: four-bit blocks, of which "gpt_oss" is made.
+        is_normalized: the weights of the active ones are scaled to sum to 1.
+        has_bias: router and experts have biases.
+        layout: how the checkpoint stores them: "mixtral", "qwen3_moe" or "gpt_oss".
+        is_mxfp4: they are stored as four-bit blocks, as in "gpt_oss".
     """
 
     num_experts: int
@@ -169,23 +169,19 @@ class ExpertsConfig:
     is_mxfp4: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(Traits):
     """A decoder-only transformer: RMSNorm, grouped-query attention with RoPE, a gated MLP.
 
     Args:
-        max_position: tokens of context the model was made for, or that are computed exactly: see above.
+        max_position: tokens of context that the model was made for, or that are computed exactly: see above.
         layers: num_layers of them; empty: all have rope and no window.
-        has_fused_weights: how the checkpoint holds q, k, v, and gate and up.
-        attention_scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
+        attention_scale: factor of the scores; None: 1 / sqrt(head_dim).
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
-        embedding_scale, residual_scale, logits_scale: what embeddings, what each block adds, and logits are
-            multiplied by.
+        embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
         eos_token_ids: from config.json (generation_config.json may name more).
-
-    The other fields are as Family says.
     """
 
     architecture: str
@@ -203,12 +199,6 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = "none"
-    has_pre_norm: bool = True
-    has_post_norm: bool = False
-    has_norm_offset: bool = False
-    has_sinks: bool = False
-    has_fused_weights: bool = False
     experts: ExpertsConfig | None = None
     activation: str = "silu"
     attention_scale: float | None = None
@@ -280,7 +270,7 @@ class ModelConfig:
 
 
 def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Understand a model's config.json.
+    """Parse a model's config.json.
 
     Raises:
         UnsupportedModel: the architecture, or a field that would change the output, is not computed here.
@@ -299,8 +289,10 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
         layers=_layers(config, family, sizes["num_layers"], rope, local_rope),
-        **_biases(config, family),
-        **_family_fields(family),
+        qkv_bias=family.has_qkv_bias or read_bool(config, "attention_bias"),
+        output_bias=read_bool(config, "attention_bias"),
+        mlp_bias=read_bool(config, "mlp_bias"),
+        **{trait.name: getattr(family, trait.name) for trait in dataclasses.fields(Traits)},
         experts=_experts(config, family),
         activation=_activation(config, family),
         **_scales(config, family),
@@ -314,7 +306,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def stated_context(config: Mapping[str, Any]) -> int:
-    """Tokens of context that config.json says, or its family where it is silent; what is served may be less.
+    """Tokens of context by config.json, or its family's default; fewer may be served.
 
     Raises:
         UnsupportedModel, BadCheckpoint: as parse_model_config.
@@ -344,27 +336,6 @@ def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }
 
 
-def _biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    has_attention_bias = family.has_attention_bias and read_bool(config, "attention_bias")
-    return {
-        "qkv_bias": family.has_qkv_bias or has_attention_bias,
-        "output_bias": has_attention_bias,
-        "mlp_bias": family.has_mlp_bias and read_bool(config, "mlp_bias"),
-    }
-
-
-def _family_fields(family: Family) -> dict[str, Any]:
-    """What all of a family's models have in common."""
-    return {
-        "qk_norm": family.qk_norm,
-        "has_pre_norm": family.has_pre_norm,
-        "has_post_norm": family.has_post_norm,
-        "has_norm_offset": family.has_norm_offset,
-        "has_sinks": family.has_sinks,
-        "has_fused_weights": family.is_fused,
-    }
-
-
 def _family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures") or [config.get("model_type")]
     if not isinstance(names, list):
@@ -379,19 +350,10 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) -> None:
-    neutral = dict(_NEUTRAL)
-    if family.has_attention_bias:
-        del neutral["attention_bias"]
-    if family.has_mlp_bias:
-        del neutral["mlp_bias"]
-    if family.has_partial_rotary:
-        del neutral["partial_rotary_factor"]
+    neutral = {name: values for name, values in _NEUTRAL.items() if name not in family.reads}
+    neutral |= family.neutral
     if family.windows == "none":
         neutral["use_sliding_window"] = (False, None)
-    if family.model_type == "gemma3_text":
-        neutral["attn_logit_softcapping"] = (None,)  # transformers reads it and does not apply it
-    if family.model_type == "gpt_oss":
-        neutral |= {"swiglu_alpha": (1.702, None), "swiglu_limit": (7, 7.0, None)}
     for name, values in neutral.items():
         if config.get(name) not in values:
             raise unsupported_field(name, config[name], values)
@@ -409,7 +371,7 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
 
 
 def _scales(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """What Granite and Gemma multiply and cap; other families have none of these fields."""
+    """Factors and caps of Granite and Gemma; other families have none of these fields."""
     if family.model_type == "granite":
         return {
             "attention_scale": positive_float(config, "attention_multiplier"),
@@ -428,7 +390,7 @@ def _scales(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the two spellings the older goes first, as in transformers."""
+    """Of the two spellings the older takes precedence, as in transformers."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise bad_field(f"the rope configuration is not an object: {given!r}.")
@@ -438,7 +400,7 @@ def _rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _ropes(
     config: Mapping[str, Any], family: Family, max_position: int, head_dim: int
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers without a window, and with one; nested by layer type where transformers 5 writes it so."""
+    """Of layers without a window, and of those with one; transformers 5 nests them by layer type."""
     given = _rope_fields(config)
     is_nested = any(isinstance(value, Mapping) for value in given.values())
     if is_nested and not family.has_local_rope:
@@ -448,7 +410,7 @@ def _ropes(
     def parse(part: Mapping[str, Any]) -> RopeConfig:
         merged = {"rope_theta": 10_000.0, **beside, **part}
         neutral = _NEUTRAL["partial_rotary_factor"]
-        if not family.has_partial_rotary and merged.get("partial_rotary_factor") not in neutral:
+        if "partial_rotary_factor" not in family.reads and merged.get("partial_rotary_factor") not in neutral:
             raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
         return _rope(config, merged, max_position, head_dim, is_phi=family.model_type == "phi3")
 
@@ -459,7 +421,7 @@ def _ropes(
 
 
 def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int) -> int:
-    """Yarn stretches the original context it names; of longrope the original is what can be computed exactly."""
+    """Yarn stretches the original context it names; longrope is computed exactly within the original one."""
     if rope.kind == "yarn" and "original_max_position_embeddings" in {**config, **_rope_fields(config)}:
         return max(max_position, int(min(rope.original_max_position * rope.factor, MAX_COUNT)))
     if rope.kind == "longrope":
@@ -479,7 +441,7 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
 def _layers(
     config: Mapping[str, Any], family: Family, num_layers: int, rope: RopeConfig, local_rope: RopeConfig
 ) -> tuple[LayerConfig, ...]:
-    """Which layers turn, and which have a window."""
+    """Which layers have rope, a window, experts."""
     is_rotated = _rotated_layers(config, family, num_layers)
     is_windowed = _windowed_layers(config, family, is_rotated)
     window = positive_int(config, "sliding_window") if any(is_windowed) else None
@@ -493,7 +455,7 @@ def _layers(
 
 
 def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """SmolLM3: no_rope_layers says 1 where a layer does turn."""
+    """SmolLM3: no_rope_layers has a 1 for layers that do have rope."""
     if family.windows != "unrotated":
         return [True] * num_layers
     listed = config.get("no_rope_layers")
@@ -506,7 +468,7 @@ def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) 
 
 
 def _windowed_layers(config: Mapping[str, Any], family: Family, is_rotated: list[bool]) -> list[bool]:
-    """As layer_types says, or as the family does; where the family has no choice, both must agree."""
+    """By layer_types, or else by the family; where the family leaves no choice, both must agree."""
     num_layers = len(is_rotated)
     by_family = _windowed_by_family(config, family, is_rotated)
     listed = config.get("layer_types")
@@ -546,7 +508,7 @@ def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: l
 
 
 def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """Qwen3-MoE: every decoder_sparse_step-th layer, but those of mlp_only_layers."""
+    """Qwen3-MoE: every decoder_sparse_step-th layer, except mlp_only_layers."""
     if family.model_type != "qwen3_moe":
         return [family.expert_width is not None] * num_layers
     dense, step = config.get("mlp_only_layers") or [], positive_int(config, "decoder_sparse_step")
@@ -587,12 +549,12 @@ def _is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
 def _rope(
     config: Mapping[str, Any], given: Mapping[str, Any], max_position: int, head_dim: int, is_phi: bool = False
 ) -> RopeConfig:
-    """Understand one rope configuration, in the spelling of transformers 5 or an earlier one.
+    """Parse one rope configuration, in the spelling of transformers 5 or an earlier one.
 
     Args:
-        config: the whole config.json, for what stands beside.
-        given: rope_theta and what scales it.
-        is_phi: Phi-3 says "su" and "yarn" for what came to be called "longrope".
+        config: the whole config.json, for fields beside it.
+        given: rope_theta and its scaling.
+        is_phi: Phi-3 says "su" and "yarn" for what was later called "longrope".
     Source: transformers 5, modeling_rope_utils.py.
     """
     kind = given.get("rope_type", given.get("type", "default"))
@@ -604,71 +566,55 @@ def _rope(
     partial = positive_float(given, "partial_rotary_factor", 1.0)
     if partial > 1 or int(head_dim * partial) % 2 or int(head_dim * partial) == 0:
         raise bad_field(f"partial_rotary_factor={partial} of head_dim={head_dim} is not a number of pairs.")
+    rope = RopeConfig(theta, partial=partial)
     if kind in ("default", "dynamic"):
-        return RopeConfig(theta, partial=partial)
+        return rope
     if kind == "linear":
-        return RopeConfig(theta, kind, positive_float(given, "factor"), partial=partial)
-    beside = config.get("original_max_position_embeddings")  # Phi-3's place for it; goes first
+        return replace(rope, kind=kind, factor=positive_float(given, "factor"))
+    beside = config.get("original_max_position_embeddings")  # Phi-3's place for it, which takes precedence
     merged = given if beside is None else {**given, "original_max_position_embeddings": beside}
     original = positive_int(merged, "original_max_position_embeddings", max_position)
+    rope = replace(rope, kind=kind, original_max_position=original)
     if kind == "llama3":
-        return _llama3(merged, theta, original, partial)
-    if kind == "yarn":
-        return _yarn(merged, theta, original, partial, max_position)
-    return _longrope(merged, theta, original, partial, max_position, head_dim)
+        return _llama3(merged, rope)
+    rope = replace(rope, factor=positive_float(merged, "factor", max_position / original))
+    return _yarn(merged, rope) if kind == "yarn" else _longrope(merged, rope, rope.rotary_dim(head_dim) // 2)
 
 
-def _llama3(given: Mapping[str, Any], theta: float, original: int, partial: float) -> RopeConfig:
+def _llama3(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:
     low, high = positive_float(given, "low_freq_factor"), positive_float(given, "high_freq_factor")
     if not low < high:
         raise bad_field(f"rope: low_freq_factor={low} is not below high_freq_factor={high}.")
-    return RopeConfig(theta, "llama3", positive_float(given, "factor"), low, high, original, partial=partial)
+    return replace(rope, factor=positive_float(given, "factor"), low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(given: Mapping[str, Any], theta: float, original: int, partial: float, max_position: int) -> RopeConfig:
+def _yarn(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:
     """Source: YaRN (arXiv:2309.00071), section 3.4 for the attention factor."""
-    factor = positive_float(given, "factor", max_position / original)
 
     def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return 0.1 * scale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
     attention_factor = magnitude(1.0)
     if given.get("mscale") and given.get("mscale_all_dim"):
-        attention_factor = magnitude(positive_float(given, "mscale")) / magnitude(
-            positive_float(given, "mscale_all_dim")
-        )
+        attention_factor = magnitude(positive_float(given, "mscale"))
+        attention_factor /= magnitude(positive_float(given, "mscale_all_dim"))
     fast, slow = positive_float(given, "beta_fast", 32.0), positive_float(given, "beta_slow", 1.0)
     if fast < slow:
         raise bad_field(f"rope: beta_fast={fast} is below beta_slow={slow}.")
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original_max_position=original,
+    return replace(
+        rope,
         beta_fast=fast,
         beta_slow=slow,
         is_truncated=read_bool(given, "truncate", True),
         attention_factor=positive_float(given, "attention_factor", attention_factor),
-        partial=partial,
     )
 
 
-def _longrope(
-    given: Mapping[str, Any], theta: float, original: int, partial: float, max_position: int, head_dim: int
-) -> RopeConfig:
+def _longrope(given: Mapping[str, Any], rope: RopeConfig, num_factors: int) -> RopeConfig:
     """Source: LongRoPE (arXiv:2402.13753), of which only the short factors are used."""
-    factors, num_factors = given.get("short_factor"), int(head_dim * partial) // 2
+    factors, factor, original = given.get("short_factor"), rope.factor, rope.original_max_position
     if not isinstance(factors, list) or len(factors) != num_factors:
         raise bad_field(f"rope: short_factor is not a list of {num_factors} numbers.")
     short = tuple(positive_float({"short_factor": factor}, "short_factor") for factor in factors)
-    factor = positive_float(given, "factor", max_position / original)
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
-    return RopeConfig(
-        theta,
-        "longrope",
-        factor,
-        original_max_position=original,
-        factors=short,
-        attention_factor=positive_float(given, "attention_factor", attention_factor),
-        partial=partial,
-    )
+    return replace(rope, factors=short, attention_factor=positive_float(given, "attention_factor", attention_factor))

@@ -5,10 +5,10 @@ from typing import Any
 
 from core.errors import BadCheckpoint, UnsupportedModel
 
-CONFIG_PREFIX = "config.json: "  # of what is said of its fields
+CONFIG_PREFIX = "config.json: "  # of messages about its fields
 BAD_FIELD_FIX = "download the model's directory again, or correct the file."
-# No field that counts goes beyond; what is made before the weights are looked at (tensors without memory, lists of
-# layers) stays small under the others, in any product of them.
+# Limits of counts. With the last two, whatever is built before the weights are looked at (tensors without memory, lists
+# of layers) stays small, in any product of fields.
 MAX_COUNT = 2**31 - 1
 MAX_WIDTH = 2**24
 MAX_LAYERS = MAX_EXPERTS = 1024
@@ -52,11 +52,10 @@ def token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
 def read_quantization(
     config: Mapping[str, Any], neutral: Mapping[str, Mapping[str, tuple[Any, ...]]]
 ) -> Mapping[str, Any] | None:
-    """quantization_config of some methods; None: there is none, or it is of another.
+    """The quantization_config, if it is of one of these methods.
 
     Args:
-        neutral: the methods, with fields that would change what the tensors mean, and the values under which they do
-            not.
+        neutral: by method: fields that would change what the tensors mean, and the values under which they do not.
 
     Raises:
         UnsupportedModel: a field has another value.
@@ -71,7 +70,7 @@ def read_quantization(
 def refuse_others(given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], name: str) -> None:
     """
     Args:
-        name: of what is given, for the error.
+        name: of the given object, for the error.
 
     Raises:
         UnsupportedModel: a field has a value that is not among its neutral ones.

@@ -1,6 +1,6 @@
-"""Token ids to text that is safe to emit: whole characters only, and nothing that may yet become a stop string.
+"""Turns token ids into text that is safe to emit: whole characters, and nothing that may become a stop string.
 
-One Detokenizer per sequence, one TokenTable per model. Thread: loop. It decides where text ends; it does no I/O.
+One Detokenizer per sequence, one TokenTable per model. Thread: loop. It cuts stop strings; it does no I/O.
 """
 
 import codecs
@@ -17,11 +17,11 @@ class PlainTexts(Protocol):
 
 
 class TokenTable:
-    """What each id says, precomputed. Shared by all sequences of a model, never changed.
+    """The text of each id, precomputed. Shared by all sequences of a model, never changed.
 
     Args:
         token_bytes: [vocab_size], the bytes of each id; empty for ids that are not shown (special tokens, gaps).
-        strip_start: how many leading spaces of a whole text are the tokenizer's own (1 for Llama 2's, else 0).
+        strip_start: how many leading spaces of a whole text the tokenizer adds (1 for Llama 2's, else 0).
     """
 
     __slots__ = ("strip_start", "texts", "token_bytes")
@@ -32,7 +32,7 @@ class TokenTable:
         self.texts = tuple(_whole_text(data) for data in self.token_bytes)  # None: not whole characters by itself
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one id; nothing for an id the tokenizer does not know (logits are often padded)."""
+        """The bytes of one id; none for an unknown id (logits are often padded)."""
         return self.token_bytes[token_id] if 0 <= token_id < len(self.token_bytes) else b""
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -42,7 +42,7 @@ class TokenTable:
 
 
 class _TextsWithout(dict[int, str | None]):
-    """The texts that can neither begin a stop string nor contain one, by id; None: it may. Filled as needed."""
+    """By id, the texts that can neither begin a stop string nor contain one; None: it may. Filled as needed."""
 
     def __init__(self, texts: Sequence[str | None], firsts: Sequence[str]) -> None:
         self._texts = texts
@@ -57,21 +57,21 @@ class _TextsWithout(dict[int, str | None]):
 
 
 class Detokenizer:
-    """The text of one sequence, as its tokens come. The text does not depend on how the tokens are grouped.
+    """The text of one sequence, as its tokens come. It does not depend on how the tokens are grouped.
 
     A text ends before the stop string that is completed first; of two completed by the same character, before the
     longer one. Bytes that are not UTF-8 become U+FFFD as in `bytes.decode("utf-8", "replace")` of the whole.
 
     Args:
         stop: strings that end the text and are not part of it; none of them empty.
-        min_tokens: what so many tokens complete does not end the text, and is part of it.
-        continues_text: the tokens go on with a text (raw completions) and keep their leading space; a text of its own
-            (a chat's answer) loses the one that its tokenizer puts there.
+        min_tokens: a stop string within so many tokens does not end the text, and is part of it.
+        continues_text: the tokens continue a text (raw completions) and keep their leading space; a text of its own (a
+            chat's answer) loses the space that the tokenizer adds.
 
     Attributes:
-        is_plain: nothing is held, and nothing is to be stripped: the next token's text is what plain_texts says of it.
-        plain_texts: by id, as far as an id has a text that depends on no other; None or IndexError: push_token knows.
-        num_tokens_kept: through the token that completed the stop string. Whoever reads plain_texts, counts here.
+        is_plain: nothing is held or to be stripped: the next token's text is its entry in plain_texts.
+        plain_texts: by id, texts that depend on no other token; None or IndexError: call push_token.
+        num_tokens_kept: tokens up to the one that completed the stop string. Readers of plain_texts must count here.
     """
 
     __slots__ = (
@@ -90,7 +90,7 @@ class Detokenizer:
         "plain_texts",
     )
 
-    stop_reason = FinishReason.STOP  # what a sequence ends with whose text is stopped
+    stop_reason = FinishReason.STOP  # of a sequence whose text is stopped
 
     def __init__(
         self, table: TokenTable, stop: tuple[str, ...] = (), continues_text: bool = False, min_tokens: int = 0
@@ -110,11 +110,11 @@ class Detokenizer:
         self.plain_texts: PlainTexts = _TextsWithout(table.texts, self._stop_firsts) if stop else table.texts
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the sequence's next tokens; give the text that is safe to emit now. Nothing once it is stopped."""
+        """Take the sequence's next tokens; return the text that is safe to emit now. Empty once it is stopped."""
         return "".join(map(self.push_token, token_ids))
 
     def push_token(self, token_id: int) -> str:
-        """The same of one token."""
+        """push() of one token."""
         if self.is_plain:
             try:
                 text = self.plain_texts[token_id]
@@ -126,7 +126,7 @@ class Detokenizer:
         return self._take(token_id)
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come. A stopped text holds nothing."""
+        """The text that was held back, when no more tokens come. Empty for a stopped text."""
         if self.is_stopped:
             return ""
         rest = self._strip(self._decoder.decode(b"", final=True))
@@ -193,7 +193,7 @@ def _first_stop(text: str, stop: tuple[str, ...], num_old: int) -> int | None:
     """Where the stop string begins that is completed first, the longest of several; None without one.
 
     Args:
-        num_old: characters that were there before: none is completed within them.
+        num_old: leading characters in which no stop string is completed.
     """
     starts = ((string, text.find(string, max(0, num_old - len(string) + 1))) for string in stop)
     found = [(at + len(string), at) for string, at in starts if at >= 0]

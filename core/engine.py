@@ -20,13 +20,14 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import numpy as np
 
-from core.inspection import InconsistentAccounting, check_conservation, snapshot_of
+from core.inspection import InconsistentAccounting, check_conservation, state_of
 from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import (
     NO_STORE,
     Cancel,
     ClearCache,
+    EngineSnapshot,
     FinishReason,
     Inspect,
     Message,
@@ -357,7 +358,7 @@ class Engine:
             counts = {"num_undeleted_blocks": store.num_undeleted, "num_unwritten_blocks": store.num_unwritten}
             delivery = msgspec.structs.replace(delivery, stats=msgspec.structs.replace(delivery.stats, **counts))
         if self._inspect is not None:
-            snapshot = snapshot_of(self._scheduler, self._inspect.serial, self._clock(), store)
+            snapshot = EngineSnapshot(self._inspect.serial, state_of(self._scheduler, self._clock()), store)
             delivery = msgspec.structs.replace(delivery, snapshot=snapshot)
             self._inspect = None
         self._deliver(delivery)

@@ -1,13 +1,10 @@
-"""The errors a request can end with, as kinds; which HTTP status a kind becomes is server/api/replies.py's to say.
-
-Any thread.
-"""
+"""The errors of requests, by kind (server/api/replies.py maps a kind to a status), and of start-up. Any thread."""
 
 import enum
 
 
 class ErrorKind(enum.StrEnum):
-    """What went wrong, by who can mend it. One kind becomes one status on every surface."""
+    """What went wrong. One kind becomes one status on every surface."""
 
     INVALID_REQUEST = "invalid_request"
     AUTHENTICATION = "authentication"
@@ -15,7 +12,7 @@ class ErrorKind(enum.StrEnum):
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     CONFLICT = "conflict"
-    KEY_REUSED = "key_reused"  # of idempotency, with another request
+    KEY_REUSED = "key_reused"  # an idempotency key, with another request
     BODY_TOO_LARGE = "body_too_large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     REQUEST_TIMEOUT = "request_timeout"
@@ -27,14 +24,13 @@ class ErrorKind(enum.StrEnum):
 
 
 class ServiceError(Exception):
-    """A request that cannot be served, told to the one who sent it.
+    """A request that cannot be served, with the error for its client.
 
     Args:
-        kind: decides the status.
-        message: says what is wrong and what to do about it.
-        code: the machine-readable name of this very case, e.g. "context_length_exceeded".
-        param: path of the field to mend, e.g. "messages[0].content".
-        retry_after_s: when trying again can help.
+        message: what is wrong and what to do about it.
+        code: the machine-readable name of this case, e.g. "context_length_exceeded".
+        param: path of the field to correct, e.g. "messages[0].content".
+        retry_after_s: when a retry can help.
     """
 
     def __init__(
@@ -54,14 +50,14 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError):
-    """A field that is missing, of the wrong type, out of range, or that asks for what is not supported."""
+    """A field is missing, of the wrong type, out of range, or asks for something unsupported."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(ErrorKind.INVALID_REQUEST, message, code, param)
 
 
 def context_overflow(limit: int, but: str, advice: str) -> str:
-    """In OpenAI's words and with the code: client libraries know an overflow by them (LangChain, LiteLLM).
+    """OpenAI's words and the code, by which client libraries recognise an overflow (LangChain, LiteLLM).
 
     Args:
         but: what would not fit, without a full stop.
@@ -87,7 +83,7 @@ class ContextLengthExceeded(ServiceError):
 
 
 class ExitCode(enum.IntEnum):
-    """What the process exits with, by who can mend it. 130 (Ctrl-C) and signals keep the shell's own numbers."""
+    """The process's exit codes. 130 (Ctrl-C) and signals keep the shell's numbers."""
 
     meaning: str
 
@@ -111,11 +107,11 @@ class ExitCode(enum.IntEnum):
 
 
 class StartupError(Exception):
-    """The process cannot start as asked, told to the operator in two lines.
+    """The process cannot start as configured; shown to the operator in two lines.
 
     Args:
         cause: what is wrong, with the computed values.
-        fix: what to type or change, as concretely as is known.
+        fix: what to type or change, as concretely as possible.
         exit_code: an ExitCode; None: that of the class.
     """
 
@@ -130,7 +126,7 @@ class StartupError(Exception):
 
 
 class UnsupportedModel(StartupError):
-    """config.json asks for something that would be computed wrongly here."""
+    """The model needs a computation that is not implemented here."""
 
     exit_code = ExitCode.MODEL
 
@@ -142,7 +138,7 @@ class BadCheckpoint(StartupError):
 
 
 class DeviceUnavailable(StartupError):
-    """The device or the number format asked for is not there."""
+    """The requested device or number format is not available."""
 
     exit_code = ExitCode.DEVICE
 

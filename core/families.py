@@ -1,7 +1,6 @@
-"""The families of models that are computed here, as data: what each differs in, and its defaults. Any thread.
+"""The supported model families, as data: how their config.json and their GGUF files are read. Any thread.
 
-`defaults` are fields of config.json that a file may leave out: as transformers' configuration classes fill them in.
-The second table says what each is called, and how it is stored, in a GGUF file.
+Defaults are those of transformers' configuration classes. The second table is about GGUF files.
 """
 
 from collections.abc import Mapping
@@ -9,47 +8,58 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What the architectures differ in, beyond the fields that all of them read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What all models of a family have in common.
 
     Args:
-        has_qkv_bias: always; has_attention_bias, has_mlp_bias: as the field attention_bias or mlp_bias says (of
-            q, k, v and the output; of gate, up and down).
         qk_norm: RMSNorm of q and k before RoPE: "none", over each "head", or over "all" heads at once.
         has_pre_norm, has_post_norm: RMSNorm before attention and MLP; after each, before the residual sum.
         has_norm_offset: a norm multiplies by 1 + weight.
-        is_fused: the checkpoint holds q, k, v as one matrix, and gate and up as one.
-        has_partial_rotary: partial_rotary_factor is read.
+        has_sinks: each head has a score of its own that takes a share of the softmax and brings no value.
+        has_fused_weights: the checkpoint stores q, k, v as one matrix, and gate and up as one.
+    """
+
+    qk_norm: str = "none"
+    has_pre_norm: bool = True
+    has_post_norm: bool = False
+    has_norm_offset: bool = False
+    has_sinks: bool = False
+    has_fused_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family(Traits):
+    """How an architecture's config.json is read, beyond the fields that all architectures have.
+
+    Args:
+        defaults: of fields that a config.json may leave out.
+        reads: optional fields that are computed: attention_bias (of q, k, v and the output), mlp_bias (of gate, up and
+            down), partial_rotary_factor.
+        neutral: further fields that change the output, and the values under which they do not.
+        has_qkv_bias: always.
         has_local_rope: layers with a window have a rope of their own.
         windows: which layers have a sliding window where layer_types does not say: "none"; "all", if sliding_window
             is set; with use_sliding_window "switched" (all), "late" (from max_window_layers) or "unrotated" (those
-            without RoPE); "pattern" (all but every n-th: sliding_window_pattern).
-        has_sinks: each head has a score of its own that takes a share of the softmax and brings no value.
+            without RoPE); "pattern" (all except every n-th: sliding_window_pattern).
         expert_width: the name of the field with an expert's width; None: no experts.
-        activation_field: which names the activation; `activation`: where no field does.
+        activation_field: which field names the activation; `activation`: where no field does.
     """
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     has_qkv_bias: bool = False
-    has_attention_bias: bool = False
-    has_mlp_bias: bool = False
-    qk_norm: str = "none"
-    has_pre_norm: bool = True
-    has_post_norm: bool = False
-    has_norm_offset: bool = False
-    is_fused: bool = False
-    has_partial_rotary: bool = False
     has_local_rope: bool = False
     windows: str = "none"
-    has_sinks: bool = False
     expert_width: str | None = None
     activation_field: str = "hidden_act"
     activation: str | None = None
 
 
+_BIASES = "attention_bias", "mlp_bias"
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -60,104 +70,103 @@ _GEMMA_DEFAULTS = {
 }
 
 FAMILIES = (
-    Family("LlamaForCausalLM", "llama", has_attention_bias=True, has_mlp_bias=True),
+    Family(architecture="LlamaForCausalLM", model_type="llama", reads=_BIASES),
     Family(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        defaults={"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
         has_qkv_bias=True,
         windows="late",
     ),
     Family(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        {"head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
-        has_attention_bias=True,
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        defaults={"head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
+        reads=("attention_bias",),
         qk_norm="head",
         windows="late",
     ),
     Family(
-        "MistralForCausalLM",
-        "mistral",
-        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
         windows="all",
     ),
     Family(
-        "SmolLM3ForCausalLM",
-        "smollm3",
-        {
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32_768,
             "rope_theta": 2_000_000.0,
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
         },
-        has_attention_bias=True,
-        has_mlp_bias=True,
+        reads=_BIASES,
         windows="unrotated",
     ),
     Family(
-        "GraniteForCausalLM",
-        "granite",
-        {"attention_multiplier": 1.0},
-        has_attention_bias=True,
-        has_mlp_bias=True,
+        architecture="GraniteForCausalLM",
+        model_type="granite",
+        defaults={"attention_multiplier": 1.0},
+        reads=_BIASES,
     ),
     Family(
-        "Olmo2ForCausalLM",
-        "olmo2",
-        {"rms_norm_eps": 1e-5},
-        has_attention_bias=True,
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        defaults={"rms_norm_eps": 1e-5},
+        reads=("attention_bias",),
         qk_norm="all",
         has_pre_norm=False,
         has_post_norm=True,
     ),
     Family(
-        "Phi3ForCausalLM",
-        "phi3",
-        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        is_fused=True,
-        has_partial_rotary=True,
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        has_fused_weights=True,
+        reads=("partial_rotary_factor",),
         windows="all",
     ),
     Family(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        {
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        defaults={
             **_GEMMA_DEFAULTS,
             "max_position_embeddings": 8192,
             "sliding_window_pattern": 2,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        has_attention_bias=True,
+        reads=("attention_bias",),
         has_post_norm=True,
         has_norm_offset=True,
         windows="pattern",
         activation_field="hidden_activation",
     ),
     Family(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        {
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        defaults={
             **_GEMMA_DEFAULTS,
             "max_position_embeddings": 131_072,
             "sliding_window_pattern": 6,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
         },
-        has_attention_bias=True,
+        reads=("attention_bias",),
         qk_norm="head",
         has_post_norm=True,
         has_norm_offset=True,
+        neutral={"attn_logit_softcapping": (None,)},  # transformers reads it and does not apply it
         has_local_rope=True,
         windows="pattern",
         activation_field="hidden_activation",
     ),
     Family(
-        "MixtralForCausalLM",
-        "mixtral",
-        {
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-5,
@@ -169,9 +178,9 @@ FAMILIES = (
         expert_width="intermediate_size",
     ),
     Family(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        {
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32_768,
             "sliding_window": 4096,
@@ -179,15 +188,15 @@ FAMILIES = (
             "moe_intermediate_size": 768,
             "decoder_sparse_step": 1,
         },
-        has_attention_bias=True,
+        reads=("attention_bias",),
         qk_norm="head",
         windows="switched",
         expert_width="moe_intermediate_size",
     ),
     Family(
-        "GptOssForCausalLM",
-        "gpt_oss",
-        {
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        defaults={
             "num_key_value_heads": 8,
             "head_dim": 64,
             "max_position_embeddings": 131_072,
@@ -207,7 +216,8 @@ FAMILIES = (
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
         },
-        has_attention_bias=True,
+        reads=("attention_bias",),
+        neutral={"swiglu_alpha": (1.702, None), "swiglu_limit": (7, 7.0, None)},
         has_sinks=True,
         windows="pattern",
         expert_width="intermediate_size",
@@ -215,8 +225,8 @@ FAMILIES = (
     ),
 )
 
-# The architectures of GGUF files, as llama.cpp's converter stores them. Source: llama.cpp, conversion/*.py (what is
-# written) and src/models/*.cpp (what is computed where a file is silent).
+# The architectures of GGUF files, as llama.cpp's converter writes them (conversion/*.py); where a file is silent, as
+# llama.cpp computes them (src/models/*.cpp).
 _ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -240,16 +250,16 @@ _GEMMA_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """One architecture.
+    """An architecture of GGUF files.
 
     Args:
-        model_type: whose model it is, in FAMILIES.
-        layer_names: what its tensors are called in a layer -> there.
-        expert_names: of those that hold all experts one after the other -> each one's, with {} for its number.
-        are_heads_turned: rows of q and k lie as pairs side by side.
-        fields: config.json's -> the metadata's, where the architecture's computation depends on them.
-        constants: config.json's that no metadata says.
-        whole_width_layers: as many layers has the one model whose scores are scaled by hidden size / heads.
+        model_type: of its Family.
+        layer_names: a layer's tensors, GGUF name -> Hugging Face name.
+        expert_names: the same for tensors that hold all experts one after the other, with {} for the expert's number.
+        are_heads_turned: rows of q and k are stored with each rotary pair side by side.
+        fields: config.json field -> metadata key, where the computation depends on it.
+        constants: config.json fields that the metadata leaves out.
+        whole_width_layers: number of layers of the one model whose scores are scaled by hidden size / heads.
     """
 
     model_type: str
@@ -313,7 +323,7 @@ GGUF_FAMILIES = {
         whole_width_layers=62,
     ),
 }
-# Mixtral's files say llama, and have experts.
+# Mixtral's files say llama, and have experts
 MIXTRAL = GgufFamily(
     "mixtral",
     {**_LLAMA, "ffn_gate_inp": "block_sparse_moe.gate"},
@@ -327,7 +337,7 @@ MIXTRAL = GgufFamily(
 
 
 def find_family(metadata: Mapping[str, Any]) -> GgufFamily | None:
-    """None: not one that is read."""
+    """None: an unsupported architecture."""
     name = metadata.get("general.architecture")
     if name == "llama" and metadata.get("llama.expert_count"):
         return MIXTRAL

@@ -1,9 +1,9 @@
-"""GGUF files: the bytes → metadata and a table of tensors. No I/O: the caller maps the file. Any thread.
+"""Parses GGUF headers: bytes → metadata and a table of tensors. No I/O: the caller maps the file. Any thread.
 
-Every count, length and offset is held against the bytes that are there before anything is read or allocated, so that a
-truncated or hostile file is an error that says where. The `gguf` package reads the same, but takes counts at their
-word (an array longer than its file is read to the end of memory) and builds two arrays for each string: a vocabulary of
-150,000 and its merges took it 11 to 13 s and 560 MB, and take 0.1 to 0.25 s here.
+Every count, length and offset is checked against the bytes that are there before anything is read or allocated, so that
+a truncated or hostile file is an error that says where. The `gguf` package reads the same, but trusts counts (an array
+longer than its file is read to the end of memory) and builds two arrays for each string: a vocabulary of 150,000 and
+its merges took it 11 to 13 s and 560 MB, and take 0.1 to 0.25 s here.
 Source: github.com/ggml-org/ggml, docs/gguf.md.
 """
 
@@ -26,7 +26,7 @@ MAX_ITEMS = 2**24  # of one array; the largest vocabulary known is 2**18
 MAX_NAME_BYTES = 2**16
 MAX_DIMENSIONS = 4
 
-# What is dequantised here: name -> (elements in a block, bytes of a block)
+# Formats that are dequantised here: name -> (elements of a block, bytes of a block)
 BLOCKS = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -56,7 +56,7 @@ class GgufTensor:
     """One tensor of the file.
 
     Args:
-        shape: as torch has it: rows first (the file says it the other way round).
+        shape: as in torch, rows first (the file's order is reversed).
         format: a name in BLOCKS.
         offset: of its first byte, from the file's start.
     """
@@ -69,7 +69,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What the file says, all but its tensors' numbers."""
+    """A file's header."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
@@ -83,8 +83,8 @@ def parse_gguf(content: memoryview, name: str) -> GgufFile:
         name: of the file, for messages.
 
     Raises:
-        BadCheckpoint: not GGUF, or not a whole one.
-        UnsupportedModel: a tensor in a format that is not dequantised here; one of several parts.
+        BadCheckpoint: not GGUF, or incomplete.
+        UnsupportedModel: a tensor's format is not dequantised here, or the file is one of several parts.
     """
     cursor = _Cursor(content, name)
     if cursor.take(4, "magic") != MAGIC:
@@ -116,7 +116,7 @@ def _alignment(cursor: "_Cursor", metadata: dict[str, Any]) -> int:
 
 
 def _read_tensors(cursor: "_Cursor", num_tensors: int, alignment: int) -> dict[str, GgufTensor]:
-    """The table first; offsets count from its end, aligned."""
+    """Offsets count from the table's end, aligned, so the whole table is read first."""
     listed: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
         name = cursor.text("a tensor's name", MAX_NAME_BYTES)
@@ -173,7 +173,7 @@ class _Cursor:
         return int(_U64.unpack(self.take(8, what))[0])
 
     def count(self, what: str, limit: int, min_bytes: int) -> int:
-        """A number of things to come, of min_bytes each at least."""
+        """A number of items that follow, of at least min_bytes each."""
         number = self.u64(f"the number of {what}")
         if number > limit:
             raise self.bad(f"it claims {number} {what}, over the {limit} of any model known")
@@ -196,7 +196,7 @@ class _Cursor:
         if value_type == _ARRAY:
             return self._array(key)
         value = self._scalars(key, value_type, 1)[0]
-        # the decimal that was meant: 1e-05, not 9.999999747378752e-06
+        # the intended decimal: 1e-05, not 9.999999747378752e-06
         return float(str(np.float32(value))) if _SCALARS[value_type] == "<f4" else value
 
     def _array(self, key: str) -> list[Any]:
@@ -206,7 +206,7 @@ class _Cursor:
         return self._scalars(key, item_type, self.count(f"items of {key}", MAX_ITEMS, 1))
 
     def _texts(self, key: str, number: int) -> list[str]:
-        """As text() does, without its steps: a vocabulary and its merges are half a million of them."""
+        """text() inlined: a vocabulary and its merges are half a million strings."""
         content, position, found = self._content, self.position, []
         try:
             for _ in range(number):

@@ -1,7 +1,7 @@
-"""A GGUF file's model in Hugging Face's words: config.json's fields, the names of tensors, the tokenizer. Any thread.
+"""Translates a GGUF file to Hugging Face's terms: config.json's fields, the names of tensors, the tokenizer.
 
-Source: llama.cpp, conversion/*.py (what is written), src/models/*.cpp (what is computed where a file is silent) and
-src/llama-vocab.cpp (names of pre-tokenizers, defaults); the tokenizers that models came with.
+Any thread. Source: llama.cpp, conversion/*.py (what it writes), src/models/*.cpp (what it computes where a file is
+silent) and src/llama-vocab.cpp (names of pre-tokenizers, defaults); the tokenizers that models came with.
 """
 
 import json
@@ -16,8 +16,8 @@ from core.families import GGUF_FAMILIES, GgufFamily, find_family
 from core.gguf import GgufFile, GgufTensor
 from core.tokenizer import METASPACE
 
-ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling, spelled out: what divides each frequency
-# Of every Llama 3.1 to 3.3; they differ in `factor`, which the lowest frequency shows.
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling: the divisor of each frequency
+# Of every Llama 3.1 to 3.3; they differ in `factor`, which is the last divisor
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _TOLERANCE = 1e-4  # relative; the factors were computed in float32
 
@@ -27,7 +27,7 @@ _NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-# config.json's fields that every file says -> the metadata's, after the architecture's name; and those that it may say
+# config.json field -> metadata key, after the architecture's name: required ones, and optional ones
 _NEEDED = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -53,7 +53,7 @@ _SAMPLING = {
 
 
 def keys_of(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Fields of config.json and of generation_config.json -> the metadata's keys that they are read from."""
+    """Fields of config.json and of generation_config.json -> the metadata keys that they are read from."""
     family = find_family(metadata)
     fields = {**_NEEDED, **_OPTIONAL, **({} if family is None else family.fields)}
     prefix = metadata.get("general.architecture")
@@ -65,12 +65,12 @@ def keys_of(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
-    """The file's tensors by their names in a Hugging Face checkpoint; one that is not known here keeps its own.
+    """The file's tensors by their names in a Hugging Face checkpoint; an unknown tensor keeps its name.
 
-    Of a tensor that holds all experts one after the other each becomes a tensor.
+    A tensor that holds all experts becomes one tensor per expert.
 
     Raises:
-        UnsupportedModel: an architecture that is not read.
+        UnsupportedModel: the architecture is not supported.
     """
     family = _family(file)
     found: dict[str, GgufTensor] = {}
@@ -80,7 +80,11 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
             continue
         if match is not None and match[2] in family.expert_names and len(tensor.shape) == 3:
             stem = f"model.layers.{match[1]}.{family.expert_names[match[2]]}.{match[3]}"
-            found |= {stem.format(number): part for number, part in enumerate(_parts(tensor))}
+            num_experts, *shape = tensor.shape
+            size = tensor.size_bytes // max(1, num_experts)  # of whole rows of blocks
+            for number in range(num_experts):
+                offset = tensor.offset + number * size
+                found[stem.format(number)] = GgufTensor(tuple(shape), tensor.format, offset, size)
         elif match is not None and match[2] in family.layer_names:
             found[f"model.layers.{match[1]}.{family.layer_names[match[2]]}.{match[3]}"] = tensor
         else:
@@ -88,18 +92,11 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     return found
 
 
-def _parts(tensor: GgufTensor) -> list[GgufTensor]:
-    """Along the first dimension; whole rows of blocks each."""
-    count, *shape = tensor.shape
-    size = tensor.size_bytes // max(1, count)
-    return [GgufTensor(tuple(shape), tensor.format, tensor.offset + number * size, size) for number in range(count)]
-
-
 def num_turned_heads(name: str, metadata: Mapping[str, Any]) -> int | None:
-    """Heads of a tensor whose rows lie as llama.cpp turns them (pairs side by side); None: rows are as they were.
+    """Heads of a tensor whose rows llama.cpp has reordered (rotary pairs side by side); None: it has not.
 
     Args:
-        name: as Hugging Face has it.
+        name: Hugging Face's.
     """
     family = find_family(metadata)
     if family is None or not family.are_heads_turned:
@@ -112,19 +109,19 @@ def num_turned_heads(name: str, metadata: Mapping[str, Any]) -> int | None:
 
 
 def is_norm_shifted(name: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the tensor is a norm of offsets from 1, which is stored plus 1. name: as Hugging Face has it."""
+    """Whether the tensor is a norm of offsets from 1, which GGUF stores with 1 added. name: Hugging Face's."""
     family = find_family(metadata)
     return family is not None and family.family.has_norm_offset and name.endswith("norm.weight")
 
 
 def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[str, Any]:
-    """What config.json would say.
+    """The equivalent config.json.
 
     Args:
-        rope_factors: the numbers of ROPE_FACTORS, where the file has it.
+        rope_factors: the numbers of ROPE_FACTORS, if the file has it.
 
     Raises:
-        UnsupportedModel: an architecture, or a field that would change the output, that is not computed here.
+        UnsupportedModel: the architecture, or a field that would change the output, is not computed here.
         BadCheckpoint: a field or a tensor that every model has is missing.
     """
     family, prefix = _family(file), file.metadata["general.architecture"]
@@ -152,7 +149,7 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
 
 
 def _head_dim(fields: Mapping[str, Any], family: GgufFamily) -> int | None:
-    """Phi-3's rope turns a part of a head, and its files do not say a head's size."""
+    """Phi-3 rotates a part of a head, and its files leave out a head's size."""
     if family.model_type == "phi3" and "attention.key_length" not in fields:
         return _count(fields, "embedding_length") // _count(fields, "attention.head_count")
     found: int | None = fields.get("attention.key_length", fields.get("rope.dimension_count"))
@@ -162,7 +159,7 @@ def _head_dim(fields: Mapping[str, Any], family: GgufFamily) -> int | None:
 def _family_fields(
     file: GgufFile, family: GgufFamily, fields: Mapping[str, Any], head_dim: int | None
 ) -> dict[str, Any]:
-    """What an architecture's computation takes from elsewhere."""
+    """Fields that an architecture derives from several keys."""
     num_layers = fields["block_count"]
     found: dict[str, Any] = {}
     if family.whole_width_layers is not None:
@@ -181,7 +178,7 @@ def _family_fields(
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What generation_config.json would say of sampling, where the file recommends anything."""
+    """The equivalent generation_config.json: the file's recommended sampling, if any."""
     return {name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}
 
 
@@ -207,7 +204,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _num_layers(file: GgufFile, fields: Mapping[str, Any]) -> int:
-    """Held against the tensors that are there: whatever is made per layer is bounded by the file."""
+    """Checked against the number of tensors, so that the file bounds whatever is made per layer."""
     num_layers = _need(fields, "block_count")
     if not isinstance(num_layers, int) or num_layers > len(file.tensors):
         raise _bad(f"{fields['general.architecture']}.block_count is {num_layers!r}, of {len(file.tensors)} tensors")
@@ -215,7 +212,7 @@ def _num_layers(file: GgufFile, fields: Mapping[str, Any]) -> int:
 
 
 def _refuse_output_changing(fields: Mapping[str, Any], family: GgufFamily, key_length: int | None) -> None:
-    """Fields of an architecture under which its models are computed in another way than here."""
+    """Refuse values of optional fields that would change the computation."""
     holds: dict[str, Callable[[Any], bool]] = {
         "expert_count": lambda value: value == 0,
         "rope.scaling.type": lambda value: value in ("none", "linear"),
@@ -250,7 +247,7 @@ def _rope_scaling(
         if not isinstance(theta, float) or not 0 < theta < math.inf or not 0 < factors[-1] < math.inf:
             raise _bad(f"{ROPE_FACTORS} ends in {factors[-1]!r}, rope.freq_base is {theta!r}")
         return _llama3_scaling(factors, theta, head_dim)
-    # Source: llama.cpp's load_hparams: linear is what a factor means without a type; scale_linear is its older name.
+    # llama.cpp's load_hparams: a factor without a type means linear; scale_linear is its older name
     factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
     kind = fields.get("rope.scaling.type", None if factor is None else "linear")
     if kind == "linear":
@@ -259,7 +256,7 @@ def _rope_scaling(
 
 
 def _llama3_scaling(factors: tuple[float, ...], theta: float, head_dim: int | None) -> dict[str, Any]:
-    """Llama 3's scaling with its parameters back; checked against every one of the factors."""
+    """Llama 3's scaling parameters, checked against every factor."""
     width = 2 * len(factors)
     expected = [_llama3_factor(theta ** (2 * index / width), factors[-1]) for index in range(len(factors))]
     is_llama3 = all(map(lambda one, other: math.isclose(one, other, rel_tol=_TOLERANCE), expected, factors))
@@ -269,7 +266,7 @@ def _llama3_scaling(factors: tuple[float, ...], theta: float, head_dim: int | No
 
 
 def _llama3_factor(tokens_per_radian: float, factor: float) -> float:
-    """What divides a frequency. Source: Llama 3.1's reference code, apply_scaling."""
+    """The divisor of a frequency. Source: Llama 3.1's reference code, apply_scaling."""
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     turns = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi * tokens_per_radian)
     kept = min(max((turns - low) / (high - low), 0.0), 1.0)
@@ -299,7 +296,7 @@ Item = TypeVar("Item")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _END_KEYS = ("eos", "eot", "eom")
-# Control tokens that end a turn whatever the metadata says: as llama.cpp has them (special_eog_ids).
+# Control tokens that always end a turn: llama.cpp's special_eog_ids
 _END_TOKENS = {
     "<|eot_id|>",
     "<|im_end|>",
@@ -324,7 +321,7 @@ _DEFAULT_SPLITS = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-# tokenizer.ggml.pre -> what splits a text before BPE, one after the other
+# tokenizer.ggml.pre -> the patterns that split a text before BPE, in order
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT_SPLITS,
     "gpt-2": (_GPT2_SPLIT,),
@@ -348,10 +345,10 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, 
     """The contents of tokenizer.json and of tokenizer_config.json.
 
     Args:
-        vocab_size: rows of the embedding: no token may lie beyond.
+        vocab_size: rows of the embedding, which limit the tokens.
 
     Raises:
-        UnsupportedModel: a tokenizer, or a pre-tokenizer, that is not known here.
+        UnsupportedModel: the tokenizer or its pre-tokenizer is not supported.
         BadCheckpoint: its parts are missing or contradict each other.
     """
     tokens, types = _vocabulary(metadata, vocab_size)
@@ -375,14 +372,14 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, 
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end an answer: those the metadata names, and control tokens that can mean nothing else.
+    """Tokens that end an answer: those that the metadata names, and control tokens that can mean nothing else.
 
     Raises:
-        BadCheckpoint: it names what is no token.
+        BadCheckpoint: it names a token that does not exist.
     """
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     types = metadata.get("tokenizer.ggml.token_type", [])
-    named = [_end_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for key in _END_KEYS]
+    named = [_named_id(metadata, key, len(tokens)) for key in _END_KEYS]
     by_name = [
         token_id
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
@@ -391,7 +388,9 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *by_name]))
 
 
-def _end_id(metadata: Mapping[str, Any], key: str, num_tokens: int) -> int | None:
+def _named_id(metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
+    """The id that the metadata gives a named token."""
+    key = f"tokenizer.ggml.{name}_token_id"
     token_id = metadata.get(key)
     if token_id is not None and (not isinstance(token_id, int) or not 0 <= token_id < num_tokens):
         raise _bad_tokenizer(f"{key} is {token_id!r}, of {num_tokens} tokens")
@@ -426,7 +425,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], pre: str) -> dict[str, Any]:
-    """GPT-2's kind. Unused tokens (padding of the vocabulary) are left out."""
+    """A byte-level BPE, as GPT-2's. Unused tokens (padding of the vocabulary) are left out."""
     merges = metadata.get("tokenizer.ggml.merges")
     if not _is_list_of(merges, str):
         raise _bad_tokenizer("tokenizer.ggml.merges is not a list of texts")
@@ -462,16 +461,17 @@ def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    """Llama 2's kind, its scores turned to merges as transformers does."""
+    """A SentencePiece BPE, as Llama 2's; its scores become merges as in transformers."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not _is_list_of(scores, float) or len(scores) != len(tokens):
         raise _bad_tokenizer("tokenizer.ggml.scores does not give each token's")
-    pieces = [_piece(token, kind) for token, kind in zip(tokens, types, strict=True)]
+    pieces = [  # added tokens are searched for in the text itself, which has spaces
+        token.replace(METASPACE, " ") if kind == USER_DEFINED else token
+        for token, kind in zip(tokens, types, strict=True)
+    ]
     vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
     mergeable = {piece: scores[token_id] for piece, token_id in vocab.items() if types[token_id] in (NORMAL, UNUSED)}
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    if not isinstance(unknown, int) or not 0 <= unknown < len(pieces):
-        raise _bad_tokenizer(f"tokenizer.ggml.unknown_token_id is {unknown!r}")
+    unknown = _named_id(metadata, "unknown", len(tokens)) or 0
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE}
     unspaces = {"type": "Replace", "pattern": {"String": METASPACE}, "content": " "}
@@ -495,13 +495,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
     }
 
 
-def _piece(token: str, kind: int) -> str:
-    """Added tokens are looked for in the text itself, which has spaces."""
-    return token.replace(METASPACE, " ") if kind == USER_DEFINED else token
-
-
 def _merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the best pieces first.
+    """Every way to compose a piece of two others, the best pieces first.
 
     Source: transformers, convert_slow_tokenizer.py, generate_merges.
     """
@@ -515,7 +510,7 @@ def _merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> l
 
 
 def _added_tokens(vocab: Mapping[str, int], types: Sequence[int]) -> list[dict[str, Any]]:
-    """What is looked for in the text before anything else."""
+    """Tokens that are searched for in the text before it is split."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {"id": token_id, "content": token, **plain, "special": types[token_id] != USER_DEFINED}
@@ -527,12 +522,8 @@ def _added_tokens(vocab: Mapping[str, int], types: Sequence[int]) -> list[dict[s
 def _tokenizer_config(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name, key in _NAMED_TOKENS.items():
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is None:
-            continue
-        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
-            raise _bad_tokenizer(f"tokenizer.ggml.{key}_token_id is {token_id!r}, of {len(tokens)} tokens")
-        config[name] = tokens[token_id]
+        if (token_id := _named_id(metadata, key, len(tokens))) is not None:
+            config[name] = tokens[token_id]
     named = [key for key in metadata if key.startswith("tokenizer.chat_template.")]
     default = metadata.get("tokenizer.chat_template")
     if named:

@@ -1,23 +1,13 @@
-"""Reads the scheduler's state: a snapshot for operators, and a check of its accounting. It changes nothing.
+"""Reads the scheduler's state: to show it to operators, and to check its accounting. It changes nothing.
 
 Thread: engine, between two calls of the scheduler.
 """
 
+from typing import Any
+
 from core.scheduler import Scheduler
 from core.sequence import NO_SLOT, Sequence, SequenceState
 from core.sequence_states import SequenceStates
-from core.step_cost import StepCostModel
-from core.types import (
-    NO_STORE,
-    BlockCounts,
-    EngineSnapshot,
-    LiveSequence,
-    StepComposition,
-    StepCostFit,
-    StoreState,
-    TenantCounters,
-    WaitingLine,
-)
 
 
 class InconsistentAccounting(Exception):
@@ -53,31 +43,87 @@ def check_conservation(scheduler: Scheduler) -> None:
         raise InconsistentAccounting("; ".join(wrong))
 
 
-def snapshot_of(scheduler: Scheduler, serial: int, now: float, store: StoreState = NO_STORE) -> EngineSnapshot:
-    """
+def state_of(scheduler: Scheduler, now: float) -> dict[str, Any]:
+    """The engine's state as a JSON object, for operators.
+
     Args:
         now: monotonic seconds, as requests' arrivals.
     """
-    return EngineSnapshot(
-        serial=serial,
-        queues=_queues(scheduler.states, now),
-        running=tuple(map(_live, scheduler.states.running)),
-        last_step=_last_step(scheduler),
-        blocks=_blocks(scheduler),
-        step_cost=_fit(scheduler.step_cost),
-        tenants=tuple(
-            TenantCounters(
-                name=tenant.name,
-                share=tenant.share,
-                counter_s=tenant.counter_s,
-                served_s=tenant.served_s,
-                num_requests=tenant.num_live,
-                num_running=tenant.num_running,
-            )
+    states, pool, work, step_cost = scheduler.states, scheduler.pool, scheduler.last_work, scheduler.step_cost
+    held = {block for sequence in states.running for block in sequence.table.blocks}
+    fixed_s, prompt_token_s, prompt_kv_token_s, decoded_token_s, decoded_kv_token_s = step_cost.coefficients_s
+    return {
+        "queues": _queues(states, now),
+        "running": [  # sequences that hold blocks
+            {
+                "request_id": sequence.request_id,
+                "index": sequence.index,
+                "tenant": sequence.tenant.name,
+                "priority": sequence.priority,
+                "num_prompt_tokens": sequence.num_prompt_tokens,
+                "num_tokens": len(sequence.token_ids),  # the prompt's and its own
+                "num_computed_tokens": sequence.num_computed_tokens,  # including those of a step in flight
+                "num_blocks": len(sequence.table),
+                "is_paused": sequence.is_paused,
+            }
+            for sequence in states.running
+        ],
+        "last_step": {
+            "num_prompt_tokens": work.prompt_tokens,
+            "num_prompt_kv_tokens": round(work.prompt_kv),  # read by them
+            "num_decoded_tokens": work.own_tokens,
+            "num_decoded_kv_tokens": work.own_kv,  # read by them
+            # by the present step-cost model; None: too few steps were measured
+            "predicted_s": step_cost.predict(work) if step_cost.is_ready else None,
+            "measured_s": scheduler.stats().step_s,
+        },
+        "blocks": {  # held + cached + empty = all
+            "num_tokens_each": scheduler.limits.block_size,
+            "num_all": pool.num_blocks,
+            "num_held": pool.num_used,
+            "num_shared": sum(map(pool.is_shared, held)),  # held by more than one sequence
+            "num_cached": pool.num_kept,  # not held, with content that may be found again
+            "num_empty": pool.num_free - pool.num_kept,
+        },
+        "step_cost": {  # coefficients of the model, in seconds
+            "is_ready": step_cost.is_ready,
+            "fixed_s": fixed_s,
+            "prompt_token_s": prompt_token_s,
+            "prompt_kv_token_s": prompt_kv_token_s,
+            "decoded_token_s": decoded_token_s,
+            "decoded_kv_token_s": decoded_kv_token_s,
+            "error_p50": step_cost.error_p50,  # of the last steps: |predicted - measured| / measured
+            "error_p90": step_cost.error_p90,
+        },
+        "tenants": [  # without idle ones that are not ahead of the others
+            {
+                "name": tenant.name,
+                "share": tenant.share,
+                "counter_s": tenant.counter_s,  # engine seconds divided by its share; the least goes first
+                "served_s": tenant.served_s,  # engine seconds in all
+                "num_requests": tenant.num_live,
+                "num_running": tenant.num_running,  # sequences that hold blocks
+            }
             for tenant in scheduler.shares.tenants()
-        ),
-        store=store,
-    )
+        ],
+    }
+
+
+def _queues(states: SequenceStates, now: float) -> list[dict[str, Any]]:
+    """The waiting sequences, by class and tenant, the highest class first."""
+    lines: dict[tuple[int, str], list[Sequence]] = {}
+    for sequence in _waiting(states):
+        lines.setdefault((-sequence.priority, sequence.tenant.name), []).append(sequence)
+    return [
+        {
+            "priority": -below,
+            "tenant": tenant,
+            "num_sequences": len(members),
+            "num_tokens": sum(len(s.token_ids) - s.num_computed_tokens for s in members),  # to compute before decoding
+            "oldest_s": now - min(s.arrival_s for s in members),  # since the first of their requests arrived
+        }
+        for (below, tenant), members in sorted(lines.items())
+    ]
 
 
 def _waiting(states: SequenceStates) -> list[Sequence]:
@@ -88,72 +134,3 @@ def _waiting(states: SequenceStates) -> list[Sequence]:
         for sequence in group.sequences
         if sequence.state is SequenceState.WAITING and not group.is_paused and sequence.index not in group.unforked
     ]
-
-
-def _queues(states: SequenceStates, now: float) -> tuple[WaitingLine, ...]:
-    lines: dict[tuple[int, str], list[Sequence]] = {}
-    for sequence in _waiting(states):
-        lines.setdefault((-sequence.priority, sequence.tenant.name), []).append(sequence)
-    return tuple(
-        WaitingLine(
-            priority=-below,
-            tenant=tenant,
-            num_sequences=len(members),
-            num_tokens=sum(len(sequence.token_ids) - sequence.num_computed_tokens for sequence in members),
-            oldest_s=now - min(sequence.arrival_s for sequence in members),
-        )
-        for (below, tenant), members in sorted(lines.items())
-    )
-
-
-def _live(sequence: Sequence) -> LiveSequence:
-    return LiveSequence(
-        request_id=sequence.request_id,
-        index=sequence.index,
-        tenant=sequence.tenant.name,
-        priority=sequence.priority,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_tokens=len(sequence.token_ids),
-        num_computed_tokens=sequence.num_computed_tokens,
-        num_blocks=len(sequence.table),
-        is_paused=sequence.is_paused,
-    )
-
-
-def _last_step(scheduler: Scheduler) -> StepComposition:
-    work, step_cost = scheduler.last_work, scheduler.step_cost
-    return StepComposition(
-        num_prompt_tokens=work.prompt_tokens,
-        num_prompt_kv_tokens=round(work.prompt_kv),
-        num_decoded_tokens=work.own_tokens,
-        num_decoded_kv_tokens=work.own_kv,
-        predicted_s=step_cost.predict(work) if step_cost.is_ready else None,
-        measured_s=scheduler.stats().step_s,
-    )
-
-
-def _blocks(scheduler: Scheduler) -> BlockCounts:
-    pool = scheduler.pool
-    held = {block for sequence in scheduler.states.running for block in sequence.table.blocks}
-    return BlockCounts(
-        num_tokens_each=scheduler.limits.block_size,
-        num_all=pool.num_blocks,
-        num_held=pool.num_used,
-        num_shared=sum(map(pool.is_shared, held)),
-        num_cached=pool.num_kept,
-        num_empty=pool.num_free - pool.num_kept,
-    )
-
-
-def _fit(model: StepCostModel) -> StepCostFit:
-    fixed, prompt, prompt_kv, decoded, decoded_kv = model.coefficients_s
-    return StepCostFit(
-        is_ready=model.is_ready,
-        fixed_s=fixed,
-        prompt_token_s=prompt,
-        prompt_kv_token_s=prompt_kv,
-        decoded_token_s=decoded,
-        decoded_kv_token_s=decoded_kv,
-        error_p50=model.error_p50,
-        error_p90=model.error_p90,
-    )

@@ -242,7 +242,9 @@ class HostBlocks:
             copy_s: what its copies took; 0: unknown.
         """
         done = self._in_flight.popleft()
-        if copy_s > 0 and done.num_copies:
+        if not (done.offloads or done.restores):
+            return
+        if copy_s > 0:
             self.copy_s += ONLINE_RATE * (copy_s / done.num_copies - self.copy_s)
         for slot, label in done.labels.items():
             if self._coming.get(label.key) == slot:

@@ -1,8 +1,8 @@
 """A str that records which characters a request wrote, so that users cannot inject a chat's control tokens.
 
-Requests' strings enter a chat template as MarkedText and keep their marks through all that templates do to strings:
-joined, cut, split, replaced, formatted or upper-cased, they compare and count as any str. What an operation that is
-not known here makes of them counts as theirs, whole. No I/O. Thread: whichever renders.
+Requests' strings enter a chat template as MarkedText. They behave like any str and keep their marks when templates
+join, cut, split, replace, format or upper-case them. The result of an operation that is not known here is marked whole.
+No I/O. Thread: the one that renders.
 """
 
 import re
@@ -12,22 +12,23 @@ from typing import Any, SupportsIndex
 
 
 class Origin(IntEnum):
-    """Who wrote a character. Of several, the highest decides."""
+    """Who wrote a character. The highest of several counts."""
 
     TEMPLATE = 0
-    MODEL = 1  # assistants' turns, which the model wrote, and system texts, which tell it how to write
-    USER = 2  # all else that a request brings
+    MODEL = 1  # assistants' turns, which the model wrote, and system texts, which instruct it
+    USER = 2  # everything else in a request
 
 
-# Stand in for characters of an origin where an operation is tried out: noncharacters, which no template writes
+# Replace an origin's characters when an operation is tried out: noncharacters, which no template writes
 _SHADOWS = {Origin.MODEL: "\U0010fffe", Origin.USER: "\U0010ffff"}
 _SHADOWED = re.compile("\U0010fffe+|\U0010ffff+")
 
 
 class MarkedText(str):
-    """
+    """A text with an Origin for each character.
+
     Args:
-        origins: [characters], an Origin each; None: all are a user's.
+        origins: [characters]; None: all are a user's.
     """
 
     __slots__ = ("origins",)
@@ -100,7 +101,7 @@ class MarkedText(str):
         return joined([first, *(piece for part in rest for piece in (new, part))])
 
     def _located(self, parts: list[str], sep: str = "") -> list[str]:
-        """The parts, which follow each other in this text with `sep` between them, with their marks."""
+        """Mark the parts, which follow each other in this text with `sep` between them."""
         found: list[str] = []
         end = 0
         for part in parts:
@@ -111,7 +112,7 @@ class MarkedText(str):
 
 
 def marked(value: Any, origin: Origin) -> Any:
-    """JSON's value, each string of it marked, of names too."""
+    """A JSON value with every string marked, names included."""
     if isinstance(value, str):
         return MarkedText(value, bytes((origin,)) * len(value))
     if isinstance(value, dict):
@@ -126,7 +127,7 @@ def unmarked(value: Any) -> Any:
 
 
 def joined(pieces: Iterable[str]) -> str:
-    """As "".join, with marks."""
+    """ "".join, keeping marks."""
     texts = list(pieces)
     plain = "".join(texts)
     if not any(isinstance(text, MarkedText) for text in texts):
@@ -137,14 +138,14 @@ def joined(pieces: Iterable[str]) -> str:
 
 
 def written(value: Any) -> str:
-    """As str(), with marks: of a list or dict all of it."""
+    """str(), keeping marks; a written list or dict is marked whole."""
     if isinstance(value, str):
         return str(value)
     return _all_marked(str(value), highest(value))
 
 
 def highest(value: Any) -> int:
-    """The highest origin among all characters of a value."""
+    """The highest origin of all characters in a value."""
     if isinstance(value, MarkedText):
         return max(value.origins, default=0)
     if isinstance(value, dict):
@@ -155,18 +156,19 @@ def highest(value: Any) -> int:
 
 
 def tracked(result: Any, inputs: tuple[Any, ...], again: Callable[..., Any] | None = None) -> Any:
-    """What an operation made of its inputs, with marks.
+    """Mark what an operation made of its inputs.
 
     Args:
-        again: the operation. It is repeated with characters that stand for their origin: where that gives a text of
-            the same shape, it shows where each of them went; otherwise, or without it, all of the result is marked.
+        again: the operation. It is repeated with every marked character replaced by one that stands for its origin: if
+            that gives a text of the same shape, it shows where each origin went. Otherwise, or without it, the whole
+            result is marked.
     """
     if not isinstance(result, str) or isinstance(result, MarkedText) or not (origin := highest(inputs)):
         return result
     if again is not None:
         try:
             shadow = again(*map(_shadowed, inputs))
-        except Exception:  # whatever a template's operation can raise: this one minds what the text is
+        except Exception:  # the operation depends on the text's content
             shadow = None
         if isinstance(shadow, str) and (origins := _origins_by(shadow, result)) is not None:
             return MarkedText(result, origins)

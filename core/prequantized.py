@@ -1,8 +1,8 @@
-"""config.json's quantization_config: which checkpoints are prequantized, understood completely or refused by name.
+"""Parses config.json's quantization_config: prequantized checkpoints are understood completely or refused. Any thread.
 
-GPTQ and AWQ pack integers; the others store 8-bit floats (e4m3), of which only weights are read so: scales of
-activations, of keys and of values are left out, and those stay in the serving format. Which matrices are stored so, the
-files say; lists of modules that are not are therefore not read. Any thread.
+GPTQ and AWQ pack integers; the others store 8-bit floats (e4m3). Only weights are read so: scales of activations, keys
+and values are ignored, and those stay in the serving format. The tensor files show which matrices are quantised, so
+lists of modules that are not are ignored too.
 
 Sources: AutoGPTQ and AutoAWQ; transformers, FineGrainedFP8Config; AutoFP8, its config.json; compressed-tensors,
 QuantizationArgs. What the 8-bit numbers are: arXiv:2209.05433.
@@ -26,7 +26,7 @@ from core.errors import UnsupportedModel
 _NEUTRAL_PACKED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptq": {
         "checkpoint_format": ("gptq", "gptq_v2", None),
-        "format": ("gptq", "gptq_v2", None),  # newer GPTQModel's word for it, beside the other
+        "format": ("gptq", "gptq_v2", None),  # newer GPTQModel's name for checkpoint_format
         "is_marlin_format": (False, None),
         "use_marlin_format": (False, None),
         "pack_dtype": ("int32", None),
@@ -72,13 +72,13 @@ def refuse_other_methods(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedConfig:
-    """How a checkpoint's matrices are packed: weight = (value - zero) * scale, all in integers of so many bits.
+    """How a checkpoint's matrices are packed: weight = (value - zero) * scale, with integers of so many bits.
 
     Args:
         method: "gptq" or "awq".
         group_size: inputs that share scale and zero; None: all of a row.
-        has_order: each input names its group (desc_act), and neighbours may be of different ones.
-        zero_offset: what is added to stored zeros.
+        has_order: each input names its group (desc_act), and neighbours may be in different ones.
+        zero_offset: to be added to stored zeros.
     """
 
     method: str
@@ -89,16 +89,16 @@ class PackedConfig:
 
     @property
     def is_served(self) -> bool:
-        """Whether the integers are served as they are, as int4; otherwise they become floats while they load."""
+        """Whether the integers are served as int4 without conversion; otherwise they become floats while they load."""
         has_groups = not self.has_order and (self.group_size is None or self.group_size % 32 == 0)
         return self.bits == 4 and has_groups
 
 
 def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
-    """None: the checkpoint is not of these methods.
+    """None: the checkpoint uses neither GPTQ nor AWQ.
 
     Raises:
-        UnsupportedModel, BadCheckpoint: it is, but in a variant that is not read, or that no one can read.
+        UnsupportedModel, BadCheckpoint: it does, in an unsupported or an inconsistent variant.
     """
     given = read_quantization(config, _NEUTRAL_PACKED)
     if given is None:
@@ -108,16 +108,11 @@ def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
     bits = positive_int(given, "bits")
     if bits not in (4, 8):
         raise unsupported_field("quantization_config.bits", bits, (4, 8))
-    # Of the first format stored zeros are one less: source: AutoGPTQ, QuantLinear.pack.
-    zero_offset = 0 if _gptq_format(given) == "gptq_v2" else 1
+    formats = {str(given[name]) for name in ("checkpoint_format", "format") if given.get(name) is not None}
+    if len(formats) > 1:
+        raise bad_field(f"quantization_config: checkpoint_format and format are {' and '.join(sorted(formats))}.")
+    zero_offset = 0 if "gptq_v2" in formats else 1  # v1 stores zeros less one: AutoGPTQ, QuantLinear.pack
     return PackedConfig("gptq", bits, _group_size(given, "group_size"), read_bool(given, "desc_act"), zero_offset)
-
-
-def _gptq_format(given: Mapping[str, Any]) -> str:
-    named = {str(given[name]) for name in ("checkpoint_format", "format") if given.get(name) is not None}
-    if len(named) > 1:
-        raise bad_field(f"quantization_config: checkpoint_format and format are {' and '.join(sorted(named))}.")
-    return next(iter(named), "gptq")
 
 
 def _parse_awq(given: Mapping[str, Any]) -> PackedConfig:
@@ -142,8 +137,8 @@ class Fp8Config:
     """How a checkpoint's matrices are scaled: weight = value * scale.
 
     Args:
-        block: (outputs, inputs) that share a scale, from the first on, the last perhaps fewer; None: a scale for each
-            output, or one for all.
+        block: (outputs, inputs) that share a scale, the last block perhaps smaller; None: a scale per output, or one
+            for all.
     """
 
     block: tuple[int, int] | None
@@ -155,11 +150,7 @@ class Fp8Config:
 
 
 def parse_fp8(config: Mapping[str, Any]) -> Fp8Config | None:
-    """None: the checkpoint is not of these methods.
-
-    Raises:
-        UnsupportedModel, BadCheckpoint: it is, but in a variant that is not read, or that no one can read.
-    """
+    """None: the checkpoint does not store 8-bit floats. Raises as parse_packed."""
     given = read_quantization(config, _NEUTRAL_FP8)
     if given is None:
         return None
@@ -172,7 +163,7 @@ def parse_fp8(config: Mapping[str, Any]) -> Fp8Config | None:
 
 
 def _parse_groups(groups: object) -> Fp8Config:
-    """Of compressed-tensors: which modules are of which group does not matter where all are stored alike."""
+    """Of compressed-tensors. All groups must be stored alike, so that their lists of modules do not matter."""
     if not isinstance(groups, Mapping) or not groups:
         raise bad_field(f"quantization_config.config_groups={groups!r} names no group.")
     found = [_parse_group(group, f"quantization_config.config_groups.{name}") for name, group in groups.items()]
@@ -201,11 +192,6 @@ def _block(given: object, name: str) -> tuple[int, int] | None:
     if given is None:
         return None
     sizes = given.split("x") if isinstance(given, str) else given
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(_is_size(size) for size in sizes):
+    if not isinstance(sizes, list) or [str(size).isdecimal() and int(size) > 0 for size in sizes] != [True, True]:
         raise bad_field(f"{name}={given!r} is not two sizes.")
     return int(sizes[0]), int(sizes[1])
-
-
-def _is_size(size: object) -> bool:
-    is_number = isinstance(size, int) and not isinstance(size, bool)
-    return (is_number or (isinstance(size, str) and size.isdecimal())) and int(str(size)) > 0

@@ -1,8 +1,8 @@
-"""The real scheduler and engine with a simulated clock, cost model and runner: thousands of steps a second.
+"""Runs the real scheduler and engine with a simulated clock, cost model and runner: thousands of steps a second.
 
-The simulated runner keeps its KV in blocks like a real one, and what it samples is a hash of what it finds there. So a
-wrong table, a lost copy or a block reused too early gives other tokens than the reference, which sees the tokens alone.
-Thread: its caller's.
+The simulated runner keeps its KV in blocks like a real one, and each sampled token is a hash of the content it finds
+there. So a wrong table, a lost copy or a block reused too early gives other tokens than the reference, which is
+computed from the tokens alone. Thread: its caller's.
 """
 
 import sys
@@ -28,7 +28,7 @@ _NO_COPIES = BlockCopies()
 
 
 class SimulatedClock:
-    """Monotonic seconds that pass when told."""
+    """Monotonic seconds that pass by advance() only."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -44,8 +44,8 @@ class SimulatedClock:
 class CostModel:
     """How long a step takes: fixed_s + token_s x tokens computed.
 
-    The defaults are the linears of a 0.5B bf16 body on two Zen 5 cores, prepacked: measured 21.8 ms at 1 row, 28.8 at
-    16, 41.1 at 32, 199 at 256. Attention is left out.
+    The defaults are the linear layers of a 0.5B bf16 model on two Zen 5 cores, prepacked: measured 21.8 ms at 1 row,
+    28.8 at 16, 41.1 at 32, 199 at 256. Attention is left out.
     """
 
     fixed_s: float = 0.0211
@@ -72,7 +72,7 @@ def _allowed(token_id: int, vocab_size: int, banned: tuple[int, ...]) -> int:
 
 
 def logprobs_after(prefix: Prefix, token_id: int, num_top: int) -> TokenLogprobs:
-    """How likely a token is after a prefix, and so many others beside it: hashes of all of it."""
+    """The simulated logprobs of a token after a prefix, and of num_top others: hashes of all of it."""
 
     def logprob(other: int) -> float:
         return -(zlib.crc32(other.to_bytes(4, "little"), zlib.crc32(prefix)) % 4096) / 256
@@ -81,11 +81,7 @@ def logprobs_after(prefix: Prefix, token_id: int, num_top: int) -> TokenLogprobs
 
 
 def continuation(start: SequenceStart, limits: RunnerLimits, max_tokens: int = sys.maxsize) -> list[int]:
-    """The reference: what is sampled for a sequence from here on when nothing interferes, an ending stop id included.
-
-    Args:
-        max_tokens: that are asked for.
-    """
+    """The reference: the tokens that are sampled for a sequence from here on, an ending stop id included."""
     num_held = min(limits.max_model_len, limits.num_blocks * limits.block_size)
     max_length = min(start.num_prompt_tokens + start.sampling.max_tokens, num_held)
     hashed = _hashed(np.array(start.token_ids, np.int32).tobytes(), start.seed)  # of all tokens so far
@@ -102,11 +98,7 @@ def continuation(start: SequenceStart, limits: RunnerLimits, max_tokens: int = s
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """One that was sent and not collected.
-
-    Args:
-        end_s: when the device is done with it.
-    """
+    """A step that was sent and not collected; the device finishes it at end_s."""
 
     plan: StepPlan
     end_s: float
@@ -114,19 +106,19 @@ class _Step:
 
 
 class SimulatedRunner:
-    """A core.plan.Runner whose KV holds token ids and whose steps take their cost of the clock's time.
+    """A core.plan.Runner whose KV holds token ids and whose steps take time of the clock, by their cost.
 
-    They are computed one after the other, while the host does something else. In lists: its steps have a few rows of a
-    few tokens, where arrays would take several times as long.
+    The device computes them one after the other while the host does something else. It works with lists, because its
+    steps have a few rows of a few tokens, for which arrays would take several times as long.
 
     Args:
-        host_s: of each step, that the host takes to plan and to send it.
+        host_s: time that the host takes to plan and send each step.
     """
 
     def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock, host_s: float = 0.0) -> None:
         self.limits = limits
         self._cost, self._clock, self._host_s = cost, clock, host_s
-        self._free_s = 0.0  # when the device has nothing more to do
+        self._free_s = 0.0  # when the device has finished all steps
         self._steps: deque[_Step] = deque()
         self._kv = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_blocks)]
         self._host = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_host_blocks)]
@@ -168,7 +160,7 @@ class SimulatedRunner:
         )
 
     def collect(self, ticket: StepPlan) -> StepOutput:
-        """Let time pass until the step is done; those before it that nobody has waited for are forgotten."""
+        """Let time pass until the step is done; earlier steps that were not collected are forgotten."""
         while (step := self._steps.popleft()).plan is not ticket:
             pass
         if step.end_s > self._clock():
@@ -177,7 +169,7 @@ class SimulatedRunner:
         return step.output
 
     def _copy(self, plan: StepPlan) -> None:
-        """All that goes out is read before anything is written, and so are the sources of copies on write."""
+        """All offloads, and the sources of copies on write, are read before anything is written."""
         copies = plan.host_copies or _NO_COPIES
         for slot, block in copies.offloads.items():
             self._host[slot] = _new_block(self._kv[block])
@@ -206,7 +198,7 @@ class SimulatedRunner:
         )
 
     def _follow(self, plan: StepPlan, targets: PromptTargets) -> list[TokenLogprobs]:
-        """How likely the prompt's tokens are after what lies in the blocks."""
+        """The logprobs of the prompt's tokens after the content of the blocks."""
         slot, first = int(plan.slots[targets.row]), int(plan.starts[targets.row]) + targets.first
         prefix = self._prefix(slot, first + len(targets.token_ids))
         return [
@@ -222,7 +214,7 @@ class SimulatedRunner:
 
 
 def _new_block(content: bytes | memoryview) -> memoryview:
-    """Of token ids, 32 bits each; all bits set: _NOTHING."""
+    """A block of 32-bit token ids; all bits set means _NOTHING."""
     return memoryview(bytearray(content)).cast("i")
 
 
@@ -232,14 +224,10 @@ def _rows_of(*columns: Int32Array) -> Iterator[tuple[int, ...]]:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What became of one request: its tokens by sequence, and when they came (simulated seconds).
-
-    Args:
-        num_steps_to_first_token: that the engine made since the request was submitted.
-    """
+    """One request's result: its tokens by sequence, and when they came (simulated seconds)."""
 
     request: Request
-    num_steps_before: int = 0  # that the engine had made then
+    num_steps_before: int = 0  # of the engine, when the request was submitted
     num_steps_to_first_token: int | None = None
     first_token_s: float | None = None
     end_s: float | None = None
@@ -249,7 +237,7 @@ class RequestTrace:
 
     @property
     def gaps_s(self) -> list[float]:
-        """From each token of a sequence to its next."""
+        """Seconds from each token of a sequence to its next."""
         return [later - earlier for times in self.token_times_s.values() for earlier, later in pairwise(times)]
 
     def add(self, index: int, token_id: int, now: float, num_steps: int) -> None:
@@ -261,7 +249,7 @@ class RequestTrace:
 
 
 class Simulation:
-    """Runs a list of requests through scheduler and engine, each submitted when its arrival_s has come.
+    """Runs a list of requests through scheduler and engine, each submitted at its arrival_s.
 
     Args:
         num_may_enter: how many more requests the engine may be given now, by the number it has; by default any.
@@ -292,7 +280,7 @@ class Simulation:
         self._engine = Engine(self.scheduler, runner(limits, cost, self.clock), self.clock, self._inbox, self._take)
 
     def run(self) -> list[RequestTrace]:
-        """Step until every request has ended; time jumps over what is idle. Returns the traces in order of arrival."""
+        """Step until every request has ended, skipping idle time. Returns the traces in order of arrival."""
         while self._coming or self._num_inside:
             self._enter()
             if self._engine.step():

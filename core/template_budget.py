@@ -1,11 +1,11 @@
-"""A jinja2 sandbox that counts: what a template does, and what it makes, stops at a budget. No I/O.
+"""A jinja2 sandbox with a budget: a template that does or makes too much is stopped. No I/O.
 
-jinja2's own sandbox keeps templates from Python's insides, not from looping or growing without end. Here the tree of a
-template is instrumented before it is compiled (each turn of a loop or macro, each literal list, each `~`), and calls,
-filters and operators are intercepted. What could grow by a product (`*`, replace, join, format, indent) is measured
-before it is done; the rest grows by a sum and is counted after. So neither time nor memory outgrows the budget by more
-than a factor; it is not a clock. On the same ways strings keep their marks (core/marked_text.py).
-Thread: whichever renders; renders may run side by side.
+jinja2's own sandbox keeps templates from Python's internals, not from looping or growing without end. Here each turn of
+a loop or macro, each literal list and each `~` of a template is instrumented before it is compiled, and calls, filters
+and operators are intercepted. What could grow by a product (`*`, replace, join, format, indent) is measured
+beforehand; what grows by a sum is counted afterwards. So time and memory exceed the budget by a constant factor at
+most; it is not a clock. The same hooks keep the marks of strings (core/marked_text.py).
+Thread: the one that renders; renders may run side by side.
 """
 
 import re
@@ -26,21 +26,20 @@ from core.marked_text import MarkedText, joined, tracked, unmarked, written
 
 MAX_INT_BITS = 4096
 MAX_WIDTH = 10_000  # a number given to a method of strings, or to a filter that pads
-MAX_INDENT = 64  # what goes before each of many lines
-_NODES_PER_OPERATION = 4  # items looked at, of lists and dicts
-# In a format: a width or precision over 9,999, or one from elsewhere.
+MAX_INDENT = 64  # characters put before each of many lines
+_ITEMS_PER_OPERATION = 4  # of lists and dicts
+# In a format: a width or precision over 9,999, or one from an argument
 _LONG_WIDTH = {
     "%": re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|[0-9]{5}|[0-9]*\.(?:\*|[0-9]{5}))"),
     "{": re.compile(r"\{[^{}]*:[^{}]*(?:[0-9]{5}|\{)"),
 }
-_REFUSED_METHODS = frozenset(
-    {"encode", "expandtabs", "maketrans", "to_bytes", "translate"}
-)  # grow, and serve no prompt
+# They grow, and serve no prompt
+_REFUSED_METHODS = frozenset({"encode", "expandtabs", "maketrans", "to_bytes", "translate"})
 _INDENTING_FILTERS = frozenset({"indent", "tojson", "wordwrap"})
 _PADDING_FILTERS = frozenset({"batch", "center", "round", "slice"})
-# Filters that write out the whole of a list or dict.
+# Filters that write out the whole of a list or dict
 _WRITING_FILTERS = frozenset({"join", "pprint", "string", "tojson", "urlencode", "xmlattr", "safe", "e", "escape"})
-# Filters that hand on what they are given, or call one method of it. What others put together may have lost marks.
+# Filters that pass on what they are given, or call one method of it. The results of others may have lost marks
 _FAITHFUL_FILTERS = frozenset(
     {"attr", "d", "default", "first", "join", "last", "lower", "max", "min", "random", "replace", "reverse", "string"}
     | {"tojson", "trim", "upper"}
@@ -53,7 +52,7 @@ class BudgetExceeded(SecurityError):
 
 
 class TooMuchText(BudgetExceeded):
-    """More text than the budget has: mostly, than the model's context can hold."""
+    """More text than the budget has: usually more than fits the model's context."""
 
     def __init__(self) -> None:
         super().__init__("it builds too much text")
@@ -82,7 +81,7 @@ class Budget:
             raise TooMuchText
 
     def check(self, num_chars: int) -> None:
-        """Refuse, beforehand, to make that many characters."""
+        """Refuse to make so many characters, before they are made."""
         if num_chars > self.num_chars:
             raise TooMuchText
 
@@ -96,10 +95,9 @@ class Budget:
 
     def spend_made(self, value: Any) -> None:
         """Count a value just made: a string by its length, a list or dict by all that is in it, as a tree."""
-        if isinstance(value, str | bytes):
-            self.spend(1, len(value))
-        elif isinstance(value, range):
-            self.spend(1 + len(value) // _NODES_PER_OPERATION)
+        self.spend(1, len(value) if isinstance(value, str | bytes) else 0)
+        if isinstance(value, range):
+            self.spend(len(value) // _ITEMS_PER_OPERATION)
         elif isinstance(value, (dict, *_CONTAINERS)):
             for _ in self._walk(value):
                 pass
@@ -116,7 +114,7 @@ class Budget:
             elif isinstance(item, _CONTAINERS):
                 pending.extend(item)
             num_seen += 1
-            if num_seen % _NODES_PER_OPERATION == 0:
+            if num_seen % _ITEMS_PER_OPERATION == 0:
                 self.spend(1)
 
 
@@ -125,7 +123,7 @@ _budget: ContextVar[Budget] = ContextVar("template budget")
 
 @contextmanager
 def use_budget(budget: Budget) -> Iterator[None]:
-    """Everything that templates do in this context is counted against the budget."""
+    """Count everything that templates do in this context against the budget."""
     token = _budget.set(budget)
     try:
         yield
@@ -140,7 +138,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_spend_output, **options)
-        # Called by name from the instrumented tree.
+        # The instrumented tree calls these by name
         self.spend_turn, self.spend_value, self.concatenate = _spend_turn, _spend_value, _concatenate
         self.concat = joined  # type: ignore[method-assign]  # jinja2's own is an attribute
         self.globals["namespace"] = _Namespace
@@ -162,17 +160,18 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        if __obj is _spend_turn:
-            return _spend_turn(*args)
-        if __obj is _spend_value or __obj is _concatenate:
+        if __obj is _spend_turn or __obj is _spend_value or __obj is _concatenate:
             return __obj(*args)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         again = None
         if isinstance(owner, str):
-            args = _check_string_method(owner, name, args)
-            again = partial(_call_method, name)
+            args = _check_method(owner, name, args)
+
+            def again(owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return getattr(owner, name)(*args, **kwargs)
+
         result = super().call(__context, __obj, *args, **kwargs)
-        if not isinstance(__obj, Macro):  # whose words are the template's own, and joined
+        if not isinstance(__obj, Macro):  # a macro's text is the template's own, and joined with marks
             result = tracked(result, (owner, args, kwargs), again)
         return _spend_value(result)
 
@@ -202,7 +201,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(Namespace):
-    """As transformers': no underscored names. Its repr says nothing, so that one may hold another."""
+    """As transformers': without underscored names. Its repr is constant, so that namespaces may hold each other."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a keyword
         self, *rest = args
@@ -222,26 +221,26 @@ class _Namespace(Namespace):
 class _Dict:
     """`dict` as templates may call it, without the type's own attributes."""
 
+    fromkeys = dict.fromkeys
+
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args, **kwargs)
-
 
 class _Instrument(NodeTransformer):
-    """Puts the counting into a template's tree."""
+    """Inserts the counting into a template's tree."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
         if node.test is not None:
             node.test = nodes.And(_call("spend_turn", node, nodes.Const(0)), node.test, lineno=node.lineno)
-        node.body.insert(0, _turn(node))
-        return node
+        return self.visit_Macro(node)
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+    def visit_Macro(self, node: nodes.For | nodes.Macro) -> nodes.Node:  # noqa: N802
+        """Count one turn of its body, with the characters that it writes itself; inner bodies count their own."""
+        num_chars = sum(len(data.data) for part in node.body for data in _template_data(part))
         self.generic_visit(node)
-        node.body.insert(0, _turn(node))
+        turn = _call("spend_turn", node, nodes.Const(num_chars))
+        node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
@@ -264,12 +263,6 @@ class _Instrument(NodeTransformer):
         return _call("spend_value", node, node)
 
 
-def _turn(node: nodes.For | nodes.Macro) -> nodes.ExprStmt:
-    """One turn of a body, with the characters it writes by itself (an inner body counts its own again)."""
-    num_chars = sum(len(data.data) for part in node.body for data in _template_data(part))
-    return nodes.ExprStmt(_call("spend_turn", node, nodes.Const(num_chars)), lineno=node.lineno)
-
-
 def _template_data(node: nodes.Node) -> Iterator[nodes.TemplateData]:
     if isinstance(node, nodes.TemplateData):
         yield node
@@ -289,14 +282,12 @@ def _spend_turn(num_chars: int) -> bool:
 
 
 def _spend_value(value: Any) -> Any:
-    budget = _budget.get()
-    budget.spend(1)
-    budget.spend_made(value)
+    _budget.get().spend_made(value)
     return value
 
 
 def _spend_output(value: Any) -> Any:
-    """Ahead of every `{{ value }}`, as jinja2's finalize."""
+    """jinja2's finalize, called for every `{{ value }}`."""
     budget = _budget.get()
     budget.spend(1, len(value) if isinstance(value, str) else budget.written_chars(value))
     return written(value)
@@ -307,10 +298,6 @@ def _concatenate(*values: Any) -> str:
     budget = _budget.get()
     budget.spend(1, sum(map(budget.written_chars, values)))
     return joined(map(written, values))
-
-
-def _call_method(name: str, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return getattr(owner, name)(*args, **kwargs)
 
 
 def _budgeted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,19 +312,16 @@ def _budgeted_filter(name: str, function: Callable[..., Any]) -> Callable[..., A
         if name in _WRITING_FILTERS:
             budget.check(budget.written_chars(subject))
         _check_filter(name, subject, rest, kwargs)
-        operation = partial(_apply, function, leading)
+
+        def operation(subject: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+            return function(*leading, subject, *rest, **kwargs)
+
         result = operation(subject, rest, kwargs)
         if name not in _FAITHFUL_FILTERS:
             result = unmarked(result)
         return _spend_value(tracked(result, (subject, rest, kwargs), operation))
 
     return filtered
-
-
-def _apply(
-    function: Callable[..., Any], leading: tuple[Any, ...], subject: Any, rest: list[Any], kwargs: dict[str, Any]
-) -> Any:
-    return function(*leading, subject, *rest, **kwargs)
 
 
 def _check_filter(name: str, subject: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -356,8 +340,8 @@ def _check_filter(name: str, subject: Any, args: list[Any], kwargs: dict[str, An
         _check_widths(options, MAX_WIDTH)
 
 
-def _check_string_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, a join's items as a list: measuring them would use up a generator."""
+def _check_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Check a string's method. Returns its arguments, a join's items as a list: measuring uses a generator up."""
     if name == "join" and args:
         items = list(args[0])
         _check_join(items, [owner])

@@ -1,4 +1,4 @@
-"""Text to token ids, and each id's bytes, as a Hugging Face tokenizer.json says. Immutable once built; no I/O.
+"""Turns text into token ids, and ids into bytes, by a Hugging Face tokenizer.json. Immutable once built; no I/O.
 
 Thread: loop; `encode` of long texts may be offloaded, and may run in several threads at once.
 """
@@ -16,12 +16,12 @@ from core.detokenizer import TokenTable
 from core.errors import InvalidRequest
 from core.marked_text import MarkedText, Origin
 
-# A longer piece is cut before BPE sees it: its merges take O(n log n) time and memory in the piece's length, and a run
-# of one class of characters is one piece, however long. No piece of a real text is near it.
+# A longer piece is cut before BPE: merging takes O(n log n) time and memory in the piece's length, and a run of one
+# class of characters is one piece, however long. No piece of a real text is near it.
 MAX_PIECE_CHARS = 8192
 METASPACE = "▁"  # SentencePiece's mark of a space
-# Where nothing splits a text before BPE (Llama 2), the whole of it is one piece. Cut before a metaspace that follows
-# something else, where no merge reaches over; only runs that are too long are cut within. It matches any text at once.
+# Where nothing splits a text before BPE (Llama 2), all of it is one piece. It is cut before a metaspace that follows
+# another character, which no merge spans; only longer runs are cut within. Every text matches without backtracking.
 _METASPACE_PIECE = "(?m:.{1,%d}_{0,%d}[^_]{0,%d})".replace("_", METASPACE) % (
     MAX_PIECE_CHARS // 2,
     MAX_PIECE_CHARS // 4,
@@ -29,16 +29,16 @@ _METASPACE_PIECE = "(?m:.{1,%d}_{0,%d}[^_]{0,%d})".replace("_", METASPACE) % (
 )
 _SUPPORTED = "only ByteLevel, and SentencePiece's Replace/Metaspace, ByteFallback, Fuse and Strip are"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-# Added tokens that are not special count as control tokens where a template writes them, or in the shape that all know:
-# `<think>`, `<|file_sep|>`; but not words, nor the white space and HTML that Gemma's has
+# Added tokens that are not special are control tokens if a template writes them and they look like markup (`<think>`),
+# or if they have the usual form (`<|file_sep|>`); words, and Gemma's white space and HTML, are not
 _MARKUP = re.compile(r"(?=.*\w)[^\w\s].*[^\w\s]", re.DOTALL)
 _PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
-_BLANK = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands where a control token is not one; no token has it
+_BLANK = "\N{OBJECT REPLACEMENT CHARACTER}"  # replaces a refused control token; no token contains it
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class UnsupportedTokenizer(Exception):
-    """A tokenizer whose ids cannot be turned to bytes one by one, or that cannot be read. The message names what."""
+    """The tokenizer cannot be read, or its ids cannot be turned to bytes one by one."""
 
 
 class Tokenizer:
@@ -47,9 +47,9 @@ class Tokenizer:
     Args:
         tokenizer_json: the content of tokenizer.json.
         tokenizer_config: the content of tokenizer_config.json: special tokens, add_bos_token, add_eos_token.
-        num_embeddings: of the model: texts with tokens beyond are refused; None: there are none.
-        templates: the chat templates' sources: the added tokens that they name are control tokens.
-        user_turn: a user's message as the template writes it: none of its tokens is ever an assistant's to write.
+        num_embeddings: of the model: texts with tokens beyond them are refused; None: no token is beyond.
+        templates: sources of the chat templates: added tokens that they contain are control tokens.
+        user_turn: a user's message as the template writes it: an assistant may write none of its tokens.
 
     Raises:
         UnsupportedTokenizer: the decoder is neither byte-level nor SentencePiece-like, or the content is broken.
@@ -79,29 +79,30 @@ class Tokenizer:
         self.eos_id = self.id_of(self.special_tokens.get("eos_token"))
         strings = [self._token_strs.get(token_id) for token_id in range(self.vocab_size)]
         all_bytes = [b"" if string is None else to_bytes(string) for string in strings]
-        self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by their names
+        self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
         shown = [b"" if token_id in self.special_ids else data for token_id, data in enumerate(all_bytes)]
-        self.table = TokenTable(shown, strip_start)  # special tokens say nothing: what answers are made of
+        self.table = TokenTable(shown, strip_start)  # for answers: special tokens are empty
         self._control = _ControlTokens(backend, "\n".join(templates), user_turn)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text.
 
         Args:
-            add_special_tokens: as the model wants them around a raw text (BOS); False for a rendered chat template,
-                which has them already.
+            add_special_tokens: those that the model expects around a raw text (BOS); False for a rendered chat
+                template, which has them already.
 
         Raises:
-            InvalidRequest: the text has a lone surrogate: it is not Unicode; or a token that the model does not know.
+            InvalidRequest: the text has a lone surrogate (not Unicode), or a token that the model does not know.
         """
         return self._encoded(text, lambda: _ids(self._backend, [text], add_special_tokens)[0])
 
     def encode_chat(self, text: str) -> list[int]:
-        """The ids of a rendered chat template, whose control tokens are those alone that the template wrote.
+        """The ids of a rendered chat template, in which only the template can write control tokens.
 
-        What marks say that others wrote is plain text to it, also where it joins with the template's to a token's
-        name: in users' words every control token, in the model's own those that no answer shows and those that begin
-        a user's turn. So an assistant's turn is read as it was generated: its `<think>` is the token.
+        A control token's name in text that is marked as another's is plain text, also where such text and the
+        template's together spell it. In a user's text this holds for every control token; in the model's own text, for
+        those that no answer shows and those that begin a user's turn. So an assistant's turn is read as it was
+        generated: its `<think>` is the token.
 
         Raises:
             InvalidRequest: as encode.
@@ -132,7 +133,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence; ids that do not exist say nothing."""
+        """The text of a whole sequence; unknown ids are empty."""
         return (self.table if skip_special_tokens else self.full_table).decode(token_ids)
 
     def id_of(self, token: str | None) -> int | None:
@@ -153,9 +154,9 @@ class Tokenizer:
 
 
 class _ControlTokens:
-    """The tokens that give a chat its form, kept apart from text that only spells them.
+    """The tokens that structure a chat, kept apart from text that only spells their names.
 
-    Every special token is one, and of the other added ones those that _MARKUP and _PIPED tell.
+    These are all special tokens, and the other added tokens that _MARKUP and _PIPED select.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, templates: str, user_turn: str) -> None:
@@ -173,25 +174,25 @@ class _ControlTokens:
                 continue
             self._tokens[token_id] = token
         self._backend = backend
-        # A normalizer may turn other characters into a token's: then only the library knows where one is
+        # If a normalizer can turn other characters into a token's name, only the library can find the tokens
         self._is_spelled_out = backend.normalizer is None or not any(t.normalized for t in self._tokens.values())
         longest_first = sorted({t.content for t in self._tokens.values() if t.content}, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)))
         self._ids = {token.content: token_id for token_id, token in self._tokens.items()}
         self._plain = _without_control(backend, self._tokens.keys())
-        self._plain_inner = self._plain  # for what does not begin the text
+        self._plain_inner = self._plain  # for later parts of a text
         if (pre_tokenizer := _never_prepending(backend.pre_tokenizer)) is not None:
             self._plain_inner = _without_control(backend, self._tokens.keys())
             self._plain_inner.pre_tokenizer = pre_tokenizer
 
     def may_be_forged(self, text: MarkedText) -> bool:
-        """Whether a control token may stand in it that not the template wrote."""
+        """Whether it may have a control token that the template did not write."""
         if not self._tokens:
             return False
         return not self._is_spelled_out or next(self._refused_spellings(text), None) is not None
 
     def _refused_spellings(self, text: MarkedText) -> Iterator[slice]:
-        """Where others than the template have spelled one."""
+        """Where text that is not the template's spells a control token."""
         match = self._spelled.search(text)
         while match is not None:
             place = slice(match.start(), match.end())
@@ -200,14 +201,14 @@ class _ControlTokens:
             match = self._spelled.search(text, match.start() + 1)
 
     def encode(self, text: MarkedText) -> list[int]:
-        """The ids, where the library sees control tokens only in what may have them."""
+        """The ids; the library sees only those control tokens that are allowed."""
         plain = str.__str__(text)
         spelled = list(self._refused_spellings(text))
         visible = _blanked(plain, spelled, text.origins) if spelled else plain
         ids, found = self._found(visible)
         while refused := [place for place in found if self._is_refused(place.id, text.origins[place.core])]:
             visible = _blanked(visible, [place.core for place in refused], text.origins)
-            _, found = self._found(visible)  # a token of the template's own that a refused one covered
+            _, found = self._found(visible)  # a refused token may have covered one of the template's
         if visible is plain:
             return ids
         ids = []
@@ -219,7 +220,7 @@ class _ControlTokens:
         return ids + self._plain_ids(plain[end:], is_first=end == 0)
 
     def _found(self, text: str) -> tuple[list[int], list["_Place"]]:
-        """The ids, and control tokens as the library sees them."""
+        """The library's ids, and where it found control tokens."""
         encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
         ids: list[int] = encoding.ids
         found = []
@@ -233,7 +234,7 @@ class _ControlTokens:
                 core = slice(start + core_at, start + core_at + len(token.content))
             elif token.normalized and _BLANK not in covered:
                 core = slice(start, stop)
-            else:  # the id of characters that the model does not know
+            else:  # an unknown character's id
                 continue
             found.append(_Place(token_id, core, slice(start, stop)))
         return ids, found
@@ -242,14 +243,14 @@ class _ControlTokens:
         return max(origins, default=0) >= self._refused_from[token_id]
 
     def _plain_ids(self, text: str, is_first: bool) -> list[int]:
-        """Of text without control tokens, whatever it spells."""
+        """The ids of text without control tokens, whatever it spells."""
         if not text:
             return []
         backend = self._plain if is_first else self._plain_inner
         ids = _ids(backend, [text], add_special_tokens=False)[0]
         if self._tokens.keys().isdisjoint(ids):
             return ids
-        # The model's own pieces have the token's name, or unknown characters its id: cut the names
+        # A piece of the model has a control token's name, or unknown characters have its id: cut the names
         cuts = [0, *(match.start() + 1 for match in self._spelled.finditer(text)), len(text)]
         pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
         head, *rest = pieces
@@ -258,7 +259,7 @@ class _ControlTokens:
 
 
 class _Place(NamedTuple):
-    """Where a control token is in a text: its name, and with the white space around that it takes too."""
+    """Where a control token is in a text: its name alone, and with the white space that it absorbs."""
 
     id: int
     core: slice
@@ -266,7 +267,7 @@ class _Place(NamedTuple):
 
 
 def _blanked(text: str, places: Sequence[slice], origins: bytes) -> str:
-    """The text without what others than the template wrote there."""
+    """The text, with all characters in these places blanked that the template did not write."""
     characters = list(text)
     for place in places:
         for at in range(*place.indices(len(text))):
@@ -276,7 +277,7 @@ def _blanked(text: str, places: Sequence[slice], origins: bytes) -> str:
 
 
 def _without_control(backend: tokenizers.Tokenizer, control_ids: Set[int]) -> tokenizers.Tokenizer:
-    """The same model, to which the control tokens' names are plain text."""
+    """The same tokenizer, except that control tokens' names are plain text to it."""
     plain = tokenizers.Tokenizer(backend.model)  # shared, not copied
     if backend.normalizer is not None:
         plain.normalizer = backend.normalizer
@@ -292,7 +293,7 @@ def _without_control(backend: tokenizers.Tokenizer, control_ids: Set[int]) -> to
 
 
 def _never_prepending(pre_tokenizer: Any) -> Any:
-    """The pre-tokenizer for a text's later parts, where it puts a space before its first; None: it is the same."""
+    """The pre-tokenizer for a text's later parts, if it prepends a space to the first; None: it does not."""
     state = b"" if pre_tokenizer is None else pre_tokenizer.__getstate__()
     if b'"prepend_scheme":"first"' not in state:
         return None
@@ -302,7 +303,7 @@ def _never_prepending(pre_tokenizer: Any) -> Any:
 
 
 def named_special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that have a name, e.g. {"eos_token": "</s>"}: also what chat templates know them by."""
+    """The named special tokens, e.g. {"eos_token": "</s>"}; chat templates use the same names."""
     found = {}
     for name in _NAMED_TOKENS:
         token = tokenizer_config.get(name)
@@ -314,7 +315,7 @@ def named_special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _ids(backend: tokenizers.Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    # Of the library's ways this one alone lets other threads run; offsets, which nobody asks for, are left out
+    # The only method of the library that releases the GIL; it skips offsets
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
@@ -339,7 +340,7 @@ def _load(
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """What tokenizer_config.json knows and tokenizer.json does not, in transformers' order."""
+    """Add the tokens that only tokenizer_config.json has, in transformers' order."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = tokenizer_config.get("added_tokens_decoder") or {}
     for _, fields in sorted(listed.items(), key=lambda item: int(item[0])):
@@ -353,7 +354,7 @@ def _add_missing_tokens(
 def _set_template(
     backend: tokenizers.Tokenizer, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """BOS and EOS around raw texts, each where tokenizer_config.json says so in words; else tokenizer.json decides."""
+    """BOS and EOS around raw texts: by tokenizer_config.json's add_bos_token and add_eos_token, else tokenizer.json."""
     encoding = backend.encode("x", add_special_tokens=True)
     own = [at for at, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
     first, last = (own[0], own[-1]) if own else (len(encoding.ids), len(encoding.ids))
@@ -397,7 +398,7 @@ def _flatten(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_decoder(parts: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], int]:
-    """How a token's string becomes bytes, and how many leading spaces of a text are the tokenizer's own."""
+    """How a token's string becomes bytes, and how many leading spaces of a text the tokenizer has added."""
     types = [part["type"] for part in parts]
     if types == ["ByteLevel"]:
         return _byte_level_bytes, 0

@@ -6,6 +6,8 @@ EngineSnapshot in answer to an Inspect.
 """
 
 import enum
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -264,85 +266,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_cost_error_p90: float = 0.0
 
 
-class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """KV blocks by state: held + cached + empty = all.
-
-    Args:
-        num_shared: held by more than one sequence.
-        num_cached: not held, with content that may be found again.
-    """
-
-    num_tokens_each: int
-    num_all: int
-    num_held: int
-    num_shared: int
-    num_cached: int
-    num_empty: int
-
-
-class WaitingLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The waiting sequences of one class and tenant."""
-
-    priority: int
-    tenant: str
-    num_sequences: int
-    num_tokens: int  # still to be computed before they decode
-    oldest_s: float  # since the first of their requests arrived
-
-
-class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence that holds blocks."""
-
-    request_id: str
-    index: int
-    tenant: str
-    priority: int
-    num_prompt_tokens: int
-    num_tokens: int  # the prompt's and its own
-    num_computed_tokens: int  # including those of a step in flight
-    num_blocks: int
-    is_paused: bool
-
-
-class StepComposition(msgspec.Struct, frozen=True, kw_only=True):
-    """The last step, as it was planned.
-
-    Args:
-        predicted_s: by the present step-cost model; None: too few steps were measured.
-    """
-
-    num_prompt_tokens: int
-    num_prompt_kv_tokens: int  # read by them
-    num_decoded_tokens: int
-    num_decoded_kv_tokens: int  # read by them
-    predicted_s: float | None
-    measured_s: float
-
-
-class StepCostFit(msgspec.Struct, frozen=True, kw_only=True):
-    """The step-cost model's coefficients, in seconds."""
-
-    is_ready: bool
-    fixed_s: float
-    prompt_token_s: float
-    prompt_kv_token_s: float
-    decoded_token_s: float
-    decoded_kv_token_s: float
-    error_p50: float  # of the last steps: |predicted - measured| / measured
-    error_p90: float
-
-
-class TenantCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant has had. An idle tenant that is not ahead of the others is not listed."""
-
-    name: str
-    share: int
-    counter_s: float  # engine seconds divided by its share; the least goes first
-    served_s: float  # engine seconds in all
-    num_requests: int
-    num_running: int  # sequences that hold blocks
-
-
 class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     """The directory that keeps host blocks beyond the end of the process.
 
@@ -360,20 +283,16 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
 NO_STORE = StoreState()
 
 
-class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSnapshot(msgspec.Struct, frozen=True):
     """The answer to Inspect.
 
     Args:
         serial: of the Inspect; the last of several that are answered together.
+        state: the JSON object that core/inspection.py describes; never changed.
     """
 
     serial: int
-    queues: tuple[WaitingLine, ...]
-    running: tuple[LiveSequence, ...]
-    last_step: StepComposition
-    blocks: BlockCounts
-    step_cost: StepCostFit
-    tenants: tuple[TenantCounters, ...]
+    state: Mapping[str, Any]
     store: StoreState
 
 

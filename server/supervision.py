@@ -81,16 +81,15 @@ class Supervision:
 
     def start(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
-        self._manager.tell_loading(self._server.stage)
+        self._ask_for_time()
 
     def on_stage(self) -> None:
         """Loading has reached another stage."""
-        if self._watch is None and not self._is_stopping:
-            self._manager.tell_loading(self._server.stage)
+        self._ask_for_time()
 
     def on_ready(self, max_batch_tokens: int) -> None:
         self._watch = EngineWatch(self._server.ask_for_beat, self._tick_s, max_batch_tokens)
-        self._manager.tell_ready("Serving")
+        self._manager.send("READY=1", status="Serving")
 
     def on_step(self, stats: EngineStats) -> None:
         assert self._watch is not None, "no step is made before the engine is ready"
@@ -104,7 +103,8 @@ class Supervision:
         """Call it, and report its beginning and its end."""
         is_ready = self._watch is not None and not self._is_stopping  # systemd expects reloads of a ready service only
         if is_ready:
-            self._manager.tell_reloading()
+            # systemd compares the time with its own
+            self._manager.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", status="Reloading")
         self._serving = "Serving"
         self.last_reload = time.time(), True
         try:
@@ -119,7 +119,7 @@ class Supervision:
             logger.exception("the reload failed")
             self._serving = "Serving: the reload failed, the log says how far it has come"
         if is_ready:
-            self._manager.tell_ready(self._status)
+            self._manager.send("READY=1", status=self._status)
 
     def on_stopping(self, cause: StartupError | None) -> None:
         """The server drains.
@@ -129,7 +129,7 @@ class Supervision:
         """
         self._is_stopping = True
         self._cause = cause
-        self._tell_stopping()
+        self._ask_for_time()
 
     def close(self) -> None:
         if self._timer is not None:
@@ -137,19 +137,17 @@ class Supervision:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
-        if self._is_stopping:
-            self._tell_stopping()
-        elif self._watch is None:
-            self._manager.tell_loading(self._server.stage)
+        self._ask_for_time()
         if self._watch is None or self._pulse is Pulse.LOST:
             return
         before, self._pulse = self._pulse, self._watch.tick()
         busy = f"busy with one step for {self._watch.silence_s:.1f} s"
         if self._pulse is Pulse.BEATING:
-            self._manager.feed_watchdog()
+            if self._manager.watchdog_s is not None:
+                self._manager.send("WATCHDOG=1")
             before_why, self._why_refusing = self._why_refusing, self._server.why_refusing
             if not self._is_stopping and (before is Pulse.SILENT or before_why != self._why_refusing):
-                self._manager.tell_status(self._status)
+                self._manager.send(status=self._status)
             if before is Pulse.SILENT:
                 logger.warning("the engine steps again")
                 self._server.on_silence(False)
@@ -158,17 +156,22 @@ class Supervision:
             self._server.on_failed(EngineLost(f"{busy}; the stacks are above"))
         elif before is Pulse.BEATING:
             logger.error("the engine has been %s", busy)
-            self._manager.tell_status(f"The engine has been {busy}")
+            self._manager.send(status=f"The engine has been {busy}")
             self._server.on_silence(True)
 
     @property
     def _status(self) -> str:
         return self._serving if self._why_refusing is None else f"Refusing requests: {self._why_refusing}"
 
-    def _tell_stopping(self) -> None:
-        num = self._server.num_in_progress
-        draining = f"Draining: {num} {'request' if num == 1 else 'requests'} in progress"
-        self._manager.tell_stopping(draining if self._cause is None else f"Failed: {self._cause.cause}")
+    def _ask_for_time(self) -> None:
+        """Loading and draining may take longer than the unit's TimeoutStartSec and TimeoutStopSec."""
+        if self._is_stopping:
+            num = self._server.num_in_progress
+            draining = f"Draining: {num} {'request' if num == 1 else 'requests'} in progress"
+            status = draining if self._cause is None else f"Failed: {self._cause.cause}"
+            self._manager.send("STOPPING=1", _EXTENSION, status=status)
+        elif self._watch is None:
+            self._manager.send(_EXTENSION, status=f"Loading: {self._server.stage}")
 
 
 def _stacks() -> str:
@@ -250,50 +253,30 @@ class ServiceManager:
     Args:
         environ: of the process: NOTIFY_SOCKET, WATCHDOG_USEC, WATCHDOG_PID.
         pid: ours; WATCHDOG_PID may name another process.
-        monotonic_ns: CLOCK_MONOTONIC, as systemd reads it.
 
     Attributes:
         watchdog_s: the longest time between pings once the service is ready; None: no pings are wanted.
     """
 
-    def __init__(
-        self, environ: Mapping[str, str], pid: int, monotonic_ns: Callable[[], int] = time.monotonic_ns
-    ) -> None:
+    def __init__(self, environ: Mapping[str, str], pid: int) -> None:
         usec = environ.get("WATCHDOG_USEC", "")  # sd_watchdog_enabled(3)
         is_ours = usec.isdecimal() and int(usec) > 0 and environ.get("WATCHDOG_PID", str(pid)) == str(pid)
         self.watchdog_s = int(usec) / 1e6 if is_ours else None
-        self._monotonic_ns = monotonic_ns
         self._address: str | None = environ.get("NOTIFY_SOCKET") or None
         if self._address is not None and self._address[0] not in "@/":
             logger.warning("NOTIFY_SOCKET=%s is not a Unix socket: systemd is told nothing", self._address)
             self._address = None
 
-    def tell_loading(self, stage: str) -> None:
-        """Loading goes on, perhaps longer than the unit's TimeoutStartSec."""
-        self._send(_status(f"Loading: {stage}"), _EXTENSION)
+    def send(self, *lines: str, status: str | None = None) -> None:
+        """One message.
 
-    def tell_ready(self, status: str) -> None:
-        """The start, or a reload, is over."""
-        self._send("READY=1", _status(status))
-
-    def tell_status(self, status: str) -> None:
-        self._send(_status(status))
-
-    def tell_reloading(self) -> None:
-        """tell_ready() must follow."""
-        self._send("RELOADING=1", f"MONOTONIC_USEC={self._monotonic_ns() // 1000}", _status("Reloading"))
-
-    def tell_stopping(self, status: str) -> None:
-        """Draining goes on, perhaps longer than the unit's TimeoutStopSec."""
-        self._send("STOPPING=1", _status(status), _EXTENSION)
-
-    def feed_watchdog(self) -> None:
-        if self.watchdog_s is not None:
-            self._send("WATCHDOG=1")
-
-    def _send(self, *lines: str) -> None:
+        Args:
+            status: as systemctl status shows it.
+        """
         if self._address is None:
             return
+        if status is not None:
+            lines += ("STATUS=" + " ".join(status.split()),)  # a line break would begin another field
         # a leading @ stands for the NUL of an abstract address
         address = "\0" + self._address[1:] if self._address[0] == "@" else self._address
         try:
@@ -303,7 +286,3 @@ class ServiceManager:
                 sock.sendto("\n".join(lines).encode(), address)
         except OSError as error:  # systemd acts by itself on missing messages
             logger.warning("the service manager does not take %s: %s", lines[0], error)
-
-
-def _status(text: str) -> str:
-    return "STATUS=" + " ".join(text.split())  # a line break would begin another message

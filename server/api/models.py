@@ -118,8 +118,9 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
 
 
 def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:
-    """The engine's state, field by field as in core/types.py, and its counters since the start."""
-    return msgspec.json.encode(msgspec.structs.asdict(snapshot) | {"counters": stats}) + b"\n"
+    """The engine's state, field by field as in core/inspection.py, and its counters since the start."""
+    shown = {"serial": snapshot.serial, **snapshot.state, "store": snapshot.store, "counters": stats}
+    return msgspec.json.encode(shown) + b"\n"
 
 
 def drain_reply(grace_s: float, num_in_progress: int) -> bytes:

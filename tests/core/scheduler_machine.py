@@ -1,14 +1,12 @@
-"""Any history of submit, cancel, pause, resume and steps, drawn by hypothesis: SchedulerMachine and run_machine.
+"""Any history of submit, cancel, pause, resume and steps: SchedulerMachine.
 
 With one step in flight, and with two: the second is planned and computed before the first is applied.
 """
 
 from dataclasses import replace
 
-import hypothesis
 import numpy as np
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import invariant, run_state_machine_as_test
+from hypothesis import HealthCheck, settings
 
 from core.plan import SequenceStart, StepOutput, StepPlan
 from core.sequence import Sequence, SequenceState
@@ -290,25 +288,3 @@ SHORT_HISTORIES = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-LONG_HISTORIES = settings(
-    max_examples=10,
-    stateful_step_count=500,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-
-
-def run_machine(seed: int, machine: type[SchedulerMachine] = SchedulerMachine) -> int:
-    """Some long histories. Returns how many steps they had; one that fails is printed as it is, not shrunk."""
-    num_steps = 0
-
-    class Counted(machine):  # type: ignore[misc,valid-type]  # mypy knows no base that is given
-        @invariant()
-        def is_counted(self) -> None:
-            nonlocal num_steps
-            num_steps += 1
-
-    run_state_machine_as_test(hypothesis.seed(seed)(Counted), settings=LONG_HISTORIES)
-    return num_steps

@@ -72,25 +72,6 @@ def test_blocks_that_are_dearer_to_copy_than_to_compute_are_computed_and_counted
     assert usage(under_test, "c").num_cached_tokens == 0
 
 
-def test_no_other_domain_or_salt_finds_what_lies_on_the_host() -> None:
-    under_test = make_engine()
-    run(under_test, ask("a", A), ask("b", B), ask("c", A, cache_salt="s"))
-    assert usage(under_test, "c").num_cached_tokens == 0
-    assert under_test.scheduler.stats().num_restored_blocks == 0
-
-
-@pytest.mark.parametrize("steps_in_flight", [1], indirect=True)
-def test_preempted_sequence_gets_its_own_blocks_back() -> None:
-    under_test = make_engine()
-    under_test.send(ask("low", A))
-    under_test.step(3)
-    under_test.send(ask("high", B, priority=3))
-    under_test.run()
-    stats = under_test.scheduler.stats()
-    assert (stats.num_preemptions, stats.num_restored_blocks) == (1, 6)  # five of its prompt, one with what it drew
-    assert under_test.log.tokens("low") == under_test.reference(ask("low", A).request)
-
-
 def test_cleared_cache_is_not_found_on_the_host_either() -> None:
     under_test = make_engine()
     run(under_test, ask("a", A), ask("b", B), ClearCache(), ask("c", A))
@@ -151,16 +132,6 @@ def test_slot_whose_copy_was_lost_is_dropped_for_it_had_held_another() -> None:
     assert host.take_dropped() == [0]
     host.on_applied(True, 0.0)
     assert host.num_used == 0
-
-
-def test_what_a_lost_step_was_to_copy_out_is_not_found() -> None:
-    """It may never have begun: the slot holds what was there before, which may be another tenant's."""
-    host = HostBlocks(1)
-    host.offload(5, BlockLabel(1, KEY))
-    host.take_copies()
-    host.on_lost()
-    assert (host.serial_of(KEY), host.take_dropped(), host.num_used) == (None, [0], 0)
-    assert_slots_are_conserved(host)
 
 
 def test_block_forgotten_before_its_copy_was_planned_is_not_copied() -> None:

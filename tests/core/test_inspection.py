@@ -1,10 +1,10 @@
-"""What is seen of the scheduler, and that its books are checked: each way in which they can be wrong is told."""
+"""The shown state of the scheduler, and the check of its accounting: each inconsistency is named."""
 
 from collections.abc import Callable
 
 import pytest
 
-from core.inspection import InconsistentAccounting, check_conservation, snapshot_of
+from core.inspection import InconsistentAccounting, check_conservation, state_of
 from core.scheduler import Scheduler
 from core.types import Submit
 from tests.fakes import EngineUnderTest, make_request, small_limits
@@ -32,37 +32,46 @@ def busy() -> EngineUnderTest:
 
 def test_snapshot_shows_queues_by_class_and_tenant_with_the_age_of_the_first() -> None:
     under_test = busy()
-    shown = snapshot_of(under_test.scheduler, 1, under_test.clock())
-    lines = [(line.priority, line.tenant, line.num_sequences, line.num_tokens) for line in shown.queues]
+    shown = state_of(under_test.scheduler, under_test.clock())
+    lines = [tuple(line.values())[:4] for line in shown["queues"]]
     assert lines == [(0, "x", 1, 6), (0, "z", 1, 8)]
-    assert shown.queues[0].oldest_s == pytest.approx(shown.queues[1].oldest_s + 1.0)
+    assert shown["queues"][0]["oldest_s"] == pytest.approx(shown["queues"][1]["oldest_s"] + 1.0)
 
 
 def test_snapshot_shows_what_runs_and_what_it_holds(steps_in_flight: int) -> None:
     under_test = busy()
-    shown = snapshot_of(under_test.scheduler, 1, under_test.clock())
-    assert sorted((one.request_id, one.index) for one in shown.running) == [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
-    assert all(one.num_tokens == one.num_computed_tokens + 2 - steps_in_flight for one in shown.running)
-    blocks = shown.blocks
-    assert blocks.num_held == sum(one.num_blocks for one in shown.running) - blocks.num_shared
-    assert blocks.num_shared == 2  # the full blocks of a's prompt, by both of its sequences
-    assert blocks.num_held + blocks.num_cached + blocks.num_empty == blocks.num_all
-    assert [(t.name, t.num_requests, t.num_running) for t in shown.tenants] == [("x", 2, 2), ("y", 2, 2), ("z", 1, 0)]
+    shown = state_of(under_test.scheduler, under_test.clock())
+    assert sorted((one["request_id"], one["index"]) for one in shown["running"]) == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+        ("c", 0),
+    ]
+    assert all(one["num_tokens"] == one["num_computed_tokens"] + 2 - steps_in_flight for one in shown["running"])
+    blocks = shown["blocks"]
+    assert blocks["num_held"] == sum(one["num_blocks"] for one in shown["running"]) - blocks["num_shared"]
+    assert blocks["num_shared"] == 2  # the full blocks of a's prompt, by both of its sequences
+    assert blocks["num_held"] + blocks["num_cached"] + blocks["num_empty"] == blocks["num_all"]
+    assert [(t["name"], t["num_requests"], t["num_running"]) for t in shown["tenants"]] == [
+        ("x", 2, 2),
+        ("y", 2, 2),
+        ("z", 1, 0),
+    ]
 
 
 def test_snapshot_shows_the_last_step_and_what_it_was_predicted_to_take() -> None:
     under_test = busy()
-    early = snapshot_of(under_test.scheduler, 1, under_test.clock())
-    assert early.last_step.predicted_s is None
-    assert (early.last_step.num_decoded_tokens, early.last_step.num_prompt_tokens) == (4, 0)
+    early = state_of(under_test.scheduler, under_test.clock())
+    assert early["last_step"]["predicted_s"] is None
+    assert (early["last_step"]["num_decoded_tokens"], early["last_step"]["num_prompt_tokens"]) == (4, 0)
     under_test.run()
     for number in range(12):  # enough steps with prompts
         under_test.send(Submit(make_request(f"p{number}", 40, 1)))
         under_test.run()
-    late = snapshot_of(under_test.scheduler, 2, under_test.clock())
-    assert late.step_cost.is_ready
-    assert late.last_step.predicted_s == pytest.approx(late.last_step.measured_s, rel=0.05)
-    assert late.step_cost.fixed_s == pytest.approx(under_test.cost.fixed_s, rel=0.05)
+    late = state_of(under_test.scheduler, under_test.clock())
+    assert late["step_cost"]["is_ready"]
+    assert late["last_step"]["predicted_s"] == pytest.approx(late["last_step"]["measured_s"], rel=0.05)
+    assert late["step_cost"]["fixed_s"] == pytest.approx(under_test.cost.fixed_s, rel=0.05)
 
 
 def leak_a_block(scheduler: Scheduler) -> None:
@@ -105,7 +114,7 @@ def lose_a_publication(scheduler: Scheduler) -> None:
         (lose_a_publication, "blocks that are published"),
     ],
 )
-def test_books_that_do_not_balance_are_told(spoil: Callable[[Scheduler], None], claim: str) -> None:
+def test_inconsistent_accounting_is_named(spoil: Callable[[Scheduler], None], claim: str) -> None:
     scheduler = busy().scheduler
     check_conservation(scheduler)
     spoil(scheduler)

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 
 from core.kv_cache import BlockPool, BlockTable, num_blocks_for
-from core.types import Cancel, ClearCache, FinishReason, Message, Submit, Usage
+from core.types import Cancel, FinishReason, Message, Submit, Usage
 from tests.call_counter import CallCounter, InstructionCounter
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
@@ -49,17 +49,6 @@ def test_second_request_computes_only_what_the_first_has_not() -> None:
     assert (stats.num_prompt_tokens, stats.num_cache_queries, stats.num_cache_hits) == (22 + 6, 22 + 14, 8)
 
 
-def test_cached_request_draws_the_same_tokens() -> None:
-    under_test = make_engine()
-    run(under_test, ask("a", max_tokens=30))
-    run(under_test, ask("b", max_tokens=30))
-    assert (
-        under_test.log.tokens("b")
-        == under_test.log.tokens("a")
-        == under_test.reference(ask("b", max_tokens=30).request)
-    )
-
-
 def test_hit_never_covers_the_last_token_of_the_prompt() -> None:
     under_test = make_engine()
     run(under_test, ask("a", PROMPT[:8]))
@@ -91,44 +80,6 @@ def test_prompt_that_runs_behind_another_takes_over_what_that_one_computes() -> 
     run(under_test, ask("b", long))
     assert num_computed(under_test) <= 60 + 4
     assert under_test.log.tokens("b") == under_test.log.tokens("a")
-
-
-def test_prompt_under_way_takes_over_blocks_that_another_has_computed_in_the_meantime() -> None:
-    under_test = make_engine(max_batch_tokens=7)
-    long = tuple(range(200, 260))
-    under_test.send(ask("slow", long))
-    under_test.step()
-    under_test.send(ask("fast", long, priority=1))
-    request = ask("slow", long).request
-    under_test.run()
-    assert num_computed(under_test) <= 60 + 7
-    assert under_test.log.tokens("slow") == under_test.reference(request)
-
-
-@pytest.mark.parametrize("steps_in_flight", [1], indirect=True)
-def test_sibling_of_a_failed_leader_starts_from_nothing() -> None:
-    under_test = make_engine()
-    scheduler = under_test.scheduler
-    scheduler.submit(ask("a", num_sequences=2).request)
-    under_test.step()
-    made = scheduler.plan(0.0)
-    assert made is not None
-    under_test.runner.sample(under_test.runner.forward(made))
-    output = under_test.runner.collect(made)
-    output.failed_rows[0] = "lost"
-    scheduler.apply(made, output, 0.0)
-    made = scheduler.plan(0.0)
-    assert made is not None
-    assert made.starts.tolist() == [0]
-
-
-def test_two_salts_never_share() -> None:
-    under_test = make_engine()
-    salts = ("", "s", "t")
-    for salt in salts:
-        run(under_test, ask(f"first {salt}", cache_salt=salt), ask(f"second {salt}", cache_salt=salt))
-    assert [usage(under_test, f"first {salt}").num_cached_tokens for salt in salts] == [0, 0, 0]
-    assert [usage(under_test, f"second {salt}").num_cached_tokens for salt in salts] == [20, 20, 20]
 
 
 def test_preempted_request_finds_its_own_blocks_again() -> None:
@@ -213,19 +164,6 @@ def test_siblings_count_their_prompt_once() -> None:
     assert usage(under_test, "b") == Usage(22, 15, 20)
 
 
-def test_cleared_cache_has_nothing_to_find_and_takes_nothing_from_those_who_run() -> None:
-    under_test = make_engine()
-    run(under_test, ask("a"))
-    request = ask("b", max_tokens=12).request
-    under_test.send(Submit(request))
-    under_test.step(3)
-    assert under_test.scheduler.stats().num_cached_blocks > 0
-    run(under_test, ClearCache())
-    assert under_test.log.tokens("b") == under_test.reference(request)
-    run(under_test, ask("c"))
-    assert usage(under_test, "c").num_cached_tokens == 0
-
-
 def test_disabled_cache_finds_and_counts_nothing() -> None:
     limits = small_limits()
     under_test = EngineUnderTest(limits, has_prefix_cache=False)
@@ -272,64 +210,6 @@ def test_fresh_blocks_are_taken_before_freed_ones() -> None:
     assert pool.allocate(2) == [1, 2]
 
 
-def test_shared_block_stays_used_until_its_last_holder_lets_go() -> None:
-    pool = make_pool(2)
-    blocks = pool.allocate(1)
-    pool.share(blocks)
-    assert pool.is_shared(blocks[0])
-    pool.release(blocks)
-    assert (pool.num_used, pool.is_shared(blocks[0])) == (1, False)
-    pool.release(blocks)
-    assert (pool.num_used, pool.num_free) == (0, 2)
-
-
-def test_asking_for_too_many_takes_none() -> None:
-    pool = make_pool(3)
-    pool.allocate(1)
-    with pytest.raises(AssertionError, match="3 KV blocks asked for, 2 free"):
-        pool.allocate(3)
-    assert pool.num_free == 2
-
-
-def test_double_release_is_our_bug() -> None:
-    pool = make_pool(1)
-    blocks = pool.allocate(1)
-    pool.release(blocks)
-    with pytest.raises(AssertionError, match="released twice"):
-        pool.release(blocks)
-
-
-def test_sharing_a_free_block_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="is empty"):
-        make_pool(1).share([0])
-
-
-def test_taking_for_a_shared_block_leaves_it_to_its_other_holder() -> None:
-    pool = make_pool(2)
-    (shared,) = pool.allocate(1)
-    pool.share([shared])
-    taken = pool.take_for_shared(shared)
-    assert taken != shared
-    assert (pool.num_used, pool.is_shared(shared), pool.is_shared(taken)) == (2, False, False)
-
-
-def test_taking_for_a_block_that_nobody_shares_is_our_bug() -> None:
-    pool = make_pool(2)
-    (block,) = pool.allocate(1)
-    with pytest.raises(AssertionError, match="no other holder"):
-        pool.take_for_shared(block)
-    assert pool.num_used == 1
-
-
-def test_taking_for_a_shared_block_when_none_is_free_changes_nothing() -> None:
-    pool = make_pool(1)
-    (shared,) = pool.allocate(1)
-    pool.share([shared])
-    with pytest.raises(AssertionError, match="0 free"):
-        pool.take_for_shared(shared)
-    assert pool.is_shared(shared)
-
-
 def kept_pool(num_blocks: int) -> tuple[BlockPool, list[int]]:
     """All of its blocks were held, published, and let go of."""
     pool = make_pool(num_blocks)
@@ -354,12 +234,6 @@ def test_kept_block_can_be_held_again_and_is_then_the_last_to_go() -> None:
     assert (pool.num_used, pool.num_kept) == (1, 1)
     pool.release([second])
     assert pool.allocate(1) == [first]
-
-
-def test_evicted_block_is_worth_nothing_until_it_is_published_anew() -> None:
-    pool, _ = kept_pool(1)
-    pool.release(pool.allocate(1))
-    assert (pool.num_free, pool.num_kept) == (1, 0)
 
 
 def test_forgetting_a_held_block_takes_it_from_nobody() -> None:

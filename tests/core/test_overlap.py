@@ -206,19 +206,6 @@ def drew(*token_ids: int | None, failed: dict[int, str] | None = None) -> StepOu
     return StepOutput(np.array(rows, np.int32), np.array(told, np.int32), failed_rows=failed or {})
 
 
-def test_token_drawn_behind_a_row_that_was_misled_is_not_told() -> None:
-    """b has read a block that a should have written: what b draws in the step behind it is worth as little."""
-    scheduler = two_in_flight()
-    for name, last in (("a", 20), ("b", 21)):
-        scheduler.submit(make_request(name, prompt_ids=(*range(10, 14), last)))
-    first, second = planned(scheduler), planned(scheduler)
-    assert (first.starts.tolist(), second.token_ids.tolist()) == ([0, 4], [PENDING, PENDING])
-    assert scheduler.apply(first, drew(None, 7, failed={0: "no logits"}), 0.0).token_ids == []
-    assert scheduler.apply(second, drew(8, 9), 0.0).token_ids == []
-    again = planned(scheduler)
-    assert (again.starts.tolist(), again.token_ids.tolist()) == ([0], [10, 11, 12, 13, 21])
-
-
 def test_sequence_that_took_a_block_for_its_own_which_was_never_written_computes_all_again() -> None:
     """b is well in the step that fails for a; in the one behind it a's block has taken the place of b's own."""
     scheduler = two_in_flight(block_size=4, max_batch_tokens=4)
@@ -241,17 +228,6 @@ def test_block_that_ends_with_a_token_nobody_was_told_is_not_published() -> None
     scheduler.apply(first, drew(7), 0.0)
     scheduler.apply(second, drew(8), 0.0)
     assert (scheduler.pool.num_used, scheduler.pool.num_kept) == (0, 0)
-
-
-def test_leader_of_siblings_waits_for_the_last_token_of_its_prompt_though_it_was_one_alone() -> None:
-    scheduler = two_in_flight(block_size=4, max_batch_tokens=8)
-    scheduler.submit(make_request("a", prompt_ids=tuple(range(10, 19)), num_sequences=2))
-    first, second = planned(scheduler), planned(scheduler)
-    assert (first.lengths.tolist(), second.lengths.tolist()) == ([8], [1])
-    scheduler.apply(first, drew(None), 0.0)
-    assert scheduler.plan(0.0) is None
-    scheduler.apply(second, drew(7), 0.0)
-    assert planned(scheduler).starts.tolist() == [8, 9]  # the sibling draws from the prompt's last token itself
 
 
 def test_nothing_is_sent_behind_a_step_with_one_that_was_in_a_step_that_raised_until_it_has_drawn() -> None:

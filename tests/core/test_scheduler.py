@@ -39,12 +39,6 @@ def test_first_plan_starts_the_slot_with_prompt_table_and_seed() -> None:
     assert made.samples.tolist() == [True]
 
 
-def test_ignore_eos_leaves_only_the_requests_stop_ids() -> None:
-    scheduler = make_scheduler(eos_ids=(2,))
-    scheduler.submit(make_request(ignore_eos=True, stop_token_ids=(8,)))
-    assert plan(scheduler).sequence_starts[0].stop_ids == (8,)
-
-
 def test_decode_plans_carry_differences_only() -> None:
     scheduler = make_scheduler()
     scheduler.submit(make_request(prompt_ids=(10, 11, 12), max_tokens=9))
@@ -111,13 +105,6 @@ def test_siblings_share_the_prompt_and_copy_its_last_block_on_write() -> None:
     assert scheduler.pool._references[prompt_blocks[0]] == 3
 
 
-def test_siblings_of_a_prompt_that_ends_with_a_block_copy_nothing_but_that_block() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(prompt_ids=(1, 2, 3, 4, 5), num_sequences=2))
-    step(scheduler)
-    assert plan(scheduler).copy_sources.tolist() == []  # position 4 opens a block, nothing of it is shared
-
-
 def test_ending_stop_id_is_billed_but_not_delivered() -> None:
     scheduler = make_scheduler(eos_ids=(2,))
     scheduler.submit(make_request(num_prompt_tokens=6))
@@ -126,13 +113,6 @@ def test_ending_stop_id_is_billed_but_not_delivered() -> None:
     assert delivery.token_ids == []
     (chunk,) = delivery.chunks
     assert (chunk.finish_reason, chunk.token_ids, chunk.usage) == (FinishReason.STOP, (), Usage(6, 2))
-
-
-def test_last_token_of_a_full_length_is_delivered() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(max_tokens=1))
-    delivery = step(scheduler, 500)
-    assert (delivery.token_ids, delivery.chunks[0].finish_reason) == ([500], FinishReason.LENGTH)
 
 
 def test_context_ends_a_sequence_before_its_max_tokens() -> None:
@@ -179,16 +159,6 @@ def test_what_can_never_run_is_refused_at_once(num_prompt_tokens: int, num_seque
     (chunk,) = delivery.chunks
     assert (chunk.finish_reason, chunk.usage) == (FinishReason.ERROR, Usage(0, 0))
     assert cause in (chunk.error or "")
-    assert scheduler.plan(0.0) is None
-
-
-def test_cancel_while_waiting_bills_nothing() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(num_sequences=2))
-    scheduler.cancel("a", FinishReason.CANCELLED)
-    delivery = scheduler.flush()
-    assert delivery is not None
-    assert [chunk.usage for chunk in delivery.chunks] == [None, Usage(0, 0)]
     assert scheduler.plan(0.0) is None
 
 
@@ -295,18 +265,6 @@ def test_pause_is_told_although_no_step_comes() -> None:
     assert scheduler.flush() is None
 
 
-def test_paused_request_keeps_its_blocks_and_sits_out() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request())
-    step(scheduler)
-    num_used = scheduler.pool.num_used
-    scheduler.pause("a")
-    assert scheduler.plan(0.0) is None
-    assert (scheduler.pool.num_used, scheduler.stats().num_paused) == (num_used, 1)
-    scheduler.resume("a")
-    assert plan(scheduler).starts.tolist() == [6]
-
-
 def test_paused_request_in_the_queue_lets_others_pass_and_returns_to_its_place() -> None:
     scheduler = make_scheduler(small_limits(max_sequences=1))
     scheduler.submit(make_request("a", 4, arrival_s=0.0, max_tokens=1))
@@ -343,14 +301,6 @@ def test_out_of_blocks_the_latest_arrival_of_the_lowest_priority_gives_way() -> 
     while scheduler.stats().num_preemptions == 0:
         step(scheduler)
     assert {sequence.request_id for sequence in scheduler.states.running} == {"old", "urgent"}
-
-
-def test_lone_sequence_ends_with_the_pool_instead_of_starving() -> None:
-    scheduler = make_scheduler(small_limits(num_blocks=3))
-    scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=100))
-    deliveries = [step(scheduler) for _ in range(6)]
-    assert deliveries[-1].chunks[0].finish_reason is FinishReason.LENGTH
-    assert scheduler.pool.num_used == 0
 
 
 def test_stats_count_steps_tokens_and_the_time_of_a_step() -> None:

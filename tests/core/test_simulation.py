@@ -1,52 +1,9 @@
 """The simulator itself, and with it the scheduler's central property: nobody's tokens depend on their company."""
 
-import random
-
 import pytest
 
-from core.plan import SequenceStart
-from core.simulation import CostModel, SimulatedClock, SimulatedRunner, Simulation, continuation
-from core.types import Request, Usage
-from tests.fakes import EngineUnderTest, make_request, sequence_start, small_limits
-
-
-def random_requests(seed: int, count: int = 60) -> list[Request]:
-    rng = random.Random(seed)
-    return [
-        make_request(
-            f"r{i}",
-            rng.randint(1, 40),
-            rng.randint(1, 50),
-            num_sequences=rng.choice((1, 1, 2, 4)),
-            arrival_s=rng.uniform(0, 10),
-            priority=rng.choice((0, 0, 0, 1)),
-            min_tokens=rng.choice((0, 5)),
-        )
-        for i in range(count)
-    ]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_chunked_batched_forked_and_preempted_requests_get_the_reference_tokens(seed: int) -> None:
-    limits = small_limits(num_blocks=30, vocab_size=40)
-    requests = random_requests(seed)
-    simulation = Simulation(limits, CostModel(), requests, eos_ids=(7,))
-    traces = {trace.request.request_id: trace for trace in simulation.run()}
-    assert simulation.scheduler.stats().num_preemptions > 5
-    for request in requests:
-        starts = [sequence_start(request, (7,), i) for i in range(request.num_sequences)]
-        drawn = [continuation(start, limits) for start in starts]
-        trace = traces[request.request_id]
-        texts = [without_end(tokens, start) for tokens, start in zip(drawn, starts, strict=True)]
-        assert [trace.token_ids.get(i, []) for i in range(len(texts))] == texts
-        assert trace.usage is not None
-        num_cached = trace.usage.num_cached_tokens
-        assert trace.usage == Usage(len(request.prompt_ids), sum(map(len, drawn)), num_cached)
-
-
-def without_end(tokens: list[int], start: SequenceStart) -> list[int]:
-    is_stopped = tokens[-1] in start.stop_ids and len(tokens) > start.sampling.min_tokens
-    return tokens[:-1] if is_stopped else tokens
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner, Simulation
+from tests.fakes import EngineUnderTest, make_request, small_limits
 
 
 def test_simulated_time_is_the_sum_of_the_steps_costs() -> None:
@@ -75,13 +32,6 @@ def test_gate_lets_in_as_many_as_it_says() -> None:
         small_limits(), CostModel(1.0, 0.0), requests, num_may_enter=lambda num_inside: 0 if num_inside else 2
     )
     assert [trace.end_s for trace in simulation.run()] == [1.0, 1.0, 2.0]
-
-
-def test_same_seed_draws_the_same_and_another_seed_differs() -> None:
-    limits = small_limits()
-    same, other = make_request(max_tokens=20), make_request(max_tokens=20, seed=1)
-    assert continuation(sequence_start(same), limits) == continuation(sequence_start(same), limits)
-    assert continuation(sequence_start(same), limits) != continuation(sequence_start(other), limits)
 
 
 def test_runner_notices_a_row_without_a_block() -> None:

@@ -115,8 +115,8 @@ class RecordingManager(ServiceManager):
         super().__init__({}, 1)
         self.told: list[str] = []
 
-    def _send(self, *lines: str) -> None:
-        self.told.append(lines[0])
+    def send(self, *lines: str, status: str | None = None) -> None:
+        self.told += lines[:1]
 
 
 def test_reload_that_fails_by_a_fault_of_ours_is_over_for_the_manager_too(
