@@ -20,14 +20,15 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from bench.kit import Flag, Found, bench
 from bench.results import Cell, percentile, table_of
 from core.types import Cost, Usage
 from server.ledger.journal import DURABLE_S, LedgerThread, Tell, Writer, Written, open_journal
-from server.ledger.ledger import End, Ledger, Subject
-from server.ledger.store import Write
+from server.ledger.ledger import End, Ledger
+from server.ledger.store import LedgerRow, Write
 from server.ledger.usage import ModelPrice, Prices
 from server.process import GC_THRESHOLDS, SWITCH_INTERVAL_S
 
@@ -37,6 +38,7 @@ NUM_SYNCS = 100
 MODEL = "m"
 PRICES = Prices(((MODEL, ModelPrice(50_000, 10_000, 200_000)),))
 USAGE = Usage(200, 100, 64)
+ROW = LedgerRow(request_id="", client_id=None, tenant="acme", key_id="sl-1", model=MODEL, path="/v1/chat/completions")
 END = End(USAGE, Cost(0.1, 2.0), "length", 200, None, {"receive": 0.2, "prepare": 1.5, "generate": 93.25, "total": 95})
 
 Serve = Callable[[int], Awaitable[None]]  # the number of the request
@@ -112,7 +114,7 @@ async def measure(directory: Path, num_requests: int, num_at_once: int) -> dict[
             latencies_s.append(time.perf_counter() - begin_s)
 
         async def serve(number: int) -> None:
-            entry = ledger.open(Subject(f"{number:032x}", None, "acme", "sl-1", MODEL, "/v1/chat/completions", _count))
+            entry = ledger.open(msgspec.structs.replace(ROW, request_id=f"{number:032x}"), _count)
             await wait(lambda tell: entry.reserve(712, _no_progress, tell))
             await wait(lambda tell: entry.settle(END, tell))
 

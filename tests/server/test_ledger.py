@@ -11,8 +11,8 @@ from core.simulation import CostModel
 from core.types import Cost, FinishReason, Usage
 from server.gate.quota import Moment
 from server.gate.tenants import Limits, Tenant
-from server.ledger.ledger import CHECKPOINT_S, PRUNE_S, End, Ledger, Subject
-from server.ledger.store import PRUNED_ROWS, Checkpoint, Prune, RowState
+from server.ledger.ledger import CHECKPOINT_S, PRUNE_S, End, Ledger
+from server.ledger.store import PRUNED_ROWS, Checkpoint, LedgerRow, Prune, RowState
 from server.ledger.usage import ModelPrice, Prices
 from tests.server.fakes import MemoryTransport
 from tests.server.inline_ledger import COMMIT_S, InlineWriter, rows
@@ -32,6 +32,10 @@ from tests.server.simulated_server import (
 from tests.server.virtual_loop import VirtualTimeLoop
 
 PRICES = Prices(((MODEL, ModelPrice(prompt=2_000_000, cached=500_000, completion=10_000_000)),))
+
+
+def row_of(request_id: str) -> LedgerRow:
+    return LedgerRow(request_id, None, "local", None, MODEL, "/v1/completions")
 
 
 @pytest.fixture
@@ -172,8 +176,8 @@ def test_running_requests_are_checkpointed_in_one_transaction(path: Path) -> Non
 def test_what_runs_at_shutdown_is_closed_where_it_is(path: Path) -> None:
     loop = VirtualTimeLoop()
     ledger = Ledger(path, InlineWriter(path, loop), PRICES, lambda: UNIX_S, loop)
-    subject = Subject("r1", None, "local", None, MODEL, "/v1/completions", lambda usage: usage.num_completion_tokens)
-    ledger.open(subject).reserve(500, lambda: Usage(10, 3), lambda is_durable: None)
+    entry = ledger.open(row_of("r1"), lambda usage: usage.num_completion_tokens)
+    entry.reserve(500, lambda: Usage(10, 3), lambda is_durable: None)
     ledger.close()
     loop.close()
     (row,) = rows(path)
@@ -192,8 +196,9 @@ def test_request_whose_progress_cannot_be_told_keeps_no_other_from_its_row(
         return Usage(10 // number, 3)
 
     for number in range(3):
-        subject = Subject(f"r{number}", None, "local", None, MODEL, "/v1/completions", lambda usage: 3)
-        ledger.open(subject).reserve(500, partial(progress, number), lambda is_durable: None)
+        ledger.open(row_of(f"r{number}"), lambda usage: 3).reserve(
+            500, partial(progress, number), lambda is_durable: None
+        )
     for _ in range(2):
         loop.advance(CHECKPOINT_S + COMMIT_S)
         *_, checkpoint = writer.writes
@@ -287,11 +292,10 @@ def test_every_request_is_settled_once_whatever_becomes_of_it(path: Path, seed: 
 def test_old_requests_are_deleted_bit_by_bit_and_every_hour(path: Path) -> None:
     loop = VirtualTimeLoop()
     writer = InlineWriter(path, loop)
-    old = Subject("", None, "local", None, MODEL, "/v1/completions", lambda usage: 0)
     ledger = Ledger(path, writer, PRICES, lambda: UNIX_S + loop.time(), loop, keep_s=2 * PRUNE_S)
     end = End(Usage(1, 1), Cost(), "stop", 200, None, {})
     for number in range(PRUNED_ROWS + 20):
-        ledger.open(old._replace(request_id=str(number))).settle(end, lambda is_durable: None)
+        ledger.open(row_of(str(number)), lambda usage: 0).settle(end, lambda is_durable: None)
     ledger.start()
     loop.advance(2 * PRUNE_S - 1)
     assert len(rows(path)) == PRUNED_ROWS + 20
