@@ -184,9 +184,8 @@ class Listener:
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()
-        self._opening: dict[
-            Connection, asyncio.Task[None] | None
-        ] = {}  # without a transport; None: not to be cancelled
+        # Without a transport yet; None: the task must not be cancelled any more
+        self._opening: dict[Connection, asyncio.Task[None] | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._awaited: set[Connection] = self._connections  # drain() waits for their end
         self._is_draining = False
