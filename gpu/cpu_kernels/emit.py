@@ -1,6 +1,6 @@
-"""What the kernels' intrinsics emit: LLVM's instructions on registers of 64 bytes. Thread: any, at compile time.
+"""LLVM instructions on registers of 64 bytes, which the kernels' intrinsics emit. Thread: any, at compile time.
 
-A change here is not seen by numba's cache, which looks at the files of the functions that it compiles.
+numba's cache does not notice a change here: it looks only at the files of the functions that it compiles.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ REGISTER_BYTES = 64
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 PAIRS = ir.VectorType(ir.IntType(32), LANES)
 HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
-_ALIGNMENT = 2  # bytes: nothing is promised but whole numbers
+_ALIGNMENT = 2  # bytes: of a bf16; nothing more is assumed
 
 
 class _BFloat(ir.Type):
-    """llvmlite knows no bfloat."""
+    """llvmlite has no bfloat."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -105,7 +105,7 @@ def emit_by_count(builder: Any, count: Any, most: int, emit_one: Callable[[int],
 
 
 def total(builder: Any, value: Any) -> Any:
-    """Of the sixteen, in the order that is fastest."""
+    """Sum of the sixteen, in the order that is fastest."""
     width = LANES
     while width > 1:  # halves, one on the other
         width //= 2

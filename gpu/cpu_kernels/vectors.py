@@ -1,7 +1,7 @@
 """Registers of 64 bytes as numba values: 16 float32 (`Floats`), or 16 pairs of bf16 (`Pairs`), one in each 32 bits.
 
-Addresses are integers. What is here compiles to few instructions; only avx512_bf16 has the dot product. Thread: any,
-without the GIL.
+Addresses are integers. Each intrinsic compiles to few instructions; only the dot product of pairs needs avx512_bf16.
+Thread: any, without the GIL.
 """
 
 import functools
@@ -17,10 +17,10 @@ from gpu.cpu_kernels import emit
 from gpu.cpu_kernels.emit import LANES
 
 MOST_EXPONENT = np.float32(126.0)
-# Added to a small number it leaves the nearest integer in the low bits: of 1.5 * 2 ** 23 these are zero.
+# Added to a small number it leaves the nearest integer in the low bits.
 ROUNDER = np.float32(1.5 * 2**23)
 ONE = np.float32(1)
-# 2 ** x for x in -0.5..0.5 to 5e-6, a thousandth of what bf16 rounds away; of 0 it is 1. Weighted least squares.
+# 2 ** x for x in -0.5..0.5 to 5e-6, a thousandth of bf16's rounding; 1 for x = 0. By weighted least squares.
 EXP2 = tuple(np.float32(value) for value in (0.69312419, 0.24024099, 0.05590642, 0.00958285))
 
 
@@ -191,13 +191,13 @@ def add_exponents(builder, x, exponents):
 
 @operation(types.float32, floats)
 def first_lane(builder, x):
-    """Of the sixteen."""
+    """The first of the sixteen."""
     return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
 
 
 @operation(types.float32, floats)
 def total(builder, x):
-    """Of the sixteen, in the order that is fastest."""
+    """Sum of the sixteen, in the order that is fastest."""
     return emit.total(builder, x)
 
 
@@ -303,15 +303,15 @@ def _shuffled(builder: Any, x: Any, order: list[int]) -> Any:
 
 @operation(nothing, address)
 def prefetch(builder, at):
-    """Ask for a cache line, and wait for nothing; an address that is not there does no harm."""
+    """Prefetch a cache line without waiting; an unmapped address does no harm."""
     emit.prefetch(builder, at)
 
 
 @operation(types.int64, address)
 def take_next(builder, at):
-    """The int64 at address, and one more left there: whichever thread asks, each number is given once.
+    """The int64 at address, which is then incremented, atomically: each number goes to one thread.
 
-    Who is given a number sees what those before it had written when they asked.
+    A thread sees what the threads that took earlier numbers had written before they took them.
     """
     counter = builder.inttoptr(at, ir.IntType(64).as_pointer())
     return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "acq_rel")
@@ -319,13 +319,13 @@ def take_next(builder, at):
 
 @intrinsic
 def keep(typing_context, array):
-    """Hold an array until here: numba frees it after its last use, and does not see what is done at its address."""
+    """Keep an array alive until here: numba frees it after its last use, and does not see uses of its address."""
     return types.void(array), lambda context, builder, signature, arguments: context.get_dummy_value()
 
 
 @njit(cache=True)
 def exp2_to_126(x):
-    """2 ** x, of numbers up to 126; below -126 as of -126: beside any share that rounds away, or is all that counts."""
+    """2 ** x for x up to 126; below -126 as for -126, which rounds to nothing beside any other share."""
     x = larger(x, spread(-MOST_EXPONENT))
     whole = add(x, spread(ROUNDER))
     part = subtract(x, subtract(whole, spread(ROUNDER)))
@@ -337,5 +337,5 @@ def exp2_to_126(x):
 
 @njit(cache=True)
 def exp2(x):
-    """2 ** x; beyond -126..126 as of those."""
+    """2 ** x; beyond -126..126 as for those bounds."""
     return exp2_to_126(smaller(x, spread(MOST_EXPONENT)))
