@@ -387,21 +387,30 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_prompt(
-    messages: list[Message], style: ToolStyle | None = None, tools: ToolWishes | None = None, param: str = "messages"
+    messages: list[Message],
+    style: ToolStyle | None = None,
+    tools: ToolWishes | None = None,
+    param: str = "messages",
+    params: list[str] | None = None,
 ) -> ChatPrompt:
     """
+    Args:
+        param: the request's field that they came in.
+        params: the place of each in it; None: their indexes.
+
     Raises:
         InvalidRequest: no message, an unknown role, content that is not text, or the result of no call that was made.
     """
     if not messages:
         raise InvalidRequest(f"{param} is empty: send at least one message.", param)
-    made = [_template_message(message, style, f"{param}[{i}]") for i, message in enumerate(messages)]
+    params = params or [f"{param}[{i}]" for i in range(len(messages))]
+    made = [_template_message(message, style, where) for message, where in zip(messages, params, strict=True)]
     names = {call["id"]: call["function"]["name"] for one in made for call in one.get("tool_calls", ()) if "id" in call}
-    for i, one in enumerate(made):
+    for one, where in zip(made, params, strict=True):
         call_id = one.get("tool_call_id")
-        if one["role"] == "tool" and names and call_id is not None:
+        if one["role"] == "tool" and call_id is not None and (names or param != "messages"):
             if call_id not in names:
-                where = f"{param}[{i}].tool_call_id"
+                where += ".tool_call_id" if param == "messages" else ".call_id"
                 raise InvalidRequest(f"{where} is of no call in an earlier message.", where)
             one.setdefault("name", names[call_id])
     return ChatPrompt(tuple(made), param, () if tools is None else tuple(tools.for_template()))

@@ -62,9 +62,9 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "OpenAI": (
         *_refused(RESPONSES, "n", 1),
         *_alias(RESPONSES, "max_output_tokens", "max_tokens max_completion_tokens"),
-        Known("tools", COMPLETIONS | RESPONSES, Does.REFUSED, neutral=([],), unless=("tool_choice", "none")),
+        Known("tools", COMPLETIONS, Does.REFUSED, neutral=([],), unless=("tool_choice", "none")),
         Known("functions", CHAT, Does.REFUSED, neutral=([],), unless=("function_call", "none")),
-        *_refused(COMPLETIONS | RESPONSES, "tool_choice", "none", "auto"),
+        *_refused(COMPLETIONS, "tool_choice", "none", "auto"),
         *_refused(GENERATION, "function_call", "none", "auto"),
         *_refused(CHAT, "modalities", ["text"]),
         *_refused(CHAT, "audio prediction web_search_options"),
@@ -78,7 +78,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_ignored(CHOICES, "user metadata safety_identifier prompt_cache_key"),
         *_ignored(GENERATION, "service_tier prompt_cache_options prompt_cache_retention verbosity store moderation"),
         *_ignored(GENERATION, "include_obfuscation stream_options.include_obfuscation"),
-        *_ignored(COMPLETIONS | RESPONSES, "parallel_tool_calls"),
+        *_ignored(COMPLETIONS, "parallel_tool_calls"),
         *_ignored(RESPONSES, "text.verbosity reasoning.summary access_programs"),
     ),
     "Anthropic": (

@@ -1,10 +1,13 @@
 """/v1/responses: text in, text out, as items and named events; nothing is stored. Thread: loop."""
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
+from core.answer_parts import Arguments, CallBegin, Part, Text
 from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.tool_detection import ToolStyle
 from core.types import Delta, FinishReason, Usage
 from server.api.decoding import decode
 from server.api.fields import (
@@ -13,7 +16,9 @@ from server.api.fields import (
     DefaultsOf,
     GenerationCall,
     MaxTokens,
+    Message,
     SamplingFields,
+    chat_prompt,
     check_range,
     checked_role,
     flatten,
@@ -23,6 +28,7 @@ from server.api.fields import (
 from server.api.known_fields import rules_of
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
 from server.api.structured import ResponseFormat
+from server.api.tools import CalledFunction, Function, ToolCall, ToolWishes, id_of, parser_of, tool_wishes
 from server.wire import sse
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -53,6 +59,16 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     role: str | None = None
     content: Content = msgspec.UNSET
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content = msgspec.UNSET
+
+
+class ResponsesTool(Function, frozen=True, kw_only=True):
+    """A function as responses has it: flat."""
+
+    type: Literal["function"]
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +91,9 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     max_tool_calls: int | None = None
-    tool_choice: str | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -85,12 +103,16 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     _check_metadata(wire.metadata or {})
     num_logprobs = wire.top_logprobs or 0
     check_range("top_logprobs", num_logprobs, 0, defaults.limits.num_top_logprobs)
+    tools = tool_wishes(
+        list(wire.tools or ()), wire.tool_choice, wire.parallel_tool_calls, defaults.tool_style, "tools[{}]"
+    )
     has_logprobs = num_logprobs or INCLUDE_LOGPROBS in (wire.include or ())
     return generation_call(
         wire,
         model,
         defaults,
-        (_prompt(wire),),
+        (_prompt(wire, defaults.tool_style, tools),),
+        tools=tools,
         max_tokens=wire.max_output_tokens,
         num_logprobs=num_logprobs if has_logprobs else None,
         text_format=None if wire.text is None else wire.text.format,
@@ -99,25 +121,39 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     )
 
 
-def _prompt(wire: ResponsesBody) -> ChatPrompt:
-    messages = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
+def _prompt(wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | None) -> ChatPrompt:
+    messages = [Message(role="system", content=wire.instructions)] if wire.instructions else []
+    num_before = len(messages)
     if isinstance(wire.input, str):
-        return ChatPrompt((*messages, {"role": "user", "content": wire.input}), "input")
-    if not wire.input:
+        items = [InputItem(role="user", content=wire.input)]
+    elif wire.input:
+        items = wire.input
+    else:
         raise InvalidRequest("input is empty: send text or at least one message.", "input")
+    params = ["instructions"] * num_before
     thought = ""  # the text of the reasoning item before a message
-    for i, item in enumerate(wire.input):
+    for i, item in enumerate(items):
+        param = "input" if isinstance(wire.input, str) else f"input[{i}]"
         if item.type == "reasoning":
-            thought = _thought(item, f"input[{i}]")
+            thought = _thought(item, param)
             continue
-        message = _message(item, f"input[{i}]")
-        if thought and message["role"] == "assistant":
-            message["reasoning_content"] = thought
+        message = _message(item, param)
+        if message.role == "assistant":
+            message = msgspec.structs.replace(message, reasoning_content=thought or None)
+            if message.tool_calls and len(messages) > num_before and messages[-1].role == "assistant":
+                messages[-1] = _joined(messages[-1], message)  # one turn: its text, and its calls
+                continue
         thought = ""
         messages.append(message)
-    if not messages:
+        params.append(param)
+    if len(messages) == num_before:
         raise InvalidRequest("input has no message: send at least one.", "input")
-    return ChatPrompt(tuple(messages), "input")
+    return chat_prompt(messages, style, tools, "input", params)
+
+
+def _joined(turn: Message, more: Message) -> Message:
+    calls = [*(turn.tool_calls or ()), *(more.tool_calls or ())]
+    return msgspec.structs.replace(turn, tool_calls=calls)
 
 
 def _thought(item: InputItem, param: str) -> str:
@@ -128,16 +164,38 @@ def _thought(item: InputItem, param: str) -> str:
     return flatten(content, f"{param}.content") if content else ""
 
 
-def _message(item: InputItem, param: str) -> dict[str, Any]:
-    if item.type not in (None, "message"):
-        raise InvalidRequest(
-            f"Items of type {item.type[:32]!r} are not supported: send messages.",
-            f"{param}.type",
-            "unsupported_content_type",
-        )
-    if item.role is None:
-        raise missing_field(f"{param}.role")
-    return {"role": checked_role(item.role, f"{param}.role"), "content": flatten(item.content, f"{param}.content")}
+def _message(item: InputItem, param: str) -> Message:
+    match item.type:
+        case None | "message":
+            if item.role is None:
+                raise missing_field(f"{param}.role")
+            role = checked_role(item.role, f"{param}.role")
+            return Message(role=role, content=flatten(item.content, f"{param}.content"))
+        case "function_call":
+            if item.name is None:
+                raise missing_field(f"{param}.name")
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            return Message(role="assistant", tool_calls=[ToolCall(function=function, id=item.call_id)])
+        case "function_call_output":
+            if item.call_id is None:
+                raise missing_field(f"{param}.call_id")
+            return Message(role="tool", content=flatten(item.output, f"{param}.output"), tool_call_id=item.call_id)
+        case other:
+            raise InvalidRequest(
+                f"Items of type {other[:32]!r} are not supported: send messages, function calls and their outputs.",
+                f"{param}.type",
+                "unsupported_content_type",
+            )
+
+
+def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
+    }
 
 
 def _text_format(wire: ResponsesBody) -> dict[str, Any]:
@@ -159,45 +217,95 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         raise InvalidRequest("metadata must have at most 16 keys of 64 and values of 512 characters.", "metadata")
 
 
-class ResponseStream:
-    """Implements replies.StreamReply: one message item with one text part. No [DONE]: the last event ends it."""
+@dataclass(slots=True)
+class _Item:
+    """An item of the output: a message, or a call.
 
-    __slots__ = ("_call", "_context", "_head", "_item_id", "_logprobs", "_num_events", "_reason", "_texts")
+    Args:
+        call: where it is one.
+    """
+
+    id: str
+    index: int
+    call: CallBegin | None = None
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def document(self, context: ReplyContext, status: str) -> dict[str, Any]:
+        text = "".join(self.texts)
+        if self.call is None:
+            content = [_part(text, self.logprobs)] if status != "in_progress" else []
+            return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
+        call_id = self.call.id or id_of(context.reply_id, 0, self.call.index)
+        call = {"id": self.id, "type": "function_call", "status": status}
+        return call | {"call_id": call_id, "name": self.call.name, "arguments": text}
+
+
+class _Items:
+    """The output of one response, item by item."""
+
+    def __init__(self, context: ReplyContext) -> None:
+        self.items: list[_Item] = []
+        self._context = context
+
+    def open(self, call: CallBegin | None = None) -> _Item:
+        number = len(self.items)
+        kind = "msg" if call is None else "fc"
+        suffix = f"_{number}" if number else ""
+        self.items.append(_Item(f"{kind}_{self._context.reply_id}{suffix}", number, call))
+        return self.items[-1]
+
+    @property
+    def last(self) -> _Item | None:
+        return self.items[-1] if self.items else None
+
+    def documents(self, status: str) -> list[dict[str, Any]]:
+        """All of them; the last one has the status, those before it are complete."""
+        statuses = ["completed"] * (len(self.items) - 1) + [status]
+        return [item.document(self._context, one) for item, one in zip(self.items, statuses, strict=True)]
+
+
+class ResponseStream:
+    """Implements replies.StreamReply: items one after the other. No [DONE]: the last event ends it.
+
+    Without tools there is one message item with one text part, and its place is known from the start.
+    """
+
+    __slots__ = ("_call", "_context", "_head", "_items", "_num_events", "_parser", "_reason")
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self._call = call
         self._context = context
-        self._item_id = _item_id(context)
+        self._items = _Items(context)
+        self._parser = None if call.tools is None else parser_of(call.tools)
         self._num_events = 0  # written: the next sequence_number
-        self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
         self._reason: FinishReason | None = None
-        place = sse.json_line({"type": "response.output_text.delta", **self._place()})
-        name = "response.output_text.delta"
-        self._head = sse.event_head(name) + place[:-1] + b',"logprobs":[],"sequence_number":'
+        self._head = b"" if call.tools is not None else self._text_head(self._items.open())
 
     def start(self) -> bytes:
         response = _response(self._call, self._context, "in_progress")
-        item = _item(self._context, "in_progress", [])
-        return (
-            self._event("response.created", {"response": response})
-            + self._event("response.in_progress", {"response": response})
-            + self._event("response.output_item.added", {"output_index": 0, "item": item})
-            + self._event("response.content_part.added", self._place() | {"part": _part("", [])})
-        )
+        events = self._event("response.created", {"response": response})
+        events += self._event("response.in_progress", {"response": response})
+        return events if self._parser is not None else events + self._announced(self._items.items[0])
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
+        if self._parser is not None:
+            ends = delta.finish_reason is not None
+            return self._parts(self._parser.feed(delta.text) + (self._parser.close() if ends else []))
         if not delta.logprobs:
             return self.text(choice, delta.text) if delta.text else b""
         entries = logprob_entries(delta.logprobs, self._context)
-        self._texts.append(delta.text)
-        self._logprobs += entries
-        return self._event("response.output_text.delta", self._place() | {"logprobs": entries, "delta": delta.text})
+        item = self._items.items[0]
+        item.texts.append(delta.text)
+        item.logprobs += entries
+        return self._event("response.output_text.delta", _place(item) | {"logprobs": entries, "delta": delta.text})
 
     def text(self, choice: int, text: str) -> bytes:
-        self._texts.append(text)
+        if self._parser is not None:
+            return self._parts(self._parser.feed(text))
+        self._items.items[-1].texts.append(text)
         number = self._num_events
         self._num_events = number + 1
         return self._head + b'%d,"delta":' % number + sse.json_strings[text] + b"}\n\n"
@@ -207,13 +315,15 @@ class ResponseStream:
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         reason = self._reason or FinishReason.STOP
-        item = self._whole_item(_item_status(reason))
-        response = _finished(self._call, self._context, reason, item, usage) | extras
-        return self._closing_events(item) + self._event(f"response.{response['status']}", {"response": response})
+        events = b"" if self._items.items else self._opened(None)
+        events += self._closed(_item_status(reason))
+        output = self._items.documents(_item_status(reason))
+        response = _finished(self._call, self._context, reason, output, usage) | extras
+        return events + self._event(f"response.{response['status']}", {"response": response})
 
     def error(self, error: ServiceError) -> bytes:
         """Closes the item with the text so far, and fails the response."""
-        item = self._whole_item("incomplete")
+        events = self._closed("incomplete")
         response = _response(self._call, self._context, "failed") | {
             "error": {
                 "code": _FAILED_CODES.get(error.kind, "server_error"),
@@ -221,24 +331,59 @@ class ResponseStream:
                 "type": error.code,
                 "param": error.param,
             },
-            "output": [item],
+            "output": self._items.documents("incomplete"),
         }
-        return self._closing_events(item) + self._event("response.failed", {"response": response})
+        return events + self._event("response.failed", {"response": response})
 
-    def _closing_events(self, item: dict[str, Any]) -> bytes:
-        (part,) = item["content"]
-        done = self._place() | {"text": part["text"], "logprobs": part["logprobs"]}
-        return (
-            self._event("response.output_text.done", done)
-            + self._event("response.content_part.done", self._place() | {"part": part})
-            + self._event("response.output_item.done", {"output_index": 0, "item": item})
-        )
+    def _parts(self, parts: list[Part]) -> bytes:
+        return b"".join(map(self._added, parts))
 
-    def _whole_item(self, status: str) -> dict[str, Any]:
-        return _item(self._context, status, [_part("".join(self._texts), self._logprobs)])
+    def _added(self, part: Part) -> bytes:
+        """The events of one part of the answer."""
+        events, last = b"", self._items.last
+        if isinstance(part, CallBegin):
+            return self._closed("completed") + self._opened(part)
+        if isinstance(part, Text) and (last is None or last.call is not None):
+            events = self._closed("completed") + self._opened(None)
+        item = self._items.items[-1]
+        item.texts.append(part.text)
+        if isinstance(part, Arguments):
+            fields = {"item_id": item.id, "output_index": item.index, "delta": part.text}
+            return events + self._event("response.function_call_arguments.delta", fields)
+        fields = _place(item) | {"logprobs": [], "delta": part.text}
+        return events + self._event("response.output_text.delta", fields)
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+    def _opened(self, call: CallBegin | None) -> bytes:
+        return self._announced(self._items.open(call))
+
+    def _announced(self, item: _Item) -> bytes:
+        fields = {"output_index": item.index, "item": item.document(self._context, "in_progress")}
+        events = self._event("response.output_item.added", fields)
+        if item.call is not None:
+            return events
+        return events + self._event("response.content_part.added", _place(item) | {"part": _part("", [])})
+
+    @staticmethod
+    def _text_head(item: _Item) -> bytes:
+        """What is before the number of a text's event."""
+        place = sse.json_line({"type": "response.output_text.delta", **_place(item)})
+        return sse.event_head("response.output_text.delta") + place[:-1] + b',"logprobs":[],"sequence_number":'
+
+    def _closed(self, status: str) -> bytes:
+        """The events that end the item that is open."""
+        item = self._items.last
+        if item is None:
+            return b""
+        document = item.document(self._context, status)
+        if item.call is not None:
+            fields = {"item_id": item.id, "output_index": item.index, "name": item.call.name}
+            events = self._event("response.function_call_arguments.done", fields | {"arguments": document["arguments"]})
+        else:
+            (part,) = document["content"]
+            done = _place(item) | {"text": part["text"], "logprobs": part["logprobs"]}
+            events = self._event("response.output_text.done", done)
+            events += self._event("response.content_part.done", _place(item) | {"part": part})
+        return events + self._event("response.output_item.done", {"output_index": item.index, "item": document})
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         line = sse.json_line({"type": name, "sequence_number": self._num_events, **fields})
@@ -248,9 +393,23 @@ class ResponseStream:
 
 class ResponseDocument(WholeReply):
     def document(self, usage: Usage) -> dict[str, Any]:
-        (text,), (reason,), (logprobs,) = self.texts, self._reasons, self._logprobs
-        item = _item(self._context, _item_status(reason), [_part("".join(text), logprobs)])
-        return _finished(self._call, self._context, reason, item, usage)
+        (texts,), (reason,), (logprobs,) = self.texts, self._reasons, self._logprobs
+        items = _Items(self._context)
+        if self._call.tools is None:
+            item = items.open()
+            item.texts, item.logprobs = texts, logprobs
+        else:
+            parser = parser_of(self._call.tools)
+            for part in parser.feed("".join(texts)) + parser.close():
+                if isinstance(part, CallBegin):
+                    items.open(part)
+                    continue
+                if isinstance(part, Text) and (items.last is None or items.last.call is not None):
+                    items.open()
+                items.items[-1].texts.append(part.text)
+            if not items.items:
+                items.open()
+        return _finished(self._call, self._context, reason, items.documents(_item_status(reason)), usage)
 
 
 def input_tokens_reply(num_tokens: int) -> bytes:
@@ -258,12 +417,8 @@ def input_tokens_reply(num_tokens: int) -> bytes:
     return sse.json_line({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
-def _item_id(context: ReplyContext) -> str:
-    return f"msg_{context.reply_id}"
-
-
-def _item(context: ReplyContext, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": _item_id(context), "type": "message", "status": status, "role": "assistant", "content": content}
+def _place(item: _Item) -> dict[str, Any]:
+    return {"item_id": item.id, "output_index": item.index, "content_index": 0}
 
 
 def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -275,12 +430,12 @@ def _item_status(reason: FinishReason) -> str:
 
 
 def _finished(
-    call: GenerationCall, context: ReplyContext, reason: FinishReason, item: dict[str, Any], usage: Usage
+    call: GenerationCall, context: ReplyContext, reason: FinishReason, output: list[dict[str, Any]], usage: Usage
 ) -> dict[str, Any]:
     response = _response(call, context, _item_status(reason))
     if reason in _INCOMPLETE:
         response["incomplete_details"] = {"reason": _INCOMPLETE[reason]}
-    response["output"] = [item]
+    response["output"] = output
     response["usage"] = {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
@@ -305,7 +460,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "max_output_tokens": wire.max_output_tokens,
         "model": context.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": wire.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "background": False,
@@ -321,7 +476,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "temperature": call.sampling.temperature,
         "text": {"format": _text_format(wire)},
         "tool_choice": wire.tool_choice or "auto",
-        "tools": [],
+        "tools": [_shown_tool(tool) for tool in wire.tools or ()],
         "top_logprobs": call.sampling.num_logprobs or 0,
         "top_p": call.sampling.top_p,
         "truncation": "disabled",

@@ -151,11 +151,12 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], expected: str) -> Non
 def test_tools_that_are_not_functions_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     foreign = [{"type": "web_search"}, {"type": "code_interpreter"}, {"type": "web_search"}]
     for surface, ask in ((chat.SURFACE, ASK), (responses.SURFACE, {"input": "Hi"})):
-        assert wire.parse(surface, **ask, tools=foreign) == wire.parse(surface, **ask)
+        dropped = wire.parse(surface, **ask, tools=foreign)
+        assert (dropped.prompts, dropped.tools) == (wire.parse(surface, **ask).prompts, None)
         assert caplog.messages == ["tools that are not functions were dropped: web_search, code_interpreter"]
         caplog.clear()
         refused = wire.refusal(surface, **ask, tools=[*foreign, {"type": "function"}]).param
-        assert refused == ("tools[0].function" if surface is chat.SURFACE else "tools")
+        assert refused == ("tools[0].function" if surface is chat.SURFACE else "tools[0].name")
         caplog.clear()
 
 
@@ -167,14 +168,14 @@ def test_a_tools_name_forges_no_line(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("tools", [[{}], [{"type": 1}], ["web_search"], {"type": "web_search"}, [{"type": "function"}]])
 def test_tools_that_may_be_functions_are_refused(tools: Any) -> None:
-    error = wire.refusal(responses.SURFACE, input="Hi", tools=tools)
+    error = wire.refusal(completions.SURFACE, prompt="Hi", tools=tools)
     assert (error.param, error.code) == ("tools", "unsupported_parameter")
     assert error.message.endswith("Leave it out, or send [].")
     assert str(wire.refusal(chat.SURFACE, **ASK, tools=tools).param).startswith("tools")
 
 
 def test_a_refusal_says_what_is_supported() -> None:
-    error = wire.refusal(responses.SURFACE, input="Hi", tool_choice="required")
+    error = wire.refusal(completions.SURFACE, prompt="Hi", tool_choice="required")
     assert error.message.endswith('Leave it out, or send "none", or send "auto".')
 
 

@@ -10,6 +10,7 @@ from core.errors import InvalidRequest
 from core.grammar import GrammarKind
 from core.tool_detection import ToolStyle
 from core.types import FinishReason
+from server.api import responses
 from server.api.chat import SURFACE
 from server.api.fields import ChatPrompt, GenerationCall
 from server.api.tools import MAX_TOOLS, call_constraint
@@ -241,3 +242,83 @@ def test_bad_tools_are_refused_by_name(fields: dict[str, Any], param: str, words
     error = refused(**fields)
     assert error.param == param
     assert words in error.message
+
+
+# Responses
+
+FLAT = {"type": "function", **WEATHER["function"]}
+
+
+def response_call(style: ToolStyle | None = HERMES, **fields: Any) -> GenerationCall:
+    body = json.dumps({"input": "Hi", "tools": [FLAT, {"type": "function", "name": "now"}], **fields}).encode()
+    defaults = msgspec.structs.replace(DEFAULTS, tool_style=style)
+    return responses.SURFACE.parse(body, lambda model: (model or "tiny", defaults))
+
+
+def test_a_response_has_text_and_calls_as_items_with_the_streamed_ids() -> None:
+    call = response_call(stream=True)
+    deltas = [(0, say(MORE_CALLS[at : at + 4])) for at in range(0, len(MORE_CALLS), 4)]
+    reply = responses.SURFACE.stream(call, CONTEXT)
+    events = read_events(wire.stream(reply, *deltas, (0, say("", FinishReason.STOP))))
+    names = [name for name, _ in events]
+    assert names[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    final = events[-1][1]["response"]
+    done = [event["item"] for name, event in events if name == "response.output_item.done"]
+    assert final["output"] == done
+    assert [(one["type"], one["status"]) for one in done] == [
+        ("message", "completed"),
+        ("function_call", "completed"),
+        ("function_call", "completed"),
+    ]
+    for index, item in enumerate(done):
+        pieces = [
+            event["delta"] for name, event in events if str(name).endswith(".delta") and event["output_index"] == index
+        ]
+        text = item["arguments"] if index else item["content"][0]["text"]
+        assert "".join(pieces) == text
+    assert [one["arguments"] for one in done[1:]] == ['{"city": "Köln"}', "{}"]
+    whole = wire.whole(responses.SURFACE, call, (0, say(MORE_CALLS, FinishReason.STOP)))
+    assert whole["output"] == final["output"]
+
+
+def test_a_streamed_response_is_read_by_the_sdk() -> None:
+    reply = responses.SURFACE.stream(response_call(stream=True), CONTEXT)
+    answer = wire.stream(reply, (0, say(CALLS)), (0, say("", FinishReason.STOP)))
+    with sdk_reading(answer) as client, client.responses.stream(model="tiny", input="Hi") as stream:
+        stream.until_done()
+        message, called = stream.get_final_response().output
+    assert (message.type, called.type) == ("message", "function_call")
+
+
+def test_a_response_that_fails_closes_its_open_item() -> None:
+    reply = responses.SURFACE.stream(response_call(stream=True), CONTEXT)
+    events = read_events(reply.start() + reply.text(0, CALLS[:60]) + reply.error(refused(tools=[NOW, NOW])))
+    assert [name for name, _ in events][-2:] == ["response.output_item.done", "response.failed"]
+    assert events[-1][1]["response"]["output"][-1]["status"] == "incomplete"
+
+
+def test_items_of_earlier_turns_become_one_message_of_the_assistant() -> None:
+    call_item = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Köln"}'}
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"role": "assistant", "content": "Let me see."},
+        call_item,
+        {**call_item, "call_id": "c2", "name": "now", "arguments": ""},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+    ]
+    messages = prompt_of(response_call(input=items)).messages
+    assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool"]
+    assert (messages[1]["content"], messages[1]["reasoning_content"]) == ("Let me see.", "Hm.")
+    assert [one["function"] for one in messages[1]["tool_calls"]] == [
+        {"name": "get_weather", "arguments": {"city": "Köln"}},
+        {"name": "now", "arguments": {}},
+    ]
+    assert [(one["content"], one["name"]) for one in messages[2:]] == [("sunny", "get_weather"), ("noon", "now")]
