@@ -308,6 +308,12 @@ class Responses:
         self._has_left = bool(self._ready)
         return output
 
+    def write_pieces(self) -> None:
+        """Send the pieces ahead of any other frame from now on."""
+        frames: list[bytes] = []
+        self._take_pieces(frames)
+        self._write(b"".join(frames))
+
     def _take_pieces(self, frames: list[bytes]) -> int:
         """Append their frames; returns their bytes."""
         num_bytes = self._most_room - self._room

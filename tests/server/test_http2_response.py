@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from h2 import events
 from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,6 +164,18 @@ def test_piece_that_its_stream_has_no_window_for_waits_alone() -> None:
     assert pair.server.responses.num_unsent(shut) == 1
     output = pair.server.take_data(2**30)
     assert (output.sent, output.held) == ([], [])  # until its window opens
+
+
+def test_piece_goes_before_the_acknowledgement_of_a_smaller_window() -> None:
+    """RFC 9113 §6.9.2: from then on the peer holds us to it."""
+    pair = Pair()
+    stream_id = pair.open()
+    pair.exchange()
+    pair.say(stream_id, b"x")
+    pair.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    pair.exchange()
+    pair.check()
+    pair.finish()
 
 
 def test_no_stream_waits_for_another_to_end() -> None:
