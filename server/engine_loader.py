@@ -20,7 +20,7 @@ from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.types import StepDelivery
-from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, byte_progress, count_progress
+from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
@@ -60,7 +60,7 @@ def model_path(config: ServerConfig, fetches: bool = True) -> Path:
     if isinstance(config.model, HubId):
         if not fetches:
             return cached(environment_hub(), config.model)
-        with byte_progress(_progress_stream(), f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
+        with progress(_progress_stream(), f"fetching {config.model}", True, MIN_FETCHED_BYTES) as report_bytes:
             return fetch(environment_hub(), config.model, report_bytes)
     return config.model or DEMO_DIRECTORY
 
@@ -148,8 +148,8 @@ def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) ->
     from gpu.parallel.runner import load_parallel_runner
 
     with (
-        byte_progress(_progress_stream(), "loading weights", MIN_LOADED_BYTES) as report_bytes,
-        count_progress(_progress_stream(), "capturing CUDA graphs") as report_graphs,
+        progress(_progress_stream(), "loading weights", True, MIN_LOADED_BYTES) as report_bytes,
+        progress(_progress_stream(), "capturing CUDA graphs") as report_graphs,
     ):
         if engine.tensor_parallel == 1:
             return load_runner(files.path, model, engine, report_bytes, report_graphs)
