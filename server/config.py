@@ -517,7 +517,7 @@ class ServerConfig:
     max_refused_streams: int = _CONNECTION.limit(
         "http2.num_refused",
         _count(1, 65_536),
-        "HTTP/2: streams beyond those that are refused in a row; more end the connection",
+        "HTTP/2: streams refused in a row; more end the connection",
     )
     max_heads_bytes: int = _CONNECTION.limit(
         "http2.heads_bytes",
@@ -549,7 +549,7 @@ class ServerConfig:
     max_empty_frames: int = _CONNECTION.limit(
         "http2.frames.num_overhead_frames",
         _count(_LEAST_EMPTY_FRAMES, 1_000_000),
-        "almost empty frames, and HTTP/1.1 chunks, beyond those that the content beside them earns",
+        "almost empty frames, and HTTP/1.1 chunks, beyond what the content beside them allows",
     )
     max_control_output_bytes: int = _CONNECTION.limit(
         "max_control_bytes",
