@@ -32,7 +32,7 @@ from gpu.kernels import sizes as cuda
 from gpu.linear import Linear, MatmulChoices, MatmulShape, Served, keeps_rows
 from gpu.operators import Operators
 from gpu.sampler import MakeSampler
-from gpu.step_graphs import CudaRecorder, GraphRecorder
+from gpu.step_graphs import CudaRecorder
 from gpu.step_shapes import step_shapes
 from gpu.streams import NEVER_S, Timer, graph_seconds, seconds_or_never
 
@@ -101,7 +101,7 @@ def find_sampler(config: ModelConfig, choice: DeviceChoice) -> MakeSampler | Non
     return RowSampler
 
 
-def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operators) -> GraphRecorder | None:
+def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operators) -> CudaRecorder | None:
     """What captures steps as CUDA graphs; None: Python launches them."""
     if engine.graphs == "off" or (engine.graphs == "auto" and choice.device.type != "cuda"):
         return None

@@ -134,7 +134,7 @@ def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
             answer = server.ask(as_caller(data, "o"), method)
             assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
             assert "There is no model" in answer.json["error"]["message"]
-            assert "may use none of those" in answer.json["error"]["message"]
+            assert "may use none of the models" in answer.json["error"]["message"]
 
 
 def test_nobody_cancels_another_tenants_request() -> None:
