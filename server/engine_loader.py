@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -159,9 +160,9 @@ def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) ->
 def _progress_stream() -> TextIO:
     """Where progress is shown: a server's log, unless stderr is a terminal."""
     is_logged = any(isinstance(handler, LogHandler) for handler in logging.getLogger().handlers)
-    return (
-        cast(TextIO, LoggedLines(logging.getLogger(__name__))) if is_logged and not sys.stderr.isatty() else sys.stderr
-    )
+    if sys.stderr.isatty() or not is_logged:
+        return sys.stderr
+    return cast(TextIO, LoggedLines(logging.getLogger(__name__)))
 
 
 # What `doctor` and `serve --estimate` tell.
@@ -199,7 +200,11 @@ def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
         choice = choose_device(replace(engine, device="cpu"))
         device = [Fact("device", "none", error)]
     apply_threads(choice)
-    measured = measured_here(choice, _readable_model_config(config))
+    model = None
+    with suppress(StartupError):  # the model is not here, or its configuration is not supported
+        path = model_path(config, fetches=False)
+        model = parse_config(path, read_model_config(path))
+    measured = measured_here(choice, model)
     total, free = total_memory_bytes(choice.device), free_memory_bytes(choice.device)
     return (
         *device,
@@ -209,15 +214,6 @@ def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
         Fact("memory", f"{format_size(total)}, {format_size(free)} free"),
         Fact("memory bandwidth", f"{measure_bandwidth(choice.device) / 1e9:.1f} GB/s read"),
     )
-
-
-def _readable_model_config(config: ServerConfig) -> ModelConfig | None:
-    """None: the model is not here, or its configuration is not supported."""
-    try:
-        path = model_path(config, fetches=False)
-        return parse_config(path, read_model_config(path))
-    except StartupError:
-        return None
 
 
 def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
