@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6360, 22),
+    "server": (6410, 22),
     "server/api": (2300, 10),
     "server/commands": (1920, 11),
     "server/gate": (2505, 8),
