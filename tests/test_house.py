@@ -17,7 +17,7 @@ PACKAGES = ("server", "core", "gpu")
 BUDGETS = {
     "server": (6360, 22),
     "server/api": (2300, 10),
-    "server/commands": (1920, 11),
+    "server/commands": (1890, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1585, 6),
     "server/listening": (1200, 4),
