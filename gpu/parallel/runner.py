@@ -24,7 +24,7 @@ from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_b
 from gpu.linear import can_gather, can_pack
 from gpu.loading import load_planned, time_rows, warm_up
 from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
-from gpu.parallel.followers import Followers, Job, Load, Step
+from gpu.parallel.processes import Followers, Job, Load, Step
 from gpu.parallel.ranks import Ranks, Shard, check_shards, head_rows_of, part_of
 from gpu.runner import ModelRunner, StepTicket
 from gpu.weights import check_checkpoint, prequantized_scheme

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from core.config import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, StepOutput
-from gpu.parallel.followers import Followers, Job, Step
+from gpu.parallel.processes import Followers, Job, Step
 from gpu.parallel.ranks import Ranks, close
 from gpu.parallel.runner import ParallelRunner, load_parallel_runner
 from tests import fp8_files, packed_files

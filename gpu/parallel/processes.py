@@ -1,14 +1,10 @@
-"""The processes of every rank but the first: how they are started, what they are sent, and what they do.
+"""The processes of every rank but the first, and the messages between them and the first. Thread: engine.
 
-A follower computes its part of every step and samples nothing. It reads a Job, then Load, then one Step after another
-from stdin, in core's encoding, length first; it answers the first two on stdout. All else it prints goes to stderr. It
-never outlives its parent, even one that is killed. Imports torch in the followers only. Thread: engine.
+A follower gets a Job, then Load, then one Step after another on stdin, in core's encoding, length first; it answers the
+first two on stdout. follower.py is what it runs. Imports no torch.
 """
 
-import ctypes
-import logging
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -16,17 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn, TypeVar
+from typing import IO, TypeVar
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, StepPlan, decode, encode
 
-logger = logging.getLogger(__name__)
-
 ROOT = Path(__file__).parent.parent.parent
 END_S = 5.0  # for a process to end by itself
-PR_SET_PDEATHSIG = 1  # prctl(2)
 _LENGTH = struct.Struct("<I")
 
 
@@ -124,7 +117,7 @@ class Followers:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", "from gpu.parallel.followers import main; main()"],
+                [sys.executable, "-m", "gpu.parallel.follower"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[meeting],
@@ -196,54 +189,3 @@ class Followers:
         except subprocess.TimeoutExpired:
             return f"Rank {rank} (process {process.pid}) does not respond"
         return f"Rank {rank} (process {process.pid}) has ended by {f'signal {-code}' if code < 0 else f'code {code}'}"
-
-
-def main() -> NoReturn:
-    """The process of a follower. Ends by os._exit: the group's threads would abort the interpreter's own exit."""
-    orders = sys.stdin.buffer
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        die_with_parent()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal sends them to all; the parent drains
-            signal.signal(number, signal.SIG_IGN)
-        try:
-            follow(orders, answers)
-        except StartupError as error:
-            _refuse(answers, Refusal(error.cause, error.fix, error.exit_code))
-        except Exception as error:
-            logger.critical("a rank fails: %s", error, exc_info=error)
-            _refuse(answers, Refusal(f"{type(error).__name__}: {error}", "see its log.", ExitCode.DEVICE))
-    sys.stderr.flush()
-    os._exit(ExitCode.OK)
-
-
-def die_with_parent() -> None:
-    """Linux only; elsewhere the process ends when its orders do."""
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def follow(orders: IO[bytes], answers: IO[bytes]) -> None:
-    """Carry out one job."""
-    job = read_message(orders, Job)
-    if job is None:
-        return  # the parent has ended
-    from gpu.parallel.runner import find_room, load_rank  # imports torch
-
-    room = find_room(Path(job.path), job.model, job.engine, job.rank)
-    write_message(answers, Answer(room.free_bytes))
-    load = read_message(orders, Load)
-    if load is None:
-        return
-    runner = load_rank(room, load.free_bytes, job.meeting, lambda done, total: None)
-    write_message(answers, Answer())
-    while (step := read_message(orders, Step)) is not None:
-        runner.make_finite(step.broken_slots)
-        runner.sample(runner.forward(step.plan))
-
-
-def _refuse(answers: IO[bytes], refusal: Refusal) -> NoReturn:
-    with suppress(OSError):  # the parent has ended
-        write_message(answers, Answer(refusal=refusal))
-    sys.stderr.flush()
-    os._exit(refusal.exit_code)
