@@ -22,7 +22,7 @@ BUDGETS = {
     "server/ledger": (1585, 6),
     "server/listening": (1200, 4),
     "server/observing": (1740, 7),
-    "server/wire": (4810, 14),
+    "server/wire": (4800, 14),
     "core": (8310, 25),
     "gpu": (8080, 29),
     "gpu/cpu_kernels": (2770, 9),
