@@ -1,6 +1,7 @@
 """The ledger through the whole server: what is written when, and what waits for it."""
 
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,34 +110,36 @@ def stream_until_first_byte(server: SimulatedServer, **fields: Any) -> MemoryTra
     return transport
 
 
-def test_client_that_left_is_billed_for_what_was_said(path: Path) -> None:
+def leave(server: SimulatedServer, transport: MemoryTransport) -> None:
+    transport.feed_eof()
+
+
+def cancel(server: SimulatedServer, transport: MemoryTransport) -> None:
+    assert server.generations.cancel("r1", "local")
+
+
+def crash(server: SimulatedServer, transport: MemoryTransport) -> None:
+    server.shut_engine_down(FinishReason.ERROR, "It broke.")
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (leave, (499, "cancelled", None)),
+        (cancel, (499, "cancelled", "request_cancelled")),
+        (crash, (500, "error", "engine_error")),
+    ],
+)
+def test_stream_that_is_broken_off_is_billed_for_what_was_said(
+    path: Path, end: Callable[[SimulatedServer, MemoryTransport], None], told: tuple[int, str, str | None]
+) -> None:
     with serving(ledger=path, prices=PRICES) as server:
-        transport = stream_until_first_byte(server)
-        transport.feed_eof()
-        server.run()
+        end(server, stream_until_first_byte(server))
     (row,) = rows(path)
-    assert (row.state, row.status, row.finish_reason, row.error_code) == (RowState.SETTLED, 499, "cancelled", None)
+    assert row.state is RowState.SETTLED
+    assert (row.status, row.finish_reason, row.error_code) == told
     assert 0 < row.completion_tokens < 60
     assert row.price_micro == 2 * row.prompt_tokens + 10 * row.completion_tokens
-
-
-def test_request_called_off_says_so(path: Path) -> None:
-    with serving(ledger=path) as server:
-        stream_until_first_byte(server)
-        assert server.generations.cancel("r1", "local")
-        server.run()
-    (row,) = rows(path)
-    assert (row.state, row.status, row.error_code) == (RowState.SETTLED, 499, "request_cancelled")
-
-
-def test_engine_that_fails_is_billed_for_what_came(path: Path) -> None:
-    with serving(ledger=path) as server:
-        stream_until_first_byte(server)
-        server.shut_engine_down(FinishReason.ERROR, "It broke.")
-        server.run()
-    (row,) = rows(path)
-    assert (row.state, row.status, row.error_code) == (RowState.SETTLED, 500, "engine_error")
-    assert row.completion_tokens > 0
 
 
 def test_refused_requests_leave_no_row(path: Path) -> None:
