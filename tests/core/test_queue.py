@@ -208,16 +208,6 @@ def test_coming_and_going_leaves_one_entry_per_tenant() -> None:
     assert len(shares._by_counter._heap) == 2
 
 
-def test_refund_is_used_up_before_the_counter_grows_again() -> None:
-    tenant = TenantShares().enter("a")
-    tenant.charge(5.0)
-    tenant.prepaid_s = 5.0
-    tenant.refund(3.0)
-    assert (tenant.counter_s, tenant.served_s, tenant.had_s) == (5.0, 2.0, 0.0)
-    tenant.charge(4.0)
-    assert (tenant.counter_s, tenant.served_s) == (6.0, 6.0)
-
-
 def test_a_share_divides_what_is_charged_and_what_is_refunded_alike() -> None:
     tenant = TenantShares().enter("a", 2)
     tenant.charge(6.0)

@@ -64,13 +64,6 @@ def test_decodes_go_before_prefill_chunks_and_the_oldest_prompt_first() -> None:
     assert plan(scheduler).lengths.tolist() == [1, 9, 3]
 
 
-def test_higher_priority_is_admitted_before_earlier_arrival() -> None:
-    scheduler = make_scheduler(small_limits(max_sequences=1))
-    scheduler.submit(make_request("early", 4))
-    scheduler.submit(make_request("urgent", 5, priority=1, arrival_s=9.0))
-    assert plan(scheduler).lengths.tolist() == [5]
-
-
 def test_head_of_the_queue_without_blocks_is_not_overtaken() -> None:
     scheduler = make_scheduler(small_limits(num_blocks=6, max_batch_tokens=64))
     scheduler.submit(make_request("running", 11, arrival_s=0.0))
