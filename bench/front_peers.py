@@ -1,4 +1,4 @@
-"""Front ends that bench/frontend.py compares with: `python -m bench.front_peers --server hypercorn --port 8001`.
+"""Front ends that bench/frontend.py compares with: `python -m bench.front_peers --server granian --port 8001`.
 
 FastAPI is the front end most inference servers have: a queue per stream and an async generator that makes a pydantic
 chunk of each token, as vLLM and SGLang do it. Its engine is a task of the same loop that gives each stream one token
@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from bench.kit import MODEL, PIECES
 
-SERVERS = ("floor", "uvicorn", "uvicorn-h11", "hypercorn", "granian")
+SERVERS = ("floor", "uvicorn", "granian")
 NUM_STREAMS = 256  # on one connection, at least
 _STEP_INTERVAL = "BENCH_STEP_INTERVAL"
 
@@ -196,23 +196,11 @@ def serve_granian(port: int, step_interval_s: float) -> None:
     ).serve()
 
 
-def serve_hypercorn(port: int, step_interval_s: float) -> None:
-    from hypercorn.asyncio import serve
-    from hypercorn.config import Config
-
-    config = Config()
-    config.bind = [f"127.0.0.1:{port}"]
-    config.accesslog = None
-    config.loglevel = "ERROR"
-    config.h2_max_concurrent_streams = NUM_STREAMS
-    uvloop.run(serve(cast(Any, make_app(step_interval_s)), config))
-
-
-def serve_uvicorn(port: int, step_interval_s: float, http: str) -> None:
+def serve_uvicorn(port: int, step_interval_s: float) -> None:
     import uvicorn
 
     app = make_app(step_interval_s)
-    uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", http=http, access_log=False, log_level="error")
+    uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", access_log=False, log_level="error")
 
 
 def _chunk(data: bytes) -> bytes:
@@ -304,10 +292,10 @@ def main() -> None:
     port, step_interval_s = arguments.port, 1 / arguments.step_rate if arguments.step_rate else 0.0
     if arguments.server == "floor":
         uvloop.run(serve_floor(port, step_interval_s))
-    elif arguments.server in ("hypercorn", "granian"):
-        (serve_hypercorn if arguments.server == "hypercorn" else serve_granian)(port, step_interval_s)
+    elif arguments.server == "granian":
+        serve_granian(port, step_interval_s)
     else:
-        serve_uvicorn(port, step_interval_s, "h11" if arguments.server == "uvicorn-h11" else "httptools")
+        serve_uvicorn(port, step_interval_s)
 
 
 if __name__ == "__main__":

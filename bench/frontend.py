@@ -25,19 +25,17 @@ from bench.results import Plot, Table
 SERVERS = {
     "steploop": ("bench.null_server",),
     "FastAPI + uvicorn": ("bench.front_peers", "--server", "uvicorn"),
-    "uvicorn with h11": ("bench.front_peers", "--server", "uvicorn-h11"),
-    "FastAPI + hypercorn": ("bench.front_peers", "--server", "hypercorn"),
     "FastAPI + granian": ("bench.front_peers", "--server", "granian"),
     "uvloop, prepared bytes": ("bench.front_peers", "--server", "floor"),
 }
 STREAMED = {  # is_http2: servers, (connections, streams)
     False: (("steploop", "FastAPI + uvicorn", "uvloop, prepared bytes"), ((1, 1), (64, 64), (256, 256))),
     True: (
-        ("steploop", "FastAPI + hypercorn", "FastAPI + granian"),
+        ("steploop", "FastAPI + granian"),
         ((1, 1), (1, 16), (1, 64), (1, 256), (4, 256), (16, 256)),
     ),
 }
-REQUESTED = {False: ("steploop", "uvicorn with h11", "FastAPI + uvicorn"), True: STREAMED[True][0]}
+REQUESTED = {False: ("steploop", "FastAPI + uvicorn"), True: STREAMED[True][0]}
 PARTS = ("http1", "http2", "requests")
 MAX_TOKENS_PER_STREAM = 16_000  # the null model's context has room for them
 PACED_S = 8.0
@@ -92,7 +90,6 @@ def running_server(name: str, step_rate: float) -> Iterator[tuple[int, int]]:
     """
     port = free_port()
     command = [sys.executable, "-m", *SERVERS[name], "--port", str(port), "--step-rate", str(step_rate)]
-    # Hypercorn logs every client that leaves
     with running(command, port, errors=subprocess.DEVNULL if name != "steploop" else None) as pid:
         yield pid, port
 

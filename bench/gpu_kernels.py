@@ -30,7 +30,7 @@ from gpu.attention import RaggedRows
 from gpu.device import DTYPES
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Experts, Rope
-from gpu.linear import Linear, make_linear
+from gpu.linear import Linear
 from gpu.operators import Operators
 from gpu.parameters import ExpertWeights
 from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
@@ -61,7 +61,6 @@ class Problem:
         reference: what it is to give, computed by torch in float32.
         num_bytes, flops: that it must at least read and write, and compute.
         outputs: what was launched gave -> the tensors to compare.
-        peer: torch's operators for the same; None: none is worth a look.
         tolerance: None: the format's; 0: to the last bit, and the error is the share of numbers that differ.
     """
 
@@ -69,8 +68,7 @@ class Problem:
     reference: Callable[[], tuple[Tensor, ...]]
     num_bytes: float
     flops: float = 0.0
-    outputs: Callable[[Any], tuple[Tensor, ...]] = lambda out: (out,) if isinstance(out, Tensor) else tuple(out)
-    peer: Launch | None = None
+    outputs: Callable[[Any], tuple[Tensor, ...]] = lambda out: _tensors(out)
     tolerance: float | None = None
 
 
@@ -98,14 +96,14 @@ class Draw:
     def order(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self.generator, device=self.device)
 
-    def operators(self) -> tuple[Operators, Operators]:
-        """TritonOperators, which take their sizes from what they are given, and torch's."""
+    def operators(self) -> Operators:
+        """TritonOperators, which take their sizes from what they are given."""
         from gpu.kernels.operators import TritonOperators
 
         sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
         sizes |= {"num_kv_heads": 1, "head_dim": 32, "max_position": 1 << 17}
         config = ModelConfig(architecture="LlamaForCausalLM", rms_norm_eps=EPS, rope=RopeConfig(THETA), **sizes)  # type: ignore[arg-type]
-        return TritonOperators(config, self.dtype, self.device), Operators(self.dtype, self.device, EPS)
+        return TritonOperators(config, self.dtype, self.device)
 
 
 BUILDERS: dict[str, Callable[..., Problem]] = {}
@@ -117,26 +115,29 @@ def builder(build: Callable[..., Problem]) -> Callable[..., Problem]:
     return build
 
 
+def _of_operator(draw: Draw, name: str, num_bytes: float, *arguments: Any) -> Problem:
+    """An operator of TritonOperators beside torch's of the same name in float32."""
+    exact = [value.float() if isinstance(value, Tensor) else value for value in arguments]
+    reference = partial(getattr(Operators(torch.float32, draw.device, EPS), name), *exact)
+    launch = partial(getattr(draw.operators(), name), *arguments)
+    return Problem(launch, lambda: _tensors(reference()), num_bytes)
+
+
+def _tensors(out: Any) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(part for part in out if part is not None)
+
+
 @builder
 def add_norm(draw: Draw, rows: int, width: int, scale: float = 1.0, weight: bool = True) -> Problem:
     x, added = draw.noise(rows, width), draw.noise(rows, width)
     by = draw.noise(width) if weight else None
-    kernels, torchs = draw.operators()
-
-    def reference() -> tuple[Tensor, Tensor]:
-        total = x.float() + scale * added.float()
-        rounded = total.to(draw.dtype).float()  # what is normed was rounded
-        return total, total if by is None else F.rms_norm(rounded, (width,), by.float(), EPS)
-
-    launch, peer = (partial(operators.add_norm, x, added, scale, by) for operators in (kernels, torchs))
-    return Problem(launch, reference, (4 if weight else 3) * x.nbytes, peer=peer)
+    return _of_operator(draw, "add_norm", (4 if weight else 3) * x.nbytes, x, added, scale, by)
 
 
 @builder
 def norm(draw: Draw, rows: int, width: int) -> Problem:
-    x, weight = draw.noise(rows, width), draw.noise(width)
-    launch = partial(draw.operators()[0].norm, x, weight)
-    return Problem(launch, lambda: (F.rms_norm(x.float(), (width,), weight.float(), EPS),), 2 * x.nbytes)
+    x = draw.noise(rows, width)
+    return _of_operator(draw, "norm", 2 * x.nbytes, x, draw.noise(width))
 
 
 @builder
@@ -167,22 +168,20 @@ def rotate_and_store(
         in_float = None if norms is None else (norms[0].float(), norms[1].float())
         return found(operators.rotate_and_store(qkv.float(), in_float, rotation, exact, slots), exact)
 
-    (kernels, torchs), kv, peer_kv = draw.operators(), empty_kv(draw.dtype), empty_kv(draw.dtype)
+    kernels, kv = draw.operators(), empty_kv(draw.dtype)
     return Problem(
         lambda: kernels.rotate_and_store(qkv, norms, rotation, kv, slots),
         reference,
         2 * qkv.nbytes + (0 if rotation is None else rotation.nbytes),
         outputs=lambda query: found(query, kv),
-        peer=lambda: torchs.rotate_and_store(qkv, norms, rotation, peer_kv, slots),
     )
 
 
 @builder
 def gate(draw: Draw, rows: int, width: int, activation: str) -> Problem:
     gate_up = 4 * draw.noise(rows, 2 * width)
-    kernel, torchs = draw.operators()[0].gated(activation), GATED[activation]
-    reference, peer = (lambda: (torchs(gate_up.float()),)), (lambda: torchs(gate_up))
-    return Problem(lambda: kernel(gate_up), reference, gate_up.nbytes * 1.5, peer=peer)
+    kernel, torchs = draw.operators().gated(activation), GATED[activation]
+    return Problem(lambda: kernel(gate_up), lambda: (torchs(gate_up.float()),), gate_up.nbytes * 1.5)
 
 
 @builder
@@ -190,9 +189,8 @@ def embed(draw: Draw, rows: int, vocab: int, width: int) -> Problem:
     from gpu.kernels.rows import embed_rows
 
     table, token_ids = draw.noise(vocab, width), draw.below(vocab, rows)
-    num_bytes, peer = 2 * rows * width * draw.dtype.itemsize, lambda: F.embedding(token_ids, table)
-    reference = lambda: (table[token_ids].float(),)  # noqa: E731
-    return Problem(lambda: embed_rows(table, token_ids), reference, num_bytes, peer=peer, tolerance=0.0)
+    num_bytes = 2 * rows * width * draw.dtype.itemsize
+    return Problem(lambda: embed_rows(table, token_ids), lambda: (table[token_ids].float(),), num_bytes, tolerance=0.0)
 
 
 @builder
@@ -252,9 +250,8 @@ def clear(draw: Draw, layers: int, blocks: int, cleared: int, width: int) -> Pro
     which = draw.order(blocks)[:cleared].int()
     wanted, rows = cache.clone(), _rows_over(which.new_zeros((1, 1)), 1)
     wanted[:, :, which.long()] = 0
-    num_bytes, peer = cache.nbytes * cleared / blocks, lambda: cache.index_fill_(2, which.long(), 0)
-    found = {"outputs": lambda _: (cache,), "tolerance": 0.0}
-    return Problem(lambda: rows.clear_blocks(cache, which), lambda: (wanted,), num_bytes, peer=peer, **found)  # type: ignore[arg-type]
+    num_bytes, found = cache.nbytes * cleared / blocks, {"outputs": lambda _: (cache,), "tolerance": 0.0}
+    return Problem(lambda: rows.clear_blocks(cache, which), lambda: (wanted,), num_bytes, **found)  # type: ignore[arg-type]
 
 
 @builder
@@ -274,20 +271,16 @@ def scatter(draw: Draw, rows: int, slots: int, width: int) -> Problem:
 def matmul(draw: Draw, matrix: str, form: str, rows: int, bias: bool = True, **size: int) -> Problem:
     """size: out and in; matrix: a word of which one it is."""
     from gpu.kernels.matmul import Matmul, stored_as
-    from gpu.quant import SlabLinear
 
     num_out, num_in = size["out"], size["in"]
     weight = stored(draw, form, num_out, num_in)
     x, added = draw.noise(rows, num_in), draw.noise(num_out) if bias else None
-    is_quantized = isinstance(weight, QuantizedWeight)
     kernel = Matmul(weight, added)
-    torchs: Linear = SlabLinear(weight, added) if is_quantized else make_linear(weight, added, None)  # type: ignore[arg-type]
     return Problem(
         lambda: kernel(x),
         lambda: (F.linear(x.float(), _exact(weight), None if added is None else added.float()),),
         stored_as(weight)[1] + x.nbytes + rows * num_out * draw.dtype.itemsize,
         2.0 * rows * num_out * num_in,
-        peer=lambda: torchs(x),
     )
 
 
@@ -757,7 +750,7 @@ def _check(case: KernelCase, context: Context) -> Iterator[Row]:
 
 
 def _time(case: KernelCase, context: Context) -> Iterator[Row]:
-    """The kernel's time, beside the limit and beside torch's operators where they do the same."""
+    """The kernel's time, beside the limit."""
     with torch.inference_mode():
         first = _build(case, context, 0)
         copies = num_copies(int(first.num_bytes), context.device)
@@ -772,8 +765,6 @@ def _time(case: KernelCase, context: Context) -> Iterator[Row]:
         if target is not None:
             cells["target"] = target.shown
             verdict = target.verdict(limit_s / seconds, limit_s / seconds, context)
-        if peers := [problem.peer for problem in problems if problem.peer is not None]:
-            cells["torch µs"] = median_s(peers, context.device)[0] * 1e6
     yield Row(TIMES, cells, verdict)
 
 

@@ -32,7 +32,7 @@ from server.engine_thread import Inbox
 from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
 from server.process import SWITCH_INTERVAL_S, Server
-from server.wire.http2 import PING, PREFACE, SETTINGS
+from server.wire.http2_frames import PING, PREFACE, SETTINGS
 
 STREAMS = 64
 STEP_S = 0.02

@@ -2,9 +2,7 @@
 
 The server's own objects and its real thread, on the disk of --directory. Requests, so many at once, are each reserved
 and settled, one after the other, and wait for both. The loop's time is its thread's CPU time, less that of a bare loop
-that turns as often; of it, what rows, prices and calls take is measured with a writer that writes nothing. The rest is
-the wake-up by the ledger's thread: where one request is alone, that wakes the loop's thread out of its sleep, twice.
-What two timers cost is the limit.
+that turns as often. Where one request is alone, most of it is the loop's thread being woken out of its sleep, twice.
 
 Beside each load the disk alone: as much as a lone commit writes, and fdatasync. A write may be that much and DURABLE_S
 late.
@@ -25,9 +23,8 @@ import uvloop
 from bench.kit import Flag, Found, bench
 from bench.results import Cell, percentile, table_of
 from core.types import Cost, Usage
-from server.ledger.journal import DURABLE_S, LedgerThread, Tell, Writer, Written, open_journal
+from server.ledger.journal import DURABLE_S, LedgerThread, open_journal
 from server.ledger.ledger import End, Ledger, Subject
-from server.ledger.store import Write
 from server.ledger.usage import ModelPrice, Prices
 from server.process import GC_THRESHOLDS, SWITCH_INTERVAL_S
 
@@ -40,20 +37,6 @@ USAGE = Usage(200, 100, 64)
 END = End(USAGE, Cost(0.1, 2.0), "length", 200, None, {"receive": 0.2, "prepare": 1.5, "generate": 93.25, "total": 95})
 
 Serve = Callable[[int], Awaitable[None]]  # the number of the request
-
-
-class NoWriter:
-    """Implements Writer, and writes nothing."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._written = Written([True], None)
-
-    def submit(self, write: Write, tell: Tell) -> None:
-        self._loop.call_soon(tell, True, self._written)
-
-    def close(self) -> None:
-        pass
 
 
 async def run_requests(serve: Serve, num_requests: int, num_at_once: int) -> float:
@@ -89,53 +72,38 @@ async def measure(directory: Path, num_requests: int, num_at_once: int) -> dict[
     loop = asyncio.get_running_loop()
     latencies_s: list[float] = []
 
-    def twice(schedule: Callable[[Callable[[None], None]], object]) -> Serve:
+    async def turn_twice(number: int) -> None:
         """Waits for two turns of the loop, as a request waits for two writes."""
+        for _ in range(2):
+            done = loop.create_future()
+            loop.call_soon(done.set_result, None)
+            await done
 
-        async def serve(number: int) -> None:
-            for _ in range(2):
-                done = loop.create_future()
-                schedule(done.set_result)
-                await done
+    thread = LedgerThread(open_journal(directory / f"{num_at_once}.db", num_at_once), loop)
+    ledger = Ledger(directory / f"{num_at_once}.db", thread, PRICES, time.time, loop)
 
-        return serve
+    async def wait(write: Callable[[Callable[[bool], None]], None]) -> None:
+        durable: asyncio.Future[bool] = loop.create_future()
+        begin_s = time.perf_counter()
+        write(durable.set_result)
+        if not await durable:
+            raise OSError("the ledger could not be written")
+        latencies_s.append(time.perf_counter() - begin_s)
 
-    def booked(writer: Writer) -> Serve:
-        ledger = Ledger(directory / f"{num_at_once}.db", writer, PRICES, time.time, loop)
-
-        async def wait(write: Callable[[Callable[[bool], None]], None]) -> None:
-            durable: asyncio.Future[bool] = loop.create_future()
-            begin_s = time.perf_counter()
-            write(durable.set_result)
-            if not await durable:
-                raise OSError("the ledger could not be written")
-            latencies_s.append(time.perf_counter() - begin_s)
-
-        async def serve(number: int) -> None:
-            entry = ledger.open(Subject(f"{number:032x}", None, "acme", "sl-1", MODEL, "/v1/chat/completions", _count))
-            await wait(lambda tell: entry.reserve(712, _no_progress, tell))
-            await wait(lambda tell: entry.settle(END, tell))
-
-        return serve
+    async def book(number: int) -> None:
+        entry = ledger.open(Subject(f"{number:032x}", None, "acme", "sl-1", MODEL, "/v1/chat/completions", _count))
+        await wait(lambda tell: entry.reserve(712, _no_progress, tell))
+        await wait(lambda tell: entry.settle(END, tell))
 
     load = num_requests, num_at_once
-    bare_s = await run_requests(twice(lambda done: loop.call_soon(done, None)), *load)
-    timers_s = await run_requests(twice(lambda done: loop.call_later(DURABLE_S, done, None)), *load)
-    rows_s = await run_requests(booked(NoWriter(loop)), *load)
-    latencies_s.clear()
-    thread = LedgerThread(open_journal(directory / f"{num_at_once}.db", num_at_once), loop)
+    bare_s = await run_requests(turn_twice, *load)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    loop_s = await run_requests(booked(thread), *load)
+    loop_s = await run_requests(book, *load)
     rate = num_requests / (time.perf_counter() - begin_s)
     thread_s = time.process_time() - begin_cpu_s - loop_s
-    thread.close()
-    spent_s = {
-        "loop us": loop_s - bare_s,
-        "of it rows and calls us": rows_s - bare_s,
-        "two timers us": timers_s - bare_s,
-    }
-    spent_s["its thread us"] = thread_s
-    cells: dict[str, Cell] = {name: round(cpu_s * 1e6 / num_requests, 1) for name, cpu_s in spent_s.items()}
+    ledger.close()
+    us = 1e6 / num_requests
+    cells: dict[str, Cell] = {"loop us": round((loop_s - bare_s) * us, 1), "its thread us": round(thread_s * us, 1)}
     for name, seconds in (("commit", latencies_s), ("disk", alone_s)):
         cells |= {f"{name} p{q} ms": round((percentile(seconds, q) or 0.0) * 1e3, 2) for q in (50, 99)}
     return {"at once": num_at_once} | cells | {"requests/s": round(rate)}

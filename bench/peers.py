@@ -4,14 +4,13 @@ steploop, `transformers serve` with continuous batching, and llama.cpp's llama-s
 that is not installed is said and left out, never guessed at. Compare only figures of one run on a quiet machine: the
 machine's ceilings are measured first, and the share is of what they allow for this load (bench/limits.py).
 
-A fresh process for each part: closed loops of 1, 8 and 32 clients; a burst of 8 and Poisson arrivals at 0.7 of the
-rate that 8 clients reached; 8 streams while a long prompt prefills; a client that leaves a long prefill.
+A fresh process for each part: closed loops of 1, 8 and 32 clients; 8 streams while a long prompt prefills; a client
+that leaves a long prefill.
 """
 
 import argparse
 import importlib.util
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +32,10 @@ from gpu.device import num_physical_cores
 T = TypeVar("T")
 
 SERVERS = STEPLOOP, TRANSFORMERS, LLAMA = "steploop", "transformers serve", "llama-server"
-PARTS = CLOSED, BURSTS, LONG, LEAVE = ("closed", "bursts", "long", "leave")
+PARTS = CLOSED, LONG, LEAVE = ("closed", "long", "leave")
 BF16_BYTES = 2
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 900.0
-ARRIVAL_SHARE = 0.7  # of the rate that a closed loop reached
 STREAM_TOKENS = 2048  # of a stream that shall outlast the long prompt
 SHOWN_LOG_CHARS = 2_000
 LLAMA_SLOTS = 32  # as many streams as the widest load has
@@ -120,9 +118,7 @@ class Load:
     num_prompt: int = 253
     num_output: int = 64
     rounds: int = 4  # requests of each client, on average
-    num_burst: int = 8
-    num_bursts: int = 3
-    num_arrivals: int = 24
+    num_beside: int = 8
     num_long: int = 4096
 
     @property
@@ -131,29 +127,13 @@ class Load:
         return 2 * max(self.num_long, 2048)
 
 
-QUICK = Load((1, 2), num_prompt=80, num_output=4, rounds=1, num_burst=2, num_bursts=1, num_arrivals=2, num_long=300)
-
-
-class Bursts(msgspec.Struct, frozen=True):
-    """Seconds.
-
-    Args:
-        prefill_all: until the last first token of a burst that asks for one token each: all its prompts computed.
-        burst_ttft, steady_ttft: medians.
-        steady_rate: requests per second that arrived.
-    """
-
-    prefill_all: float
-    burst_ttft: float | None
-    steady_ttft: float | None
-    steady_rate: float
+QUICK = Load((1, 2), num_prompt=80, num_output=4, rounds=1, num_beside=2, num_long=300)
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
     """What one server did; None: that part failed, see failures."""
 
     closed: dict[int, LoadResult]  # by streams
-    bursts: Bursts | None
     stalled: Beside | None
     abandoned: Abandoned | None
     failures: tuple[str, ...]
@@ -173,11 +153,8 @@ class PeerBench:
 
     def measure(self) -> Answers:
         """Every part, in turn; a part that fails is written down, and the others go on, if the server starts at all."""
-        closed = self._part(CLOSED, "closed loops", self._closed_loops) or {}
-        eight = closed.get(self._load.num_burst)
         return Answers(
-            closed=closed,
-            bursts=self._part(BURSTS, "bursts", lambda port: self._bursts(port, eight)),
+            closed=self._part(CLOSED, "closed loops", self._closed_loops) or {},
             stalled=self._part(LONG, "streams beside a long prompt", self._stall),
             abandoned=self._part(LEAVE, "a client that leaves", self._abandon),
             failures=tuple(self._failures),
@@ -210,20 +187,9 @@ class PeerBench:
             found[num_streams] = result
         return found
 
-    def _bursts(self, port: int, closed: LoadResult | None) -> Bursts:
-        size = self._load.num_burst
-        prefills, ttfts = [], []
-        for _ in range(self._load.num_bursts):
-            prefills.append(self._run(port, concurrency=size, num_requests=size, max_tokens=1).ttft_s.max or 0.0)
-            ttfts.append(self._run(port, concurrency=size, num_requests=size).ttft_s.p50 or 0.0)
-        closed = closed or self._run(port, concurrency=size, num_requests=size * self._load.rounds)
-        rate = ARRIVAL_SHARE * closed.requests_per_s
-        steady = self._run(port, rate=rate, num_requests=self._load.num_arrivals)
-        return Bursts(statistics.median(prefills), statistics.median(ttfts), steady.ttft_s.p50, rate)
-
     def _stall(self, port: int) -> Beside:
         config, load = self._config(port, concurrency=1), self._load
-        return run_on_fast_loop(send_beside(config, load.num_burst, load.num_long, 1, 0.0, STREAM_TOKENS))
+        return run_on_fast_loop(send_beside(config, load.num_beside, load.num_long, 1, 0.0, STREAM_TOKENS))
 
     def _abandon(self, port: int) -> Abandoned:
         return run_on_fast_loop(abandon_prefill(self._config(port, concurrency=1), self._load.num_long))
@@ -254,7 +220,6 @@ class PeerBench:
 def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> list[Table]:
     """Throughput, bursts, and who is in whose way."""
     closed: list[dict[str, Cell]] = []
-    bursts: list[dict[str, Cell]] = []
     mixed: list[dict[str, Cell]] = []
     for name, answer in answers.items():
         server: dict[str, Cell] = {"server": name}
@@ -265,11 +230,7 @@ def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, spee
             times_ms |= {"inter-token p50 ms": _ms(result.inter_token_s.p50)}
             shares: dict[str, Cell] = {"share of limit": result.tokens_per_s / limit}
             closed.append(server | rates | shares | times_ms | {"tokens": result.num_tokens})
-        if (burst := answer.bursts) is not None:
-            cells: dict[str, Cell] = {f"prefill of all {load.num_burst} ms": _ms(burst.prefill_all)}
-            cells |= {"burst TTFT p50 ms": _ms(burst.burst_ttft), "arrivals/s": burst.steady_rate}
-            bursts.append(server | cells | {"their TTFT p50 ms": _ms(burst.steady_ttft)})
-        cells = {}
+        cells: dict[str, Cell] = {}
         if (long := answer.stalled) is not None:
             cells |= {"inter-token p50": _ms(long.inter_token_s.p50), "p99": _ms(long.inter_token_s.p99)}
             cells |= {"TTFT of the long prompt": _ms(long.long_ttft_s.p50)}
@@ -277,10 +238,9 @@ def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, spee
             cells |= {"short TTFT alone": _ms(left.alone_s), "after one left": _ms(left.next_s)}
         mixed.append(server | cells)
     title = f"Closed loop, {load.num_prompt} tokens in, {load.num_output} out"
-    beside = f"{load.num_burst} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
+    beside = f"{load.num_beside} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
     return [
         table_of(title, closed, Plot("streams", "tokens/s", "server")),
-        table_of(f"A burst of {load.num_burst}, and Poisson arrivals", bursts),
         table_of(beside, mixed),
     ]
 

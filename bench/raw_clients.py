@@ -17,7 +17,7 @@ import msgspec
 
 from bench.client import encode_request
 from bench.kit import MODEL
-from server.wire.http2 import DATA, GOAWAY, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, WINDOW_UPDATE
+from server.wire.http2_frames import DATA, GOAWAY, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS, WINDOW_UPDATE
 
 POLL_S = 0.002
 READ_BYTES = 1 << 18

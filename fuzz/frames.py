@@ -2,7 +2,7 @@
 
 import struct
 
-from server.wire.http2 import FRAME_HEADER, PREFACE, SETTINGS, WINDOW_UPDATE
+from server.wire.http2_frames import FRAME_HEADER, PREFACE, SETTINGS, WINDOW_UPDATE
 
 # What the length byte says from here on: so many zeros, at and beyond what frames are limited to
 _LARGE = (255, 256, 257, 1_000, 4_096, 8_192, 16_383, 16_384, 16_385)

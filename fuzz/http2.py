@@ -7,7 +7,8 @@ last read are not told, so that only its answers are compared.
 from collections.abc import Iterator
 
 from fuzz.frames import stream_of_frames
-from server.wire.http2 import FRAME_HEADER, GOAWAY, HEADER_BYTES, Http2Protocol
+from server.wire.http2 import Http2Protocol
+from server.wire.http2_frames import FRAME_HEADER, GOAWAY, HEADER_BYTES
 from server.wire.limits import HeadLimits, Http2Limits
 from server.wire.messages import BodyChunk, Event, HttpRequest, ProtocolViolation, ResponseHead
 

@@ -1,10 +1,9 @@
-"""Attention over block tables: a step's rows, who computes them, and torch's way. Thread: engine.
+"""Attention over block tables: a step's rows, the kernels' interface, and torch's implementation. Thread: engine.
 
-Kernels take a step's rows as they are (cpu_kernels/attention.py, kernels/attention.py). Torch gathers blocks: a
-sequence's own tokens together with others' over padded contexts, prompts in tiles. What it computes has shapes that
-depend on a token's place in its sequence alone, whoever shares the step and however its prompt was cut into chunks: it
-rounds sums differently for other shapes. Who attends together, and the masks, is decided once a step, by its first
-layer.
+Kernels take a step's rows as they are (cpu_kernels/attention.py, kernels/attention.py). Torch gathers blocks: decodes
+attend together over padded contexts, prompts in tiles. Torch rounds sums differently for other shapes, so a token's
+shapes depend on its place in its sequence alone, whoever shares the step and however its prompt was cut into chunks.
+Groups and masks are made once a step, by its first layer.
 """
 
 from dataclasses import dataclass
@@ -23,13 +22,13 @@ from gpu.scores import Scores, attend
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
-TILE_TOKENS = 64  # of a prompt attend at a time, from a multiple of it on
-# Own tokens attend over their context padded to one of a few lengths: the least, its doubles, then multiples of the
-# last (as many keys as torch's attention takes at a time).
+TILE_TOKENS = 64  # of a prompt attend together, from a multiple of it on
+# A decode attends over its context padded to one of a few lengths: LEAST_CONTEXT and its doubles, then multiples of
+# CONTEXT_STEP (as many keys as torch's attention takes at a time).
 LEAST_CONTEXT = 64
 CONTEXT_STEP = 512
-# Own tokens that attend together gather at most so many tokens of keys and values, unless one alone has more: what
-# memory a step takes then does not grow with the rows. Some 6 ms of work, against 50 µs for one more group.
+# Decodes that attend together gather at most so many tokens of keys and values, unless one alone has more, so that a
+# step's memory does not grow with its rows. Some 6 ms of work, against 50 µs for one more group.
 MAX_GATHERED_TOKENS = 65_536
 
 
@@ -47,18 +46,18 @@ class HostRows:
 class RaggedRows:
     """All rows of a step, as kernels read them: integers of their index_dtype, on the device.
 
-    Rows of one token come first, in the order of the batch's tokens, which they are; then those of any number of new
+    Decodes, which have one token each, come first, in the order of the batch's tokens; then rows of any number of new
     tokens. What a table holds beyond a row's end is never read.
 
     Args:
         num_decodes: rows of one token each.
-        window: tokens that one sees, itself counted in; None: all before it.
-        host: the same there, for who lays them out there; None: only the device knows.
-        layout: the kernels' own, made by the first layer for those that share the rows.
+        window: how many tokens one sees, itself included; None: all before it.
+        host: the same on the host, for kernels that lay them out there; None: only the device knows.
+        layout: the kernels' own, made by the first layer and used by all that share the rows.
     """
 
     tables: Tensor  # [rows, blocks of the longest]
-    ends: Tensor  # [rows]: one past the last new token's position; 0: one that decodes sees nothing, and gets zeros
+    ends: Tensor  # [rows]: one past the last new token's position; 0: a decode sees nothing, and its output is zeros
     offsets: Tensor  # [rows + 1]: where a row's new tokens begin among the batch's
     num_decodes: int
     window: int | None
@@ -71,8 +70,8 @@ class AttentionKernels(Protocol):
 
     Args:
         index_dtype: of a RaggedRows' tensors.
-        are_own_tokens_alone: several tokens of a row that were sampled are rows of one token each, so
-            that they are rounded as they were when they were sampled. False: they are one row, and share its keys.
+        are_own_tokens_alone: a row's several sampled tokens become rows of one token each, so that they are rounded as
+            when they were sampled. False: they are one row, and share its keys.
         prompt_tile: see RunnerLimits.
     """
 
@@ -81,7 +80,7 @@ class AttentionKernels(Protocol):
     prompt_tile: int
 
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
-        """Have room for so many rows of such a context, so that it never grows. kv: a layer's."""
+        """Allocate room for so many rows of such a context, so that it never grows later. kv: a layer's."""
         ...
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
@@ -91,7 +90,7 @@ class AttentionKernels(Protocol):
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Tokens, one of a sequence's own each, that attend together.
+    """Decodes that attend together.
 
     Args:
         first_token, end_token: as a range of the batch's.
@@ -107,7 +106,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PromptTile:
-    """Tokens at places first to first + num_tokens of a tile of 64, and what the whole tile sees.
+    """Tokens first to first + num_tokens of a tile of 64, and what the whole tile sees.
 
     Args:
         first_context, num_context: a range of the group's context.
@@ -153,10 +152,10 @@ class TorchAttention:
         self._device = device
 
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
-        """See AttentionKernels: a step's room is its own."""
+        """See AttentionKernels: each step allocates its own."""
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
-        """See AttentionKernels; rows: that the host knows."""
+        """See AttentionKernels; rows: known on the host."""
         groups = rows.layout
         if not isinstance(groups, list):
             assert rows.host is not None
@@ -165,7 +164,7 @@ class TorchAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def groups_of(self, rows: HostRows, num_decodes: int, window: int | None) -> list[DecodeGroup | PromptGroup]:
-        """They cover the tokens in order, without gaps; a window that no row has filled yet hides nothing."""
+        """Groups that cover the tokens in order, without gaps. A window that no row has filled yet hides nothing."""
         hiding = window if window is not None and rows.ends.max(initial=0) > window else None
         prompts = range(num_decodes, len(rows.ends))
         return [
@@ -174,7 +173,7 @@ class TorchAttention:
         ]
 
     def _decode_groups(self, rows: HostRows, num_decodes: int, window: int | None) -> list[DecodeGroup]:
-        """Own tokens, longest first, in groups of one padded length each, cut where they would gather too much."""
+        """Decodes in groups of one padded length each, cut where they would gather too much."""
         if not num_decodes:
             return []
         ends = rows.ends[:num_decodes]
@@ -243,7 +242,7 @@ def _context(rows: HostRows, row: int, first_block: int, num_context: int) -> In
 
 
 def padded_contexts(num_tokens: IntArray) -> IntArray:
-    """What contexts of so many tokens are padded to: of each length alone, whatever its neighbours."""
+    """What contexts of so many tokens are padded to, each by its own length alone."""
     doubles = LEAST_CONTEXT << np.arange((CONTEXT_STEP // LEAST_CONTEXT).bit_length())  # 64 to 512
     steps = -(-num_tokens // CONTEXT_STEP) * CONTEXT_STEP
     short = doubles[np.minimum(np.searchsorted(doubles, num_tokens), len(doubles) - 1)]
@@ -251,7 +250,7 @@ def padded_contexts(num_tokens: IntArray) -> IntArray:
 
 
 def _first_seen_block(position: int, window: int | None) -> int:
-    """The block in which what a position sees begins."""
+    """The block of the first position that a position sees."""
     return 0 if window is None else max(0, position + 1 - window) // BLOCK_SIZE
 
 
@@ -269,7 +268,7 @@ def _gather(kv: LayerKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, scores: Scores) -> Tensor:
-    """The query heads of a KV head stand in the place of query tokens: they share its keys."""
+    """A KV head's query heads, which share its keys, take the place of query tokens."""
     keys, values = _gather(kv, group.blocks)
     num_rows, num_kv_heads, _, head_dim = keys.shape
     grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # [rows, kv_heads, heads per kv, head_dim]
@@ -282,7 +281,7 @@ def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, scores: Scores) -> T
 
 
 def _attend_prompt(query: Tensor, kv: LayerKV, group: PromptGroup, scores: Scores) -> Tensor:
-    """KV heads stand in the place of rows, so that keys are shared without a copy."""
+    """KV heads take the place of rows, so that keys are shared without a copy."""
     keys, values = (both[0] for both in _gather(kv, group.blocks.unsqueeze(0)))  # [kv_heads, context, dim]
     num_tokens, num_heads, head_dim = query.shape
     query = query.view(num_tokens, keys.shape[0], -1, head_dim).permute(1, 2, 0, 3)  # [kv_heads, per_kv, tokens, dim]

@@ -1,8 +1,9 @@
-"""The parts of a layer beside attention: MLP, experts and rotary position embedding. Thread: engine.
+"""The parts of a layer beside attention: MLP, experts and rotary position embedding (RoPE). Thread: engine.
 
-The MLP is gated: one, or several experts of which each token goes through a few. RoPE: frequencies at start, one
-rotation a step, one multiplication a layer. A pair that turns lies side by side (parameters.interleave_halves);
-dimensions that do not turn have the frequency 0, so that a part of a head costs what the whole costs.
+The MLP is gated: one, or several experts of which each token goes through a few. RoPE has its frequencies made at
+start, its rotation once a step, and one multiplication a layer. The two numbers of a rotated pair lie side by side
+(parameters.interleave_halves); dimensions that are not rotated have the frequency 0, so that a partial rotation costs
+what a whole one does.
 """
 
 import math
@@ -22,7 +23,7 @@ Gated = Callable[[Tensor], Tensor]
 Block = Callable[[Tensor], Tensor]
 """[tokens, hidden], normed, to what a layer adds to them, [tokens, hidden]"""
 MakeLinear = Callable[[Weight, Tensor | None], Linear]
-"""(weight [out, in], bias [out] or None) -> their product"""
+"""(weight [out, in], bias [out] or None) -> the matmul with it"""
 
 # gpt-oss's swiglu_alpha and swiglu_limit
 SWIGLU_SLOPE = 1.702
@@ -42,7 +43,7 @@ def gelu_gated(gate_up: Tensor) -> Tensor:
 
 
 def clamped_gated(gate_up: Tensor) -> Tensor:
-    """gpt-oss's: both are bounded, the gate from above only, and up counts from 1."""
+    """gpt-oss's: both are bounded, the gate from above only, and 1 is added to up."""
     gate, up = gate_up.chunk(2, -1)
     gate = gate.clamp(max=SWIGLU_LIMIT)
     up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
@@ -75,7 +76,7 @@ class Mlp:
 
 
 class Experts:
-    """A router, and experts of which each token goes through num_active, by itself: neighbours change nothing."""
+    """A router, and experts; each token goes through num_active of them, whatever its neighbours."""
 
     def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, make: MakeLinear) -> None:
         self._num_active = config.num_active
@@ -118,18 +119,18 @@ def _row(rows: Tensor | None, index: int) -> Tensor | None:
 
 
 class Rope:
-    """One embedding of a model: its angle per position, and its length."""
+    """One position embedding of a model: the frequency and the length of each pair's factor."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
-        num_turned = config.rotary_dim(head_dim) // 2
-        still = torch.zeros(head_dim // 2 - num_turned)
-        frequencies = torch.cat([rope_frequencies(config, config.rotary_dim(head_dim)), still])
-        lengths = torch.cat([torch.full((num_turned,), config.attention_factor), still + 1])
+        num_rotated = config.rotary_dim(head_dim) // 2
+        unrotated = torch.zeros(head_dim // 2 - num_rotated)
+        frequencies = torch.cat([rope_frequencies(config, config.rotary_dim(head_dim)), unrotated])
+        lengths = torch.cat([torch.full((num_rotated,), config.attention_factor), unrotated + 1])
         self.inv_freq = frequencies.to(device)  # [head_dim / 2], radians per token
         self.lengths = lengths.to(device)  # [head_dim / 2]
 
     def rotation(self, positions: Tensor) -> Tensor:
-        """What to multiply the pairs of each token by: [tokens, 1, head_dim / 2], complex64.
+        """The factors of each token's pairs: [tokens, 1, head_dim / 2], complex64.
 
         Args:
             positions: [tokens], float32, absolute index in the sequence, from 0.
@@ -143,7 +144,7 @@ def apply_rope(x: Tensor, rotation: Tensor) -> Tensor:
 
     Args:
         x: [tokens, heads, head_dim].
-        rotation: [tokens, 1, head_dim / 2], complex: what to multiply the pairs by.
+        rotation: [tokens, 1, head_dim / 2], complex: the factors of the pairs.
     Source: RoFormer (arXiv:2104.09864), section 3.4.2.
     """
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))  # [tokens, heads, head_dim / 2]
@@ -165,18 +166,18 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
     if rope.kind == "longrope":
         return inv_freq / torch.tensor(rope.factors)
     if rope.kind == "yarn":
-        kept = _yarn_kept(rope, rotary_dim)
+        unscaled = _yarn_unscaled(rope, rotary_dim)
     else:
         turns = rope.original_max_position * inv_freq / (2 * math.pi)  # within the original context
-        kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * inv_freq / rope.factor + kept * inv_freq
+        unscaled = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - unscaled) * inv_freq / rope.factor + unscaled * inv_freq
 
 
-def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """How much of each frequency stays: 1 above beta_fast turns within the original context, 0 below beta_slow.
+def _yarn_unscaled(rope: RopeConfig, rotary_dim: int) -> Tensor:
+    """The share of each frequency that is not stretched: 1 above beta_fast turns, 0 below beta_slow.
 
-    Between them it falls linearly with the index of the pair. Source: YaRN (arXiv:2309.00071), section 3.2, and its
-    reference code for the bounds.
+    Turns are within the original context. Between the two the share falls linearly with the index of the pair. Source:
+    YaRN (arXiv:2309.00071), section 3.2, and its reference code for the bounds.
     """
 
     def index_at(turns: float) -> float:

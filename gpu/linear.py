@@ -1,13 +1,13 @@
 """Matmuls with a weight matrix: plain, by oneDNN in float32 on a CPU, or prepacked for bf16 there. Thread: engine.
 
-Prepacking stores a weight in the layout that oneDNN's kernels read: a decode step of a 0.5B body took 20.6 ms so,
-against 44.9 with F.linear (one Zen 5 core). In float32 it reads a weight as it lies as fast, and adds a row's numbers
-in one order in any company, as MKL, behind F.linear, does not. The operators are torch's own but not public: they are
-tried at start, and where they fail or differ F.linear serves.
+Prepacking stores a weight in the layout that oneDNN's kernels read: with it a decode step of a 0.5B body took 20.6 ms,
+with F.linear 44.9 (one Zen 5 core). In float32 oneDNN reads a plain weight as fast, and adds a row's numbers in one
+order in any company, which MKL, behind F.linear, does not. The operators are torch's own but not public: they are tried
+at start, and where they fail or differ F.linear serves.
 
-Tied embeddings are kept once: rows are gathered from the prepacked head. oneDNN packs a matrix of bfloat16 in blocks of
-64 outputs, of which pairs of inputs lie side by side. That is its own affair: where what is gathered is not, bit by
-bit, what was packed, the plain embedding is kept as well.
+Tied embeddings are stored once: rows are gathered from the prepacked head. oneDNN packs a bfloat16 matrix in blocks of
+64 outputs with pairs of inputs side by side. That layout is its own affair: where the gathered rows differ by a bit
+from what was packed, the plain embedding is stored as well.
 """
 
 import ctypes
@@ -25,10 +25,8 @@ from gpu.device import cpu_flags, use_huge_pages
 Linear = Callable[[Tensor], Tensor]
 """[tokens, in] -> [tokens, out]"""
 
-
 MakeMatmul = Callable[[Tensor, Tensor, Tensor | None], Linear]
-"""(what pack() gave, for which weight [out, in], bias [out] or None) -> the matmul, which does not keep the weight"""
-
+"""(what pack() returned, its weight [out, in], bias [out] or None) -> the matmul, which does not keep the weight"""
 
 Embed = Callable[[Tensor], Tensor]
 """token ids [tokens] -> [tokens, hidden]"""
@@ -38,15 +36,15 @@ CHECKED_ROWS = 4096  # at a time
 MOST_WHOLE_INPUTS = 1024
 COMPANY_ROWS = 16
 MOST_PADDED_ROWS = 16
-MOST_FEW_ROWS = 16  # on a device: more may be multiplied by another kernel
+MOST_FEW_ROWS = 16  # on a device: another kernel may multiply more rows
 PLAIN_NAMES = ("bfloat16", "float16", "float32")
-# Of one shape's matrices, in turn: more than a device's cache keeps (an H200 has 50 MB), so that they are read anew.
+# Of one shape's matrices, measured in turn: more than a device's cache holds (an H200 has 50 MB), so that all are read.
 PROBE_BYTES = 256 * 1024**2
 
 
 @dataclass(slots=True)
 class Served:
-    """Which computes the matmuls of one shape on a device: whether the kernel, or torch."""
+    """Whether the kernel or torch computes the matmuls of one shape: for few rows, and for many."""
 
     few: bool
     many: bool
@@ -57,7 +55,7 @@ class Served:
 
 
 class ChosenMatmul:
-    """One matrix's. served: is shared by all of its shape."""
+    """One matrix's matmul. served: shared by all of its shape."""
 
     def __init__(self, kernel: Linear, torchs: Linear, served: Served) -> None:
         self.kernel = kernel
@@ -76,7 +74,7 @@ class MatmulShape:
 
     Args:
         has_many: whether the kernel may serve many rows.
-        matmuls: to be measured (gpu/tune.py), of size_bytes in all.
+        matmuls: those to measure (gpu/tune.py), of size_bytes in all.
     """
 
     served: Served
@@ -87,21 +85,20 @@ class MatmulShape:
 
 
 class MatmulChoices:
-    """A model's matmuls on a device that has kernels beside torch's, by shape.
+    """A model's matmuls on a device where both a kernel and torch can compute them, by shape.
 
-    A shape is served in one way for few rows and in one for many, whatever their number: the two round differently.
+    One of them serves all numbers of few rows, and one all of many: the two round differently.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[str, MatmulShape] = {}
 
     def make(self, name: str, kernel: Linear, torchs: Linear, size: tuple[int, int], size_bytes: int) -> ChosenMatmul:
-        """One matrix's.
+        """One matrix's matmul.
 
         Args:
-            name: of how it is stored. Those that torch only knows dequantised are the kernel's until they are measured,
-                others torch's; plain ones are torch's for many rows, always: there it is bound by arithmetic, and its
-                own is the best there is.
+            name: of its format. Until they are measured, the kernel serves quantised matrices and torch plain ones. For
+                many rows torch always serves plain ones: they are bound by arithmetic, which cuBLAS does best.
             size: (out, in).
             size_bytes: of the matrix.
         """
@@ -119,7 +116,7 @@ def make_linear(weight: Tensor, bias: Tensor | None, matmul: MakeMatmul | None) 
     """A matmul with weight [out, in], plus bias [out] or None.
 
     Args:
-        matmul: makes it of a packed copy of the weight; None: nothing is packed.
+        matmul: makes it from a packed copy of the weight; None: the weight is not packed.
     """
     if matmul is not None:
         return matmul(pack(weight), weight, bias)
@@ -142,7 +139,7 @@ def packed_linear(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """oneDNN's matmul. weight: what pack() gave, or as it lies, [out, in]."""
+    """oneDNN's matmul. weight: what pack() returned, or plain [out, in]."""
     matmul: Any = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: Tensor) -> Tensor:
@@ -154,26 +151,28 @@ def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def num_padding_rows(num_rows: int) -> int:
-    """Zeros that follow more than 16 rows, an eighth at most: oneDNN compiles a primitive for each number of rows.
+    """Rows of zeros that are added to more than 16 rows, an eighth at most.
 
-    Compiling costs a small model more than the zeros do, and what is freed of primitives leaves holes in the heap.
+    oneDNN compiles a primitive for each number of rows. Compiling costs a small model more than the zeros do, and freed
+    primitives leave holes in the heap.
     """
     return -num_rows % min(MOST_PADDED_ROWS, 1 << max(0, num_rows.bit_length() - 4))
 
 
 def keeps_rows() -> bool:
-    """Whether oneDNN rounds a row of bf16 the same however many there are: by AMX it does not."""
+    """Whether oneDNN rounds a row of bf16 the same however many there are: with AMX it does not."""
     return "amx_bf16" not in cpu_flags()
 
 
 def _in_company(linear: Linear, most_whole: int = MOST_WHOLE_INPUTS) -> Linear:
-    """Rows of many inputs sixteen at a time, where oneDNN divides the inputs by how many rows and threads there are.
+    """The same bits for a row in any company: with AMX, rows of many inputs go sixteen at a time.
 
-    Measured with AMX: up to 1,280 inputs any rows from two on come out the same of a packed matrix, of 1,408 not; of
-    any, and of a plain one, sixteen do, with one thread and with two.
+    With AMX oneDNN divides the inputs by the number of rows and threads. Measured there, with one thread and with two:
+    two or more rows have the same results with a packed matrix of up to 1,280 inputs, but not with 1,408; sixteen have
+    them with any matrix, packed or plain.
 
     Args:
-        most_whole: inputs of which rows may come together.
+        most_whole: inputs up to which any number of rows goes at once.
     """
     if keeps_rows():
         return _never_alone(linear)
@@ -192,10 +191,10 @@ def _in_company(linear: Linear, most_whole: int = MOST_WHOLE_INPUTS) -> Linear:
 
 
 def _never_alone(linear: Linear) -> Linear:
-    """One row is computed as two: oneDNN has a kernel of its own for one, which adds in another order.
+    """Compute one row as two: oneDNN has a special kernel for one, which adds in another order.
 
     From two rows on a row's result is the same to the last bit, however many there are (measured with avx512_bf16);
-    four cost what one does.
+    four rows cost what one does.
     """
 
     def in_company(x: Tensor) -> Tensor:
@@ -205,13 +204,13 @@ def _never_alone(linear: Linear) -> Linear:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrices are to be prepacked: it is worth it, and they can be."""
+    """Whether matrices are prepacked: it pays and works."""
     return dtype == torch.bfloat16 and has_onednn(dtype, device)
 
 
 @cache
 def has_onednn(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's matmuls are there, and give what F.linear gives."""
+    """Whether oneDNN's matmuls are in this build, and agree with F.linear."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     weight = (torch.arange(64 * 64).remainder(7) - 3).view(64, 64).to(dtype)  # small integers: exact in any order
@@ -224,7 +223,7 @@ def has_onednn(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def make_tied(embedding: Tensor, matmul: MakeMatmul | None) -> tuple[Embed, Linear]:
-    """Embedding and head of one matrix [vocab, hidden]; packed, it is kept no more where it can be read so, too.
+    """Embedding and head of one matrix [vocab, hidden]; its plain form is dropped where rows can be read when packed.
 
     Args:
         matmul: see make_linear.
@@ -243,12 +242,12 @@ def make_tied(embedding: Tensor, matmul: MakeMatmul | None) -> tuple[Embed, Line
 
 
 def can_gather(shape: torch.Size | tuple[int, ...]) -> bool:
-    """Whether a matrix [out, in] can be packed without padding: rows may be found in it then."""
+    """Whether a matrix [out, in] can be packed without padding, so that its rows can be read."""
     return shape[0] % BLOCK_OUTPUTS == 0 and shape[1] % BLOCK_OUTPUTS == 0
 
 
 def is_whole(packed: Tensor, shape: torch.Size) -> bool:
-    """Whether a packed matrix of a shape has no padding, and may lie as blocks_of has it: oneDNN does as it likes."""
+    """Whether a packed matrix of a shape has no padding; its layout may still differ from blocks_of."""
     return can_gather(shape) and torch.ops.mkldnn._nbytes(packed) == shape.numel() * 2
 
 

@@ -57,17 +57,15 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, operators: Operators) -> None:
         dtype, device = weights.embedding.dtype, weights.embedding.device
-        self._operators = operators
+        self.operators = operators
         self.config = config
         self.norm = weights.norm  # [hidden]
-        self._embed, self.lm_head = _ends(weights, self._operators)
+        self._embed, self.lm_head = _ends(weights, self.operators)
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.head_dim, device) for rope in used]
         self.layers = [
-            _layer(
-                config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, self._operators
-            )
+            _layer(config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, self.operators)
             for layer in map(config.layer, range(config.num_layers))
         ]
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]] + [None]
@@ -82,7 +80,7 @@ class Model:
             x = x.mul_(self._embedding_scale)
         rotations = [rope.rotation(batch.tokens.positions) for rope in self.ropes]  # [tokens, 1, head_dim / 2] each
         first_norm = self.layers[0].attention_norm
-        normed = x if first_norm is None else self._operators.norm(x, first_norm)
+        normed = x if first_norm is None else self.operators.norm(x, first_norm)
         for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
             added = self._attention(layer, normed, rotations, batch, kv)
             if layer is self.layers[-1]:  # the other tokens' outputs are not needed from here on
@@ -92,8 +90,8 @@ class Model:
                     return x
             x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
             added = layer.mlp(normed)
-            if self._operators.ranks is not None:
-                added = self._operators.ranks.sum(added)
+            if self.operators.ranks is not None:
+                added = self.operators.ranks.sum(added)
             x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
         return x
 
@@ -108,13 +106,13 @@ class Model:
         """
         if not len(x):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        found = self.lm_head(self._operators.norm(x, self.norm))
+        found = self.lm_head(self.operators.norm(x, self.norm))
         logits = found.float() if out is None else out.copy_(found)
         if self.config.logits_scale != 1:
             logits = logits.mul_(self.config.logits_scale)
         if self.config.logits_cap is not None:
             logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
-        ranks = self._operators.ranks
+        ranks = self.operators.ranks
         return logits if ranks is None else ranks.gather_columns(logits, self.config.vocab_size)
 
     def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
@@ -142,7 +140,7 @@ class Model:
 
     def _attention(self, layer: Layer, x: Tensor, rotations: list[Tensor], batch: Batch, kv: LayerKV) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
-        operators = self._operators
+        operators = self.operators
         qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         rotation = None if layer.rope is None else rotations[layer.rope]
         query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), rotation, kv, batch.tokens.kv_slots)
@@ -152,7 +150,7 @@ class Model:
 
     def _own_norms(self, layer: Layer, qkv: Tensor) -> HeadNorms | None:
         """Norms within a head; norms over all ranks' heads are applied here. qkv: see Operators.rotate_and_store."""
-        norms, ranks = layer.head_norms, self._operators.ranks
+        norms, ranks = layer.head_norms, self.operators.ranks
         if norms is None or ranks is None or norms[0].dim() == 1:
             return norms
         norm_heads(qkv, norms, self.config.rms_norm_eps, ranks)
@@ -163,8 +161,8 @@ class Model:
     ) -> tuple[Tensor, Tensor]:
         """(x plus a block's output, the next block's input), all [tokens, hidden]."""
         if post_norm is not None:
-            added = self._operators.norm(added, post_norm)
-        return self._operators.add_norm(x, added, self._residual_scale, next_norm)
+            added = self.operators.norm(added, post_norm)
+        return self.operators.add_norm(x, added, self._residual_scale, next_norm)
 
 
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:

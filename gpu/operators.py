@@ -1,7 +1,7 @@
-"""The operators of a layer, by torch: the interface that kernels stand behind, and their oracle. Thread: engine.
+"""The operators of a layer, by torch: the interface of the kernels, and their oracle. Thread: engine.
 
-They serve on every device, and are what the kernels of cpu_kernels/ and kernels/ are held against, which stand in for
-them one by one. Norms and RoPE are computed in float32.
+They serve on every device. The kernels of cpu_kernels/ and kernels/ replace them one by one, and are tested against
+them. Norms and RoPE are computed in float32.
 """
 
 from functools import partial
@@ -26,16 +26,16 @@ HeadNorms = tuple[Tensor, Tensor]
 
 
 class Operators:
-    """Torch's.
+    """Torch's operators.
 
     Args:
         dtype, device: of what they compute.
         eps: of norms.
     """
 
-    matmuls: MatmulChoices | None = None  # None: there is nothing to choose
+    matmuls: MatmulChoices | None = None  # None: there is no choice
     sampler: MakeSampler | None = None  # None: torch samples
-    has_device_rows = False  # whether a graph may hold a step, as all its rows are read where they always lie
+    has_device_rows = False  # whether rows are read at fixed addresses, so that a graph may hold a step
     make_rows: type[RowOperators] = RowOperators
     ranks: Ranks | None = None  # None: this process computes the whole model
 
@@ -58,19 +58,19 @@ class Operators:
         return packed_linear(packed, weight, bias)
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
-        """Embedding and head of one matrix."""
+        """Embedding and head that share one matrix."""
         return make_tied(embedding, self.packed_linear if self._is_packed else None)
 
     def embedding(self, table: Tensor) -> Embed:
-        """Rows of a matrix [vocab, hidden] that is not the head's."""
+        """Embedding with a matrix [vocab, hidden] that is not the head's."""
         return partial(F.embedding, weight=table)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
-        """Those of a layer, with their router."""
+        """A layer's experts, with their router."""
         return Experts(config, weights, gated, self.linear)
 
     def gated(self, activation: str) -> Gated:
-        """The product of an MLP's halves. activation: of GATED."""
+        """An MLP's gate, activated, times up. activation: of GATED."""
         return GATED[activation]
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ class Operators:
     def rotate_and_store(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Tensor | None, kv: LayerKV, slots: Tensor
     ) -> Tensor:
-        """Norm and turn queries and keys, and write keys and values to the cache; returns the queries.
+        """Norm and rotate queries and keys, and write keys and values to the cache; returns the queries.
 
         Args:
             qkv: [tokens, heads + 2 * kv_heads, head_dim].
-            norms: None: there are none.
-            rotation: see Rope; None: nothing turns.
+            norms: None: no norms.
+            rotation: see Rope; None: no RoPE.
             slots: [tokens], where each token's keys and values go.
         Returns:
             [tokens, heads, head_dim]

@@ -1,9 +1,9 @@
-"""Prequantized matrices: what GPTQ, AWQ and fp8 checkpoints hold of each, to floats, or to what kernels read.
+"""Prequantized matrices of GPTQ, AWQ and fp8 checkpoints: to floats, or to what kernels read. Thread: engine (at
+start).
 
-GPTQ and AWQ: several tensors of packed integers for each matrix, to values, scales and zeros. 8-bit floats (e4m3): with
-scales, which are named by their meaning to who computes with them: weight_scale_inv and weight_scale are both
-multiplied by. Pure tensor maths; which tensors belong together is checkpoint.py's, how config.json says it
-core/prequantized.py's. Thread: engine (at start).
+GPTQ and AWQ: several tensors of packed integers for each matrix become values, scales and zeros. 8-bit floats (e4m3)
+have scales, under one of two names; weight_scale_inv and weight_scale are both factors of the weight. Pure tensor
+maths: checkpoint.py finds the tensors of a matrix, core/prequantized.py reads config.json.
 
 Sources: AutoGPTQ, nn_modules/qlinear, pack(); AutoAWQ, modules/linear/gemm.py, WQLinear_GEMM.from_linear.
 """
@@ -22,12 +22,12 @@ from gpu.quant import FP8, MIDDLE_INT4, SLAB_ELEMENTS
 # name endings -> safetensors' names of their formats
 PARTS = {"qweight": ("I32",), "qzeros": ("I32",), "scales": ("F16", "BF16", "F32"), "g_idx": ("I32",)}
 NEEDED_PARTS = ("qweight", "qzeros", "scales")  # without g_idx neighbours are a group
-# AWQ: of eight neighbouring outputs, the place of each among the nibbles
+# AWQ: the nibble of each of eight neighbouring outputs
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 INTEGER_BITS = 32
 FP8_FORMAT = "F8_E4M3"  # safetensors' name
 SCALES = ("weight_scale_inv", "weight_scale")
-# Of activations, keys and values, which are not rounded here.
+# Scales of activations, keys and values, which are not quantised here.
 UNREAD_SCALES = tuple(f".{name}_scale" for name in ("input", "activation", "output", "q", "k", "v", "kv"))
 
 
@@ -53,10 +53,10 @@ class UnpackedWeight:
         return self.values.float().sub_(self.zeros[:, groups]).mul_(self.scales[:, groups]).to(dtype)
 
     def part(self, name: str, group_size: int) -> Tensor:
-        """As QuantizedWeight has it: "values", unpacked; "scales" or "zeros": what the middle integer stands for.
+        """A field of QuantizedWeight: "values", unpacked; "scales"; or "zeros", what the middle integer stands for.
 
         Args:
-            group_size: inputs that share a scale there: of one group here, or all of several.
+            group_size: inputs that share a scale there: all or a part of one group here.
         """
         if name == "values":
             return self.values
@@ -86,14 +86,16 @@ def unpack(packing: PackedConfig, parts: Mapping[str, Tensor], name: str) -> Unp
     else:
         values = _fields(parts["qweight"], packing.bits).transpose(1, 2).flatten(0, 1)  # [in, out]
         zeros = _fields(parts["qzeros"], packing.bits).flatten(1)  # [groups, out]
-    zeros = (zeros + packing.zero_offset) & (2**packing.bits - 1)  # kernels keep the field's bits: 15 + 1 is 0
+    zeros = (zeros + packing.zero_offset) & (
+        2**packing.bits - 1
+    )  # the kernels that wrote it wrap within the field: 15 + 1 is 0
     zeros = zeros.float().T.contiguous()
     groups = _groups(packing, parts.get("g_idx"), len(values), scales.shape[1], name)
     return UnpackedWeight(values.T.contiguous(), scales, zeros, groups)
 
 
 def part_shapes(packing: PackedConfig, num_out: int, num_in: int) -> dict[str, tuple[int, ...]]:
-    """Of all parts of a matrix."""
+    """Shapes of all parts of a matrix."""
     fields = INTEGER_BITS // packing.bits
     num_groups = 1 if packing.group_size is None else -(-num_in // packing.group_size)
     qweight = (num_in, num_out // fields) if packing.method == "awq" else (num_in // fields, num_out)
@@ -109,7 +111,7 @@ def matrix_shape(packing: PackedConfig, qweight: tuple[int, ...]) -> tuple[int, 
 
 
 def _fields(packed: Tensor, bits: int) -> Tensor:
-    """The low bits first. packed: [n, m], int32 → [n, m, 32 / bits], uint8."""
+    """Unpack, the low bits first: [n, m], int32 → [n, m, 32 / bits], uint8."""
     octets = packed.contiguous().view(torch.uint8).view(*packed.shape, 4)
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
 
@@ -195,7 +197,7 @@ def is_scale_of(shape: tuple[int, ...], scale_shape: tuple[int, ...], packing: F
 
 
 def described_scales(shape: tuple[int, ...], packing: Fp8Config) -> str:
-    """What is_scale_of takes."""
+    """The shapes that is_scale_of accepts, for an error."""
     return f"one, or {[shape[0], 1]}" if packing.block is None else f"{list(_num_blocks(shape, packing.block))}"
 
 

@@ -1,7 +1,7 @@
 """Measures how much quantisation worsens a model's predictions of a fixed text. Thread: engine (the doctor's).
 
 The text is this project's own, so that no model was trained on it: prose, speech, a recipe, code, minutes. Each token
-is predicted from all before it; the model itself, in the serving format, is the measure.
+is predicted from all before it; the reference is the model itself in the serving format.
 """
 
 import math
@@ -29,7 +29,7 @@ class Predictions:
 
     Args:
         surprises: [tokens - 1], float32, nats: how unlikely the token was.
-        choices: [tokens - 1]: what greedy decoding would have said instead.
+        choices: [tokens - 1]: the tokens that greedy decoding would sample.
     """
 
     surprises: Tensor
@@ -40,17 +40,17 @@ class Predictions:
         return math.exp(float(self.surprises.double().mean()))
 
     def agreement(self, other: "Predictions") -> float:
-        """How often both choose the same token, from 0 to 1."""
+        """The share of tokens that both choose alike, from 0 to 1."""
         return float((self.choices == other.choices).double().mean())
 
 
 def held_tokens(token_ids: Sequence[int], max_model_len: int) -> list[int]:
-    """As many of the text's tokens as are measured."""
+    """The first tokens of the text, as many as are measured."""
     return list(token_ids[: min(MAX_TOKENS, max_model_len - 1)])
 
 
 def predict(runner: ModelRunner, token_ids: Sequence[int]) -> Predictions:
-    """Compute a text in slot 0 of a runner that computes nothing else.
+    """Predict a text in slot 0 of a runner that computes nothing else.
 
     Args:
         token_ids: at least two, and less than the runner's max_model_len.
@@ -67,7 +67,7 @@ def predict(runner: ModelRunner, token_ids: Sequence[int]) -> Predictions:
 
 
 def _plan(chunk: Sequence[int], start: int, num_prompt_tokens: int) -> StepPlan:
-    """The next tokens of a prompt, in slot 0, whose blocks are 0, 1, 2 and so on."""
+    """A step of a prompt's next tokens, in slot 0, whose blocks are 0, 1, 2 and so on."""
 
     def column(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         return np.array(values, dtype=np.int32)

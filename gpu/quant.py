@@ -1,25 +1,20 @@
-"""Weights as 8- or 4-bit numbers with scales: quantise and dequantise. On the tensor's device. Thread: engine.
+"""Weights as 8- or 4-bit numbers with scales: quantise, dequantise, multiply, cache. Thread: engine.
 
 int8: one scale per row (output channel), symmetric. fp8: the same of floats with four bits of exponent and three of
 mantissa (e4m3fn: arXiv:2209.05433), which follow small weights closer and large ones less. int4: a scale and a zero per
-group of neighbours in a row, asymmetric. Scales and zeros are bfloat16, and the numbers are chosen for the rounded
-ones. What a checkpoint stores as fp8 keeps its own scales, in float32, which may be of groups as well.
+group of neighbours in a row, asymmetric. Scales and zeros are rounded to bfloat16 first, and the numbers chosen for the
+rounded ones. A checkpoint's fp8 keeps its own scales, in float32, which may be of groups as well.
 
-Only matrices of layers are quantised: embedding and head stay in the serving format. They are read by row or share
+Only matrices of layers are quantised; embedding and head stay in the serving format. They are read by row or share
 their numbers (tied), and an error in the head goes into every logit; norms, biases and routers are too small to matter.
 
 Greedy agreement of the demonstration model with itself in bfloat16, over the held text: int8 98.4 %; int4 in groups of
 32, 64 and 128: 79.0, 77.7 and 73.4 %; with the head quantised too 98.0 and 76.6 %.
 
-Matmuls with them: numba's or Triton's kernels where they know a matrix; otherwise it is dequantised a slab at a time.
-Torch's own operators for int8 and int4 are not used: with float32 rows, which CPUs without those kernels compute with,
-they took 1.2 to 30 times as long as slabs for up to 4 rows, and for 16 as long (int8) or 32 times (int4): 4,864 x 896,
-one Zen 5 core.
-
-What was quantised is kept on disk, so that the next start need not make it again: one safetensors file per matrix,
-named by the SHA-256 of its numbers, their format and the scheme: whichever model they came from, the same numbers give
-the same file. A file is written aside and renamed, and read only if its content has the hash that it claims; a damaged
-one is made again. What cannot be written is not kept, with a warning.
+Matmuls: numba's or Triton's kernels where they support a matrix; otherwise it is dequantised a slab at a time. Torch's
+own operators for int8 and int4 are not used: with float32 rows, which CPUs without those kernels compute with, they
+took 1.2 to 30 times as long as slabs for up to 4 rows, and for 16 as long (int8) or 32 times as long (int4): 4,864 x
+896, one Zen 5 core.
 """
 
 import hashlib
@@ -43,20 +38,20 @@ from core.config import EngineConfig
 from core.errors import BadCheckpoint
 from gpu.cache_files import cache_home
 
-# Of int4, the first that divides a row. Smaller ones follow the weights closer: 64 costs 4.5 bits a weight, 32 costs 5.
+# int4 takes the first that divides a row. Smaller groups are more exact: 64 cost 4.5 bits a weight, 32 cost 5.
 GROUP_SIZES = (64, 32)
 MAX_INT8 = 127
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
 MAX_INT4 = 15
 MIDDLE_INT4 = 8  # the integer that stands for the zero
-LEAST_GROUP = 32  # inputs that share a scale: the least that a matrix instruction takes of each half of a byte
-SLAB_ELEMENTS = 2**20  # quantised at once: what is float32 beside the weight
-SLAB_BYTES = 2**21  # of a dequantised part of the weight: what the second-level cache holds
-DEVICE_SLAB_BYTES = 2**26  # likewise on a device, where each part costs launches
+LEAST_GROUP = 32  # inputs that share a scale: the fewest that a matrix instruction takes of each half of a byte
+SLAB_ELEMENTS = 2**20  # quantised at once, as float32
+SLAB_BYTES = 2**21  # of the weight, dequantised at once: what the second-level cache holds
+DEVICE_SLAB_BYTES = 2**26  # the same on a device, where each slab costs launches
 CACHE_FOLDER = Path("steploop", "quantized")
 CACHE_SUFFIX = ".safetensors"
-CACHE_VERSION = "1"  # of what quantize() makes: another one, other names
+CACHE_VERSION = "1"  # changes with the results of quantize()
 CONTENT_HASH = "sha256"  # in the file's metadata
 
 logger = logging.getLogger(__name__)
@@ -67,11 +62,11 @@ class QuantizedWeight:
     """A matrix, or a stack of them: weight = (value - middle) * scale + zero.
 
     Args:
-        dtype: of the weight that it was, and of the rows that it multiplies.
+        dtype: of the original weight, and of the rows that it multiplies.
         values: int8 and fp8: [..., out, in], int8 or float8_e4m3fn; int4: [..., out, in / 2], uint8, the even column in
             the low half.
-        scales: int8: [..., out, 1]; fp8: likewise, or [..., out, in / group]; int4: [..., out, in / group]; bfloat16,
-            a checkpoint's of fp8 float32.
+        scales: int8: [..., out, 1]; fp8: the same, or [..., out, in / group]; int4: [..., out, in / group]; bfloat16,
+            float32 for a checkpoint's fp8.
         zeros: int4: as scales; others: None.
     """
 
@@ -100,42 +95,42 @@ Weight = Tensor | QuantizedWeight
 
 
 def floats(weight: Weight) -> Tensor:
-    """A weight that is not quantised: not yet, or never."""
+    """The weight, which must not be quantised."""
     assert isinstance(weight, Tensor)
     return weight
 
 
 def group_size_of(num_in: int) -> int | None:
-    """Of int4 rows so long; None: no size divides them."""
+    """Group size of int4 rows of this length; None: no size divides them."""
     return next((size for size in GROUP_SIZES if num_in % size == 0), None)
 
 
 def prequantized_group(stored: int | None, num_in: int) -> int | None:
-    """Inputs of a checkpoint's row, or of the part of it that a rank has, that share a scale once it is loaded.
+    """How many inputs share a scale once a checkpoint's row, or a rank's part of it, is loaded.
 
-    Stored groups that do not divide the row, or within which a part begins, are cut into smaller ones.
+    Stored groups that do not divide the row, or that a part begins within, are cut into smaller ones.
 
     Args:
-        stored: inputs that share one in the checkpoint; None: all of a row.
+        stored: how many share one in the checkpoint; None: all of a row.
     Returns:
-        None: they would be too small for kernels.
+        None: groups would be too small for the kernels.
     """
     size = num_in if stored is None else math.gcd(stored, num_in)
     return size if stored is None or size % LEAST_GROUP == 0 else None
 
 
 def can_quantize(scheme: str, num_in: int) -> bool:
-    """Whether rows so long can be stored so; those that cannot stay in the serving format."""
+    """Whether rows of this length can be stored in this scheme; others stay in the serving format."""
     return scheme != "int4" or group_size_of(num_in) is not None
 
 
 def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype, group_size: int | None = None) -> int:
-    """Of a quantised matrix, or a stack, ready to multiply: an upper bound.
+    """Upper bound of a quantised matrix, or a stack, ready to multiply.
 
-    Kernels have scales, and zeros of int8 too, in a layout of their own.
+    Kernels copy scales, and for int8 also zeros, into a layout of their own.
 
     Args:
-        group_size: of a checkpoint's int4 or fp8, whose scales are float32; None: of what quantize() makes.
+        group_size: a checkpoint's, of int4 or of fp8, whose scales are float32; None: quantize()'s.
     """
     *stack, num_out, num_in = shape
     if scheme == "fp8" and group_size is not None:
@@ -148,9 +143,9 @@ def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype, group_
 
 
 def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
-    """Round to the nearest integers. weight: [..., out, in], any float format, of a width that can_quantize.
+    """Round to the scheme's nearest numbers. weight: [..., out, in], any float format, of a width that can_quantize.
 
-    A weight moves by at most half its scale, and as much as the zero's rounding (2 ** -8 of it).
+    An int4 or int8 weight changes by at most half its scale, plus the rounding of the zero (2 ** -8 of it).
 
     Raises:
         BadCheckpoint: a number is not finite.
@@ -170,10 +165,10 @@ def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The matrix again, [..., out, in]: computed in dtype, which rounds as matmuls in that format do."""
+    """The matrix, [..., out, in], computed in dtype, which rounds as matmuls in that format do."""
     if weight.zeros is None:
         groups = weight.values.to(dtype).view(*weight.scales.shape, -1)  # [..., out, groups, group]
-        return groups.mul_(weight.scales.unsqueeze(-1)).flatten(-2)  # float32 scales are not rounded first
+        return groups.mul_(weight.scales.unsqueeze(-1)).flatten(-2)  # float32 scales are not rounded before
     values = unpack_nibbles(weight.values).view(torch.int8).sub_(MIDDLE_INT4).to(dtype)
     groups = values.view(*weight.scales.shape, weight.group_size)
     scales, zeros = weight.scales.to(dtype).unsqueeze(-1), weight.zeros.to(dtype).unsqueeze(-1)
@@ -226,7 +221,7 @@ _FROM_GROUPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 
 
 def _usable(scales: Tensor) -> Tensor:
-    """All weights of a group alike: any scale does, but what is divided by."""
+    """A scale of 0, of a group of equal weights, becomes 1: it would be divided by."""
     return scales.masked_fill_(scales == 0, 1.0)
 
 
@@ -237,7 +232,7 @@ def _slabs(shape: torch.Size) -> Iterator[tuple[int, int]]:
 
 
 class SlabLinear:
-    """Any quantised weight on any device: dequantised a slab at a time, in the rows' format."""
+    """A matmul with any quantised weight on any device: dequantised a slab at a time, in the rows' format."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         slab_bytes = SLAB_BYTES if weight.values.device.type == "cpu" else DEVICE_SLAB_BYTES
@@ -256,15 +251,21 @@ class SlabLinear:
         return result if self._bias is None else result.add_(self._bias)
 
     def _multiply(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        """Scales of outputs, and numbers that are exact in any format: scaling the result saves a pass."""
+        """Scales of whole outputs multiply the result, which saves a pass: the numbers are exact in any format."""
         has_output_scales = weight.zeros is None and weight.scales.shape[-1] == 1
-        if has_output_scales and x.dtype != torch.float16:  # where unscaled sums would be too large
+        if has_output_scales and x.dtype != torch.float16:  # float16: unscaled sums would overflow
             return F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.T)
         return F.linear(x, dequantize(weight, x.dtype))
 
 
 class QuantizeCache:
-    """A directory of at most limit_bytes once trimmed; files used last stay longest."""
+    """A directory of quantised matrices, trimmed to limit_bytes; the least recently used files go first.
+
+    One safetensors file per matrix, named by the SHA-256 of its numbers, their format and the scheme: the same numbers
+    give the same file, whichever model they came from. A file is written under another name and renamed, and read only
+    if its content has the hash that it claims; a damaged one is made again. What cannot be written is skipped, with a
+    warning.
+    """
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._directory = directory
@@ -272,14 +273,14 @@ class QuantizeCache:
         self._is_writable = True
 
     def quantize(self, weight: Tensor, scheme: str) -> QuantizedWeight:
-        """The weight quantised, from the cache where it is there; on the weight's device.
+        """The weight quantised, from the cache where possible; on the weight's device.
 
-        On a GPU it is made: that reads it once at the memory's speed, and its hash would bring it back to the host.
+        On a GPU it is always made: that reads it once at the memory's speed; its hash would copy it to the host.
         """
         if weight.device.type != "cpu":
             return quantize(weight, scheme)
         file = self._directory / f"{digest(weight, scheme)}{CACHE_SUFFIX}"
-        found = _read_kept(file)
+        found = _read_cached(file)
         if found is not None:
             return QuantizedWeight(weight.dtype, *found)
         quantized = quantize(weight, scheme)
@@ -288,7 +289,7 @@ class QuantizeCache:
         return quantized
 
     def trim(self) -> None:
-        """Remove files, those used longest ago first, until the others fit; what others have removed is no surprise."""
+        """Remove the least recently used files until the others fit; another process may remove some too."""
         try:
             found = sorted((entry.stat().st_mtime, entry.stat().st_size, entry) for entry in self._directory.iterdir())
             excess = sum(size for _, size, _ in found) - self._limit_bytes
@@ -298,7 +299,7 @@ class QuantizeCache:
                 file.unlink(missing_ok=True)
                 excess -= size
         except (FileNotFoundError, NotADirectoryError):
-            return  # nothing was kept
+            return  # nothing was cached
         except OSError as error:
             logger.warning("the cache of quantised weights in %s is not trimmed: %s", self._directory, error)
 
@@ -321,9 +322,9 @@ class QuantizeCache:
 
 @contextmanager
 def quantizing(engine: EngineConfig) -> Iterator[Callable[[Tensor], Weight] | None]:
-    """What to do with each matrix while it loads, as the operator asks; None: nothing. Afterwards the cache is trimmed.
+    """What quantises each matrix while it loads, as configured; None: nothing does. Afterwards the cache is trimmed.
 
-    A matrix whose rows cannot be stored so stays as it is.
+    A matrix whose rows the scheme cannot store stays as it is.
     """
     scheme = engine.quantize
     if scheme is None:
@@ -341,19 +342,19 @@ def cache_directory() -> Path:
 
 
 def digest(weight: Tensor, scheme: str) -> str:
-    """Of the numbers as loaded, in the rows' order that is served: 64 hexadecimal digits."""
+    """SHA-256 of the numbers as loaded, in the order of rows that is served: 64 hexadecimal digits."""
     head = f"{CACHE_VERSION} {scheme} {weight.dtype} {tuple(weight.shape)}\0"
     found = hashlib.sha256(head.encode())
     _add_numbers(found, weight)
     return found.hexdigest()
 
 
-def _read_kept(file: Path) -> tuple[Tensor, ...] | None:
-    """Values, scales, and zeros where there are; None: not there, or not whole."""
+def _read_cached(file: Path) -> tuple[Tensor, ...] | None:
+    """Values, scales, and zeros if there are any; None: no such file, or a damaged one."""
     try:
         with safe_open(file, framework="pt") as reader:
             claimed = (reader.metadata() or {}).get(CONTENT_HASH)
-            # copies: a mapped file that another process shortens would end this one
+            # copies: if another process truncated a mapped file, this one would be killed
             parts = {name: reader.get_tensor(name).clone() for name in sorted(reader.keys())}
         if "values" not in parts or "scales" not in parts or claimed != _content_hash(parts):
             raise SafetensorError("its content has another hash than it claims")

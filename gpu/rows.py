@@ -1,6 +1,6 @@
 """Looks up a step's rows and tokens in tables that stay on the device, by torch's operators. Thread: engine.
 
-kernels/rows.py has Triton's, whose results lie where they always lie, so that a graph may hold them.
+kernels/rows.py has Triton's kernels, whose results have fixed addresses, so that a graph may hold them.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ NO_SLOT = -1  # of padding
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Integers that the host sends of a step; padding has no slot: it sees nothing, samples nothing, is no row's.
+    """A step's integers, sent by the host. Padding has no slot: it sees and samples nothing, and belongs to no row.
 
     Args:
         slots: [rows]
         ends: [rows], one past the last new token's position; 0: padding.
         offsets: [rows + 1]: where a row's tokens begin.
-        asked: whose hidden states are wanted: of rows that sample, then of prompts' targets; of padding any.
+        asked: tokens whose hidden states are wanted: of rows that sample, then of prompts' targets; of padding any.
         sampled: [2, rows]: slots and positions of the tokens that are sampled.
-        tokens: [3, tokens]: slot, position, and id or < 0: what the slot sampled last.
+        tokens: [3, tokens]: slot, position, and id, or < 0 for the token that the slot sampled last.
     """
 
     slots: Tensor
@@ -36,13 +36,14 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """
+    """What a step's tokens read and where they write.
+
     Args:
         kv_slots: block * 16 + offset, where each token's keys and values go.
     """
 
     token_ids: Tensor  # int64 [tokens]
-    positions: Tensor  # float32 [tokens]: what RoPE multiplies
+    positions: Tensor  # float32 [tokens], for RoPE
     kv_slots: Tensor  # int64 [tokens]
 
 
@@ -53,8 +54,8 @@ class DeviceTables:
     Args:
         blocks: [slots, blocks of a sequence], contiguous.
         last_tokens: int64 [slots]: what each slot sampled last.
-        scratch: the block that pads tables, and is never written.
-        padding: the block that takes the keys and values of padding, and is never read.
+        scratch: the block that pads tables and is never written.
+        padding: the block that padding's keys and values go to, and that is never read.
     """
 
     blocks: Tensor
@@ -64,7 +65,7 @@ class DeviceTables:
 
 
 class RowOperators:
-    """Torch's: they know no padding.
+    """Torch's, which support no padding.
 
     Args:
         num_rows, num_tokens: of a step, at most.
@@ -74,7 +75,7 @@ class RowOperators:
         self._tables = tables
 
     def tokens_of(self, inputs: StepInputs) -> StepTokens:
-        """What the step's tokens read."""
+        """Look up the step's tokens."""
         tables = self._tables
         slots, positions, token_ids = inputs.tokens.long().unbind()  # [tokens] each
         token_ids = torch.where(token_ids < 0, tables.last_tokens.index_select(0, slots), token_ids)
@@ -88,11 +89,11 @@ class RowOperators:
         return self._tables.blocks[:, :num_blocks].index_select(0, inputs.slots)
 
     def change_tables(self, places: Tensor, blocks: Tensor) -> None:
-        """Write these blocks at places of all tables, end to end."""
+        """Write blocks to the tables. places: indexes into all tables, end to end."""
         self._tables.blocks.view(-1).index_copy_(0, places.long(), blocks.to(self._tables.blocks.dtype))
 
     def clear_blocks(self, cache: Tensor, blocks: Tensor) -> None:
-        """Zero whole blocks, all layers: an earlier owner's NaN must not reach the next.
+        """Zero whole blocks in all layers: an earlier owner's NaN must not reach the next.
 
         Args:
             cache: [layers, 2, blocks, 16, kv_heads, head_dim], contiguous.

@@ -28,7 +28,7 @@ from gpu.parameters import ModelWeights
 from gpu.sampler import PendingTokens, PromptScores, Sampler, TokensToHost
 from gpu.step_graphs import CountedGraphs, Progress, StepGraphs, count_graphs
 from gpu.step_shapes import StepShapes, max_decodes, step_shapes
-from gpu.steps import SentStep, StepParts, Steps
+from gpu.steps import SentStep, Steps
 from gpu.streams import open_streams
 from gpu.tune import Measured, Tuning, find_recorder
 
@@ -146,10 +146,9 @@ class ModelRunner:
         return counted
 
     def _open_steps(self, cache: KVCache, shapes: StepShapes) -> Steps:
-        operators, engine, max_model_len = self._operators, self._engine, self.memory.max_model_len
-        operators.attention.reserve(max_decodes(engine), max_model_len, self.config.num_heads, cache.layers[0])
-        parts = StepParts(self._model, self._sampler, operators, self._streams, engine, max_model_len, shapes)
-        return Steps(parts, cache)
+        most_rows, most_tokens = max_decodes(self._engine), self.memory.max_model_len
+        self._operators.attention.reserve(most_rows, most_tokens, self.config.num_heads, cache.layers[0])
+        return Steps(self._model, self._sampler, self._streams, self.memory, shapes, cache)
 
     @property
     def captures_lazily(self) -> bool:

@@ -1,4 +1,4 @@
-"""Attention step by step, for capped scores and sinks, which torch's own does not support. Thread: engine."""
+"""Attention step by step, for capped scores and sinks, which torch's own attention lacks. Thread: engine."""
 
 from dataclasses import dataclass
 
@@ -6,20 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# From so many rows on MKL and oneDNN add each row's numbers in the same order, however many there are.
+# From so many rows on, MKL and oneDNN add each row's numbers in the same order, however many there are.
 LEAST_ROWS = 4
-# Of scores at a time, float32, and as much again twice: what a long prompt's chunk is cut to.
+# float32 scores at a time, and twice as many temporary numbers: a long prompt's chunk is cut to this.
 MAX_SCORES = 4 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What becomes of the products of q and k.
+    """How the dot products of queries and keys become scores.
 
     Args:
-        scale: what they are multiplied by; None: 1 / sqrt(head_dim).
-        cap: they are cap * tanh(score / cap) then; None: as they are.
-        sinks: [heads], one more score each, that takes its share and brings no value; None: none.
+        scale: their factor; None: 1 / sqrt(head_dim).
+        cap: scores become cap * tanh(score / cap); None: they are not capped.
+        sinks: [heads], one more score for each, which takes its share and adds no value; None: none.
     """
 
     scale: float | None = None
@@ -36,7 +36,7 @@ PLAIN = Scores()
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Softmax of the scores, in float32, times the values; some tokens at a time.
+    """Softmax of the scores, in float32, times the values, some tokens at a time.
 
     Args:
         query: [..., kv_heads, heads per kv, tokens, head_dim].
@@ -53,7 +53,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sco
         end = min(first + step, num_tokens)
         hidden = mask[..., first:end, :] if mask is not None and mask.shape[-2] > 1 else mask
         shares = _shares(query[..., first:end, :], keys, hidden, scores)
-        part = _product(
+        part = _matmul(
             shares.to(values.dtype).flatten(-3, -2), values
         )  # [..., kv_heads, heads per kv * tokens, head_dim]
         outputs.append(part.view(*rows, per_kv, end - first, -1))
@@ -61,9 +61,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sco
 
 
 def _shares(query: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """[..., kv_heads, heads per kv, tokens, context], float32; of each token they sum to 1, its sink counted in."""
-    products = _product(query.flatten(-3, -2), keys.transpose(-1, -2))  # heads that share keys: as if more tokens
-    found = products.float().mul_(scores.scale or query.shape[-1] ** -0.5).view(*query.shape[:-1], -1)
+    """[..., kv_heads, heads per kv, tokens, context], float32; with its sink, each token's sum to 1."""
+    found = _matmul(query.flatten(-3, -2), keys.transpose(-1, -2))  # heads that share keys act as more tokens
+    found = found.float().mul_(scores.scale or query.shape[-1] ** -0.5).view(*query.shape[:-1], -1)
     if scores.cap is not None:
         found = found.div_(scores.cap).tanh_().mul_(scores.cap)
     if mask is not None:
@@ -75,7 +75,7 @@ def _shares(query: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores) ->
     return shares[..., :-1]
 
 
-def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+def _matmul(rows: Tensor, matrix: Tensor) -> Tensor:
     """rows @ matrix, each row the same to the last bit in any company."""
     num_rows = rows.shape[-2]
     if num_rows >= LEAST_ROWS:

@@ -17,7 +17,6 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -40,21 +39,28 @@ class NoRoomForGraph(CaptureError):
     """There is no memory for one more graph; the others stay."""
 
 
-class Graph(Protocol):
+@dataclass(slots=True)
+class Graph:
     """
     Args:
         size_bytes: device memory that it takes beside the recorder's other graphs.
     """
 
+    captured: torch.cuda.CUDAGraph
     size_bytes: int
 
     def replay(self) -> None:
         """Send the work again, after all work sent before."""
-        ...
+        self.captured.replay()
 
 
-class GraphRecorder(Protocol):
+class CudaRecorder:
     """Makes graphs that share memory, so that only one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Capture the work; it is also run, to load and compile kernels, and must do no harm.
@@ -65,33 +71,6 @@ class GraphRecorder(Protocol):
             NoRoomForGraph: the device is out of memory.
             CaptureError: the work waits for the device, or what it launches depends on computed values.
         """
-        ...
-
-    def give_back(self) -> None:
-        """Return the memory of deleted graphs to the device."""
-        ...
-
-
-@dataclass(slots=True)
-class CudaGraph:
-    """Implements Graph."""
-
-    captured: torch.cuda.CUDAGraph
-    size_bytes: int
-
-    def replay(self) -> None:
-        self.captured.replay()
-
-
-class CudaRecorder:
-    """Implements GraphRecorder."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, work: Callable[[], None]) -> Graph:
         try:
             torch.cuda.synchronize(self._device)
             with torch.cuda.stream(self._stream):
@@ -101,13 +80,14 @@ class CudaRecorder:
             with recording(graph, self._pool, self._stream):
                 work()
             graph.replay()  # the driver allocates the rest when a graph is first launched
-            return CudaGraph(graph, max(0, free_bytes - self._free_bytes()))
+            return Graph(graph, max(0, free_bytes - self._free_bytes()))
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)  # raises where the device itself is lost
             self._pool = torch.cuda.graph_pool_handle()
             raise (NoRoomForGraph if is_of_memory(error) else CaptureError)(str(error)) from error
 
     def give_back(self) -> None:
+        """Return the memory of deleted graphs to the device."""
         self._empty()
         self._pool = torch.cuda.graph_pool_handle()  # torch refuses a pool that still has memory but no graph
 
@@ -149,7 +129,7 @@ class StepGraphs:
 
     def __init__(self, compute: Compute, pad: Callable[[StepShape], None], shapes: StepShapes) -> None:
         self._compute, self._pad, self.shapes = compute, pad, shapes
-        self.recorder: GraphRecorder | None = None
+        self.recorder: CudaRecorder | None = None
         self.most_graphs: int | None = None
         self._graphs: dict[StepShape, Graph] = {}
 
@@ -264,7 +244,7 @@ class CountedGraphs:
 
 
 def count_graphs(
-    open_graphs: Callable[[KVCache, StepShapes], StepGraphs], memory: MemoryPlan, recorder: GraphRecorder
+    open_graphs: Callable[[KVCache, StepShapes], StepGraphs], memory: MemoryPlan, recorder: CudaRecorder
 ) -> CountedGraphs:
     """Capture a few graphs on a cache that nothing else uses, and plan memory for all.
 

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.config import BLOCK_SIZE, EngineConfig
+from core.config import BLOCK_SIZE
 from core.plan import Int32Array, StepPlan
 from gpu.attention import HostRows, IntArray, RaggedRows
 from gpu.kv_cache import KVCache, num_blocks_for
+from gpu.memory_plan import MemoryPlan
 from gpu.model import Batch, Model
-from gpu.operators import Operators
 from gpu.rows import NO_SLOT, DeviceTables, StepInputs
 from gpu.sampler import PromptScores, Sampled, Sampler, score, scored_tokens
 from gpu.step_graphs import StepGraphs
@@ -232,53 +232,40 @@ class SentStep:
     scores: PromptScores | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """What Steps needs, beside a cache.
+class Steps:
+    """Sends steps over a cache, and keeps the block tables.
 
     Args:
+        memory: the plan, with the settings that it was made for.
         shapes: what steps with graphs are padded to.
     """
 
-    model: Model
-    sampler: Sampler
-    operators: Operators
-    streams: Streams
-    engine: EngineConfig
-    max_model_len: int
-    shapes: StepShapes
-
-
-class Steps:
-    """Sends steps over a cache, and keeps the block tables."""
-
-    def __init__(self, parts: StepParts, cache: KVCache) -> None:
-        self._model, self._sampler, self._streams = parts.model, parts.sampler, parts.streams
-        self._operators, self._cache = parts.operators, cache
-        self._windows = self._model.config.windows
-        engine, device, attention = parts.engine, cache.tensor.device, parts.operators.attention
-        max_rows, max_tokens = parts.shapes.decodes[-1], engine.max_batch_tokens
-        self.tables = BlockTables(engine.max_sequences, parts.max_model_len, cache.scratch_block)
-        self._is_host = parts.streams.is_host
+    def __init__(
+        self, model: Model, sampler: Sampler, streams: Streams, memory: MemoryPlan, shapes: StepShapes, cache: KVCache
+    ) -> None:
+        self._model, self._sampler, self._streams, self._cache = model, sampler, streams, cache
+        self._operators = operators = model.operators
+        self._windows = model.config.windows
+        engine, device, attention = memory.engine, cache.tensor.device, operators.attention
+        max_rows, max_tokens = shapes.decodes[-1], engine.max_batch_tokens
+        self.tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
+        self._is_host = streams.is_host
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:
             blocks = blocks.to(device, torch.int32, copy=True)
         on_device = DeviceTables(blocks, self._sampler.last_tokens, cache.scratch_block, cache.padding_block)
-        shapes = [
-            *parts.shapes.chunks,
-            StepShape(max_tokens if attention.are_own_tokens_alone else max_rows, 0, max_tokens),
-        ]
-        self._rows = parts.operators.make_rows(on_device, max_rows, max(shape.num_tokens for shape in shapes))
-        most_inputs = max(num_inputs(shape, shape.num_rows + max_tokens) for shape in shapes)
+        largest = StepShape(max_tokens if attention.are_own_tokens_alone else max_rows, 0, max_tokens)
+        all_shapes = [*shapes.chunks, largest]
+        self._rows = operators.make_rows(on_device, max_rows, max(shape.num_tokens for shape in all_shapes))
+        most_inputs = max(num_inputs(shape, shape.num_rows + max_tokens) for shape in all_shapes)
         self._inputs = torch.full((most_inputs,), NO_SLOT, dtype=torch.int32, device=device)
-        ranks = parts.operators.ranks
-        self._samples = ranks is None or ranks.rank == 0
+        self._samples = operators.ranks is None or operators.ranks.rank == 0
         self._logits: Tensor | None = None  # where graphs write them
-        if parts.operators.has_device_rows and ranks is None:
-            self._logits = torch.empty((max_rows, self._model.config.vocab_size), device=device)
+        if operators.has_device_rows and operators.ranks is None:
+            self._logits = torch.empty((max_rows, model.config.vocab_size), device=device)
         usual_inputs = num_inputs(StepShape(max_rows, 0, 0), 0) + (2 * CHANGES_PER_ROW + 1 + 2) * max_rows
-        self._copies = StagedCopies(parts.streams, INT_BYTES * usual_inputs)
-        self.graphs = StepGraphs(self._compute_padded, self._pad, parts.shapes)
+        self._copies = StagedCopies(streams, INT_BYTES * usual_inputs)
+        self.graphs = StepGraphs(self._compute_padded, self._pad, shapes)
 
     def forward(self, plan: StepPlan, wants_all: bool = False) -> SentStep:
         """Compute a step, and sample if the sampling kernel can.

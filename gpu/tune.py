@@ -1,16 +1,15 @@
-"""What computes what: known for a model and its machine, or measured there; what was measured is kept in one file.
+"""What computes what: known for a model and its machine, or measured and kept in one file. Thread: engine.
 
 | what                     | chosen by                                                                  |
 |--------------------------|----------------------------------------------------------------------------|
-| operators, attention     | known: the device's kernels where they know it and the model, or torch's   |
+| operators, attention     | known: the device's kernels where they support it and the model, or torch  |
 | sampling                 | known: the device's kernel, or torch's operators                           |
-| matmuls, norms on a CPU  | known: numba's kernels with avx512_bf16; by AMX, and elsewhere, oneDNN     |
+| matmuls, norms on a CPU  | known: numba's kernels with avx512_bf16; with AMX, and elsewhere, oneDNN   |
 | threads of a CPU's steps | measured, by a step's tokens                                               |
 | matmuls on a device      | measured, by a matrix's shape, for few rows and for many                   |
 
-numba's kernels, on a Zen 5 core with the shapes of a 0.5B model, beside torch: sampling 55 to 120 times as fast, norms
-with RoPE and gates 3, matmuls 1.2 up to 32 rows and 1.0 for 512. So they are not measured. Neither numba nor triton is
-imported in vain. Thread: engine; descriptions and what is forgotten: any.
+numba's kernels are not measured: each file in cpu_kernels/ has its figures beside torch. Neither numba nor triton is
+imported unless it serves. Descriptions and forget_measured may run on any thread.
 """
 
 import logging
@@ -33,28 +32,28 @@ from gpu.kernels import sizes as cuda
 from gpu.linear import Linear, MatmulChoices, MatmulShape, Served, keeps_rows
 from gpu.operators import Operators
 from gpu.sampler import MakeSampler
-from gpu.step_graphs import CudaRecorder, GraphRecorder
+from gpu.step_graphs import CudaRecorder
 from gpu.step_shapes import step_shapes
 from gpu.streams import NEVER_S, Timer, graph_seconds, seconds_or_never
 
 NEEDED_FLAG = "avx512_bf16"
 HEAD_DIM_STEP = 32  # numbers of bf16 in a register
-# Importing numba takes 0.7 s of a start: a model of this size takes seconds to load, and its steps tens of ms.
+# Importing numba takes 0.7 s: a model of this size takes seconds to load, and its steps tens of ms.
 MIN_KERNEL_PARAMETERS = 100_000_000
-MIN_SAMPLING_CAPABILITY = (8, 0)  # what is compiled for in tests is newer, and older devices are not tried
-MAX_DEVICE_VOCABULARY = 1 << 20  # of 8,192 segments' maxima, which one program holds
+MIN_SAMPLING_CAPABILITY = (8, 0)  # tests compile for a newer one; older devices are untested
+MAX_DEVICE_VOCABULARY = 1 << 20  # 8,192 segments, whose maxima one program holds
 
-# A smaller model's matmuls take about as long as waking a thread: several compute in long prefills only.
+# A smaller model's matmuls take about as long as waking a thread: several threads compute long prefills only.
 MIN_PARAMETERS = 64_000_000
 SMALL_MODEL_TOKENS = 128
-LOOKS = 2  # at start, at what is not settled
-IDLE_LOOKS = 6  # of a process, begun while it idles: counts that are as fast are never settled
+LOOKS = 2  # at start, unless the result is settled
+IDLE_LOOKS = 6  # of a process, while it idles: counts that are equally fast never settle
 MEASURED_TOKENS = (1, 4, 8, 32)  # of a step
-PREFILL_TOKENS = 128  # bound by arithmetic: all threads from here on, whatever disturbed the measurement
-ROUNDS = 3  # the best counts, and the first warms up
+PREFILL_TOKENS = 128  # bound by arithmetic: all threads from here on, whatever was measured
+ROUNDS = 3  # the best one counts, and the first warms up
 WORTH_A_THREAD = 1.05  # more threads must be so much faster
-NOISE = 0.03  # of a time, by which two measurements of the same differ: what less decides is within noise
-SLICE_S = 0.02  # of matmuls, after which a measurement may be put down; one matmul is not divided
+NOISE = 0.03  # share of a time by which repeated measurements differ
+SLICE_S = 0.02  # of matmuls, after which a measurement can be interrupted; one matmul is not divided
 MEASURED_FEW = (1, 4, 16)  # rows of a device's matmuls; on the geometric mean
 MEASURED_MANY = (64, 512)
 
@@ -62,14 +61,14 @@ logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 Measurement = Generator[None, None, Found]
-"""Gives what it finds, after any number of slices. Closed between two, it leaves all as it was."""
+"""Returns what it finds, after any number of slices. Closed between two, it leaves everything as it was."""
 
 Probe = tuple[Linear, int]
-"""A matmul, and the width of what goes in."""
+"""A matmul, and the width of its input."""
 
 
 def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
-    """What the model computes with: its device's kernels, which are compiled or loaded, or torch's operators."""
+    """The model's operators: its device's kernels, which are compiled or loaded here, or torch's."""
     if why_no_kernels(config, choice) is not None:
         found = Operators(choice.dtype, choice.device, config.rms_norm_eps)
     elif choice.device.type == "cuda":
@@ -90,7 +89,7 @@ def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
 
 
 def find_sampler(config: ModelConfig, choice: DeviceChoice) -> MakeSampler | None:
-    """The kernel of the model's device; None: torch samples."""
+    """The sampling kernel of the model's device; None: torch samples."""
     if why_no_sampling_kernel(config, choice) is not None:
         return None
     if choice.device.type == "cuda":
@@ -102,8 +101,8 @@ def find_sampler(config: ModelConfig, choice: DeviceChoice) -> MakeSampler | Non
     return RowSampler
 
 
-def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operators) -> GraphRecorder | None:
-    """What captures steps; None: they are sent by Python."""
+def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operators) -> CudaRecorder | None:
+    """What captures steps as CUDA graphs; None: Python launches them."""
     if engine.graphs == "off" or (engine.graphs == "auto" and choice.device.type != "cuda"):
         return None
     if operators.has_device_rows and operators.ranks is None:
@@ -114,11 +113,11 @@ def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operato
 
 
 def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
-    """What speaks against the device's kernels, as a phrase; None: nothing."""
+    """Why the device's kernels cannot serve, as a phrase; None: they can."""
     if choice.device.type == "cuda":
         return cuda.why_no_kernels(config, choice)
     if choice.device.type != "cpu" or choice.dtype != torch.bfloat16:
-        return f"{choice.dtype_name} on {choice.device.type}: they know bfloat16 on a CPU"
+        return f"{choice.dtype_name} on {choice.device.type}: the kernels support bfloat16 on a CPU"
     if NEEDED_FLAG not in cpu_flags():
         return f"the CPU has no {NEEDED_FLAG}"
     if config.num_parameters < MIN_KERNEL_PARAMETERS:
@@ -133,16 +132,16 @@ def _why_no_numba() -> str | None:
 
 
 def why_no_cpu_attention(config: ModelConfig) -> str | None:
-    """What speaks against the CPU's kernel for attention, where the others serve; None: nothing."""
+    """Why the CPU's attention kernel cannot serve where the others do, as a phrase; None: it can."""
     if config.head_dim % HEAD_DIM_STEP:
-        return f"heads of {config.head_dim}: it knows multiples of {HEAD_DIM_STEP}"
+        return f"heads of {config.head_dim}: the kernel supports multiples of {HEAD_DIM_STEP}"
     if config.attention_cap is not None or config.has_sinks:
-        return "it knows neither caps nor sinks"
+        return "the kernel supports neither caps nor sinks"
     return None
 
 
 def why_no_sampling_kernel(config: ModelConfig, choice: DeviceChoice) -> str | None:
-    """What speaks against it, as a phrase; None: nothing. It knows float32 logits, whatever else computes."""
+    """Why it cannot serve, as a phrase; None: it can. It takes float32 logits, whatever computed them."""
     if choice.device.type == "cpu":
         is_small = config.num_parameters < MIN_KERNEL_PARAMETERS
         return "the model is too small to repay loading the kernel" if is_small else _why_no_numba()
@@ -151,21 +150,21 @@ def why_no_sampling_kernel(config: ModelConfig, choice: DeviceChoice) -> str | N
     if find_spec("triton") is None:
         return "triton is not installed"
     if config.vocab_size > MAX_DEVICE_VOCABULARY:
-        return f"a vocabulary of {config.vocab_size:,}: it knows up to {MAX_DEVICE_VOCABULARY:,}"
+        return f"a vocabulary of {config.vocab_size:,}: the kernel supports up to {MAX_DEVICE_VOCABULARY:,}"
     if torch.cuda.get_device_capability(choice.device) < MIN_SAMPLING_CAPABILITY:
         return "the device is older than compute capability {}.{}".format(*MIN_SAMPLING_CAPABILITY)
     return None
 
 
 def why_no_graphs(config: ModelConfig, choice: DeviceChoice) -> str | None:
-    """What speaks against them, as a phrase; None: nothing."""
+    """Why CUDA graphs cannot serve, as a phrase; None: they can."""
     if choice.device.type != "cuda":
         return f"on {choice.device.type} there is nothing to gain"
     return why_no_kernels(config, choice) or cuda.why_no_attention(config, choice.dtype)
 
 
 def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
-    """What attends, and why it is not the kernel."""
+    """What computes attention, and why it is not the kernel."""
     is_cuda = choice.device.type == "cuda"
     why = why_no_kernels(config, choice)
     why = why or (cuda.why_no_attention(config, choice.dtype) if is_cuda else why_no_cpu_attention(config))
@@ -173,7 +172,7 @@ def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
 
 
 def describe_matmuls(config: ModelConfig, choice: DeviceChoice) -> str:
-    """What multiplies with the layers' matrices, and computes all that lies between them."""
+    """What computes the layers' matmuls, norms, RoPE and gates."""
     why = why_no_kernels(config, choice)
     if why is not None:
         return f"torch's operators: {why}"
@@ -183,7 +182,7 @@ def describe_matmuls(config: ModelConfig, choice: DeviceChoice) -> str:
 
 
 def describe_graphs(config: ModelConfig, choice: DeviceChoice, engine: EngineConfig) -> str:
-    """What steps are sent by."""
+    """Which steps are launched as CUDA graphs, or why none are."""
     why = "asked for" if engine.graphs == "off" else why_no_graphs(config, choice)
     if why is not None:
         return f"none: {why}"
@@ -196,10 +195,10 @@ def describe_graphs(config: ModelConfig, choice: DeviceChoice, engine: EngineCon
 
 
 def measured_here(choice: DeviceChoice, config: ModelConfig | None) -> "Mapping[str, Measured | Served]":
-    """What is known of this machine: by shape of model; of a device, by shape of matrix.
+    """What was measured on this machine: on a CPU by a model's sizes, on a device by a matrix's shape.
 
     Args:
-        config: of a model: what is known of its sizes alone, on a CPU; None: of all.
+        config: on a CPU, only what was measured of this model's sizes; None: all.
     """
     known = read_measured().get(_machine(choice), {})
     if config is None or choice.device.type == "cuda":
@@ -209,12 +208,12 @@ def measured_here(choice: DeviceChoice, config: ModelConfig | None) -> "Mapping[
 
 @dataclass(frozen=True, slots=True)
 class StepThreads:
-    """Args: by_tokens: (tokens from which it holds, threads), ascending, the first from 1."""
+    """Threads by a step's tokens. by_tokens: (least tokens, threads), ascending, the first from 1."""
 
     by_tokens: tuple[tuple[int, int], ...]
 
     def of(self, num_tokens: int) -> int:
-        """Threads for a step of so many tokens."""
+        """For a step of so many tokens."""
         return next((threads for least, threads in reversed(self.by_tokens) if num_tokens >= least), 1)
 
     def __str__(self) -> str:
@@ -224,7 +223,7 @@ class StepThreads:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of a model's shape on a CPU. is_settled: it is not measured again."""
+    """The result for a model's sizes on a CPU. is_settled: it is not measured again."""
 
     threads: StepThreads
     is_settled: bool = True
@@ -235,17 +234,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Look(Generic[Found]):
-    """What was measured once. is_clear: it would be the same with times that differ by NOISE."""
+    """One measurement. is_clear: it would be the same with times that differ by NOISE."""
 
     found: Found
     is_clear: bool
 
 
 class Tuning:
-    """Sets what is measured: at start, as at an earlier one, or while the server idles.
+    """Measures what is to be measured: at start, unless an earlier start did, and while the server idles.
 
-    Settled is what two looks, one after the other, found alike by more than the noise while no others computed. What is
-    not is served as it was found first, looked at again while the server idles, and at the next start.
+    A result is settled once two looks in a row agree by more than the noise, while no other process computes. Until
+    then the first look's result serves, and more looks follow while the server idles and at the next start.
 
     Args:
         probes: the model's matmuls; None: nothing is measured.
@@ -263,7 +262,7 @@ class Tuning:
         self._probes = probes or ()
         self._idle_looks_left = IDLE_LOOKS
         self._last: Look[StepThreads] | None = None
-        self.measured = Measured(_unmeasured(choice))  # what serves
+        self.measured = Measured(_unmeasured(choice))  # in use
         is_measured = probes is not None and config.num_parameters >= MIN_PARAMETERS
         if operators.matmuls is not None and is_measured:
             choose_matmuls(operators.matmuls, choice, clock)
@@ -284,14 +283,15 @@ class Tuning:
         self._keep()
         if not self.measured.is_settled:
             logger.info(
-                "what two looks did not settle is measured again, while idle or at the next start: %s", self.measured
+                "two looks did not settle the threads; they are measured again while idle or at the next start: %s",
+                self.measured,
             )
 
     @torch.inference_mode()
     def look_again(self) -> Generator[None]:
-        """Measure what is not settled until it is, IDLE_LOOKS have begun, or others compute.
+        """Measure until the result is settled, IDLE_LOOKS have begun, or other processes compute.
 
-        Closed between two slices, it leaves what serves as it was. What is settled serves at once.
+        Closed between two slices, it leaves the result in use as it was. A settled result is used at once.
         """
         while not self.measured.is_settled and self._idle_looks_left and load_average() <= self._choice.threads:
             self._idle_looks_left -= 1
@@ -313,7 +313,7 @@ class Tuning:
 
 
 def forget_measured(choice: DeviceChoice, config: ModelConfig) -> None:
-    """Have a model's next start measure anew, on a CPU. Thread: main."""
+    """Forget a model's results on a CPU, so that its next start measures. Thread: main."""
     known = read_measured()
     for shape in measured_here(choice, config):
         del known[_machine(choice)][shape]
@@ -337,9 +337,9 @@ def at_once(measurement: Measurement[Found]) -> Found:
 
 
 def measure_threads(probes: Sequence[Probe], max_threads: int, dtype: torch.dtype) -> Measurement[Look[StepThreads]]:
-    """The fewest threads that are about as fast as any, for each of MEASURED_TOKENS. Torch's are as before then.
+    """The fewest threads that are about as fast as any, for each of MEASURED_TOKENS. Torch's number is restored.
 
-    One row's matmuls are bound by memory, which one core may nearly fill by itself: further threads only take the event
+    One row's matmuls are bound by memory, whose bandwidth one core may nearly fill: further threads only take the event
     loop's core.
     """
     before = torch.get_num_threads()
@@ -364,13 +364,13 @@ def measure_threads(probes: Sequence[Probe], max_threads: int, dtype: torch.dtyp
 
 
 def fewest(counts: Sequence[int], seconds: Sequence[float], worth: float = WORTH_A_THREAD) -> int:
-    """The first count whose time is not worth more threads. counts ascend."""
+    """The first count that more threads improve on by less than `worth`. counts ascend."""
     limit = min(seconds) * worth
     return next(count for count, taken in zip(counts, seconds, strict=True) if taken <= limit)
 
 
 def seconds_of(probes: Sequence[Probe], num_tokens: int, threads: int, dtype: torch.dtype) -> Measurement[float]:
-    """The best round of all matmuls. Torch's threads are changed."""
+    """The best round of all matmuls. Changes torch's number of threads."""
     torch.set_num_threads(threads)
     inputs = {width: torch.zeros(num_tokens, width, dtype=dtype) for _, width in probes}
     best_s, slice_s = float("inf"), 0.0
@@ -390,7 +390,7 @@ def seconds_of(probes: Sequence[Probe], num_tokens: int, threads: int, dtype: to
 
 
 def load_average() -> float:
-    """Threads that computed or waited for a core, over the last minute; 0 where the system does not tell."""
+    """Threads that computed or waited for a core in the last minute; 0 where the system does not say."""
     try:
         return os.getloadavg()[0]
     except OSError:
@@ -398,7 +398,7 @@ def load_average() -> float:
 
 
 def choose_matmuls(choices: MatmulChoices, choice: DeviceChoice, clock: Timer) -> dict[str, Served]:
-    """As measured at an earlier start, or now, on the model's own matrices."""
+    """Choose by what an earlier start measured, or measure the model's own matrices now."""
     known = read_measured()
     here = known.setdefault(_machine(choice), {})
     has_new = False
@@ -409,14 +409,14 @@ def choose_matmuls(choices: MatmulChoices, choice: DeviceChoice, clock: Timer) -
             found = here[key] = Served(faster(MEASURED_FEW), shape.has_many and faster(MEASURED_MANY))
             has_new = True
         shape.served.few, shape.served.many = found.few, found.many and shape.has_many
-        del shape.matmuls[:]  # they were kept to be measured
+        del shape.matmuls[:]  # no longer needed
     if has_new:
         _write_measured(known)
     return {key: shape.served for key, shape in choices.shapes.items()}
 
 
 def _is_kernel_faster(key: str, shape: MatmulShape, choice: DeviceChoice, clock: Timer, rows: Sequence[int]) -> bool:
-    """On the geometric mean. One that fails is the slower."""
+    """By the geometric mean. An implementation that fails is the slower one."""
 
     def seconds(name: str, matmuls: Sequence[Linear], num_rows: int) -> float:
         x = torch.zeros(num_rows, shape.num_in, dtype=choice.dtype, device=choice.device)
@@ -441,14 +441,14 @@ def _multiply_all(matmuls: Sequence[Linear], x: Tensor) -> None:
 
 
 def read_measured() -> dict[str, dict[str, Measured | Served]]:
-    """Machine -> shape -> what was found; empty where the file is missing or not what we write."""
+    """Machine -> shape -> result; empty where the file is missing or malformed."""
     return read_kept(measured_file(), _checked)
 
 
 def _checked(found: Any) -> Measured | Served:
     """
     Raises:
-        ValueError, TypeError, KeyError: it is not what was written.
+        ValueError, TypeError, KeyError: it is malformed.
     """
     flags = [found["few"], found["many"]] if "few" in found else [found["is_settled"]]
     if not all(isinstance(flag, bool) for flag in flags):
@@ -476,7 +476,7 @@ def _write_measured(known: Mapping[str, Mapping[str, Measured | Served]]) -> Non
 
 
 def _machine(choice: DeviceChoice) -> str:
-    """What a measurement depends on, but for the model."""
+    """What a measurement depends on beside the model."""
     if choice.device.type == "cuda":
         triton = f"triton {version('triton')}" if find_spec("triton") is not None else "no triton"
         return f"{torch.cuda.get_device_name(choice.device)}, torch {torch.__version__}, {triton}"

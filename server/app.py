@@ -144,9 +144,9 @@ class App:
 
     Args:
         find_route: by path and method, with the argument that the path has for it; raises ServiceError.
-        new_request_id: unique ids, ours.
-        new_span_id: of 16 hex digits, of our spans in clients' traces.
-        cross_origin: whose pages may read the answers; None: no other site's.
+        new_request_id: makes unique ids.
+        new_span_id: makes ids of 16 hex digits, for our spans in clients' traces.
+        cross_origin: the sites whose pages may read the answers; None: none.
 
     Attributes:
         exchanges: in progress.
@@ -242,7 +242,7 @@ class App:
             self._answer_error(exchange, error)
         except ClientDisconnected:
             pass
-        except Exception:  # a fault of ours, wherever it is
+        except Exception:  # a bug
             error_code = INTERNAL.code
             if stream.head_sent:
                 raise  # closes the connection: nothing else can tell the client now
@@ -319,7 +319,7 @@ class App:
 
     def _answer_error(self, exchange: Exchange, error: ServiceError) -> None:
         if exchange.stream.head_sent:
-            return  # the stream has told it
+            return  # the error is in the stream
         headers: Headers = ()
         if isinstance(error, MethodNotAllowed):
             headers += ((b"allow", error.allowed.encode()),)

@@ -2,9 +2,8 @@
 
     step's rows ─▶ RequestSequence: text of a token ─▶ its writer, or its request's sink ─▶ the stream's frames
 
-A token has one way. Where its text stands by itself (whole characters that begin no stop string, nothing to be told
-beside them) the loop over the step's rows writes it at once; otherwise the sequence's detokenizer says what may be
-written.
+A token has one way. Text that is complete (whole characters that begin no stop string, no logprobs beside them) is
+written at once by the loop over the step's rows; otherwise the sequence's detokenizer decides what may be written.
 
 The loop decides where text ends: a stop string is found here, a step or more after its token was sampled. The handle
 then drops later tokens, tells the engine how many were kept, and cuts the usage to that count, so that the same request
@@ -73,7 +72,7 @@ class DeltaSink(Protocol):
         ...
 
     def on_text(self, choice: int, text: str) -> None:
-        """New tokens have this text, and nothing else to tell."""
+        """The text of new tokens that come without logprobs or an end."""
         ...
 
     def text_writer(self, choice: int) -> TextWriter | None:
@@ -106,10 +105,10 @@ class RequestSequence:
     """One sequence of a request: its tokens and their text.
 
     Attributes:
-        logprobs: of tokens that no text has told of yet; None: none are asked for.
-        mark: the sink is told when so many tokens are kept.
+        logprobs: of tokens that no delta has reported yet; None: none are asked for.
+        mark: the number of kept tokens at which to call the sink's on_mark.
         num_tokens: received and kept.
-        num_untold: of these, those whose text is still held back: half a character, or what may become a stop string.
+        num_unreported: of these, those whose text is held back: half a character, or the beginning of a stop string.
         last_s: when its last text came.
         discounted_s: later than that, if its last token had no text, or time until then does not count as waiting.
         write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
@@ -121,7 +120,7 @@ class RequestSequence:
     logprobs: list[TokenLogprobs] | None
     mark: int
     num_tokens: int = 0
-    num_untold: int = 0
+    num_unreported: int = 0
     is_finished: bool = False
     last_s: float = NOT_YET
     discounted_s: float = NOT_YET
@@ -144,12 +143,12 @@ class RequestSequence:
         detokenizer.num_tokens_kept = num_before  # some have been counted where write was called
         text = detokenizer.push_token(token_id)
         self.num_tokens = detokenizer.num_tokens_kept
-        self.num_untold += self.num_tokens - num_before
+        self.num_unreported += self.num_tokens - num_before
         return text
 
-    def tell(self, text: str, sink: DeltaSink) -> None:
+    def write_text(self, text: str, sink: DeltaSink) -> None:
         """Write text that came alone. If nothing is held back, the next token's plain text may go straight to write."""
-        self.num_untold = 0
+        self.num_unreported = 0
         if self._writer is not None:
             self._writer(text)
         else:
@@ -172,12 +171,12 @@ class RequestSequence:
     def take_delta(
         self, text: str, reason: FinishReason | None = None, stop_logprobs: TokenLogprobs | None = None
     ) -> Delta:
-        """The text, with the count and the logprobs of the tokens that no text has told of yet."""
+        """The text, with the count and the logprobs of the tokens that no delta has reported yet."""
         logprobs = None
         if self.logprobs is not None:
             logprobs = tuple(self.logprobs)
             self.logprobs.clear()
-        num_new, self.num_untold = self.num_untold, 0
+        num_new, self.num_unreported = self.num_unreported, 0
         return Delta(
             text=text, num_tokens=num_new, logprobs=logprobs, stop_logprobs=stop_logprobs, finish_reason=reason
         )
@@ -187,7 +186,7 @@ class RequestSequence:
 class RequestHandle:
     """A submitted request: tokens in, deltas out, until its one terminal chunk.
 
-    What its sink raises is a bug of ours: EngineClient then calls break_off(), and other requests go on.
+    An exception of its sink is a bug: EngineClient then calls break_off(), and other requests go on.
 
     Args:
         post: puts a message into the engine's inbox.
@@ -212,7 +211,7 @@ class RequestHandle:
         """Tokens of its completions that have come and are kept."""
         return sum(sequence.num_tokens for sequence in self.sequences)
 
-    # What its owner asks.
+    # Called by its owner.
 
     def cancel(self, reason: FinishReason) -> None:
         """End all its sequences. Later tokens are dropped; on_end still comes. Idempotent."""
@@ -224,13 +223,13 @@ class RequestHandle:
                 self._finish(sequence, reason)
 
     def finish(self, reason: FinishReason, now_s: float) -> None:
-        """End all its sequences where they are, and tell the sink so. Later tokens are dropped."""
+        """End all its sequences where they are, and report that to the sink. Later tokens are dropped."""
         for sequence in self.sequences:
             if not sequence.is_finished:
                 text = sequence.finish_text()
                 end = sequence.detokenizer.stop_reason if sequence.detokenizer.is_stopped else reason
                 self._finish(sequence, end)
-                self._tell_delta(sequence, sequence.take_delta(text, end), now_s)
+                self._report_delta(sequence, sequence.take_delta(text, end), now_s)
 
     def pause(self) -> None:
         self.post(Pause(self.request.request_id))
@@ -238,18 +237,18 @@ class RequestHandle:
     def resume(self) -> None:
         self.post(Resume(self.request.request_id))
 
-    # What the engine tells.
+    # Called with the engine's output.
 
     def on_token(self, sequence: RequestSequence, token_id: int, now_s: float) -> None:
         """One sampled token, without logprobs and not the last."""
         if not sequence.is_finished:
-            self._tell(sequence, sequence.push(token_id), now_s)
+            self._report(sequence, sequence.push(token_id), now_s)
 
     def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:
         """Tokens with logprobs, the prompt's logprobs, or the end of a sequence."""
         if chunk.error is not None:
             self._error = chunk.error
-        if chunk.prompt_logprobs:  # told to every sequence: they have one prompt
+        if chunk.prompt_logprobs:  # for every sequence: they have one prompt
             delta = Delta(text="", num_tokens=0, prompt_logprobs=chunk.prompt_logprobs)
             for sequence in self.sequences:
                 if not sequence.is_finished:
@@ -276,7 +275,7 @@ class RequestHandle:
         for sequence in self.sequences:
             sequence.end()
         num_kept = self.num_tokens
-        # Where tokens have come, the prompt was computed; otherwise nobody knows how much of it
+        # If tokens have come, the prompt was computed; otherwise an unknown part of it
         num_prompt = len(self.request.prompt_ids) if num_kept else 0
         self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
 
@@ -286,18 +285,18 @@ class RequestHandle:
         self._error = "The server failed to write this answer. The fault is not in the request."
         self.cancel(FinishReason.ERROR)
 
-    def _tell(self, sequence: RequestSequence, text: str, now_s: float) -> None:
-        """Pass on the text of the newest tokens."""
+    def _report(self, sequence: RequestSequence, text: str, now_s: float) -> None:
+        """Report the text of the newest tokens."""
         if sequence.detokenizer.is_stopped:
             reason = sequence.detokenizer.stop_reason
             self._finish(sequence, reason)
-            self._tell_delta(sequence, sequence.take_delta(text, reason), now_s)
+            self._report_delta(sequence, sequence.take_delta(text, reason), now_s)
         elif sequence.logprobs is not None:
             if text or sequence.logprobs:
-                self._tell_delta(sequence, sequence.take_delta(text), now_s)
+                self._report_delta(sequence, sequence.take_delta(text), now_s)
         elif text:
             self._note_time(sequence, now_s)
-            sequence.tell(text, self.sink)
+            sequence.write_text(text, self.sink)
         else:
             sequence.discounted_s = now_s
         if sequence.num_tokens >= sequence.mark:
@@ -310,18 +309,18 @@ class RequestHandle:
         if sequence.logprobs is not None and chunk.logprobs:
             sequence.logprobs.extend(chunk.logprobs[: sequence.num_tokens - num_before])
         if chunk.finish_reason is None or sequence.detokenizer.is_stopped:
-            self._tell(sequence, text, now_s)
+            self._report(sequence, text, now_s)
             return
         text += sequence.finish_text()
         sequence.end()
-        sequence.num_untold += chunk.num_sequence_tokens - sequence.num_tokens
+        sequence.num_unreported += chunk.num_sequence_tokens - sequence.num_tokens
         sequence.num_tokens = chunk.num_sequence_tokens  # a stop id counts, and has no text
         is_stopped = sequence.detokenizer.is_stopped
         reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
         stop_logprobs = None if is_stopped else chunk.stop_logprobs
-        self._tell_delta(sequence, sequence.take_delta(text, reason, stop_logprobs), now_s)
+        self._report_delta(sequence, sequence.take_delta(text, reason, stop_logprobs), now_s)
 
-    def _tell_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
+    def _report_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
         if delta.num_tokens:
             self._note_time(sequence, now_s)
         self.sink.on_delta(sequence.choice, delta, now_s)
@@ -365,7 +364,7 @@ class WriteQueue(Protocol):
 
     @property
     def num_writes(self) -> int:
-        """Of connections so far: those that wait to be flushed, and those that were made without."""
+        """The number of writes of connections so far, flushed or waiting to be."""
         ...
 
     def flush_all(self) -> None:
@@ -384,7 +383,7 @@ class EngineClient:
         output: flushed after each slice.
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
-        on_delivered: called for each delivery once it has been told in full.
+        on_delivered: called for each delivery once it has been handled in full.
         gaps: observes the seconds from one text of a sequence to the next.
 
     Attributes:
@@ -512,7 +511,7 @@ class EngineClient:
             now_s = self.clock()
             self._take_slice(self._deliveries[0], now_s)
             self.work.busy_s += self.clock() - now_s
-        except Exception:  # of no single request: those are broken off below. The rows behind are still to be told
+        except Exception:  # not of a single request: those are broken off below. Go on with the rows behind
             logger.exception("a step's output cannot be accounted for")
         finally:
             self.output.flush_all()

@@ -156,7 +156,7 @@ class Generations:
     idempotency: Idempotency
     ledger: Ledger | None = None
     active: dict[str, "Generation"] = field(default_factory=dict)
-    _farewell: ServiceError | None = None  # after fail_all: of requests and bodies that come too late
+    _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:
         self.metrics.num_active = self.active.__len__
@@ -187,8 +187,8 @@ class Generations:
         Raises:
             ServiceError: the process is ending, or the ledger takes no writes.
         """
-        if self._farewell is not None:
-            raise self._farewell
+        if self._refusal is not None:
+            raise self._refusal
         if self.ledger is not None:
             self.ledger.check()
 
@@ -213,7 +213,7 @@ class Generations:
 
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation in progress, each with an error event or answer, and let none begin."""
-        self._farewell = error
+        self._refusal = error
         for request_id, generation in list(self.active.items()):
             try:
                 generation.fail(error)
@@ -225,7 +225,7 @@ class Generation:
     """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
 
     Args:
-        ticket: the caller and its quotas; who makes the generation lets it in and out.
+        ticket: the caller and its quotas; the app enters and leaves it.
 
     Attributes:
         tenant: its owner's name.
@@ -271,12 +271,12 @@ class Generation:
         self._is_unsettled = False  # and could not be written
         # What is due when: see _dues
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
-        self._num_talking = 0  # choices that have begun and not ended
+        self._num_decoding = 0  # choices that have begun and not ended
         self._num_pauses = 0  # by a slow reader, by an empty quota
         self._paused_since_s: float | None = None
-        self._last_said_s = self._loop.time()  # when something other than text went out
+        self._last_written_s = self._loop.time()  # when something other than text went out
         self._news_due_s = math.inf
-        self._news = ""  # the last that was told
+        self._news = ""  # the last that was sent
         self._num_prefilled: int | None = None  # tokens of the first prompt, once the engine computes it
 
     # Its task: from READING to RESERVING, and the end.
@@ -402,7 +402,7 @@ class Generation:
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:
-            self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not told of
+            self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not reported
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
         for i, request in enumerate(requests):
             first_choice = i * call.num_sequences
@@ -413,16 +413,16 @@ class Generation:
 
     def _release(self) -> None:
         """Write the output that was withheld."""
-        self._last_said_s = self._clock()
+        self._last_written_s = self._clock()
         withheld, self._withheld = self._withheld, []
-        for choice, said in withheld:
-            self._say(choice, said)
+        for choice, output in withheld:
+            self._write(choice, output)
         if self.state is State.QUEUED and self._timings.first_token_s is not None:
             self._on(Event.FIRST_TOKEN)
         self._timer.arm()
 
     def _settle(self) -> None:
-        self._write_end()
+        self._settle_ledger()
         if self._entry is None:
             self._on(Event.SETTLED)
 
@@ -475,9 +475,9 @@ class Generation:
     def _close_books(self) -> None:
         """Settle quota and ledger, however it ended. Idempotent."""
         try:
-            self._count()
+            self._settle_quota()
         finally:
-            self._write_end()
+            self._settle_ledger()
 
     def _end_task(self, fault: Exception | None = None) -> None:
         """Let run() go on, unless it has been cancelled."""
@@ -489,14 +489,14 @@ class Generation:
         else:
             self._finished.set_exception(fault)
 
-    def _break_down(self, fault: Exception) -> None:
+    def _end_by_fault(self, fault: Exception) -> None:
         """End this generation, and no other, by an unexpected exception of a surface, the quota or the ledger."""
         if self._finished.done():
             logger.error("an answer has failed after its task ended", exc_info=fault)
         self._end_task(fault)
         self._on(Event.CLOSED)
 
-    # What the engine tells: engine_client.DeltaSink.
+    # Output of the engine: engine_client.DeltaSink.
 
     def on_begin(self, choice: int, now_s: float) -> None:
         timings = self._timings
@@ -507,12 +507,12 @@ class Generation:
             timings.enter(Stage.FIRST_FLUSH if opens_stream else Stage.DECODE, now_s)
             self._on(Event.FIRST_TOKEN)
         self._place.on_first_token(choice, now_s)
-        self._num_talking += 1
-        if self._num_talking == 1:  # otherwise the timer is armed for an earlier choice
+        self._num_decoding += 1
+        if self._num_decoding == 1:  # otherwise the timer is armed for an earlier choice
             self._timer.arm()
 
     def on_text(self, choice: int, text: str) -> None:
-        self._say(choice, text)
+        self._write(choice, text)
 
     def text_writer(self, choice: int) -> TextWriter | None:
         return self._output.text_writer(choice) if self.state is State.STREAMING else None
@@ -522,14 +522,14 @@ class Generation:
         if reason is not None:
             self._reasons.append(reason)
             if self._sequence(choice).last_s != NOT_YET:
-                self._num_talking -= 1
+                self._num_decoding -= 1
                 self._place.on_choice_end()
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # An end for a reason that the wire does not know becomes an error at the end of the request
         if delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS:
-            self._last_said_s = now_s
-            self._say(choice, delta)
+            self._last_written_s = now_s
+            self._write(choice, delta)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -546,7 +546,7 @@ class Generation:
         try:
             if is_last:
                 self._end_decode()
-                self._count()
+                self._settle_quota()
             if error is not None:
                 self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
             if is_last:
@@ -556,17 +556,17 @@ class Generation:
                     self.fail(cut_short(broken[0]))
                 self._on(Event.ENGINE_DONE)
         except Exception as fault:
-            self._break_down(fault)
+            self._end_by_fault(fault)
 
-    def _say(self, choice: int, said: str | Delta) -> None:
+    def _write(self, choice: int, output: str | Delta) -> None:
         if self.state is State.RESERVING:
-            self._withheld.append((choice, said))
+            self._withheld.append((choice, output))
         elif self.state not in OPEN:
             return
-        elif isinstance(said, str):
-            self._output.add_text(choice, said)
+        elif isinstance(output, str):
+            self._output.add_text(choice, output)
         else:
-            self._output.add(choice, said)
+            self._output.add(choice, output)
 
     def _end_decode(self) -> None:
         timings, num_tokens = self._timings, sum(usage.num_completion_tokens for usage in self._usages)
@@ -636,10 +636,10 @@ class Generation:
         if is_silent:  # for its client, withheld output is no first token
             yield head_s + limits.ttft_s, "ttft_s"
         elif self._paused_since_s is None:
-            for sequence in self._talking():
+            for sequence in self._decoding():
                 yield sequence.waits_since_s + limits.inter_token_s, "inter_token_s"
         if self._output.is_streamed and not self._is_withheld:
-            yield max([self._last_said_s, *(one.last_s for one in self._sequences())]) + KEEP_ALIVE_S, "keep_alive"
+            yield max([self._last_written_s, *(one.last_s for one in self._sequences())]) + KEEP_ALIVE_S, "keep_alive"
             if is_silent:
                 yield self._news_due_s, "news"
 
@@ -655,7 +655,7 @@ class Generation:
         if name == "keep_alive":
             self._comment(KEEP_ALIVE)
         elif name == "news":
-            self._tell_news(now_s)
+            self._send_news(now_s)
         else:
             self._fail_late(name)
 
@@ -675,7 +675,7 @@ class Generation:
     def _sequences(self) -> Iterator[RequestSequence]:
         return (sequence for handle in self._handles for sequence in handle.sequences)
 
-    def _talking(self) -> Iterator[RequestSequence]:
+    def _decoding(self) -> Iterator[RequestSequence]:
         """The choices that have begun and not ended."""
         return (one for one in self._sequences() if one.last_s != NOT_YET and not one.is_finished)
 
@@ -684,15 +684,15 @@ class Generation:
         paused_since_s, self._paused_since_s = self._paused_since_s, None
         assert paused_since_s is not None, "resume() comes after pause()"
         now_s = self._clock()
-        for sequence in self._talking():
+        for sequence in self._decoding():
             sequence.discounted_s = now_s - max(0.0, paused_since_s - sequence.waits_since_s)
         self._timer.arm()
 
     def _comment(self, line: bytes) -> None:
-        self._last_said_s = self._loop.time()
+        self._last_written_s = self._loop.time()
         self._output.comment(line)
 
-    def _tell_news(self, now_s: float) -> None:
+    def _send_news(self, now_s: float) -> None:
         """Tell its place in the queue, or how much of its prompt is computed, if that has changed.
 
         : queue {"position":3,"expected_ms":1200}
@@ -729,24 +729,24 @@ class Generation:
         )
 
     def _on_durable(self, event: Event, is_durable: bool) -> None:
-        """The ledger has written the reservation or the settlement, or failed to."""
+        """The ledger has written the reservation (RESERVED) or the settlement (SETTLED), or failed to."""
         self._is_unsettled = event is Event.SETTLED and not is_durable
         try:
-            self._count()
+            self._settle_quota()
             if is_durable:
                 self._on(event)
             else:
                 self.fail(unavailable())
         except Exception as fault:
-            self._break_down(fault)
+            self._end_by_fault(fault)
 
-    def _count(self) -> None:
+    def _settle_quota(self) -> None:
         """Settle the quota, once the engine is done and the ledger has the reservation. Idempotent."""
         if self._has_ended and not self._is_withheld:
             is_refused = self._entry is not None and self._entry.state is EntryState.UNRESERVED
             self._ticket.settle(Usage(0, 0) if is_refused else total_usage(self._usages))
 
-    def _write_end(self) -> None:
+    def _settle_ledger(self) -> None:
         """Write its end into the ledger. Idempotent."""
         if self._entry is not None and not self._is_written:
             self._entry.settle(self._end(), partial(self._on_durable, Event.SETTLED))

@@ -63,7 +63,7 @@ class PromptReader:
         """Parse and tokenize a request's body.
 
         Args:
-            marks: told of the stages that this passes.
+            marks: records the stages.
 
         Raises:
             ServiceError: the body is invalid, or asks for something that the tenant or the model does not allow.
@@ -216,7 +216,9 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
     if models:
         message = f"{what} here. Served: {', '.join(model.id for model in models)}."
     else:
-        message = f"{what} that you may use: your tenant may use none of those that are served here. Ask the operator."
+        message = (
+            f"{what} that you may use: your tenant may use none of the models that are served here. Ask the operator."
+        )
     raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
 
 

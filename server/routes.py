@@ -86,22 +86,22 @@ def computing(
 
 
 def tokenize_prompt(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
-    call = tokenize.parse_tokenize(body)
-    find_model(cards, call.model)
-    ids = reader.encode(call.prompt)
-    strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
-    return tokenize.tokenize_reply(ids, reader.max_model_len, strs), call.unknown_fields
+    wire, prompt, unknown_fields = tokenize.parse_tokenize(body)
+    find_model(cards, wire.model)
+    ids = reader.encode(prompt)
+    strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if wire.return_token_strs else None
+    return tokenize.tokenize_reply(ids, reader.max_model_len, strs), unknown_fields
 
 
 def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
-    call = tokenize.parse_detokenize(body)
-    find_model(cards, call.model)
-    if len(call.ids) > reader.max_model_len:
-        most = reader.max_model_len
-        message = f"tokens has {len(call.ids)} ids, and the model's context is {most}. Send fewer at once."
+    wire, unknown_fields = tokenize.parse_detokenize(body)
+    find_model(cards, wire.model)
+    num_ids, most = len(wire.tokens), reader.max_model_len
+    if num_ids > most:
+        message = f"tokens has {num_ids} ids, and the model's context is {most}. Send fewer at once."
         raise InvalidRequest(message, "tokens", "context_length_exceeded")
-    ids = checked_ids(call.ids, "tokens", reader.defaults.vocab_size)
-    return tokenize.detokenize_reply(reader.tokenizer.decode(ids, skip_special_tokens=False)), call.unknown_fields
+    ids = checked_ids(wire.tokens, "tokens", reader.defaults.vocab_size)
+    return tokenize.detokenize_reply(reader.tokenizer.decode(ids, skip_special_tokens=False)), unknown_fields
 
 
 def count_input_tokens(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:

@@ -24,7 +24,6 @@ from bench.peers import (
     STEPLOOP,
     TRANSFORMERS,
     Answers,
-    Bursts,
     Load,
     Missing,
     PeerServer,
@@ -164,11 +163,10 @@ def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_failed_parts_are_gaps_in_the_tables() -> None:
     stalled = Beside(summarize([]), summarize([0.1, 0.3]), summarize([2.0]), 4096)
-    done = Answers(closed={}, bursts=Bursts(2.0, 1.0, 0.5, 3.0), stalled=stalled, abandoned=None, failures=())
-    down = Answers(closed={}, bursts=None, stalled=None, abandoned=None, failures=("down",))
-    closed, bursts, mixed = result_tables({"a": done, "b": down}, Load(), WORK, Speed(1.0, 1.0))
+    done = Answers(closed={}, stalled=stalled, abandoned=None, failures=())
+    down = Answers(closed={}, stalled=None, abandoned=None, failures=("down",))
+    closed, mixed = result_tables({"a": done, "b": down}, Load(), WORK, Speed(1.0, 1.0))
     assert closed.rows == ()
-    assert bursts.rows == (("a", 2000.0, 1000.0, 3.0, 500.0),)
     assert mixed.rows == (("a", 200.0, pytest.approx(298.0), 2000.0), ("b", None, None, None))
 
 

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.attention import RaggedRows
-from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
 from gpu.cpu_kernels.matmul import PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
-    add,
+    LANES,
+    REGISTER_BYTES,
     clear_outside,
     exp2_to_126,
     first_lane,
@@ -40,7 +40,6 @@ from gpu.cpu_kernels.vectors import (
     load_floats,
     load_integer,
     load_pairs,
-    multiply,
     multiply_subtract,
     pointer,
     prefetch,
@@ -49,7 +48,6 @@ from gpu.cpu_kernels.vectors import (
     store_floats,
     store_pairs,
     store_rounded,
-    subtract,
     take_next,
     total,
     transpose_pairs,
@@ -149,13 +147,13 @@ def _raise_top(scores, scale, first, end, top):
         s2 = hide_outside(s2, first - 2 * LANES, end - 2 * LANES)
         s3 = hide_outside(s3, first - 3 * LANES, end - 3 * LANES)
     before = load_floats(top)
-    now = larger(multiply(spread_largest(larger(larger(s0, s1), larger(s2, s3))), spread(scale)), before)
+    now = larger(spread_largest(larger(larger(s0, s1), larger(s2, s3))) * spread(scale), before)
     factor = spread(ONE)
     if first_lane(now) > first_lane(before):
-        factor = exp2_to_126(subtract(before, now))
+        factor = exp2_to_126(before - now)
         store_floats(top, now)
         share_sum = top + REGISTER_BYTES
-        store_floats(share_sum, multiply(load_floats(share_sum), factor))
+        store_floats(share_sum, load_floats(share_sum) * factor)
     return factor
 
 
@@ -176,7 +174,7 @@ def _share_row(scores, scale, first, end, top, shares):
     store_rounded(shares + 4 * LANES, s2)
     store_rounded(shares + 6 * LANES, s3)
     share_sum = top + REGISTER_BYTES
-    store_floats(share_sum, add(load_floats(share_sum), add(add(s0, s1), add(s2, s3))))
+    store_floats(share_sum, load_floats(share_sum) + ((s0 + s1) + (s2 + s3)))
 
 
 @njit(cache=True)
@@ -184,7 +182,7 @@ def _rescale(sums, num_parts, part_bytes, factor):
     for part in range(num_parts):
         for index in range(0, SUM_ROW_BYTES, REGISTER_BYTES):
             at = sums + part * part_bytes + index
-            store_floats(at, multiply(load_floats(at), factor))
+            store_floats(at, load_floats(at) * factor)
 
 
 @njit(cache=True)
@@ -231,7 +229,7 @@ def _merge(sums, tops, other_sums, other_tops, num_rows, head_dim):
         top, other = tops + row * TOP_ROW_BYTES, other_tops + row * TOP_ROW_BYTES
         before, came = load_floats(top), load_floats(other)
         now = larger(before, came)
-        of_these, of_others = exp2_to_126(subtract(before, now)), exp2_to_126(subtract(came, now))
+        of_these, of_others = exp2_to_126(before - now), exp2_to_126(came - now)
         store_floats(top, now)
         _add_scaled(top + REGISTER_BYTES, of_these, other + REGISTER_BYTES, of_others)
         for part in range(num_parts):
@@ -242,8 +240,7 @@ def _merge(sums, tops, other_sums, other_tops, num_rows, head_dim):
 
 @njit(cache=True)
 def _add_scaled(target, of_target, source, of_source):
-    added = multiply(load_floats(source), of_source)
-    store_floats(target, add(multiply(load_floats(target), of_target), added))
+    store_floats(target, load_floats(target) * of_target + load_floats(source) * of_source)
 
 
 @njit(cache=True)
@@ -255,7 +252,7 @@ def _write(sums, tops, num_tokens, per_kv, head_dim, out, out_stride):
         target = out + row // per_kv * out_stride + row % per_kv * 2 * head_dim
         for index in range(0, head_dim, LANES):
             source = sums + index // BLOCK_OUTPUTS * part_bytes + row * SUM_ROW_BYTES + 4 * (index % BLOCK_OUTPUTS)
-            store_rounded(target + 2 * index, multiply(load_floats(source), by))
+            store_rounded(target + 2 * index, load_floats(source) * by)
 
 
 @njit(cache=True)

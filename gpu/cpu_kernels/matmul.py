@@ -17,22 +17,29 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from torch import Tensor
 
-from gpu.cpu_kernels import emit
-from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
-    add,
+    FLOATS,
+    LANES,
+    PAIRS,
+    REGISTER_BYTES,
+    constant,
+    emit_by_count,
+    emit_products,
     keep,
+    load,
     load_floats,
     load_widened,
     nothing,
+    offset,
     operation,
     pointer,
+    prefetch,
+    store,
     store_floats,
     store_rounded,
     take_next,
@@ -75,47 +82,34 @@ def _make_tile(most_lines):
             wanted: address of the lines to prefetch; num_quarters: how many per four pairs.
         """
         arguments = (x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
-        emit.emit_by_count(
-            builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, arguments, most_lines)
-        )
+        emit_by_count(builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, arguments, most_lines))
 
     return tile
 
 
 def _emit_tile(builder, num_rows, arguments, most_lines):
     x, x_stride, weights, num_pairs, sums, wanted, num_quarters = arguments
-
-    def constant(value):
-        return ir.Constant(ir.IntType(64), value)
-
     places = [
-        (builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES)), row, column)
+        [offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES) for column in range(BLOCK_REGISTERS)]
         for row in range(num_rows)
-        for column in range(BLOCK_REGISTERS)
     ]
-    registers = [cgutils.alloca_once(builder, emit.FLOATS) for _ in places]
-    for room, (place, _, _) in zip(registers, places, strict=True):
-        builder.store(emit.load(builder, place, emit.FLOATS), room)
-    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
-    with cgutils.for_range(builder, num_pairs) as loop:
-        at = builder.add(weights, builder.mul(loop.index, constant(PAIR_BYTES)))
-        line = builder.lshr(builder.mul(loop.index, num_quarters), constant(2))
+    registers = [[cgutils.alloca_once(builder, FLOATS) for _ in of_row] for of_row in places]
+    cells = [pair for cell in zip(registers, places, strict=True) for pair in zip(*cell, strict=True)]
+    for register, place in cells:
+        builder.store(load(builder, place, FLOATS), register)
+
+    def columns_of(index):
+        line = builder.lshr(builder.mul(index, num_quarters), constant(2))
         lines = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
-        for index in range(most_lines):
-            emit.prefetch(builder, builder.add(lines, constant(index * REGISTER_BYTES)))
-        columns = [
-            emit.load(builder, builder.add(at, constant(column * REGISTER_BYTES)), emit.PAIRS)
-            for column in range(BLOCK_REGISTERS)
-        ]
-        offset = builder.mul(loop.index, constant(4))
-        for row in range(num_rows):
-            pair = emit.spread_pair(builder, builder.add(rows[row], offset))
-            for column in range(BLOCK_REGISTERS):
-                room = registers[row * BLOCK_REGISTERS + column]
-                added = emit.add_products(builder, builder.load(room), columns[column], pair)
-                builder.store(added, room)
-    for room, (place, _, _) in zip(registers, places, strict=True):
-        emit.store(builder, place, builder.load(room))
+        for number in range(most_lines):
+            prefetch.emit(builder, offset(builder, lines, number * REGISTER_BYTES))
+        at = builder.add(weights, builder.mul(index, constant(PAIR_BYTES)))
+        return [load(builder, offset(builder, at, n * REGISTER_BYTES), PAIRS) for n in range(BLOCK_REGISTERS)]
+
+    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+    emit_products(builder, num_pairs, rows, registers, columns_of)
+    for register, place in cells:
+        store(builder, place, builder.load(register))
 
 
 _shared_tile, _lone_tile = _make_tile(SHARED_LINES), _make_tile(PAIR_LINES)
@@ -180,7 +174,7 @@ def write_block(sums, num_rows, bias, out, out_stride):
         for index in range(0, BLOCK_OUTPUTS, LANES):
             value = load_floats(sums + row * SUM_ROW_BYTES + 4 * index)
             if bias:
-                value = add(value, load_widened(bias + 2 * index))
+                value = value + load_widened(bias + 2 * index)
             store_rounded(out + row * out_stride + 2 * index, value)
 
 

@@ -15,26 +15,23 @@ from torch import Tensor
 
 from core.config import ModelConfig
 from gpu.cpu_kernels.attention import PagedAttention
-from gpu.cpu_kernels.emit import LANES
 from gpu.cpu_kernels.matmul import PackedMatmuls
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
-    add,
-    divide,
+    LANES,
     exp2,
     first_of_pairs,
     load_floats,
     load_integer,
     load_widened,
-    multiply,
     multiply_add,
     pointer,
+    rotated_pairs,
     second_of_pairs,
     spread,
     store_rounded,
     take_next,
     total,
-    turned_pairs,
     zeros,
 )
 from gpu.kv_cache import LayerKV
@@ -129,8 +126,7 @@ def _norm(x, weight, is_float, width, eps, out):
         squares = multiply_add(value, value, squares)
     by = spread(ONE / np.sqrt(total(squares) / np.float32(width) + eps))
     for index in range(0, width, LANES):
-        value = multiply(load_widened(x + 2 * index), by)
-        store_rounded(out + 2 * index, multiply(value, _load_weight(weight, index, is_float)))
+        store_rounded(out + 2 * index, load_widened(x + 2 * index) * by * _load_weight(weight, index, is_float))
 
 
 @cfunc(types.void(types.int64), cache=True)
@@ -158,7 +154,7 @@ def _rotate(x, rotation, head_dim, out):
         value = load_widened(x + 2 * index)
         if rotation:
             by = load_floats(rotation + 4 * index)
-            value = multiply_add(value, first_of_pairs(by), multiply(turned_pairs(value), second_of_pairs(by)))
+            value = multiply_add(value, first_of_pairs(by), rotated_pairs(value) * second_of_pairs(by))
         store_rounded(out + 2 * index, value)
 
 
@@ -194,11 +190,10 @@ def rotate_and_store(arguments):
 
 @njit(cache=True)
 def _gated(gate, up, is_gelu):
-    slope = multiply(gate, spread(MINUS_LOG2_E))
+    slope = gate * spread(MINUS_LOG2_E)
     if is_gelu:
-        square = multiply(gate, gate)
-        slope = multiply(multiply(gate, multiply_add(square, spread(GELU_CUBE), spread(ONE))), spread(GELU_SLOPE))
-    return multiply(divide(gate, add(spread(ONE), exp2(slope))), up)
+        slope = gate * multiply_add(gate * gate, spread(GELU_CUBE), spread(ONE)) * spread(GELU_SLOPE)
+    return gate / (spread(ONE) + exp2(slope)) * up
 
 
 @cfunc(types.void(types.int64), cache=True)

@@ -8,6 +8,7 @@ can_multiply refuses are dequantised in slabs (gpu/quant.py).
 
 import ctypes
 from functools import cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -16,8 +17,6 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from torch import Tensor
 
-from gpu.cpu_kernels import emit
-from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
 from gpu.cpu_kernels.matmul import (
     BLOCK_REGISTERS,
     MOST_TILE_ROWS,
@@ -32,15 +31,32 @@ from gpu.cpu_kernels.matmul import (
 )
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
+    BFLOATS,
+    FLOAT,
+    FLOATS,
+    HALVES,
+    LANES,
+    REGISTER_BYTES,
+    call,
+    constant,
+    emit_by_count,
+    emit_products,
     keep,
+    load,
     load_floats,
     load_widened,
-    multiply,
+    multiply_add,
     nothing,
+    offset,
     operation,
     pointer,
+    prefetch,
+    spread,
+    store,
     store_floats,
     take_next,
+    total,
+    zeros,
 )
 from gpu.device import use_huge_pages
 from gpu.linear import BLOCK_OUTPUTS
@@ -80,17 +96,15 @@ _ARGUMENTS = np.dtype(Arguments)
 
 def _int4_columns(builder, at):
     """A pair of inputs' 64 outputs: the low halves of 32 bytes are 16 outputs, the high halves the next 16."""
-    halves = ir.VectorType(ir.IntType(16), 2 * LANES)
     # An index counts modulo 32: with the table twice, the bit above a low half does no harm.
     table = [int.from_bytes(np.float32(n % 16 - MIDDLE_INT4).tobytes()[2:], "little") for n in range(2 * LANES)]
-    table, four = ir.Constant(halves, table), ir.Constant(halves, [4] * 2 * LANES)
+    table, four = ir.Constant(HALVES, table), ir.Constant(HALVES, [4] * 2 * LANES)
     columns = []
     for part in range(2):
-        place = builder.add(at, ir.Constant(at.type, part * REGISTER_BYTES // 2))
-        bytes_ = builder.zext(emit.load(builder, place, ir.VectorType(ir.IntType(8), 2 * LANES)), halves)
+        place = offset(builder, at, part * REGISTER_BYTES // 2)
+        bytes_ = builder.zext(load(builder, place, ir.VectorType(ir.IntType(8), 2 * LANES)), HALVES)
         for index in (bytes_, builder.lshr(bytes_, four)):
-            column = emit.call(builder, "llvm.x86.avx512.permvar.hi.512", halves, table, index)
-            columns.append(builder.bitcast(column, emit.PAIRS))
+            columns.append(call(builder, "llvm.x86.avx512.permvar.hi.512", HALVES, table, index))
     return columns
 
 
@@ -98,10 +112,9 @@ def _int8_columns(builder, at):
     """A pair of inputs' 64 outputs, in order."""
     columns = []
     for part in range(BLOCK_REGISTERS):
-        place = builder.add(at, ir.Constant(at.type, part * REGISTER_BYTES // 2))
-        values = emit.load(builder, place, ir.VectorType(ir.IntType(8), 2 * LANES))
-        numbers = builder.sitofp(values, ir.VectorType(ir.FloatType(), 2 * LANES))
-        columns.append(builder.bitcast(builder.fptrunc(numbers, emit.BFLOATS), emit.PAIRS))
+        place = offset(builder, at, part * REGISTER_BYTES // 2)
+        values = load(builder, place, ir.VectorType(ir.IntType(8), 2 * LANES))
+        columns.append(builder.fptrunc(builder.sitofp(values, ir.VectorType(FLOAT, 2 * LANES)), BFLOATS))
     return columns
 
 
@@ -119,7 +132,7 @@ def _make_tile(pair_bytes, columns_of):
             sums: address of float32 [num_rows, 64].
         """
         arguments = (x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
-        emit.emit_by_count(
+        emit_by_count(
             builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, arguments, pair_bytes, columns_of)
         )
 
@@ -128,43 +141,35 @@ def _make_tile(pair_bytes, columns_of):
 
 def _emit_tile(builder, num_rows, arguments, pair_bytes, columns_of):
     x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums = arguments
-
-    def constant(value):
-        return ir.Constant(ir.IntType(64), value)
-
-    cells = [(row, column) for row in range(num_rows) for column in range(BLOCK_REGISTERS)]
-    registers = {cell: cgutils.alloca_once(builder, emit.FLOATS) for cell in cells}
-    nothing = ir.Constant(emit.FLOATS, [0.0] * LANES)
-    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+    registers = [[cgutils.alloca_once(builder, FLOATS) for _ in range(BLOCK_REGISTERS)] for _ in range(num_rows)]
     with cgutils.for_range(builder, num_groups) as groups:
         first = builder.mul(groups.index, group_pairs)
-        for room in registers.values():
-            builder.store(nothing, room)
-        with cgutils.for_range(builder, group_pairs) as loop:
-            pair = builder.add(first, loop.index)
-            at = builder.add(values, builder.mul(pair, constant(pair_bytes)))
+        first_values = builder.add(values, builder.mul(first, constant(pair_bytes)))
+
+        def prefetched_columns_of(index):
+            at = builder.add(first_values, builder.mul(index, constant(pair_bytes)))
             for line in range(0, pair_bytes, REGISTER_BYTES):
-                emit.prefetch(builder, builder.add(at, constant(STREAM_AHEAD + line)))
-            columns = columns_of(builder, at)
-            offset = builder.mul(pair, constant(4))
-            for row in range(num_rows):
-                spread = emit.spread_pair(builder, builder.add(rows[row], offset))
-                for column in range(BLOCK_REGISTERS):
-                    room = registers[row, column]
-                    builder.store(emit.add_products(builder, builder.load(room), columns[column], spread), room)
-        at = builder.add(scales, builder.mul(groups.index, constant(GROUP_BYTES)))
+                prefetch.emit(builder, offset(builder, at, STREAM_AHEAD + line))
+            return columns_of(builder, at)
+
+        for register in chain.from_iterable(registers):
+            builder.store(zeros.emit(builder), register)
+        first_x = builder.add(x, builder.mul(first, constant(4)))
+        rows = [builder.add(first_x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+        emit_products(builder, group_pairs, rows, registers, prefetched_columns_of)
+        group_scales = builder.add(scales, builder.mul(groups.index, constant(GROUP_BYTES)))
         for column in range(BLOCK_REGISTERS):
-            place = builder.add(at, constant(column * REGISTER_BYTES // 2))
-            scale = emit.load_widened(builder, place)
-            zero = emit.load_widened(builder, builder.add(place, constant(GROUP_BYTES // 2)))
+            scale = load_widened.emit(builder, offset(builder, group_scales, column * REGISTER_BYTES // 2))
+            zero = load_widened.emit(
+                builder, offset(builder, group_scales, GROUP_BYTES // 2 + column * REGISTER_BYTES // 2)
+            )
             for row in range(num_rows):
                 of_row = builder.add(builder.mul(num_groups, constant(row)), groups.index)
-                place = builder.add(x_sums, builder.mul(of_row, constant(4)))
-                x_sum = emit.spread(builder, emit.load(builder, place, ir.FloatType()), emit.FLOATS)
-                place = builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES))
-                total = emit.load(builder, place, emit.FLOATS)
-                total = emit.multiply_add(builder, builder.load(registers[row, column]), scale, total)
-                emit.store(builder, place, emit.multiply_add(builder, x_sum, zero, total))
+                x_sum = load(builder, builder.add(x_sums, builder.mul(of_row, constant(4))), FLOAT)
+                place = offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES)
+                products = builder.load(registers[row][column])
+                total = multiply_add.emit(builder, products, scale, load(builder, place, FLOATS))
+                store(builder, place, multiply_add.emit(builder, spread.emit(builder, x_sum), zero, total))
 
 
 _int4_columns_tile, _int8_columns_tile = (
@@ -183,30 +188,21 @@ def _int8_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x
     _int8_columns_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
 
 
-@operation(types.float32, types.int64, types.int64)
-def _sum_of(builder, x, num_numbers):
-    """float32: of bf16 [num_numbers], a multiple of LANES."""
-    kept = cgutils.alloca_once(builder, emit.FLOATS)
-    builder.store(ir.Constant(emit.FLOATS, [0.0] * LANES), kept)
-    steps = builder.udiv(num_numbers, ir.Constant(num_numbers.type, LANES))
-    with cgutils.for_range(builder, steps) as loop:
-        at = builder.add(x, builder.mul(loop.index, ir.Constant(x.type, 2 * LANES)))
-        builder.store(builder.fadd(builder.load(kept), emit.load_widened(builder, at)), kept)
-    return emit.total(builder, builder.load(kept))
-
-
 @njit(cache=True)
 def _sum_groups(x, x_stride, num_rows, num_groups, group_size, x_sums):
     for row in range(num_rows):
         for group in range(num_groups):
-            x_sums[row, group] = _sum_of(x + row * x_stride + 2 * group * group_size, group_size)
+            summed, first = zeros(), x + row * x_stride + 2 * group * group_size
+            for at in range(first, first + 2 * group_size, 2 * LANES):
+                summed = summed + load_widened(at)
+            x_sums[row, group] = total(summed)
 
 
 @operation(nothing, types.int64, types.int64)
 def _widen_int8(builder, source, target):
     """int8 [128] to bf16 [128]."""
     for part, column in enumerate(_int8_columns(builder, source)):
-        emit.store(builder, builder.add(target, ir.Constant(target.type, part * REGISTER_BYTES)), column)
+        store(builder, offset(builder, target, part * REGISTER_BYTES), column)
 
 
 @njit(cache=True)
@@ -221,7 +217,7 @@ def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, wi
         scale = load_widened(scales + 2 * index)
         for row in range(num_rows):
             at = sums + row * SUM_ROW_BYTES + 4 * index
-            store_floats(at, multiply(load_floats(at), scale))
+            store_floats(at, load_floats(at) * scale)
 
 
 @cfunc(types.void(types.int64), cache=True)

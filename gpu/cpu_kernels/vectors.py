@@ -1,27 +1,54 @@
 """Registers of 64 bytes as numba values: 16 float32 (`Floats`), or 16 pairs of bf16 (`Pairs`), one in each 32 bits.
 
-Addresses are integers. What is here compiles to few instructions; only avx512_bf16 has the dot product. Thread: any,
-without the GIL.
+Addresses are integers. Each operation compiles to few LLVM instructions; only the dot product of pairs needs
+avx512_bf16. Python's operators add, subtract, multiply and divide Floats, and round each result. Larger intrinsics are
+written with the operations' `emit`, which takes LLVM's builder and values. Thread: any, without the GIL.
+
+numba's cache does not notice a change here: it looks only at the files of the functions that it compiles.
 """
 
 import functools
 import inspect
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic, models, register_model
+from numba.core import cgutils
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from gpu.cpu_kernels import emit
-from gpu.cpu_kernels.emit import LANES
+LANES = 16
+REGISTER_BYTES = 64
+
+INT32, INT64, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, PAIRS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
+_ALIGNMENT = 2  # bytes: of a bf16; nothing more is assumed
 
 MOST_EXPONENT = np.float32(126.0)
-# Added to a small number it leaves the nearest integer in the low bits: of 1.5 * 2 ** 23 these are zero.
-ROUNDER = np.float32(1.5 * 2**23)
+ROUNDER = np.float32(1.5 * 2**23)  # added to a small number it leaves the nearest integer in the low bits
 ONE = np.float32(1)
-# 2 ** x for x in -0.5..0.5 to 5e-6, a thousandth of what bf16 rounds away; of 0 it is 1. Weighted least squares.
+# 2 ** x for x in -0.5..0.5 to 5e-6, a thousandth of bf16's rounding; 1 for x = 0. By weighted least squares.
 EXP2 = tuple(np.float32(value) for value in (0.69312419, 0.24024099, 0.05590642, 0.00958285))
+
+
+class _BFloat(ir.Type):
+    """llvmlite has no bfloat."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOATS, HALF_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
 
 class Floats(types.Type):
@@ -40,17 +67,35 @@ floats, pairs, address, nothing = Floats(), Pairs(), types.int64, types.void
 @register_model(Floats)
 class _FloatsModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, emit.FLOATS)
+        super().__init__(manager, numba_type, FLOATS)
 
 
 @register_model(Pairs)
 class _PairsModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, emit.PAIRS)
+        super().__init__(manager, numba_type, PAIRS)
+
+
+def _define(symbol: Any, instruction: str) -> None:
+    """Make a Python operator of two Floats an LLVM instruction."""
+    infer_global(symbol)(type("_OfFloats", (ConcreteTemplate,), {"cases": [signature(floats, floats, floats)]}))
+    lower_builtin(symbol, floats, floats)(lambda context, builder, _, values: getattr(builder, instruction)(*values))
+
+
+for _symbol, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _define(_symbol, _instruction)
 
 
 def operation(result, *taken):
-    """Make a function of (builder, values) an intrinsic of these types; it returns the value, or None for nothing."""
+    """Make a function of (builder, values) an intrinsic of these types; it returns the value, or None for nothing.
+
+    The intrinsic's `emit` is the function itself.
+    """
 
     def decorate(emit_value):
         def definition(typing_context: Any, *arguments: Any) -> Any:
@@ -61,47 +106,117 @@ def operation(result, *taken):
             return result(*taken), generate
 
         functools.update_wrapper(definition, emit_value)
-        # numba asks for arguments by name: those of emit_value, its builder in the place of the typing context
+        # numba passes arguments by name: emit_value's, with the typing context in the place of its builder
         definition.__signature__ = inspect.signature(emit_value)  # type: ignore[attr-defined]
-        return intrinsic(definition)
+        found = intrinsic(definition)
+        found.emit = emit_value
+        return found
 
     return decorate
+
+
+def load(builder: Any, at: Any, llvm_type: Any) -> Any:
+    """Emit a load from an address."""
+    return builder.load(builder.inttoptr(at, llvm_type.as_pointer()), align=_ALIGNMENT)
+
+
+def store(builder: Any, at: Any, value: Any) -> None:
+    """Emit a store to an address."""
+    builder.store(value, builder.inttoptr(at, value.type.as_pointer()), align=_ALIGNMENT)
+
+
+def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Emit a call of LLVM's own intrinsic."""
+    function = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
+
+
+def constant(value: int) -> Any:
+    """An address, or a part of one."""
+    return ir.Constant(INT64, value)
+
+
+def offset(builder: Any, at: Any, num_bytes: int) -> Any:
+    """Emit an address plus so many bytes."""
+    return builder.add(at, constant(num_bytes))
+
+
+def broadcast(builder: Any, value: Any, vector: Any) -> Any:
+    """Emit a scalar in every lane of a vector type."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    return builder.shuffle_vector(
+        builder.insert_element(undefined, value, ir.Constant(INT32, 0)), undefined, ir.Constant(PAIRS, [0] * LANES)
+    )
+
+
+def shuffle(builder: Any, x: Any, y: Any, order: list[int]) -> Any:
+    """Emit the lanes of x and then y, in this order."""
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT32, len(order)), order))
+
+
+def emit_by_count(builder: Any, count: Any, most: int, emit_one: Callable[[int], None]) -> None:
+    """Emit code for each number up to `most`, and the jump to that of `count`, which is one of them."""
+    after = builder.append_basic_block()
+    blocks = [builder.append_basic_block() for _ in range(most)]
+    choice = builder.switch(count, blocks[-1])
+    for number, block in enumerate(blocks, 1):
+        choice.add_case(ir.Constant(count.type, number), block)
+        builder.position_at_end(block)
+        emit_one(number)
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+def emit_products(
+    builder: Any, num_pairs: Any, rows: list[Any], sums: list[list[Any]], columns_of: Callable[[Any], list[Any]]
+) -> None:
+    """Emit the addition of rows times columns to sums, over pairs of inputs.
+
+    Args:
+        rows: addresses of bf16 [2 * num_pairs].
+        sums: of each row, memory of Floats for each column.
+        columns_of: emits the registers of pairs of the index-th pair of inputs.
+    """
+    with cgutils.for_range(builder, num_pairs) as loop:
+        columns = [builder.bitcast(column, BFLOATS) for column in columns_of(loop.index)]
+        place = builder.mul(loop.index, constant(4))
+        for row, of_row in zip(rows, sums, strict=True):
+            pair = builder.bitcast(broadcast(builder, load(builder, builder.add(row, place), INT32), PAIRS), BFLOATS)
+            for total, column in zip(of_row, columns, strict=True):
+                dot = "llvm.x86.avx512bf16.dpbf16ps.512"  # total + column[0] * pair[0] + column[1] * pair[1]
+                builder.store(call(builder, dot, FLOATS, builder.load(total), column, pair), total)
 
 
 @operation(floats)
 def zeros(builder):
     """Sixteen zeros."""
-    return ir.Constant(emit.FLOATS, [0.0] * LANES)
+    return ir.Constant(FLOATS, [0.0] * LANES)
 
 
 @operation(floats, address)
 def load_floats(builder, at):
     """float32 [16]."""
-    return emit.load(builder, at, emit.FLOATS)
+    return load(builder, at, FLOATS)
 
 
 @operation(pairs, address)
 def load_pairs(builder, at):
     """bf16 [32]."""
-    return emit.load(builder, at, emit.PAIRS)
+    return load(builder, at, PAIRS)
 
 
 @operation(floats, address)
 def load_widened(builder, at):
     """bf16 [16] as float32."""
-    return emit.load_widened(builder, at)
+    halves = load(builder, at, ir.VectorType(ir.IntType(16), LANES))
+    sixteen = ir.Constant(PAIRS, [16] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(halves, PAIRS), sixteen), FLOATS)
 
 
 @operation(types.int64, address)
 def load_integer(builder, at):
     """int64"""
-    return emit.load(builder, at, ir.IntType(64))
-
-
-@operation(types.float32, address)
-def load_float(builder, at):
-    """float32"""
-    return emit.load(builder, at, ir.FloatType())
+    return load(builder, at, INT64)
 
 
 @operation(types.voidptr, address)
@@ -113,61 +228,37 @@ def pointer(builder, at):
 @operation(nothing, address, floats)
 def store_floats(builder, at, value):
     """float32 [16]."""
-    emit.store(builder, at, value)
+    store(builder, at, value)
 
 
 @operation(nothing, address, pairs)
 def store_pairs(builder, at, value):
     """bf16 [32]."""
-    emit.store(builder, at, value)
+    store(builder, at, value)
 
 
 @operation(nothing, address, floats)
 def store_rounded(builder, at, value):
     """Sixteen float32 as bf16 [16], to the nearest, ties to even."""
-    emit.store(builder, at, builder.fptrunc(value, emit.HALF_BFLOATS))
+    store(builder, at, builder.fptrunc(value, HALF_BFLOATS))
 
 
 @operation(floats, types.float32)
 def spread(builder, value):
     """A float32 in every lane."""
-    return emit.spread(builder, value, emit.FLOATS)
+    return broadcast(builder, value, FLOATS)
 
 
 @operation(floats, floats, floats, floats)
 def multiply_add(builder, x, y, z):
     """x * y + z, rounded once."""
-    return emit.multiply_add(builder, x, y, z)
+    return call(builder, "llvm.fma.v16f32", FLOATS, x, y, z)
 
 
 @operation(floats, floats, floats, floats)
 def multiply_subtract(builder, x, y, z):
     """x * y - z, rounded once."""
-    return emit.multiply_add(builder, x, y, builder.fneg(z))
-
-
-@operation(floats, floats, floats)
-def add(builder, x, y):
-    """x + y"""
-    return builder.fadd(x, y)
-
-
-@operation(floats, floats, floats)
-def subtract(builder, x, y):
-    """x - y"""
-    return builder.fsub(x, y)
-
-
-@operation(floats, floats, floats)
-def multiply(builder, x, y):
-    """x * y"""
-    return builder.fmul(x, y)
-
-
-@operation(floats, floats, floats)
-def divide(builder, x, y):
-    """x / y"""
-    return builder.fdiv(x, y)
+    return multiply_add.emit(builder, x, y, builder.fneg(z))
 
 
 @operation(floats, floats, floats)
@@ -185,36 +276,39 @@ def smaller(builder, x, y):
 @operation(floats, floats, floats)
 def add_exponents(builder, x, exponents):
     """x * 2 ** n, where it is a normal number. exponents: bits whose low 9 are n."""
-    bits, exponents = (builder.bitcast(argument, emit.PAIRS) for argument in (x, exponents))
-    return builder.bitcast(builder.add(bits, builder.shl(exponents, emit.spread_constant(23))), emit.FLOATS)
+    bits, exponents = (builder.bitcast(argument, PAIRS) for argument in (x, exponents))
+    return builder.bitcast(builder.add(bits, builder.shl(exponents, ir.Constant(PAIRS, [23] * LANES))), FLOATS)
 
 
 @operation(types.float32, floats)
 def first_lane(builder, x):
-    """Of the sixteen."""
-    return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
+    """The first of the sixteen."""
+    return builder.extract_element(x, ir.Constant(INT32, 0))
 
 
 @operation(types.float32, floats)
 def total(builder, x):
-    """Of the sixteen, in the order that is fastest."""
-    return emit.total(builder, x)
+    """Sum of the sixteen, in the order that is fastest."""
+    width = LANES
+    while width > 1:  # halves, one on the other
+        width //= 2
+        x = builder.fadd(shuffle(builder, x, x, [*range(width)]), shuffle(builder, x, x, [*range(width, 2 * width)]))
+    return builder.extract_element(x, ir.Constant(INT32, 0))
 
 
 @operation(floats, floats)
 def spread_largest(builder, x):
     """The largest of the sixteen, in every lane."""
     for width in (8, 4, 2, 1):
-        other = _shuffled(builder, x, [lane ^ width for lane in range(LANES)])
-        x = builder.select(builder.fcmp_ordered(">", x, other), x, other)
+        x = larger.emit(builder, x, shuffle(builder, x, x, [lane ^ width for lane in range(LANES)]))
     return x
 
 
 def _replace_outside(builder: Any, numbers: Any, first: Any, end: Any, value: float) -> Any:
-    lanes = ir.Constant(ir.VectorType(ir.IntType(64), LANES), list(range(LANES)))
-    first, end = (emit.spread(builder, bound, lanes.type) for bound in (first, end))
+    lanes = ir.Constant(ir.VectorType(INT64, LANES), list(range(LANES)))
+    first, end = (broadcast(builder, bound, lanes.type) for bound in (first, end))
     is_seen = builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, end))
-    return builder.select(is_seen, numbers, ir.Constant(emit.FLOATS, [value] * LANES))
+    return builder.select(is_seen, numbers, ir.Constant(FLOATS, [value] * LANES))
 
 
 @operation(floats, floats, types.int64, types.int64)
@@ -234,15 +328,13 @@ def transpose_pairs(builder, source, stride, target, target_stride):
     """Sixteen rows of 16 pairs to 16 registers, of which the i-th has all rows' i-th pairs; strides are bytes."""
     rows = []
     for row in range(LANES):
-        offset = builder.mul(stride, ir.Constant(stride.type, row))
-        rows.append(emit.load(builder, builder.add(source, offset), emit.PAIRS))
+        rows.append(load(builder, builder.add(source, builder.mul(stride, constant(row))), PAIRS))
     width = 1
     while width < LANES:  # exchange the off-diagonal squares: of 1, 2, 4, 8 pairs
         rows = _exchanged(builder, rows, width)
         width *= 2
     for index, row in enumerate(rows):
-        offset = builder.mul(target_stride, ir.Constant(target.type, index))
-        emit.store(builder, builder.add(target, offset), row)
+        store(builder, builder.add(target, builder.mul(target_stride, constant(index))), row)
 
 
 def _exchanged(builder: Any, rows: list[Any], width: int) -> list[Any]:
@@ -255,15 +347,14 @@ def _exchanged(builder: Any, rows: list[Any], width: int) -> list[Any]:
     for row in range(LANES):
         if row // width % 2 == 0:
             upper, lower = rows[row], rows[row + width]
-            found[row] = builder.shuffle_vector(upper, lower, emit.indexes(low))
-            found[row + width] = builder.shuffle_vector(upper, lower, emit.indexes(high))
+            found[row], found[row + width] = shuffle(builder, upper, lower, low), shuffle(builder, upper, lower, high)
     return found
 
 
 def _interleaved(builder: Any, x: Any, y: Any, first: int) -> Any:
-    x, y = (builder.bitcast(argument, emit.HALVES) for argument in (x, y))
+    x, y = (builder.bitcast(argument, HALVES) for argument in (x, y))
     order = [index for lane in range(first, first + LANES) for index in (lane, lane + 2 * LANES)]
-    return builder.bitcast(builder.shuffle_vector(x, y, emit.indexes(order)), emit.PAIRS)
+    return builder.bitcast(shuffle(builder, x, y, order), PAIRS)
 
 
 @operation(pairs, pairs, pairs)
@@ -281,54 +372,52 @@ def interleave_high(builder, x, y):
 @operation(floats, floats)
 def first_of_pairs(builder, x):
     """x[0], x[0], x[2], x[2], ..."""
-    return _shuffled(builder, x, [lane & ~1 for lane in range(LANES)])
+    return shuffle(builder, x, x, [lane & ~1 for lane in range(LANES)])
 
 
 @operation(floats, floats)
 def second_of_pairs(builder, x):
     """x[1], x[1], x[3], x[3], ..."""
-    return _shuffled(builder, x, [lane | 1 for lane in range(LANES)])
+    return shuffle(builder, x, x, [lane | 1 for lane in range(LANES)])
 
 
 @operation(floats, floats)
-def turned_pairs(builder, x):
+def rotated_pairs(builder, x):
     """-x[1], x[0], -x[3], x[2], ...: each pair, as a complex number, times i."""
     order = [lane + 1 + LANES if lane % 2 == 0 else lane - 1 for lane in range(LANES)]
-    return builder.shuffle_vector(x, builder.fneg(x), emit.indexes(order))
-
-
-def _shuffled(builder: Any, x: Any, order: list[int]) -> Any:
-    return builder.shuffle_vector(x, x, emit.indexes(order))
+    return shuffle(builder, x, builder.fneg(x), order)
 
 
 @operation(nothing, address)
 def prefetch(builder, at):
-    """Ask for a cache line, and wait for nothing; an address that is not there does no harm."""
-    emit.prefetch(builder, at)
+    """Prefetch a cache line without waiting; an unmapped address does no harm."""
+    byte = builder.inttoptr(at, ir.IntType(8).as_pointer())
+    is_read, nearest, is_data = (ir.Constant(INT32, value) for value in (0, 2, 1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, is_read, nearest, is_data)
 
 
 @operation(types.int64, address)
 def take_next(builder, at):
-    """The int64 at address, and one more left there: whichever thread asks, each number is given once.
+    """The int64 at address, which is then incremented, atomically: each number goes to one thread.
 
-    Who is given a number sees what those before it had written when they asked.
+    A thread sees what the threads that took earlier numbers had written before they took them.
     """
-    counter = builder.inttoptr(at, ir.IntType(64).as_pointer())
-    return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "acq_rel")
+    counter = builder.inttoptr(at, INT64.as_pointer())
+    return builder.atomic_rmw("add", counter, constant(1), "acq_rel")
 
 
 @intrinsic
 def keep(typing_context, array):
-    """Hold an array until here: numba frees it after its last use, and does not see what is done at its address."""
+    """Keep an array alive until here: numba frees it after its last use, and does not see uses of its address."""
     return types.void(array), lambda context, builder, signature, arguments: context.get_dummy_value()
 
 
 @njit(cache=True)
 def exp2_to_126(x):
-    """2 ** x, of numbers up to 126; below -126 as of -126: beside any share that rounds away, or is all that counts."""
+    """2 ** x for x up to 126; below -126 as for -126, which rounds to nothing beside any other share."""
     x = larger(x, spread(-MOST_EXPONENT))
-    whole = add(x, spread(ROUNDER))
-    part = subtract(x, subtract(whole, spread(ROUNDER)))
+    whole = x + spread(ROUNDER)
+    part = x - (whole - spread(ROUNDER))
     value = multiply_add(spread(EXP2[3]), part, spread(EXP2[2]))
     value = multiply_add(value, part, spread(EXP2[1]))
     value = multiply_add(value, part, spread(EXP2[0]))
@@ -337,5 +426,5 @@ def exp2_to_126(x):
 
 @njit(cache=True)
 def exp2(x):
-    """2 ** x; beyond -126..126 as of those."""
+    """2 ** x; beyond -126..126 as for those bounds."""
     return exp2_to_126(smaller(x, spread(MOST_EXPONENT)))

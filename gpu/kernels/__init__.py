@@ -1,12 +1,12 @@
-"""Kernels in Triton for CUDA devices, beside torch's operators (gpu/operators.py), which they are held against.
+"""Kernels in Triton for CUDA devices; torch's operators (gpu/operators.py) are their oracle.
 
-Whether they serve is gpu/tune.py's to decide; `import gpu.kernels` and `gpu.kernels.sizes` do not import triton. What
-is @triton.jit takes its types from the calls; what launches it is below it in the same file, typed.
+gpu/tune.py decides whether they serve; `import gpu.kernels` and `gpu.kernels.sizes` do not import triton. Functions
+under @triton.jit take their types from the calls; the typed code that launches them follows in the same file.
 """
 
 import os
 
-# Triton 3.9 warns where nobody has said whether a * b + c may be rounded once, as its default will change. It may: one
-# rounding is nearer to the float32 that is meant, and the cheaper. It is decided when a kernel is compiled, so that a
-# row's sums are the same in any company. Who has set the variable otherwise is obeyed.
+# Whether a * b + c may be rounded once: Triton 3.9 warns where this is not set, as its default will change. It may: one
+# rounding is more exact and cheaper. It is decided when a kernel is compiled, so that a row's sums are the same in any
+# company. An operator's own setting wins.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -1,21 +1,21 @@
 """Attention over block tables by Triton's kernels, and their launches. Thread: engine.
 
-One launch a layer for all rows of a step, and a second one that merges where a context may be split. What a row gets
-does not depend on the others: splits are cut by its own length (sizes.py), and only who computes them is decided by the
-step's load.
+One launch per layer serves all rows of a step, and a second one merges where contexts may be split. A row's result does
+not depend on the others: its own length decides where it is split (sizes.py), and the step's load decides only which
+program computes a split.
 
-Rows of one new token: a program keeps the query heads of one KV head and reads their keys and values once; a long
-context is shared among programs, and merge() adds what they have found. Where splits begin depends on a row's own
-length and on constants alone, and they are added in order: a row's sums are the same to the last bit whoever shares the
-step. That costs one float32 sum of values per split and query head, written and read again: 3 to 6 % of the bytes of
-the split's keys and values, for 4 to 8 query heads a KV head.
+Rows of one new token: a program has the query heads of one KV head and reads their keys and values once; several
+programs share a long context, and merge() adds their results in order. Splits depend on a row's own length and on
+constants alone, so its sums are the same to the last bit whoever shares the step. That costs one float32 sum of values
+per split and query head, written and read again: 3 to 6 % of the bytes of the split's keys and values, for 4 to 8 query
+heads a KV head.
 
-Rows of several: a program keeps a tile: as many tokens of a row, with the query heads of one KV head, as fill M rows of
-a matmul. It passes over the row's keys in order, from the first that one of its tokens sees; those that all of them see
+Rows of several: a program has a tile: as many tokens of a row, with the query heads of one KV head, as fill M rows of a
+matmul. It passes over the row's keys in order, from the first that one of its tokens sees; keys that all of them see
 are not masked. Wherever a chunk begins, a token's keys come to it in the same tiles of KV_TOKENS and in the same order,
-and those it does not see change nothing: its sums are the same to the last bit however its prompt is cut.
+and keys it does not see change nothing: its sums are the same to the last bit however its prompt is cut.
 
-Sums are float32; scores are kept as they leave the matmul and scaled in the exponent, so that masked and unmasked
+Sums are float32; scores stay as they leave the matmul and are scaled in the exponent, so that masked and unmasked
 passes round alike. Sources: online softmax, arXiv:1805.02867; Flash-Decoding (Dao et al., 2023); FlashAttention-2,
 arXiv:2307.08691, the causal forward pass.
 """
@@ -36,7 +36,7 @@ from gpu.kv_cache import LayerKV
 from gpu.scores import Scores
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-PROGRAMS_A_MULTIPROCESSOR = 2  # that decode: as registers leave room for, 85 in each of 256 threads
+PROGRAMS_PER_MULTIPROCESSOR = 2  # that decode: registers leave room for two, 85 in each of 256 threads
 
 
 class Cache(NamedTuple):
@@ -62,7 +62,7 @@ class Cache(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores are made of matmuls.
+    """How the results of matmuls become scores.
 
     Args:
         window: the latest tokens that a token sees, itself among them; read where HAS_WINDOW.
@@ -86,11 +86,11 @@ class Scoring(NamedTuple):
 
 @triton.jit
 def starting_sums(scoring, heads, is_real, has_sink, M: tl.constexpr, D_PAD: tl.constexpr):
-    """(top, total, out) before any key: nothing, or a sink's share, which brings no value.
+    """(top, total, out) before any key: nothing, or a sink's share, which adds no value.
 
     Args:
         heads, is_real: [M].
-        has_sink: whether this walk counts them in.
+        has_sink: whether this walk includes the sinks.
     """
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -103,7 +103,7 @@ def starting_sums(scoring, heads, is_real, has_sink, M: tl.constexpr, D_PAD: tl.
 
 @triton.jit
 def _load_tile(keys, values, table, cache, seen, is_known, MASKED: tl.constexpr):
-    """(keys, values), [KV_TOKENS, D_PAD], of one KV head at a row's positions; masked: zeros where they are not known.
+    """(keys, values), [KV_TOKENS, D_PAD], of one KV head at a row's positions; masked: zeros unless is_known.
 
     Args:
         keys, values: of the KV head, in the first slot.
@@ -132,7 +132,7 @@ def _load_tile(keys, values, table, cache, seen, is_known, MASKED: tl.constexpr)
 def _add_tile(top, total, out, score, value, scoring):
     """(top, total, out) with a tile's values, [KV_TOKENS, D_PAD], by their scores, [M, KV_TOKENS]."""
     highest = tl.maximum(top, tl.max(score, 1))
-    # nothing seen yet: any finite top gives shares of 0, and no NaN
+    # nothing seen yet: a finite base gives shares of 0 instead of NaN
     base = tl.where(highest == float("-inf"), 0.0, highest)
     share = tl.exp2((score - base[:, None]) * scoring.factor)
     shrink = tl.exp2((top - base) * scoring.factor)
@@ -152,16 +152,16 @@ def walk(
     kv_head,
     scoring,
     positions,  # [M]: of the queries' tokens; read where MASKED
-    begin,  # of the positions that are passed over: a multiple of BLOCK
+    begin,  # of the positions that are read: a multiple of BLOCK
     first,  # no query sees anything before
-    end,  # nor from here on; unmasked walks end where a tile does
+    end,  # nor from here on; a multiple of KV_TOKENS unless masked
     KV_TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,  # and `first` does not say it of all queries
+    HAS_WINDOW: tl.constexpr,  # and `first` does not cover it for all queries
 ):
     """(top, total, out) after the keys at positions from begin to end, KV_TOKENS at a time.
 
-    Masked: each query sees what its position and the window let it; otherwise every one sees them all.
+    Masked: each query sees what its position and the window allow; otherwise all queries see all keys.
     """
     keys, values = cache.key_cache + kv_head * cache.HEAD_DIM, cache.value_cache + kv_head * cache.HEAD_DIM
     table = cache.tables + row.to(tl.int64) * cache.table_stride
@@ -184,12 +184,12 @@ def walk(
 
 @triton.jit
 def shares_of(total, summed):
-    """Values' sums as shares of the whole, [M, D_PAD]; zeros where nothing was seen."""
+    """Sums of values over the sums of shares, [M, D_PAD]; zeros where nothing was seen."""
     return summed / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 class Splits(NamedTuple):
-    """How contexts are cut, and what was found in the parts of those that are cut in several.
+    """How contexts are cut, and the partial results of those that are cut into several splits.
 
     Args:
         items: [splits]: row | index of the split << 16.
@@ -207,7 +207,7 @@ class Splits(NamedTuple):
 
 @triton.jit
 def split_tokens(num_seen, KV_TOKENS: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr):
-    """Tokens of each split of a context, the last one's fewer: LEAST, or what leaves MOST_SPLITS of them."""
+    """Tokens of each split of a context (the last may have fewer): LEAST, or what makes MOST_SPLITS splits."""
     shared = tl.cdiv(tl.cdiv(num_seen, MOST_SPLITS), KV_TOKENS) * KV_TOKENS
     return tl.maximum(shared, LEAST)
 
@@ -253,7 +253,7 @@ def _decode_split(
     address = row.to(tl.int64) * query_stride + heads[:, None] * cache.HEAD_DIM + dims[None, :]
     vectors = tl.load(query + address, mask=is_read, other=0.0)
     top, total, summed = starting_sums(scoring, heads, is_real, index == 0, M, cache.D_PAD)
-    positions = tl.zeros([M], tl.int32) + (end - 1)  # `first` says what the window lets the only token see
+    positions = tl.zeros([M], tl.int32) + (end - 1)  # the window is in `first`, as there is one token
     top, total, summed = walk(
         vectors, top, total, summed, cache, row, kv_head, scoring, positions, begin, first,
         tl.minimum(begin + size, end), KV_TOKENS, True, False,
@@ -277,7 +277,7 @@ def decode_share(
     query,  # [tokens, heads, HEAD_DIM]
     query_stride,  # numbers from token to token
     cache,
-    ends,  # [rows]: one past the row's token; 0: it sees nothing, and gets zeros
+    ends,  # [rows]: one past the row's token; 0: the row sees nothing, and its output is zeros
     splits,
     out,  # [tokens, heads, HEAD_DIM]: of rows of one split
     scoring,
@@ -286,7 +286,7 @@ def decode_share(
     LEAST: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ):
-    """One program's share of all splits of all rows: every num_programs-th."""
+    """One program's share of the splits of all rows: every num_programs-th."""
     num_items = tl.load(splits.offsets + num_rows) * cache.KV_HEADS
     for item in range(first, num_items, num_programs):
         _decode_split(
@@ -332,7 +332,7 @@ def merge(
     SPLITS_PAD: tl.constexpr,  # >= the most splits of a row
     AT_A_TIME: tl.constexpr,  # splits
 ):
-    """Add what the splits of a row have found. Program: a row, and the query heads of a KV head."""
+    """Add the results of a row's splits. Program: a row, and the query heads of a KV head."""
     row, kv_head = tl.program_id(0), tl.program_id(1)
     base = tl.load(split_offsets + row)
     num_splits = tl.load(split_offsets + row + 1) - base
@@ -400,7 +400,7 @@ def _extend_tile(
     vectors = tl.load(query + address[:, None] + dims[None, :], mask=is_read, other=0.0)
     top, total, summed = starting_sums(scoring, heads, is_real, True, M, cache.D_PAD)
     first = 0
-    masked = (begin + 1) // KV_TOKENS * KV_TOKENS  # before it lies what every token of the tile sees
+    masked = (begin + 1) // KV_TOKENS * KV_TOKENS  # every token of the tile sees what lies before
     if scoring.HAS_WINDOW:
         first = tl.maximum(begin + 1 - scoring.window, 0)
         masked = first // KV_TOKENS * KV_TOKENS
@@ -471,10 +471,9 @@ def extend_and_decode(
     BLOCK: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are bound by arithmetic, splits by reading: they start in turn, so that both go on at once.
+    """Prompts and decodes. Tiles are bound by arithmetic, splits by reading: programs alternate, so that both go on.
 
-    Program: a KV head of a tile, or nothing; or one of num_programs that decode: in even shares. See _extend_tile and
-    decode_share.
+    Program: a KV head of a tile, or nothing; or one of num_programs that decode. See _extend_tile and decode_share.
     """
     _extend_or_decode(
         num_decodes, num_programs, query, query_stride,
@@ -506,8 +505,8 @@ def lay_out_step(
 ):
     """Cut decodes into splits of their context, and the other rows into tiles of their tokens. One program.
 
-    Once a step and window for all layers, from the rows' lengths on the device, so that a CUDA graph of a fixed grid
-    serves rows of any length.
+    It runs once per step and window, for all layers, and reads the rows' lengths on the device, so that a CUDA graph of
+    a fixed grid serves rows of any length.
     """
     some = tl.arange(0, ROWS)
     num_splits = 0
@@ -539,11 +538,11 @@ def lay_out_step(
 
 @dataclass(slots=True)
 class _Layout:
-    """Who computes what in a step: made for its first layer.
+    """How a step's rows are divided: made for its first layer.
 
     Args:
-        most_tiles: that there may be.
-        most_splits: that one row may have.
+        most_tiles: upper bound of all tiles.
+        most_splits: upper bound of one row's splits.
     """
 
     splits: Tensor  # int32
@@ -556,7 +555,7 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Parts:
-    """What splits have found, until they are merged: float32."""
+    """Results of splits until they are merged: float32."""
 
     outs: Tensor  # [splits * heads * head_dim]
     tops: Tensor  # [splits * heads]
@@ -564,15 +563,15 @@ class _Parts:
 
 
 class PagedAttention:
-    """AttentionKernels of a CUDA device. Not for two streams at once: what splits find lies in one place.
+    """AttentionKernels of a CUDA device. Not for two streams at once: they share the splits' results.
 
     Args:
-        num_programs: that decode, at most; None: as many as the device has room for.
-        tiles: to try others; None: as sizes.py says.
+        num_programs: that decode, at most; None: as many as the device runs at once.
+        tiles: None: as sizes.py says.
     """
 
     index_dtype = torch.int32
-    are_own_tokens_alone = False  # several of a row share its keys
+    are_own_tokens_alone = False  # several tokens of a row share its keys
     prompt_tile = TILE_TOKENS
 
     def __init__(self, num_programs: int | None = None, tiles: Tiles | None = None) -> None:
@@ -595,7 +594,7 @@ class PagedAttention:
         parts = self._parts_for(rows.num_decodes * layout.most_splits * shape.num_heads, shape, query.device)
         out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
         scale = shape.head_dim**-0.5 if scores.scale is None else scores.scale
-        factor = (scale if scores.cap is None else 1.0) * math.log2(math.e)  # what a cap leaves is scaled already
+        factor = (scale if scores.cap is None else 1.0) * math.log2(math.e)  # what a cap leaves is already scaled
         num_items = rows.num_decodes * layout.most_splits * shape.num_kv_heads
         num_programs = min(num_items, self._programs(query.device))
         inputs = (query, query.stride(0), kv.keys, kv.values, rows.tables, rows.tables.stride(0), rows.ends)
@@ -626,7 +625,7 @@ class PagedAttention:
         return out
 
     def _parts_for(self, size: int, shape: KernelShape, device: torch.device) -> _Parts:
-        """size: splits of all rows, times heads. What is outgrown stays: graphs that were captured keep its address."""
+        """size: splits of all rows, times heads. Smaller buffers are kept: captured graphs hold their addresses."""
         known = 0 if not self._parts else self._parts[-1].tops.numel()
         if not self._parts or known < size:
             size = max(size, 2 * known, 1)
@@ -643,7 +642,7 @@ class PagedAttention:
     def _programs(self, device: torch.device) -> int:
         if self._num_programs is None:
             properties = torch.cuda.get_device_properties(device)
-            self._num_programs = PROGRAMS_A_MULTIPROCESSOR * properties.multi_processor_count
+            self._num_programs = PROGRAMS_PER_MULTIPROCESSOR * properties.multi_processor_count
         return self._num_programs
 
 

@@ -1,22 +1,21 @@
-"""Matmuls with a layer's matrices by Triton's kernels, plain and quantised, and their launches. Thread: engine.
+"""Matmuls with a layer's matrices on a CUDA device, plain and quantised, one or one per expert. Thread: engine.
 
-Of one matrix, or of one per expert. A weight is [out, in] as it lies in memory; rows come in tiles of BLOCK_M, outputs
-of BLOCK_N, and inputs are added BLOCK_K at a time, in order, in float32. A matmul may be cut along its inputs into
-parts, which another kernel adds up in order: nothing is added atomically.
+A weight is [out, in] as it lies in memory; rows come in tiles of BLOCK_M, outputs of BLOCK_N, and inputs are added
+BLOCK_K at a time, in order, in float32. A matmul may be cut along its inputs into parts, which another kernel adds up
+in order: nothing is added atomically.
 
 A row's sums depend on the matrix's shape and on the tile alone, and there are two tiles: of SMALL_ROWS, and a larger
-one for more. So a row is rounded in one way among up to SMALL_ROWS, and perhaps in another among more: the instructions
-of other tiles may add in another order. cuBLAS, which multiplies plain matrices for many rows, chooses its kernel, its
-tiles and its splits anew for each number of rows. To be the same to the last bit in any company is therefore to have
-the small tile for every token that a sequence samples itself and the large one for its prompt, whatever shares the
-step; many rows then read the weights once for each SMALL_ROWS of them.
+one for more. So all steps of up to SMALL_ROWS round a row alike, and all larger ones do; the two may differ, because
+the instructions of other tiles may add in another order. cuBLAS, which multiplies plain matrices for many rows, chooses
+its kernel, tiles and splits anew for each number of rows. To be the same to the last bit in any company would take the
+small tile for every token that a sequence samples itself and the large one for its prompt, whatever shares the step;
+many rows would then read the weights once for each SMALL_ROWS of them.
 
-A layer's experts take two launches, without the host. The router's choices are sorted by expert, where they lie; each
-expert's rows come in tiles of their own, and how many tiles that makes is bounded by the rows alone, so that a graph
-may hold it.
+A layer's experts take two launches, without the host. The router's choices are sorted by expert on the device; each
+expert's rows come in tiles of their own. The number of tiles is bounded by the rows alone, so that a graph can hold it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +40,10 @@ from gpu.kernels.sizes import (
 from gpu.layers import Gated, shares_of
 from gpu.linear import Linear
 from gpu.parameters import ExpertWeights
-from gpu.quant import FP8, LEAST_GROUP, QuantizedWeight, Weight
+from gpu.quant import FP8, LEAST_GROUP, Weight
 
-# How weights are stored: in the rows' format; as integers or floats of 8 bits, with a scale per output; in 4 bits, with
-# a scale and a zero per group of inputs (gpu/quant.py); as numbers of 8 bits, with a scale per group of inputs.
+# How weights are stored: in the rows' format; in 8 bits, integers or floats, with a scale per output; in 4 bits, with a
+# scale and a zero per group of inputs (gpu/quant.py); in 8 bits with a scale per group of inputs.
 PLAIN, SCALED, INT4, GROUPED = range(4)
 _SCALED, _INT4, _GROUPED = tl.constexpr(SCALED), tl.constexpr(INT4), tl.constexpr(GROUPED)
 MIDDLE_INT4 = tl.constexpr(8)
@@ -53,7 +52,7 @@ PRECISION = "ieee"  # of float32: not rounded to fewer bits first
 
 
 class StoredMatrices(NamedTuple):
-    """One or more, behind each other, and how they are stored and multiplied.
+    """One or more matrices, one after the other in memory, and how they are stored and multiplied.
 
     Args:
         weights: [outputs of all, num_in], or as FORM says; rows row_stride apart, in what they are stored as.
@@ -155,11 +154,11 @@ def _multiply_tile(
     x, rows, is_row, matrices, first_output, outputs, first, end,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As _plain_part, with the scales of whatever form.
+    """As _plain_part, of any form, with its scales.
 
     Args:
         first_output: of the matrix, among those of all.
-        outputs: [BLOCK_N], of the matrix: what is beyond reads the first.
+        outputs: [BLOCK_N], of the matrix; those beyond its end read the first.
     """
     places = first_output + tl.where(outputs < matrices.num_out, outputs, 0).to(tl.int64)
     if matrices.FORM == _INT4:
@@ -175,7 +174,7 @@ def _multiply_tile(
 
 @triton.jit
 def _store_tile(total, out, rows, is_row, matrices, first_output, outputs, HAS_BIAS: tl.constexpr):
-    """Behind out's rows, num_out apart; with the bias, or, of parts of a matmul, without."""
+    """Store to out's rows, num_out apart; a part of a matmul has no bias."""
     is_output = outputs < matrices.num_out
     if HAS_BIAS:
         bias = tl.load(matrices.bias + first_output + outputs, mask=is_output, other=0.0)
@@ -255,7 +254,7 @@ def add_splits(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The parts of a matmul, in order, and the bias. Program: a row, and BLOCK of its outputs."""
+    """Add the parts of a matmul, in order, and the bias. Program: a row, and BLOCK of its outputs."""
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_output = outputs < num_out
@@ -299,7 +298,7 @@ def _multiply_pairs(
 @triton.jit(do_not_specialize=["num_pairs"])
 def multiply_by_expert(
     x,  # [pairs / SHARE, in]
-    weights,  # of the experts, behind each other
+    weights,  # of the experts, one after the other
     scales,
     zeros,
     bias,
@@ -310,7 +309,7 @@ def multiply_by_expert(
     num_in,
     row_stride,
     num_experts,
-    SHARE: tl.constexpr,  # pairs that have a row of x in common, behind each other
+    SHARE: tl.constexpr,  # consecutive pairs that have the same row of x
     FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -323,8 +322,8 @@ def multiply_by_expert(
 ):
     """Each pair of a token and an expert: the token's row times the expert's weights, transposed. See StoredMatrices.
 
-    Programs: a tile of outputs; a tile of one expert's pairs, the experts behind each other. There may be more programs
-    than tiles.
+    Programs: a tile of outputs; a tile of one expert's pairs, expert after expert. There may be more programs than
+    tiles.
     """
     _multiply_pairs(
         x,
@@ -344,7 +343,7 @@ def add_experts(
     ACTIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What a token's experts have found, by their shares, in order. Program: a token, and BLOCK of its columns."""
+    """Add the outputs of a token's experts by their shares, in order. Program: a token, and BLOCK of its columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
@@ -364,6 +363,7 @@ class Matrix:
         values: [..., out, in], or as the form says; scales and zeros are values where the form has none.
         num_bits: of a weight.
         group: inputs that share a scale.
+        bias: [..., out], or None.
     """
 
     form: int
@@ -374,15 +374,11 @@ class Matrix:
     num_in: int
     num_bits: int
     group: int
+    bias: Tensor | None = None
 
     @property
     def has_groups(self) -> bool:
         return self.form in (INT4, GROUPED)
-
-    @property
-    def group_constant(self) -> int:
-        """What the kernels are compiled for."""
-        return self.group if self.has_groups else 1
 
     def tile(self, num_rows: int) -> MatmulTile:
         """For so many rows of a step."""
@@ -394,7 +390,29 @@ class Matrix:
         inputs = found.inputs
         while self.group % inputs:
             inputs //= 2
-        return MatmulTile(found.rows, found.outputs, inputs, found.num_warps, found.num_stages)
+        return replace(found, inputs=inputs)
+
+    def launch(self, tile: MatmulTile) -> dict[str, Any]:
+        """What multiply and multiply_by_expert both take."""
+        return {
+            "weights": self.values,
+            "scales": self.scales,
+            "zeros": self.zeros,
+            "bias": self.values if self.bias is None else self.bias,  # an address even where it is not read
+            "num_out": self.num_out,
+            "num_in": self.num_in,
+            "row_stride": self.values.stride(-2),
+            "FORM": self.form,
+            "HAS_BIAS": self.bias is not None,
+            "GROUP": self.group if self.has_groups else 1,
+            "IS_WHOLE": self.num_in % tile.inputs == 0,
+            "PRECISION": PRECISION,
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.outputs,
+            "BLOCK_K": tile.inputs,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
 
 
 def can_multiply(weight: Weight) -> bool:
@@ -409,7 +427,7 @@ def can_multiply(weight: Weight) -> bool:
 
 
 def stored_as(weight: Weight) -> tuple[str, int]:
-    """(how it is stored, in a word; bytes)."""
+    """(the name of its format, its bytes)."""
     if isinstance(weight, Tensor):
         return str(weight.dtype).removeprefix("torch."), weight.nbytes
     if weight.zeros is not None:
@@ -418,28 +436,27 @@ def stored_as(weight: Weight) -> tuple[str, int]:
     return str(weight.values.dtype).removeprefix("torch.") + groups, weight.values.nbytes
 
 
-def as_matrix(weight: Weight) -> Matrix:
-    """Of one that it can_multiply; shares its memory."""
+def as_matrix(weight: Weight, bias: Tensor | None) -> Matrix:
+    """Of a weight that it can_multiply; shares its memory."""
     num_out, num_in = weight.shape[-2:]
-    if isinstance(weight, QuantizedWeight):
-        if weight.zeros is None:
-            form = SCALED if weight.scales.shape[-1] == 1 else GROUPED
-            return Matrix(form, weight.values, weight.scales, weight.scales, num_out, num_in, 8, weight.group_size)
-        return Matrix(INT4, weight.values, weight.scales, weight.zeros, num_out, num_in, 4, weight.group_size)
-    return Matrix(PLAIN, weight, weight, weight, num_out, num_in, 8 * weight.element_size(), num_in)
+    if isinstance(weight, Tensor):
+        return Matrix(PLAIN, weight, weight, weight, num_out, num_in, 8 * weight.element_size(), num_in, bias)
+    values, scales, zeros = weight.values, weight.scales, weight.zeros
+    if zeros is not None:
+        return Matrix(INT4, values, scales, zeros, num_out, num_in, 4, weight.group_size, bias)
+    form = SCALED if scales.shape[-1] == 1 else GROUPED
+    return Matrix(form, values, scales, scales, num_out, num_in, 8, weight.group_size, bias)
 
 
 class Matmul:
-    """One matrix's.
-
+    """
     Args:
         weight: [out, in], one that it can_multiply.
         bias: [out], or None.
     """
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
-        self._matrix = as_matrix(weight)
-        self._bias = bias
+        self._matrix = as_matrix(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
@@ -453,40 +470,23 @@ class Matmul:
         splits = splits_for(matrix.num_out, matrix.num_in, tile) if num_rows <= SMALL_ROWS else 1
         parts = out if splits == 1 else out.new_empty((splits, *out.shape), dtype=torch.float32)
         num_tiles = -(-num_rows // tile.rows) * -(-matrix.num_out // tile.outputs)
-        bias = out if self._bias is None else self._bias  # what is not read is still an address
         multiply[(num_tiles, splits)](
-            x,
-            matrix.values,
-            matrix.scales,
-            matrix.zeros,
-            bias,
-            parts,
-            num_rows,
-            matrix.num_out,
-            matrix.num_in,
-            matrix.values.stride(-2),
-            x.stride(0),
-            split_inputs(matrix.num_in, splits, tile),
-            FORM=matrix.form,
-            HAS_BIAS=self._bias is not None,
+            x=x,
+            out=parts,
+            num_rows=num_rows,
+            x_stride=x.stride(0),
+            split_inputs=split_inputs(matrix.num_in, splits, tile),
             SPLITS=splits,
-            GROUP=matrix.group_constant,
-            IS_WHOLE=matrix.num_in % tile.inputs == 0,
-            PRECISION=PRECISION,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.outputs,
-            BLOCK_K=tile.inputs,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **matrix.launch(tile),
         )
         if splits > 1:
             add_splits[(num_rows, -(-matrix.num_out // COLUMNS))](
                 parts,
-                bias,
+                out if matrix.bias is None else matrix.bias,  # an address even where it is not read
                 out,
                 num_rows,
                 matrix.num_out,
-                HAS_BIAS=self._bias is not None,
+                HAS_BIAS=matrix.bias is not None,
                 SPLITS=splits,
                 BLOCK=COLUMNS,
                 num_warps=COLUMN_WARPS,
@@ -511,8 +511,8 @@ class GroupedExperts:
         self._config = config
         self._router = router
         self._gated = gated
-        self._gate_up, self._gate_up_bias = as_matrix(weights.gate_up), weights.gate_up_bias
-        self._down, self._down_bias = as_matrix(weights.down), weights.down_bias
+        self._gate_up = as_matrix(weights.gate_up, weights.gate_up_bias)
+        self._down = as_matrix(weights.down, weights.down_bias)
         self._experts = torch.arange(config.num_experts, device=weights.router.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -521,19 +521,17 @@ class GroupedExperts:
         if not num_tokens:
             return x
         shares, chosen = shares_of(self._router(x), num_active, self._config.is_normalized)
-        by_expert, pairs = chosen.flatten().sort(stable=True)  # [tokens * active]: whose, and which (token, choice)
-        ends = torch.searchsorted(by_expert, self._experts, right=True)  # [experts]: of each one's pairs
-        inner = self._multiply(x, self._gate_up, self._gate_up_bias, pairs, ends, num_active)
-        found = self._multiply(self._gated(inner), self._down, self._down_bias, pairs, ends, 1)
+        by_expert, pairs = chosen.flatten().sort(stable=True)  # [tokens * active]: expert, index of (token, choice)
+        ends = torch.searchsorted(by_expert, self._experts, right=True)  # [experts]: where each one's pairs end
+        inner = self._multiply(x, self._gate_up, pairs, ends, num_active)
+        found = self._multiply(self._gated(inner), self._down, pairs, ends, 1)
         out = torch.empty_like(x)
         add_experts[(num_tokens, -(-x.shape[1] // COLUMNS))](
             found, shares, out, x.shape[1], ACTIVE=num_active, BLOCK=COLUMNS, num_warps=COLUMN_WARPS
         )
         return out
 
-    def _multiply(
-        self, x: Tensor, matrix: Matrix, bias: Tensor | None, pairs: Tensor, ends: Tensor, share: int
-    ) -> Tensor:
+    def _multiply(self, x: Tensor, matrix: Matrix, pairs: Tensor, ends: Tensor, share: int) -> Tensor:
         """[pairs, out], in the order of (token, choice).
 
         Args:
@@ -541,34 +539,18 @@ class GroupedExperts:
             pairs, ends: see multiply_by_expert.
         """
         num_experts, num_pairs = self._config.num_experts, len(pairs)
-        # Few rows as for a matrix of all: a token's experts are the same in its company's tiles.
+        # The number of tokens chooses the tile, as for a single matrix: experts share their rows alike in any company.
         tile = matrix.tile(SMALL_ROWS if num_pairs <= SMALL_ROWS * self._config.num_active else SMALL_ROWS + 1)
         out = x.new_empty((num_pairs, matrix.num_out))
         multiply_by_expert[(-(-matrix.num_out // tile.outputs), most_tiles(num_pairs, num_experts, tile.rows))](
-            x,
-            matrix.values,
-            matrix.scales,
-            matrix.zeros,
-            out if bias is None else bias,  # what is not read is still an address
-            out,
-            pairs,
-            ends,
-            matrix.num_out,
-            matrix.num_in,
-            matrix.values.stride(-2),
-            num_experts,
+            x=x,
+            out=out,
+            pairs=pairs,
+            ends=ends,
+            num_experts=num_experts,
             SHARE=share,
-            FORM=matrix.form,
-            HAS_BIAS=bias is not None,
-            GROUP=matrix.group_constant,
-            IS_WHOLE=matrix.num_in % tile.inputs == 0,
-            PRECISION=PRECISION,
             BLOCK_E=next_power_of_two(num_experts),
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.outputs,
-            BLOCK_K=tile.inputs,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **matrix.launch(tile),
         )
         return out
 

@@ -1,9 +1,10 @@
-"""Triton's kernels for what lies between a layer's matmuls (norms, RoPE, gates), on a CUDA device.
+"""Triton's kernels between a layer's matmuls (norms, RoPE, gates) on a CUDA device, and TritonOperators. Thread:
+engine.
 
 Each takes one pass over its rows. Numbers are computed as float32 and rounded where torch's operators round. Rows are
-of any width: a block is the next power of two, and what is beyond a row is masked. Sums are of one row, in one order
-whatever the other rows are. Addresses of rows are int64: a cache of keys has more than 2 ** 31 numbers. What they do
-not know (rows that are not contiguous, formats that differ) torch computes: each is asked in its turn. Thread: engine.
+of any width: a block is the next power of two, and what is beyond a row is masked. A row is summed in one order
+whatever the other rows are. Addresses of rows are int64: a cache of keys has more than 2 ** 31 numbers. What the
+kernels do not support (rows that are not contiguous, formats that differ) torch computes, call by call.
 """
 
 from functools import partial
@@ -87,7 +88,7 @@ def rotate_and_store(
     keys,  # [slots, kv_heads, head_dim]
     values,  # [slots, kv_heads, head_dim]
     slots,  # int64 [tokens]
-    rotation,  # float32 [tokens, head_dim / 2, 2]: what to multiply the pairs by, as complex numbers
+    rotation,  # float32 [tokens, head_dim / 2, 2]: complex factors of the pairs
     query_norm,  # see NORM
     key_norm,
     num_heads,
@@ -99,7 +100,7 @@ def rotate_and_store(
     HEADS: tl.constexpr,  # at a time; NORM 2: all of them
     BLOCK: tl.constexpr,  # >= head_dim
 ):
-    """Norm and turn queries and keys; keys and values go to the cache.
+    """Norm and rotate queries and keys, and write keys and values to the cache.
 
     Program: a token, and HEADS heads of its queries, then of its keys, then of its values.
     Source: RoFormer (arXiv:2104.09864), section 3.4.2; pairs lie side by side.
@@ -131,13 +132,13 @@ def rotate_and_store(
                 value = _norm_heads(value, key_norm, heads, columns, is_inside, head_dim, eps, NORM)
             found = value.to(found.dtype)
         if HAS_ROTATION:
-            turned = rotation + token * head_dim + columns
-            by = tl.load(turned, mask=columns < head_dim, other=0.0)
+            factors = rotation + token * head_dim + columns
+            by = tl.load(factors, mask=columns < head_dim, other=0.0)
             real, imaginary = tl.split(tl.reshape(by, [BLOCK // 2, 2]))
             even, odd = tl.split(tl.reshape(found.to(tl.float32), [HEADS, BLOCK // 2, 2]))
-            turned_even = even * real[None, :] - odd * imaginary[None, :]
-            turned_odd = even * imaginary[None, :] + odd * real[None, :]
-            found = tl.reshape(tl.join(turned_even, turned_odd), [HEADS, BLOCK]).to(found.dtype)
+            rotated_even = even * real[None, :] - odd * imaginary[None, :]
+            rotated_odd = even * imaginary[None, :] + odd * real[None, :]
+            found = tl.reshape(tl.join(rotated_even, rotated_odd), [HEADS, BLOCK]).to(found.dtype)
         if is_query:
             tl.store(query + token * num_heads * head_dim + places, found, mask=is_inside)
         else:
@@ -155,7 +156,7 @@ def gate(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The product of an MLP's halves. Program: a row, and BLOCK of its columns. Source: see gpu/layers.py."""
+    """An MLP's gate, activated, times up. Program: a row, and BLOCK of its columns. Sources: see gpu/layers.py."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
@@ -166,7 +167,7 @@ def gate(
     elif ACTIVATION == GELU_TANH:
         result = gates * tl.sigmoid(gates * GELU_SLOPE * (gates * gates * GELU_CUBE + 1)) * ups
     else:
-        # What is not a number stays so: tl.minimum alone would take the other.
+        # NaN stays NaN: tl.minimum alone would return the other.
         gates = tl.minimum(gates, limit, propagate_nan=tl.PropagateNan.ALL)
         ups = tl.clamp(ups, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         result = gates * tl.sigmoid(slope * gates) * (ups + 1)
@@ -174,10 +175,10 @@ def gate(
 
 
 class TritonOperators(Operators):
-    """Of a model whose shapes sizes.why_not_this_model knows.
+    """For models that sizes.why_not_this_model supports.
 
     Args:
-        attention: kernels that know the model; None: torch attends.
+        attention: kernels that support the model; None: torch attends.
     """
 
     def __init__(
@@ -200,13 +201,13 @@ class TritonOperators(Operators):
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         return self._chosen(weight, bias, SlabLinear(weight, bias))
 
-    def _chosen(self, weight: Weight, bias: Tensor | None, torchs: Linear) -> Linear:
-        """By the kernel or as torch does, as is measured."""
+    def _chosen(self, weight: Weight, bias: Tensor | None, by_torch: Linear) -> Linear:
+        """By the kernel or by torch, as gpu/tune.py measures."""
         if not can_multiply(weight):
-            return torchs
+            return by_torch
         num_out, num_in = weight.shape
         name, size_bytes = stored_as(weight)
-        return self.matmuls.make(name, Matmul(weight, bias), torchs, (num_out, num_in), size_bytes)
+        return self.matmuls.make(name, Matmul(weight, bias), by_torch, (num_out, num_in), size_bytes)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         if not can_group(weights):
@@ -228,16 +229,16 @@ class TritonOperators(Operators):
         return self._add_norm(x, None, 1.0, weight)[1]
 
     def add_norm(self, x: Tensor, added: Tensor, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        is_known = weight is None or (weight.dim() == 1 and weight.is_contiguous())
-        if not is_known or not _are_contiguous(x, added) or added.dtype != x.dtype:
+        is_supported = weight is None or (weight.dim() == 1 and weight.is_contiguous())
+        if not is_supported or not _are_contiguous(x, added) or added.dtype != x.dtype:
             return super().add_norm(x, added, scale, weight)
         return self._add_norm(x, added, scale, weight)
 
     def rotate_and_store(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Tensor | None, kv: LayerKV, slots: Tensor
     ) -> Tensor:
-        is_known = _are_contiguous(qkv, kv.keys, kv.values, slots) and kv.keys.dtype == qkv.dtype
-        if not is_known or (rotation is not None and not rotation.is_contiguous()):
+        is_supported = _are_contiguous(qkv, kv.keys, kv.values, slots) and kv.keys.dtype == qkv.dtype
+        if not is_supported or (rotation is not None and not rotation.is_contiguous()):
             return super().rotate_and_store(qkv, norms, rotation, kv, slots)
         num_tokens, num_all, head_dim = qkv.shape
         num_kv_heads = kv.keys.shape[1]
@@ -246,7 +247,7 @@ class TritonOperators(Operators):
         norm_kind = 0 if norms is None else norms[0].dim()
         heads = heads_at_once(num_heads, num_kv_heads, head_dim, norm_kind == 2)
         num_parts = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
-        query_norm, key_norm = (qkv, qkv) if norms is None else norms  # what is not read is still an address
+        query_norm, key_norm = (qkv, qkv) if norms is None else norms  # an address even where it is not read
         rotate_and_store[(num_tokens, num_parts)](
             qkv,
             query,
@@ -286,7 +287,7 @@ class TritonOperators(Operators):
         return out
 
     def _add_norm(self, x: Tensor, added: Tensor | None, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See Operators.add_norm; nothing added: the sum is x."""
+        """See Operators.add_norm; added None: the sum is x."""
         width = x.shape[-1]
         total = x if added is None else torch.empty_like(x)
         normed = total if weight is None else torch.empty_like(x)

@@ -1,6 +1,6 @@
-"""Looks up a step's rows and tokens in tables on a CUDA device, as gpu/rows.py does: kernels, and what launches them.
+"""Looks up a step's rows and tokens in tables on a CUDA device, as gpu/rows.py does: kernels and their launches.
 
-A table is [slots, width] of any numbers; a step is some of its slots, in an order of its own. Thread: engine.
+A table is [slots, width] of any numbers; a step has some of its slots, in an order of its own. Thread: engine.
 """
 
 import torch
@@ -70,9 +70,9 @@ def lay_out_tables(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Block tables of rows, from what stays on the device. Program: a row, and BLOCK columns of its table."""
+    """Block tables of a step's rows. Program: a row, and BLOCK columns of its table."""
     row = tl.program_id(0).to(tl.int64)
-    table = tables + tl.maximum(tl.load(slots + row).to(tl.int64), 0) * width  # padding reads another's, and drops it
+    table = tables + tl.maximum(tl.load(slots + row).to(tl.int64), 0) * width  # padding reads some row, and drops it
     num_used = tl.cdiv(tl.load(ends + row), BLOCK_TOKENS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
@@ -95,7 +95,7 @@ def lay_out_tokens(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What tokens read, from what stays on the device. Program: BLOCK tokens."""
+    """Token ids, positions and cache slots of a step's tokens. Program: BLOCK tokens."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = tokens < num_tokens
     slot = tl.load(step + tokens, mask=is_inside, other=-1).to(tl.int64)
@@ -110,8 +110,8 @@ def lay_out_tokens(
     tl.store(kv_slots + tokens, place, mask=is_inside)
 
 
-TOKENS = 128  # that a program lays out
-CLEARED_COLUMNS = 4096  # by a program
+TOKENS = 128  # of a program of lay_out_tokens
+CLEARED_COLUMNS = 4096  # of a program of clear
 
 
 def embed_rows(table: Tensor, token_ids: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def embed_rows(table: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def scatter_rows(table: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """table[slots] = rows, without those whose slot is < 0: padding; no slot comes twice.
+    """table[slots] = rows, without padding, whose slot is < 0; no slot comes twice.
 
     Args:
         table: [slots, ...]; rows: [rows, ...]; both contiguous, of one format.
@@ -136,7 +136,7 @@ def scatter_rows(table: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 class DeviceRows(RowOperators):
-    """RowOperators whose results lie where they always lie, of padding too: a graph may hold them."""
+    """RowOperators with fixed addresses of their results, padding included, so that a graph may hold them."""
 
     def __init__(self, tables: DeviceTables, num_rows: int, num_tokens: int) -> None:
         super().__init__(tables, num_rows, num_tokens)
@@ -187,7 +187,7 @@ class DeviceRows(RowOperators):
         scatter_rows(self._tables.blocks.view(-1), places, blocks)
 
     def clear_blocks(self, cache: Tensor, blocks: Tensor) -> None:
-        """In one launch: torch takes one for each 2 GiB that a cache's layers lie apart."""
+        """In one launch: torch takes one for each 2 GiB of distance between layers."""
         num_blocks, width = cache.shape[2], cache.stride(2)
         size = min(CLEARED_COLUMNS, next_power_of_two(width))
         grid = (len(blocks), cache.shape[0] * cache.shape[1], -(-width // size))

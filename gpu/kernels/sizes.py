@@ -1,8 +1,8 @@
-"""Tile sizes of Triton's kernels, and the models and devices that they support. Imports no triton. Any thread.
+"""Tile sizes of Triton's kernels, and which models and devices they support. Imports no triton. Any thread.
 
-Nothing here depends on how many rows a step has, but for the two sizes of a matmul's tile, and nothing on the device: a
-row's sums are cut in the same way in any company, and on any machine. Shared memory holds tiles of operands on their
-way: 227 KiB a multiprocessor on Hopper. bench/ tunes these on a device.
+Nothing here depends on a step's number of rows, except which of two tiles a matmul takes, and nothing on the device: a
+row's sums are cut in the same way in any company, and on any machine. Shared memory holds tiles of operands that are
+being loaded: 227 KiB a multiprocessor on Hopper. bench/ tunes these sizes on a device.
 """
 
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ from gpu.scores import Scores
 NEEDED_CAPABILITY = (8, 0)  # Ampere: bfloat16, and copies to shared memory beside the arithmetic
 FP8_CAPABILITY = (8, 9)  # Ada: before, Triton converts no e4m3
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A row is summed by one program, in its registers.
+# One program sums a row in its registers.
 MAX_HIDDEN_SIZE = 65_536
 MAX_HEAD_DIM = 512
 
 LAST = 1 << 30
 
-# Widths up to which a row has so many warps: 8 to 16 numbers a thread
+# (width of a row, at most; warps): 8 to 16 numbers a thread
 ROW_WARPS = ((256, 1), (1024, 2), (2048, 4), (8192, 8), (LAST, 16))
-COLUMNS = 1024  # of a row, at a time, where its columns are independent of each other
+COLUMNS = 1024  # of a row, by one program, where its columns are independent of each other
 COLUMN_WARPS = 4
-HEAD_NUMBERS = 1024  # of heads that one program norms and turns, at most, unless they are normed together
+HEAD_NUMBERS = 1024  # of heads that one program norms and rotates, at most, unless they are normed together
 HEAD_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
-    """Of a matmul: rows, outputs and inputs that a program multiplies at a time.
+    """Rows, outputs and inputs of a matmul that a program multiplies at a time.
 
     Args:
         num_warps, num_stages: of the compiled kernel; a stage holds a tile of both operands in shared memory.
@@ -47,7 +47,7 @@ class MatmulTile:
     num_stages: int
 
 
-SMALL_ROWS = 16  # the least that a matrix instruction takes
+SMALL_ROWS = 16  # the fewest that a matrix instruction takes
 # By bits of a weight: few rows are bound by reading it, many by arithmetic.
 SMALL_TILES = {
     32: MatmulTile(SMALL_ROWS, 32, 64, 4, 3),
@@ -61,11 +61,11 @@ LARGE_TILES = {
     8: MatmulTile(128, 128, 64, 8, 3),
     4: MatmulTile(64, 64, 64, 8, 3),  # wider ones want more registers than a thread has
 }
-# Of 8 bits with scales of groups: beside the sums a group's own are held, which a wider one has no registers for.
+# 8 bits with scales of groups: a group's sums take registers beside the total's, which a wider tile does not have.
 LARGE_GROUPED_TILE = MatmulTile(128, 64, 64, 8, 3)
-# Programs that keep the largest device served (132 multiprocessors) busy twice over. A matmul with fewer tiles of
-# outputs is cut along its inputs as well, into MAX_SPLITS parts at most, of MIN_SPLIT_INPUTS each at least.
-WANTED_PROGRAMS = 264
+# Two programs for each multiprocessor of an H200 (132). A matmul with fewer tiles of outputs is cut along its inputs as
+# well, into at most MAX_SPLITS parts of at least MIN_SPLIT_INPUTS.
+FULL_DEVICE_PROGRAMS = 264
 MAX_SPLITS = 16
 MIN_SPLIT_INPUTS = 256
 
@@ -75,23 +75,23 @@ def next_power_of_two(number: int) -> int:
 
 
 def row_warps(width: int) -> int:
-    """Of a program that sums over a row."""
+    """Warps of a program that sums over a row."""
     return next(warps for most, warps in ROW_WARPS if width <= most)
 
 
 def heads_at_once(num_heads: int, num_kv_heads: int, head_dim: int, are_together: bool) -> int:
-    """A power of two. are_together: their norm is one, over all of them."""
+    """Heads of one program, a power of two. are_together: one norm covers all heads."""
     most = next_power_of_two(max(num_heads, num_kv_heads))
     return most if are_together else min(most, max(1, HEAD_NUMBERS // next_power_of_two(head_dim)))
 
 
 def splits_for(num_out: int, num_in: int, tile: MatmulTile) -> int:
-    """Parts that a matmul's inputs are cut into, by the matrix's shape alone: a power of two."""
+    """Into how many parts a matmul's inputs are cut: a power of two, of the matrix's shape alone."""
     num_tiles = -(-num_out // tile.outputs)
     splits = 1
     while (
         splits < MAX_SPLITS
-        and num_tiles * splits * 2 <= WANTED_PROGRAMS * 3 // 2
+        and num_tiles * splits * 2 <= FULL_DEVICE_PROGRAMS * 3 // 2
         and num_in >= splits * 2 * MIN_SPLIT_INPUTS
     ):
         splits *= 2
@@ -99,20 +99,21 @@ def splits_for(num_out: int, num_in: int, tile: MatmulTile) -> int:
 
 
 def split_inputs(num_in: int, splits: int, tile: MatmulTile) -> int:
-    """Inputs of one part: whole tiles of them."""
+    """Inputs of one part, in whole tiles."""
     return -(-num_in // (splits * tile.inputs)) * tile.inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """
+    """Sizes of the attention kernels.
+
     Args:
-        decode_tokens: of keys and values at a time, in a split.
+        decode_tokens: keys and values read at a time, in a split.
         extend_rows: query heads times tokens of a tile: rows of a matmul.
-        extend_tokens: of keys and values at a time, in a tile.
-        num_warps: the same for both: decodes are computed in either's launch, and rounded alike.
+        extend_tokens: keys and values read at a time, in a tile.
+        num_warps: the same for both: decodes run in either launch, and are rounded alike.
         num_stages: of the pipeline: tables, keys and values, matmuls.
-        least_split: tokens of a split: reading them outweighs a program's start, and merging.
+        least_split: tokens of a split, enough that reading them outweighs a program's start and merging.
     """
 
     decode_tokens: int
@@ -123,21 +124,21 @@ class Tiles:
     least_split: int = 256
 
 
-# Padded head_dim, at most -> tiles: chosen by what shared memory and registers hold, and not tuned on a device yet.
-# An H200 then takes, of bfloat16 heads of 128, 39 KB and 85 registers a thread for decodes, 99 KB and 186 for prompts.
+# (padded head_dim, at most; tiles): chosen to fit shared memory and registers, not yet tuned on a device. With bfloat16
+# heads of 128, decodes take 39 KB and 85 registers a thread on an H200, prompts 99 KB and 186.
 _OF_HALVES = (
     (64, Tiles(128, 128, 64, 8, 3)),
     (128, Tiles(64, 128, 64, 8, 3)),
     (256, Tiles(32, 64, 32, 8, 3)),
     (512, Tiles(16, 32, 16, 8, 3)),
 )
-_OF_FLOATS = (  # twice the bytes, and three matmuls for one
+_OF_FLOATS = (  # twice the bytes, and three matmuls instead of one
     (128, Tiles(32, 32, 32, 8, 3)),
     (256, Tiles(16, 32, 16, 8, 3)),
 )
-# Splits of a row, of all KV heads together: about two programs a multiprocessor when it is alone.
-PROGRAMS_A_ROW = 256
-LEAST_SPLITS, MOST_SPLITS = 16, 128  # that a row's context is cut into, at most, whatever its KV heads
+# Splits of a row, over all KV heads: about two programs a multiprocessor when the row is alone.
+PROGRAMS_PER_ROW = 256
+LEAST_SPLITS, MOST_SPLITS = 16, 128  # bounds of that maximum, whatever the KV heads
 LEAST_ROWS = 16  # of a matmul
 SCHEDULED_ROWS = 256  # at a time
 MERGED_NUMBERS = 4096  # at a time: 32 a thread
@@ -173,7 +174,7 @@ class KernelShape:
         return self.tiles.extend_rows // self.per_kv
 
     def splits_of(self, num_seen: int) -> int:
-        """That a context of so many tokens is cut into, at most."""
+        """Upper bound of the splits of a context of so many tokens."""
         return min(self.most_splits, -(-num_seen // self.tiles.least_split))
 
     def constants(self, has_window: bool, scores: Scores) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class KernelShape:
             "HAS_WINDOW": has_window,
             "HAS_CAP": scores.cap is not None,
             "HAS_SINKS": scores.sinks is not None,
-            "PRECISION": "tf32x3",  # of float32's matmuls: three of tensor cores', which lose next to nothing
+            "PRECISION": "tf32x3",  # of float32's matmuls: three on tensor cores, which lose next to nothing
         }
 
     @property
@@ -236,7 +237,7 @@ def kernel_shape(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, tiles: Tiles | None = None
 ) -> KernelShape:
     """tiles: None: those of the table."""
-    most = min(max(PROGRAMS_A_ROW // next_power_of_two(num_kv_heads), LEAST_SPLITS), MOST_SPLITS)
+    most = min(max(PROGRAMS_PER_ROW // next_power_of_two(num_kv_heads), LEAST_SPLITS), MOST_SPLITS)
     return KernelShape(num_heads, num_kv_heads, head_dim, dtype, tiles or tiles_for(head_dim, dtype), most)
 
 
@@ -256,17 +257,17 @@ def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
-    """What speaks against them, as a phrase; None: nothing."""
+    """Why the kernels cannot serve, as a phrase; None: they can."""
     if choice.device.type != "cuda" or choice.dtype not in DTYPES:
-        return f"{choice.dtype_name} on {choice.device.type}: they know floats on CUDA"
+        return f"{choice.dtype_name} on {choice.device.type}: the kernels support floats on CUDA"
     if find_spec("triton") is None:
         return "triton is not installed"
     if torch.version.hip is not None:
-        return "this torch is for ROCm, on which they are not tested"
+        return "this torch is for ROCm, on which the kernels are not tested"
     capability = torch.cuda.get_device_capability(choice.device)
     if capability < NEEDED_CAPABILITY:
         least, found = (".".join(map(str, pair)) for pair in (NEEDED_CAPABILITY, capability))
-        return f"compute capability {found}: they need {least}"
+        return f"compute capability {found}: the kernels need {least}"
     return why_not_this_model(config)
 
 
@@ -276,19 +277,19 @@ def knows_fp8(device: torch.device) -> bool:
 
 
 def why_not_this_model(config: ModelConfig) -> str | None:
-    """What of the model they do not know; None: nothing."""
+    """Why the kernels do not support the model, as a phrase; None: they do."""
     if config.head_dim % 2 or config.head_dim > MAX_HEAD_DIM:
-        return f"heads of {config.head_dim}: they know even ones of up to {MAX_HEAD_DIM}"
+        return f"heads of {config.head_dim}: the kernels support even ones of up to {MAX_HEAD_DIM}"
     if config.hidden_size > MAX_HIDDEN_SIZE:
-        return f"a width of {config.hidden_size:,}: they know up to {MAX_HIDDEN_SIZE:,}"
+        return f"a width of {config.hidden_size:,}: the kernels support up to {MAX_HIDDEN_SIZE:,}"
     return None
 
 
 def why_no_attention(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """What speaks against the kernels for attention, where the others serve; None: nothing."""
+    """Why the attention kernels cannot serve where the others do, as a phrase; None: they can."""
     if config.head_dim > max_head_dim(dtype):
-        return f"heads of {config.head_dim} in {str(dtype)[6:]}: they know up to {max_head_dim(dtype)}"
+        return f"heads of {config.head_dim} in {str(dtype)[6:]}: the kernels support up to {max_head_dim(dtype)}"
     per_kv, most = config.num_heads // config.num_kv_heads, tiles_for(config.head_dim, dtype).extend_rows
     if per_kv > most:
-        return f"{per_kv} heads share a key: they know up to {most}"
+        return f"{per_kv} heads share a key: the kernels support up to {most}"
     return None

@@ -87,7 +87,7 @@ class ChatStream(ChunkStream):
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         events = b""
-        stop = () if delta.stop_logprobs is None else (delta.stop_logprobs,)  # the id that ends the text: told last
+        stop = () if delta.stop_logprobs is None else (delta.stop_logprobs,)  # the id that ends the text comes last
         ids = sampled_ids(delta)
         num_told = len(ids) - len(stop)
         self._nums_tokens[choice] += delta.num_tokens - len(stop)

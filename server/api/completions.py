@@ -123,7 +123,7 @@ class LegacyLogprobs:
         self._position = 0  # of the prompt's next token, in bytes
         self._prompt_offsets, self._offsets = _TextOffsets(0), _TextOffsets(len(text))
         self._lists = _empty_lists()
-        if prompt is not None:  # nothing comes before the first token that could tell how likely it is
+        if prompt is not None:  # the first token has no logprob: nothing comes before it
             first_id = context.prompt_ids[prompt][0]
             self._add(first_id, None, None, self._prompt_offset(first_id))
 

@@ -51,7 +51,7 @@ Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 
 class TokenWishes(msgspec.Struct, frozen=True):
-    """What an answer tells of single tokens.
+    """What an answer shows of single tokens.
 
     Args:
         num_logprobs: of the likeliest tokens, beside each sampled one; None: no logprobs.
@@ -266,7 +266,7 @@ def _sampling_params(
     values["logit_bias"] = _logit_bias(fields.logit_bias or {}, defaults)
     num_logprobs, num_prompt_logprobs = wishes.num_logprobs, wishes.num_prompt_logprobs
     if num_logprobs is None and wishes.param is not None:
-        num_logprobs = 0  # the engine tells ids and counts of single tokens with their logprobs
+        num_logprobs = 0  # the engine delivers single tokens only with their logprobs
     if num_prompt_logprobs is None and echo:
         num_prompt_logprobs = wishes.num_logprobs
     return SamplingParams(**values, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs)

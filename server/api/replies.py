@@ -176,7 +176,7 @@ class WholeReply:
         self._reasons = [FinishReason.STOP] * num_choices
         self._ids: list[list[int]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in range(num_choices)]
-        # In vLLM's form, one list a prompt; nothing tells how likely its first token is
+        # In vLLM's form, one list a prompt; its first token has no logprob
         self._prompt_logprobs: list[list[dict[str, Any] | None]] = [[None] for _ in call.prompts]
 
     def add(self, choice: int, delta: Delta) -> None:
@@ -318,7 +318,7 @@ class ChunkStream:
         self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
         self._heads = tuple(self._head + b'{"index":%d,' % i + before for i in range(num_choices))
         self._tail = after + b',"logprobs":null,"finish_reason":null}' + self._end
-        self._nums_tokens = [0] * num_choices  # told so far, for chunks that count them
+        self._nums_tokens = [0] * num_choices  # written so far, for chunks that count them
 
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail

@@ -26,41 +26,21 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-class TokenizeCall(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None
-    prompt: TextPrompt | ChatPrompt
-    wants_token_strs: bool
-    unknown_fields: tuple[str, ...] = ()
+def parse_tokenize(body: bytes) -> tuple[TokenizeBody, TextPrompt | ChatPrompt, tuple[str, ...]]:
+    """The body, its prompt, and the names of its unknown fields.
 
-
-class DetokenizeCall(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None
-    ids: list[int]  # as sent: not checked against the vocabulary
-    unknown_fields: tuple[str, ...] = ()
-
-
-def parse_tokenize(body: bytes) -> TokenizeCall:
-    """
     Raises:
         InvalidRequest: with `param`, the path of the field to mend.
     """
     wire, unknown_fields = decode(body, TokenizeBody, RULES)
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("Send either prompt or messages.", "prompt")
-    prompt: TextPrompt | ChatPrompt
     if wire.prompt is not None:
-        prompt = TextPrompt(wire.prompt, wire.add_special_tokens is not False)
-    elif wire.add_special_tokens:
+        return wire, TextPrompt(wire.prompt, wire.add_special_tokens is not False), unknown_fields
+    if wire.add_special_tokens:
         message = "The chat template writes the special tokens of messages. Leave it out, or send false."
         raise InvalidRequest(message, "add_special_tokens", "unsupported_parameter")
-    else:
-        prompt = chat_prompt(wire.messages or [])
-    return TokenizeCall(
-        model=wire.model,
-        prompt=prompt,
-        wants_token_strs=bool(wire.return_token_strs),
-        unknown_fields=unknown_fields,
-    )
+    return wire, chat_prompt(wire.messages or []), unknown_fields
 
 
 def tokenize_reply(ids: Sequence[int], max_model_len: int, token_strs: Sequence[str] | None) -> bytes:
@@ -82,13 +62,13 @@ def tokenizer_info_reply(special_tokens: Mapping[str, str], chat_template: str |
     )
 
 
-def parse_detokenize(body: bytes) -> DetokenizeCall:
-    """
+def parse_detokenize(body: bytes) -> tuple[DetokenizeBody, tuple[str, ...]]:
+    """The body, whose ids are not checked against the vocabulary, and the names of its unknown fields.
+
     Raises:
         InvalidRequest: with `param`, the path of the field to mend.
     """
-    wire, unknown_fields = decode(body, DetokenizeBody, {})
-    return DetokenizeCall(model=wire.model, ids=wire.tokens, unknown_fields=unknown_fields)
+    return decode(body, DetokenizeBody, {})
 
 
 def detokenize_reply(text: str) -> bytes:

@@ -1,1 +1,1 @@
-"""Who may ask, how much, when, and what may be said. Thread: loop."""
+"""Admission control: who is calling, how much each may use, when, and with which text. Thread: loop."""

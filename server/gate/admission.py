@@ -63,7 +63,7 @@ class QueueView(NamedTuple):
     """Where a request stands.
 
     Args:
-        position: how many requests are ahead, as far as is known now.
+        position: how many requests are ahead, as of now.
         expected_s: until its first token; None: not known yet.
     """
 
@@ -164,7 +164,7 @@ class Admission:
         self._num_queued = 0  # since the start: the next prompt's serial number
         self._departures_s: deque[float] = deque(maxlen=NUM_DEPARTURES)  # noted while requests are refused
         self._refused_s = -math.inf  # the last refusal
-        self._retries_s: dict[str, float] = {}  # the latest retry time that each tenant was told
+        self._retries_s: dict[str, float] = {}  # by tenant: the latest retry time of its refusals
         self._pruned_s = 0.0
 
     @property
@@ -184,7 +184,7 @@ class Admission:
     # Room.
 
     def check(self, tenant: str, num_bytes: int) -> None:
-        """Raise ServiceError (overloaded) if the tenant can get no place for a body of so many bytes, as far as known.
+        """Raise ServiceError (overloaded) if there is no room for one more request of the tenant, with such a body.
 
         Args:
             tenant: Caller.sharing_name.
@@ -289,7 +289,7 @@ class Admission:
         return retry_s
 
     def _departure_interval_s(self, now_s: float) -> float:
-        """Between two places that come free: as measured of late, or as answers are expected to end."""
+        """Between two places that come free: as measured lately, or as answers are expected to end."""
         departures_s, outlook = self._departures_s, self._stats().outlook
         if len(departures_s) > 1 and now_s > departures_s[0]:
             return (now_s - departures_s[0]) / (len(departures_s) - 1)
@@ -341,7 +341,7 @@ class Admission:
         margin = self.margin
         if own is None or self.is_idle:
             own = backlog_of(1, 1)
-        if self.is_idle:  # a try harms nobody: refuse only what would be late with all of its prompt cached
+        if self.is_idle:  # a try delays no one: refuse only what would be late even with its whole prompt cached
             margin = 1.0
         expected_s = self.estimate(contender, own, margin).expected_s
         if expected_s is None or not 0 < allowed_s < expected_s:

@@ -275,7 +275,7 @@ class KnownKey:
 
 
 class Stated(NamedTuple):
-    """The callers that an invalid configuration still names, as far as it can be read; None: unreadable.
+    """The callers that an invalid configuration still names. None: unreadable.
 
     Args:
         tenants: names in [[tenants]].
@@ -311,7 +311,7 @@ class Directory:
         return caller.tenant.name not in self.tenants and caller.tenant != LOCAL
 
     def without(self, stated: Stated) -> "Directory":
-        """Less what is no longer stated; itself if all of it is."""
+        """Without callers that are no longer stated; itself if all are."""
         tenants = {name: one for name, one in self.tenants.items() if stated.tenants is None or name in stated.tenants}
         keys: dict[bytes, KnownKey] = {}
         for digest, known in self.keys.items():
@@ -467,7 +467,7 @@ class Authenticator:
         except BadToken as error:
             raise _refusal(f"The JWT is not taken. {error}") from error
         except KeysUnavailable as error:
-            message = "The issuer's keys cannot be had, so that no JWT can be checked. Try again soon."
+            message = "The issuer's keys cannot be fetched, so no JWT can be checked. Try again soon."
             raise IssuerUnavailable(message, error.retry_after_s) from error
         tenant = self.directory.tenants.get(name)
         if tenant is None:

@@ -96,7 +96,7 @@ def parse_jwks(data: bytes) -> "Mapping[str | None, Key]":
     if len(keys) > 1:
         keys.pop(None, None)
     if not keys:
-        raise ValueError("it has no key that is fit to check signatures with")
+        raise ValueError("it has no key that can check signatures")
     if len(keys) == 1:
         keys[None] = next(iter(keys.values()))
     return keys
@@ -176,7 +176,7 @@ class KeySource:
         except (OSError, ValueError) as error:
             is_usable = self.age_s is not None and self.age_s < MAX_AGE_S
             what = "the previous ones stay valid" if is_usable else "no JWT is taken"
-            logger.error("the keys of %s cannot be had, %s: %s", self._source, what, error)
+            logger.error("the keys of %s cannot be fetched, %s: %s", self._source, what, error)
             return
         self._has_failed = False
         self._fetched_s = self._clock()

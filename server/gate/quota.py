@@ -2,8 +2,8 @@
 
 Tokens are reserved before the work in all pools that bound a request, or in none; topped up while the answer goes on
 (`Allowance`); and settled to what was used. Whole numbers throughout; time is an argument; nothing runs in the
-background. What a day's pools gave before the process started comes from the ledger. Answers bear what is left, in
-x-ratelimit-* fields.
+background. What a day's pools gave before the process started comes from the ledger. The
+x-ratelimit-* fields of an answer show what is left.
 """
 
 import asyncio
@@ -331,7 +331,7 @@ class Ticket:
         return None
 
     def top_up_rest(self, most: int, num_parts: int = 1) -> int:
-        """Hold a part of what is left, rounded up, where all of it is less than wanted. Returns how many more."""
+        """Hold a part of what is left, rounded up, after a top-up failed. Returns how many tokens it gained."""
         now = self._clock()
         left = min(pool.available(now) for _, pools in self._held for pool in pools)
         num = min(most, -(-left // num_parts))
@@ -363,7 +363,7 @@ class Ticket:
         self._held, self.num_reserved = (), 0
 
     def cost(self, usage: Usage) -> int:
-        """Tokens as they count: those of the prompt that were cached, at the tenant's discount."""
+        """Tokens that count against the limits: cached ones of the prompt at the tenant's discount."""
         discount = usage.num_cached_tokens * self.caller.tenant.cached_token_discount // 100
         return usage.num_prompt_tokens + usage.num_completion_tokens - discount
 

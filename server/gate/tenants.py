@@ -193,9 +193,9 @@ def _refuse_duplicates(values: Sequence[str], what: str, path: Path) -> None:
 
 
 def stated_values(tables: Any, field: str, read: Callable[[str], T]) -> frozenset[T] | None:
-    """The values of a field in [[tenants]] that are otherwise invalid; None: they cannot be told, or there are none.
+    """The values of a field in [[tenants]] that are otherwise invalid; None: unknown, or there are none.
 
-    A table without a name may be meant for any tenant, so that nothing can be told.
+    A table without a name may be meant for any tenant: then nothing is known.
 
     Args:
         read: raises ValueError for a value that identifies nothing.

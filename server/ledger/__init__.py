@@ -1,1 +1,1 @@
-"""What requests used, kept durably. Threads: loop, and the ledger's own."""
+"""The durable record of what requests used. Threads: loop, and the ledger's own."""

@@ -168,7 +168,7 @@ class Journal:
         return self.store.close_orphans()
 
     def write(self, writes: Sequence[Write]) -> Written:
-        """Make them durable in one transaction, as far as possible. Faults of the disk are told, not raised."""
+        """Make them durable in one transaction, as far as possible. Faults of the disk are returned, not raised."""
         return self._write(writes)._replace(disk=self.disk())
 
     def disk(self) -> Disk | None:
@@ -332,8 +332,8 @@ class Writer(Protocol):
 class CommitPace:
     """When the next commit begins: as late as writes submitted right after the last began can wait for DURABLE_S.
 
-    A commit is expected to take as long as the last one, or the slowest of late; a slow disk takes at most half of the
-    time in which writes gather.
+    A commit is expected to take as long as the slowest recent one; a slow disk takes at most half of the time in which
+    writes gather.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
     reserve ── durable ──▶ the answer's first byte        settle ── durable ──▶ its final event
 
-Running requests are checkpointed every five seconds, so that a crash bills what was said until then. Nothing here
+Running requests are checkpointed every five seconds, so that a crash bills what was generated until then. Nothing here
 waits: callbacks tell when a write is durable. While the database takes no writes, no request is let in, and running
 ones settle into the spill file.
 """
@@ -102,7 +102,7 @@ class Entry:
 
     Args:
         row: as it was reserved.
-        progress: returns its usage so far: prompts that are being answered, tokens told.
+        progress: returns its usage so far: prompts that are being answered, and tokens of their answers.
         end: how it ended, once it has.
     """
 
@@ -118,7 +118,7 @@ class Entry:
         """Write the reservation. Raises ServiceError (unavailable), and writes nothing, if the ledger takes no writes.
 
         Args:
-            on_reserved: told whether it is durable.
+            on_reserved: called with whether it is durable.
         """
         self.ledger.check()
         self.row = msgspec.structs.replace(self.row, reserved_tokens=num_tokens)
@@ -127,7 +127,7 @@ class Entry:
         self.ledger.begin(self, lambda is_durable: self._note_reserved(is_durable, on_reserved))
 
     def settle(self, end: End, on_settled: Callable[[bool], None]) -> None:
-        """Write the true usage. If the reservation failed, nothing is written or told."""
+        """Write the true usage. If the reservation failed, nothing is written and on_settled is not called."""
         self.end, self._on_settled = end, on_settled
         if self.state in (EntryState.OPEN, EntryState.RESERVED):
             self._write_end(end)

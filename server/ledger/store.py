@@ -85,7 +85,7 @@ class StoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         digest: SHA-256 of the request.
-        headers: without those that every response gets of its own.
+        headers: without those that every response has of its own.
     """
 
     tenant: str

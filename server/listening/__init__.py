@@ -1,1 +1,1 @@
-"""Where clients come in: sockets, who may come, and who they really are. Thread: loop."""
+"""Listening sockets, the clients that may connect, and the proxies that speak for others. Thread: loop."""

@@ -1,1 +1,1 @@
-"""What is measured and told of requests: clocks, metrics, logs, traces. Thread: loop."""
+"""Observability of requests: stage clocks, metrics, logs, SLOs and traces. Thread: loop."""

@@ -149,13 +149,8 @@ class StageClock:
     def stages_ns(self) -> dict[Stage, int]:
         """Of the stages left so far, in the order of Stage; the sum is total_ns."""
         spent: dict[Stage, int] = {}
-        entries = iter(self.entries)
-        stage, start_ns = next(entries)
-        for next_stage, end_ns in entries:
+        for stage, start_ns, end_ns in self.intervals():
             spent[stage] = spent.get(stage, 0) + end_ns - start_ns
-            stage, start_ns = next_stage, end_ns
-        if self._finished_ns is not None:
-            spent[stage] = spent.get(stage, 0) + self._finished_ns - start_ns
         if Stage.DECODE in spent:
             spent[Stage.DETOKENIZE] = min(round(self.detokenize_s * S_NS), spent[Stage.DECODE])
             spent[Stage.DECODE] -= spent[Stage.DETOKENIZE]

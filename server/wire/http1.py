@@ -1,11 +1,11 @@
 """HTTP/1.1 without I/O: bytes to events, response heads and bodies to bytes. Thread: loop.
 
-One exchange at a time: bytes of a next, pipelined request stay in the buffer until `next_request`. Each verdict depends
-on a prefix of the bytes only: it is the same however the bytes are split over reads.
+One exchange at a time: a pipelined request stays in the buffer until `next_request`. Verdicts are the same however the
+input is split into reads.
 
-h11 0.16 takes what request smuggling needs: content-length beside transfer-encoding, `3, 3`, obs-fold, bare LF,
-HTTP/1.0 with transfer-encoding, versions 1.9 and 2.0, CR in chunk extensions, bare LF in trailers; and its limit on
-heads holds only for heads that are incomplete. Here those are refused, with limits as origin servers have them.
+h11 0.16 accepts what request smuggling needs: content-length beside transfer-encoding, `3, 3`, obs-fold, bare LF,
+HTTP/1.0 with transfer-encoding, versions 1.9 and 2.0, CR in chunk extensions, bare LF in trailers; and it limits only
+heads that are incomplete. Here those are refused, with limits as origin servers have them.
 """
 
 import enum
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from server.wire.http2 import PREFACE
+from server.wire.http2_frames import PREFACE
 from server.wire.limits import HeadLimits
 from server.wire.messages import (
     CONTENT_LENGTH,
@@ -39,32 +39,33 @@ SWITCH_TO_HTTP2 = b"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nu
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
 _REQUEST_LINE = rb"(%b) ([\x21-\x7e]++) HTTP/1\.([01])\r\n" % _TOKEN
 _FIELD_LINE = rb"%b:[\t\x20-\x7e\x80-\xff]*+\r\n" % _TOKEN  # RFC 9110 §5.5: no CTL in a value except HTAB
-# All that is taken. Possessive within a field: what is taken is never given back, so that a look takes time in
-# proportion to its bytes. No `*+` over the fields: Python before 3.11.5 matches such groups wrongly (gh-106052); there
-# is one way to cut them, so that nothing is tried twice
+# A whole head. Possessive quantifiers keep matching linear. No `*+` over the fields: Python before 3.11.5 matches such
+# groups wrongly (gh-106052); fields can be cut in one way only, so that nothing is tried twice
 _HEAD = re.compile(rb"%b((?:%b)*)\r\n" % (_REQUEST_LINE, _FIELD_LINE))
 _TRAILERS = re.compile(rb"(?:%b)*\r\n" % _FIELD_LINE)
-_FIELD = re.compile(rb"(%b):([^\r]*+)\r\n" % _TOKEN)  # of what is cut already
+_FIELD = re.compile(rb"(%b):([^\r]*+)\r\n" % _TOKEN)  # within a head that has matched
 _NAME = re.compile(rb"%b:" % _TOKEN)
 _CR = 0x0D
-_DECIDING = frozenset((b"host", b"content-length", b"transfer-encoding"))  # whose request it is, and where it ends
+_DECIDING = frozenset(
+    (b"host", b"content-length", b"transfer-encoding")
+)  # which host is asked, and where the request ends
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 
 _SIZE_LINE_BYTES = 256
-_EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together: extensions are read, and mean nothing
+_EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together; their meaning is ignored
 _STEPS_PER_CHUNK = 3  # its size, its data, its line end
 _QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
-# RFC 9112 §7.1.1. All of it, quotes too: a reader that heeds them would go on past the CRLF within an open one
+# RFC 9112 §7.1.1, quotes included: a reader that heeds them would go on past a CRLF within an open quote
 _EXTENSION = rb"[ \t]*;[ \t]*%b(?:[ \t]*=[ \t]*(?:%b|%b))?" % (_TOKEN, _TOKEN, _QUOTED)
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:%b)*)\r\n" % _EXTENSION)
 
 
 class LineScanner:
-    """Finds the end of a head, or of a trailer section, in a buffer that grows; each byte is looked at once.
+    """Finds the end of a head or of a trailer section in a buffer that grows; scans each byte once.
 
     Args:
-        has_request_line: the first line is a request line with a limit of its own; otherwise all lines are fields.
+        has_request_line: the first line is a request line, with a limit of its own; otherwise all lines are fields.
     """
 
     __slots__ = ("_limits", "_line_start", "_most_bytes", "_num_fields", "_request_line_is_due", "_searched")
@@ -76,13 +77,13 @@ class LineScanner:
         self._line_start = self._searched = self._num_fields = 0
 
     def scan(self, buffer: bytearray) -> int | None:
-        """The index after the empty line that ends the section, or None as long as it has not come.
+        """The index after the empty line that ends the section; None until that has come.
 
-        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found. A line
-        that is cut by the end of a read is judged by its size alone.
+        Args:
+            buffer: begins with the section; only grows between calls. An incomplete line is judged by its size alone.
 
         Raises:
-            HeadRefused: a limit is passed, or a line is not a line.
+            HeadRefused: a limit is passed, or a line end is malformed.
         """
         while (newline := buffer.find(b"\n", self._searched)) >= 0:
             start, end = self._line_start, newline + 1
@@ -122,46 +123,42 @@ class LineScanner:
 
 
 class RequestHead(NamedTuple):
-    """A request's head, understood.
-
-    Args:
-        length: of the body (RFC 9112 §6.3); None: it is chunked.
-    """
+    """A request's head, parsed."""
 
     method: bytes
     target: bytes
     headers: Headers
     is_http10: bool
-    length: int | None
+    length: int | None  # of the body (RFC 9112 §6.3); None: it is chunked
 
 
 class HeadReader:
-    """Reads a request's head from a buffer that grows; mostly it is there at once, and read in one look."""
+    """Reads a request's head from a buffer that grows; usually all of it is there, and one match reads it."""
 
     def __init__(self, limits: HeadLimits) -> None:
         self._limits = limits
-        self._scanner: LineScanner | None = None  # of what has come without its end
+        self._scanner: LineScanner | None = None  # of an incomplete head
 
     def read(self, buffer: bytearray) -> tuple[RequestHead, int] | None:
-        """The head that the buffer begins with, and where it ends; None as long as it has not come.
+        """The head at the start of the buffer, and where it ends; None until that has come.
 
         Raises:
-            HeadRefused: a limit is passed, or two recipients could read this head in two ways.
+            HeadRefused: a limit is passed, or the head is malformed or ambiguous.
         """
-        head = self._look(buffer) if self._scanner is None else None
+        head = self._match(buffer) if self._scanner is None else None
         if head is None:
             self._scanner = self._scanner or LineScanner(self._limits)
             end = self._scanner.scan(buffer)
             if end is None:
                 return None
-            head = self._look(buffer)
+            head = self._match(buffer)
             if head is None:
                 raise _why_malformed(bytes(buffer[:end]))
         self._scanner = None
         return head
 
-    def _look(self, buffer: bytearray) -> tuple[RequestHead, int] | None:
-        """None: it is not complete, malformed, or past a limit."""
+    def _match(self, buffer: bytearray) -> tuple[RequestHead, int] | None:
+        """None: it is incomplete, malformed, or past a limit."""
         limits = self._limits
         match = _HEAD.match(buffer, 0, limits.head_bytes)
         if match is None:
@@ -178,7 +175,7 @@ class HeadReader:
 
 
 def _why_malformed(section: bytes) -> HeadRefused:
-    """Of a head whose lines are lines."""
+    """Of a head whose line ends are well-formed."""
     request_line, separator, fields = section.partition(b"\r\n")
     if re.fullmatch(_REQUEST_LINE, request_line + separator) is None:
         # RFC 9112 §3: an invalid request line SHOULD be answered with 400
@@ -232,7 +229,7 @@ class CountedBody:
     """A body of a known length (RFC 9112 §6.3 item 6).
 
     Attributes:
-        has_more: enough was taken at once; the buffer may have more of it.
+        has_more: the last call took as much as it may; the buffer may hold more.
     """
 
     def __init__(self, length: int) -> None:
@@ -241,7 +238,7 @@ class CountedBody:
         self.has_more = False
 
     def decode(self, buffer: bytearray) -> bytes:
-        """The next content, possibly none, taken from the front of the buffer.
+        """The next content, possibly none, removed from the front of the buffer.
 
         Raises:
             HeadRefused: the framing is broken.
@@ -269,7 +266,7 @@ class ChunkedBody:
 
     def decode(self, buffer: bytearray) -> bytes:
         pieces: list[bytes] = []
-        position = 0  # bytes before it are done with
+        position = 0  # of the first byte not yet parsed
         num_steps = 0
         self.has_more = False
         while not self.is_complete and self._trailers is None:
@@ -287,7 +284,7 @@ class ChunkedBody:
         return b"".join(pieces)
 
     def _step(self, buffer: bytearray, position: int, pieces: list[bytes]) -> int:
-        """Take one size line, one piece of data or one CRLF; the position after it, the same if more bytes are due."""
+        """Parse one size line, piece of data or CRLF; the position after it, unchanged if more bytes are needed."""
         if self._remaining:
             piece = bytes(buffer[position : position + self._remaining])
             if piece:
@@ -328,7 +325,7 @@ class ChunkedBody:
         return newline + 1
 
     def _charge(self, num_bytes: int) -> None:
-        """A chunk of so many bytes begins; its content is here before the next can begin."""
+        """A chunk of so many bytes begins."""
         limits = self._limits
         self._credit = min(self._most_credit, self._credit + num_bytes) - limits.bytes_per_chunk
         if self._credit < 0:
@@ -338,7 +335,7 @@ class ChunkedBody:
             )
 
     def _take_trailers(self, scanner: LineScanner, buffer: bytearray) -> None:
-        """Read them for their end only: RFC 9110 §6.5.1 lets a recipient drop trailers it has no use for."""
+        """Check and drop them: RFC 9110 §6.5.1 allows it."""
         end = scanner.scan(buffer)
         if end is None:
             return
@@ -381,7 +378,7 @@ class Http1Protocol:
     def __init__(self, limits: HeadLimits, date: Callable[[], bytes], chunks_at_once: int = sys.maxsize) -> None:
         """
         Args:
-            chunks_at_once: of a body, that one call understands.
+            chunks_at_once: of a body, that one call parses.
         """
         self.keep_alive = True
         self.num_requests = 0
@@ -415,7 +412,7 @@ class Http1Protocol:
 
     @property
     def has_more(self) -> bool:
-        """The last call understood as much as it may: receive(b"") goes on."""
+        """The last call parsed as much as it may: receive(b"") goes on."""
         return self._reading is _Reading.BODY and self._body.has_more
 
     @property
@@ -425,18 +422,18 @@ class Http1Protocol:
 
     @property
     def num_buffered(self) -> int:
-        """Bytes received and not yet understood."""
+        """Bytes received and not yet parsed."""
         return len(self._buffer)
 
     def receive(self, data: bytes) -> list[Event]:
-        """What the bytes mean. A ProtocolViolation is the last event ever."""
+        """The events in the bytes. A ProtocolViolation is the last one."""
         if self._reading is _Reading.FAILED:
             return []
         self._buffer += data
         return self._parse()
 
     def next_request(self) -> list[Event]:
-        """Request and response are complete: read on, first what was pipelined."""
+        """Request and response are complete: read on, beginning with what was pipelined."""
         assert self._reading is _Reading.COMPLETE
         assert self._sending is _Sending.ENDED
         assert self.keep_alive
@@ -459,14 +456,14 @@ class Http1Protocol:
         return events
 
     def leave(self) -> bytes:
-        """No byte is understood or sent here any more. Returns what was received and not understood."""
+        """End reading and sending. Returns what was received and not parsed."""
         rest = bytes(self._buffer)
         self.stop_reading()
         self._sending = _Sending.ENDED
         return rest
 
     def stop_reading(self) -> None:
-        """No byte is understood from now on; an answer that is due, or that refuses a head, can still be sent."""
+        """End reading; an answer that is due, or that refuses a head, can still be sent."""
         self._reading = _Reading.FAILED
         self.keep_alive = False
         self._buffer.clear()
@@ -526,13 +523,13 @@ class Http1Protocol:
             events.append(BodyEnd(self.num_requests))
 
     def send_head(self, head: ResponseHead) -> bytes:
-        """The head's bytes. A status below 200 is informational, and the head is still to come.
+        """The head's bytes. A status below 200 is informational: the final head is still to come.
 
         With content-length among the headers the body is counted; otherwise it is chunked, or, for an HTTP/1.0 client,
         ended by the close. `connection: close` is added where the connection cannot go on, unread request included.
 
         Raises:
-            ResponseError: framing fields or bytes that are not the application's to send, or a head already sent.
+            ResponseError: fields that the application must not send, or a head already sent.
         """
         if self._sending is not _Sending.HEAD and self._reading is not _Reading.FAILED:
             raise ResponseError("There is no request that this head could answer.")

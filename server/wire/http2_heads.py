@@ -15,6 +15,7 @@ from hpack.exceptions import HPACKDecodingError, HPACKError, OversizedHeaderList
 from hpack.hpack import encode_integer
 from hpack.table import HeaderTable
 
+from server.wire.http2_frames import SETTING_BYTES
 from server.wire.limits import HeadLimits
 from server.wire.messages import (
     CONTENT_LENGTH,
@@ -164,7 +165,6 @@ def _authority(authority: bytes | None, headers: Fields) -> bytes:
 
 _OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 _OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for"))
-SETTING_BYTES = 6  # RFC 9113 §6.5.1
 
 
 def upgrade_settings(request: HttpRequest, max_settings: int) -> bytes | None:

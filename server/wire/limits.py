@@ -24,7 +24,7 @@ class Rate:
 
 
 def rate_from(least_burst: int) -> Callable[[str], Rate]:
-    """What reads a rate as operators write it: 200+20/s. It raises BadValueError where that is none, or too little."""
+    """A parser of rates as operators write them: 200+20/s. It raises BadValueError for anything else, or too little."""
 
     def parse(text: str) -> Rate:
         match = _RATE.fullmatch(text.strip())
@@ -42,11 +42,11 @@ def format_rate(rate: Rate) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeadLimits:
-    """What a request's head and the framing of its body may weigh; sizes count the line ends.
+    """The sizes of a request's head and of its body's framing; line ends count.
 
     Args:
         num_small_chunks: of a body, beyond one for each bytes_per_chunk of its content; content earns at most so many
-            in advance. A chunk costs us as much however little it carries: 1,000 about as much as their request.
+            in advance. A chunk costs the same however little it carries: 1,000 of them about as much as a request.
     """
 
     request_line_bytes: int = 8 * 1024
@@ -58,12 +58,12 @@ class HeadLimits:
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """What the frames of one connection may be.
+    """The frames of one HTTP/2 connection.
 
     Args:
         header_block_bytes: of a HEADERS frame and its CONTINUATIONs together.
         resets: RST_STREAM from the peer, and those it makes us send.
-        num_overhead_frames: those that carry nothing, beyond one for each bytes_per_overhead_frame of content in either
+        num_overhead_frames: frames without content, beyond one for each bytes_per_overhead_frame of content in either
             direction; content earns at most so many in advance.
     """
 
@@ -79,8 +79,6 @@ class FrameLimits:
 
 
 class TokenBucket:
-    """A token bucket."""
-
     __slots__ = ("_at", "_level", "_rate")
 
     def __init__(self, rate: Rate) -> None:
@@ -89,7 +87,7 @@ class TokenBucket:
         self._at = 0.0
 
     def take(self, now: float) -> bool:
-        """Spend one; False: there is none left."""
+        """Take one token; False: none is left."""
         rate = self._rate
         self._level = min(rate.burst, self._level + (now - self._at) * rate.per_s)
         self._at = now
@@ -105,9 +103,9 @@ class Http2Limits:
 
     Args:
         num_streams: at once, as advertised; more are refused, up to num_refused in a row.
-        window_bytes: of a connection's request bodies, that the peer may send before they are read.
-        heads_bytes: that the heads of the open requests weigh together; what is more is refused as more streams are.
-        list_bytes: of a header list, decoded, before it is taken for an attack; head limits answer 431 below that.
+        window_bytes: of a connection's request bodies, sent and not yet read.
+        heads_bytes: of memory for the heads of all open requests; beyond it, streams are refused.
+        list_bytes: of a decoded header list; more is an attack. Above the head limits, 431 is answered.
         early_bytes: of a request that go on coming, for linger_s, after its answer.
     """
 
@@ -129,19 +127,19 @@ class ConnectionLimits:
     body_s: float = 30.0  # for a body, and one more second for each body_bytes_per_s; without a byte, never longer
     body_bytes_per_s: float = 500.0
     idle_s: float = 75.0  # without a byte between requests, or before the first
-    stall_s: float = 30.0  # in which the peer reads less than stall_bytes_per_s, and not all that is unsent
+    stall_s: float = 30.0  # in which the peer must read stall_bytes_per_s, or all that is unsent
     stall_bytes_per_s: float = 500.0
-    linger_s: float = 2.0  # and linger_bytes: thrown away after an answer that comes before its request's end
+    linger_s: float = 2.0  # and linger_bytes: dropped after an answer that comes before its request's end
     linger_bytes: int = LINGER_BYTES
     unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark
-    pipelined_bytes: int = 64 * 1024  # behind a request that is being answered; with more, its answer is the last
-    unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet
-    buffered_body_bytes: int = BUFFERED_BODY_BYTES  # of incomplete ones: beyond it, the oldest alone goes on
-    pieces_per_turn: int = 64  # chunks, or frames, that are understood before the loop turns to others
+    pipelined_bytes: int = 64 * 1024  # behind the current request; with more, its answer is the last
+    unread_body_bytes: int = 64 * 1024  # buffered for a handler that does not read yet
+    buffered_body_bytes: int = BUFFERED_BODY_BYTES  # of incomplete ones: beyond it, only the oldest goes on
+    pieces_per_turn: int = 64  # chunks, or frames, that are parsed before other connections have their turn
     bytes_per_turn: int = 64 * 1024  # in one read: the next waits for the loop's next turn
     num_requests: int = 1000  # of an HTTP/1.1 connection
     http2: Http2Limits = field(default_factory=Http2Limits)
     num_streams: int = 10_000  # of an HTTP/2 connection, one after the other
-    control_bytes: int = 256 * 1024  # unread by an HTTP/2 peer: then it is not read from either
+    control_bytes: int = 256 * 1024  # of answers that an HTTP/2 peer does not read: then reading from it pauses
     max_control_bytes: int = 1024 * 1024
-    drain_round_trip_s: float = 1.0  # for an HTTP/2 peer to hear of the end, for a new one's request to come
+    drain_round_trip_s: float = 1.0  # for an HTTP/2 peer to hear of the end, or for a new connection's first request

@@ -1,4 +1,4 @@
-"""What the parts of wire/ exchange: requests, response heads, peers; one form for both protocols. Thread: loop.
+"""The messages between the parts of wire/, the same for both protocols: requests, response heads, peers. Thread: loop.
 
 `stream_id` is 1, 2, 3... on HTTP/1.1 (the n-th request of the connection), the stream's own on HTTP/2.
 """
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 Headers = tuple[tuple[bytes, bytes], ...]  # names in lower case, in order of arrival
-TextWriter = Callable[[str], None]  # of what a body says next, see TextFrame
+TextWriter = Callable[[str], None]  # writes a body's next text, see TextFrame
 
 
 class TextFrame(NamedTuple):
-    """What a body says of each of many texts: `head + encoded[text] + tail`, which is not empty."""
+    """How a body frames each of many texts: `head + encoded[text] + tail`, which is not empty."""
 
     head: bytes
     encoded: Mapping[str, bytes]
@@ -133,7 +133,7 @@ CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 
 
 class HeadRefused(Exception):
-    """The peer's bytes are not a request that is taken here; the connection answers `status` and closes."""
+    """The request is refused with `status`; on HTTP/1.1 the connection closes after that answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -142,21 +142,21 @@ class HeadRefused(Exception):
 
 
 class ResponseError(Exception):
-    """The answer given to the protocol is not one it can send: our own bug, never the peer's."""
+    """The handler's answer cannot be sent: our own bug, never the peer's."""
 
 
 def check_fields(head: ResponseHead) -> int | None:
-    """Refuse what would break the framing or split the response; return the content-length.
+    """Refuse fields that would break the framing or split the response; return the content-length.
 
     Raises:
-        ResponseError: framing fields or bytes that are not the application's to send.
+        ResponseError: there is such a field.
     """
     length: int | None = None
     for name, value in head.headers:
         if FIELD_NAME.fullmatch(name) is None or FIELD_VALUE.fullmatch(value) is None:
             raise ResponseError(f"The header {name!r} cannot be sent: its name or its value has bytes it must not.")
         if name == b"transfer-encoding":
-            raise ResponseError("How a body is framed is the protocol's to choose.")
+            raise ResponseError("The protocol chooses how a body is framed: send no transfer-encoding.")
         if name == b"content-length":
             # RFC 9110 §8.6: none in 1xx and 204
             if length is not None or not value.isdigit() or head.status < 200 or head.status == 204:
@@ -167,13 +167,13 @@ def check_fields(head: ResponseHead) -> int | None:
 
 IpAddress = IPv4Address | IPv6Address
 
-IPV6_SITE_BITS = 64  # that an address is of is a site's own choice: RFC 4291 §2.5.4
-UNIX_CLIENT = "unix"  # as logs show who came over a Unix socket
+IPV6_SITE_BITS = 64  # of an address, which a site assigns as it likes: RFC 4291 §2.5.4
+UNIX_CLIENT = "unix"  # in logs, a client over a Unix socket
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCertificate:
-    """What a client's certificate says, once a CA of ours has vouched for it.
+    """A client's certificate, verified by a configured CA.
 
     Args:
         subject: as RFC 4514 writes it: "CN=router,O=Example".
@@ -188,10 +188,10 @@ class ClientCertificate:
 class Peer:
     """
     Args:
-        address: None: it came over a Unix socket, and has none.
+        address: None: a Unix socket's peer has none.
         port: 0 where it is not known.
-        is_proxy: a trusted one: each request may name the client that it is from.
-        certificate: None: it showed none.
+        is_proxy: a trusted one: each request may name its client.
+        certificate: None: the client showed none.
     """
 
     address: IpAddress | None = None
@@ -201,7 +201,7 @@ class Peer:
 
     @property
     def network(self) -> str | None:
-        """Its address; of IPv6 its /64, of which one client may have any; None: a Unix socket's."""
+        """The address; of IPv6 its /64, of which one client may use any address; None: a Unix socket."""
         if self.address is None or self.address.version == 4:
             return None if self.address is None else str(self.address)
         return str(IPv6Network((int(self.address) >> IPV6_SITE_BITS << IPV6_SITE_BITS, 128 - IPV6_SITE_BITS)))
@@ -228,5 +228,5 @@ def plain_address(address: IpAddress) -> IpAddress:
 
 
 def is_authority(value: bytes) -> bool:
-    """Whether this is a host with an optional port, and no user before it (RFC 9110 §7.2, §4.2.4)."""
+    """Whether this is a host with an optional port, and no user info (RFC 9110 §7.2, §4.2.4)."""
     return _HOST.fullmatch(value) is not None

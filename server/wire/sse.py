@@ -1,7 +1,7 @@
 """Server-sent events as bytes, ready to write: framing, and JSON that stays on its one line. Thread: loop.
 
 A data line ends at the first CR or LF, so what goes into it is JSON, whose escapes leave neither. U+2028, U+2029 and
-U+0085 are escaped too: JSON allows them bare, but clients that split lines by Unicode's rules would break an event.
+U+0085 are escaped too: JSON allows them, but clients that split lines by Unicode's rules would break an event.
 """
 
 import json
@@ -14,7 +14,7 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # parsers skip it, proxies see traffic
 EVENT_END = b"\n\n"
 
-# Of a vocabulary, each text is said again and again
+# The texts of a vocabulary are sent again and again
 _REMEMBERED_CHARS = 32
 _NUM_REMEMBERED = 64 * 1024
 
@@ -24,17 +24,17 @@ _SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"
 
 
 def event_head(name: str | None = None) -> bytes:
-    """What comes before an event's JSON; EVENT_END comes after it."""
+    """The bytes before an event's JSON; EVENT_END follows it."""
     return b"data: " if name is None else f"event: {name}\ndata: ".encode("ascii")
 
 
 def event(line: bytes, name: str | None = None) -> bytes:
-    """One whole event. `line` is of json_line: an event's data must not break."""
+    """One whole event. `line` is from json_line: an event's data must not contain a line break."""
     return event_head(name) + line + EVENT_END
 
 
 def comment(text: str) -> bytes:
-    """What parsers of events skip. `text` has no line breaks."""
+    """A line that event parsers skip. `text` has no line breaks."""
     return b": " + text.encode() + EVENT_END
 
 
@@ -46,7 +46,7 @@ def json_string(text: str) -> bytes:
 
 
 class _JsonStrings(dict[str, bytes]):
-    """json_string of what is asked for; of short texts it is remembered. No call where it is."""
+    """json_string as a mapping, cached for short texts."""
 
     def __missing__(self, text: str) -> bytes:
         encoded = json_string(text)

@@ -1,8 +1,8 @@
-"""TLS: the certificate it is served with, its handshake, and what clients' certificates say. Thread: loop.
+"""TLS: the server's certificate, the handshake, and clients' certificates. Thread: loop.
 
 TLS 1.2 with forward secrecy and authenticated ciphers only (RFC 9113 §9.2.2 lists the others), and TLS 1.3. The
-handshake is made in two steps, and not in the loop's one call for both, so that the transport below TLS is known: left
-alone it holds 64 KiB that nobody above it sees, before it tells of a peer that does not read.
+handshake takes two steps, and not the loop's one call for both, so that the transport below TLS is known: by default
+it buffers 64 KiB, which the transport above does not count, before it reports a peer that does not read.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from server.wire.messages import ClientCertificate
 logger = logging.getLogger(__name__)
 
 ALPN = ("h2", "http/1.1")
-REFUSED_ALERT = bytes((21, 3, 3, 0, 2, 2, 80))  # RFC 8446 §5.1, §6: fatal internal_error, to who gets no handshake
+REFUSED_ALERT = bytes((21, 3, 3, 0, 2, 2, 80))  # RFC 8446 §5.1, §6: fatal internal_error, for a refused connection
 
 _NO_APPLICATION_PROTOCOL = 120  # RFC 7301 §3.2
 _ALPN_EXTENSION = 16  # RFC 7301 §6
@@ -71,7 +71,7 @@ class TlsFiles:
 
 
 class _ServerContext(ssl.SSLContext):
-    """Lets a handshake see its client's first bytes."""
+    """Shows a handshake its client's first bytes."""
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, *args: Any, **named: Any) -> ssl.SSLObject:
         handshake = super().wrap_bio(incoming, *args, **named)
@@ -81,13 +81,13 @@ class _ServerContext(ssl.SSLContext):
 
 
 class _Handshake(ssl.SSLObject):
-    """TLS whose peer is told why the handshake has failed (RFC 8446 §6.2).
+    """TLS that sends its peer the alert of a failed handshake (RFC 8446 §6.2).
 
-    Whoever offers only protocols that are not spoken here is refused (RFC 7301 §3.2). OpenSSL would go on without one,
-    and Python does not tell what was offered: it is read off the ClientHello.
+    A client that offers only unknown protocols is refused (RFC 7301 §3.2). OpenSSL would go on without one, and Python
+    does not report what was offered: it is parsed from the ClientHello.
 
-    asyncio and uvloop drop, with the connection, the alert that OpenSSL has written. They send it if the handshake goes
-    on to them: then it fails with what the peer says next, its end or the deadline.
+    asyncio and uvloop drop the alert that OpenSSL has written together with the connection. They send it if the
+    handshake seems to go on; it fails with what the peer sends next, with its end, or at the deadline.
     """
 
     incoming: ssl.MemoryBIO | None = None  # until the ClientHello is whole
@@ -109,7 +109,7 @@ class _Handshake(ssl.SSLObject):
             raise ssl.SSLWantReadError from error
 
     def _read_hello(self, incoming: ssl.MemoryBIO) -> None:
-        """OpenSSL takes nothing of it before it is whole, nor is it asked to."""
+        """Wait until the ClientHello is complete; OpenSSL needs all of it, too."""
         data = incoming.read()
         incoming.write(data)
         try:
@@ -121,21 +121,21 @@ class _Handshake(ssl.SSLObject):
                 offered = _offered_protocols(hello)
                 self.has_unknown_protocols = bool(offered) and not {name.encode() for name in ALPN} & set(offered)
         except IndexError:
-            pass  # malformed: OpenSSL says so
+            pass  # malformed: OpenSSL reports it
         self.incoming = None
 
 
 def _refuse_unknown_protocols(handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> int | None:
-    """OpenSSL calls it with every ClientHello, whether it names a server or not. Returns the alert, if any."""
+    """OpenSSL calls this for every ClientHello, with or without a server name. Returns the alert, if any."""
     is_refused = isinstance(handshake, _Handshake) and handshake.has_unknown_protocols
     return _NO_APPLICATION_PROTOCOL if is_refused else None
 
 
 def _handshake_message(data: bytes) -> bytes | None:
-    """The first message of a handshake, without its head, out of the records that it came in; None: it is not whole.
+    """The first handshake message in the records, without its header; None: it is incomplete.
 
     Raises:
-        IndexError: it is none.
+        IndexError: these are no handshake records.
     """
     message, position = bytearray(), 0
     while position + 5 <= len(data):  # RFC 8446 §5.1: type, version, length
@@ -153,7 +153,7 @@ def _handshake_message(data: bytes) -> bytes | None:
 
 
 def _offered_protocols(hello: bytes) -> list[bytes]:
-    """Of a ClientHello (RFC 8446 §4.1.2), the names that ALPN offers (RFC 7301 §3.1); none where it is not there.
+    """The ALPN names (RFC 7301 §3.1) in a ClientHello (RFC 8446 §4.1.2).
 
     Raises:
         IndexError: it is malformed.
@@ -183,17 +183,17 @@ def _number(data: bytes, position: int, num_bytes: int) -> int:
 
 
 class ServerTls:
-    """A certificate that can be replaced while connections live on the old one.
+    """A certificate that can be replaced while connections go on with the old one.
 
     Attributes:
-        context: for connections to come.
-        expiries: in unix time, of "certificate" and "revocation_list": the first that comes.
+        context: for new connections.
+        expiries: of "certificate" and "revocation_list", in unix time: the earliest each.
     """
 
     def __init__(self, files: TlsFiles) -> None:
         """
         Raises:
-            StartupError: the files are no certificate and its key, or no CA.
+            StartupError: the files are not a certificate and its key, or not a CA.
         """
         self.files = files
         self.expiries: dict[str, float] = {}
@@ -201,16 +201,16 @@ class ServerTls:
 
     @property
     def needs_certificate(self) -> bool:
-        """Nobody is served who shows none."""
+        """Clients without a certificate are refused."""
         return self.files.client_ca is not None and self.files.client_auth is ClientAuth.REQUIRED
 
     def reload(self) -> None:
-        """Serve new connections with what the files hold now. Those that are open keep what they have.
+        """Load the files again for new connections.
 
-        Sessions of the old context cannot be resumed: a CA that is gone vouches for nobody any more.
+        Sessions of the old context cannot be resumed: a CA that was removed vouches for nobody any more.
 
         Raises:
-            StartupError: the files are not fit; nothing has changed.
+            StartupError: the files cannot be used; nothing has changed.
         """
         self.context = self._load()
 
@@ -242,15 +242,15 @@ def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth:
             "--tls-client-ca with the certificates of those who sign clients' certificates, in PEM",
             ExitCode.CONFIGURATION,
         ) from error
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever is in the file is trusted, root or not
-    if context.cert_store_stats()["crl"]:  # OpenSSL reads the file's lists, and asks none of them unless told to
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # every certificate in the file is trusted, root or not
+    if context.cert_store_stats()["crl"]:  # OpenSSL loads the file's lists, and ignores them unless told
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     context.verify_mode = ssl.CERT_REQUIRED if client_auth is ClientAuth.REQUIRED else ssl.CERT_OPTIONAL
 
 
 def _expiries(files: TlsFiles) -> dict[str, float]:
-    """See ServerTls. What OpenSSL has read of the files, and cryptography does not, is passed over."""
-    from cryptography import x509  # 60 ms, for who serves TLS
+    """See ServerTls. Blocks that OpenSSL accepts and cryptography does not are skipped."""
+    from cryptography import x509  # takes 60 ms, which only TLS needs
 
     chain = _pem_blocks(files.certificate, b"CERTIFICATE")
     lists = [] if files.client_ca is None else _pem_blocks(files.client_ca, b"X509 CRL")
@@ -259,7 +259,7 @@ def _expiries(files: TlsFiles) -> dict[str, float]:
         with contextlib.suppress(ValueError):
             ends["certificate"].append(x509.load_pem_x509_certificate(block).not_valid_after_utc)
     for block in lists:
-        with contextlib.suppress(ValueError):  # a list need not say when the next one comes
+        with contextlib.suppress(ValueError):
             ends["revocation_list"].append(x509.load_pem_x509_crl(block).next_update_utc)
     found = {what: [end.timestamp() for end in times if end is not None] for what, times in ends.items()}
     return {what: min(times) for what, times in found.items() if times}
@@ -284,7 +284,7 @@ def _certificate_refusal(files: TlsFiles, error: OSError | ValueError) -> Startu
 
 
 def _check_readable(path: Path) -> None:
-    """OpenSSL names none of its files."""
+    """OpenSSL's errors name no file."""
     try:
         path.open("rb").close()
     except PermissionError as error:
@@ -292,7 +292,7 @@ def _check_readable(path: Path) -> None:
             f"{path} cannot be read: {error.strerror}", readable_fix(path), ExitCode.CONFIGURATION
         ) from error
     except OSError:
-        return  # told as it was found first
+        return  # the first error is reported
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -303,10 +303,10 @@ def _reason(error: OSError | ValueError) -> str:
 def server_tls(
     certificate: Path | None, key: Path | None, client_ca: Path | None = None, client_auth: str | None = None
 ) -> ServerTls | None:
-    """TLS as it is configured; None: in the clear. With a CA alone, clients' certificates are required.
+    """TLS as configured; None: in the clear. A CA without client_auth requires clients' certificates.
 
     Raises:
-        StartupError: the files are not fit, or one of them stands alone.
+        StartupError: the files cannot be used, or one is given without the other.
     """
     if client_auth is not None and client_ca is None:
         raise StartupError(
@@ -324,7 +324,7 @@ def server_tls(
 
 
 def client_certificate(found: Mapping[str, Any] | None) -> ClientCertificate | None:
-    """What getpeercert() has of a client; None: it showed none, or was not asked."""
+    """From getpeercert(); None: the client showed none, or was not asked."""
     if not found:
         return None
     subject = [
@@ -343,7 +343,7 @@ def _escaped(value: str) -> str:
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal."""
+    """OpenSSL would ask on the terminal."""
     raise ValueError("the key is encrypted")
 
 
@@ -354,10 +354,10 @@ _NO_LIMIT_S = 1e6  # on the wait for the peer's close_notify: Connection.close h
 async def start_tls(
     loop: asyncio.AbstractEventLoop, accepted: socket.socket, context: ssl.SSLContext, timeout_s: float
 ) -> tuple[asyncio.Transport, asyncio.Transport]:
-    """The transport that speaks TLS, and the one below it. Who takes it at once (set_protocol) misses nothing.
+    """The TLS transport, and the one below it. A caller that sets its protocol at once misses nothing.
 
     Raises:
-        OSError: the handshake has failed, or was not complete in time. Nothing is left of the connection.
+        OSError: the handshake has failed, or took too long. The connection is closed.
     """
     lower, opening = await loop.connect_accepted_socket(_EarlyBytes, accepted)
     try:
@@ -382,7 +382,7 @@ async def start_tls(
 
 
 class _EarlyBytes(asyncio.Protocol):
-    """Keeps what comes before TLS has taken its place."""
+    """Keeps what arrives before TLS is set up."""
 
     def __init__(self) -> None:
         self.received = bytearray()
@@ -392,7 +392,7 @@ class _EarlyBytes(asyncio.Protocol):
 
 
 def _hand_on(lower: asyncio.Transport, received: bytes) -> None:
-    """To TLS, what came before it."""
+    """Give TLS what arrived before it."""
     if lower.is_closing():
         return
     tls = cast(asyncio.BufferedProtocol, lower.get_protocol())

@@ -24,7 +24,7 @@ from server.config import ServerConfig
 from server.engine_loader import engine_loader
 from server.engine_thread import EngineThread
 from server.process import Server
-from server.wire.http2 import GOAWAY, RST_STREAM
+from server.wire.http2_frames import GOAWAY, RST_STREAM
 from tests.server.tiny_model import write_tiny_model
 
 MODEL = "tiny"  # its directory's name

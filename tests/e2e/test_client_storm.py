@@ -29,7 +29,7 @@ from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
 from bench.raw_clients import END_HEADERS, END_STREAM, HEADER_BYTES, frame, http2_request
 from server.ledger.store import RowState
-from server.wire.http2 import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS, WINDOW_UPDATE
+from server.wire.http2_frames import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS, WINDOW_UPDATE
 from tests.e2e.raw_http import RawAnswer, connected, post_bytes, request_bytes
 from tests.e2e.server_process import ServerProcess, ready_server
 from tests.server.inline_ledger import rows

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import pytest
 from h2 import events
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -20,7 +19,6 @@ from h2.settings import SettingCodes
 from core.errors import ExitCode
 from tests.certificates import make_certificate, needs_openssl
 from tests.e2e.conftest import MODEL
-from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import TIMEOUT_S
 from tests.e2e.server_process import ServerProcess
 
@@ -122,16 +120,6 @@ def test_httpx_streams_many_at_once_on_one_connection(server: ServerProcess) -> 
 # Streams on one connection.
 
 
-def test_streams_on_one_connection_say_what_each_says_alone(server: ServerProcess) -> None:
-    content: dict[str, object] = CHAT | {"stream": True, "max_tokens": 40}
-    with RealClient(server.port) as client:
-        alone = client.chat(content)
-        client.read_until(lambda: alone in client.ended)
-        together = [client.chat(content) for _ in range(8)]
-        client.read_until(lambda: client.ended.issuperset(together))
-        assert {text_of(client.bodies[stream_id]) for stream_id in together} == {text_of(client.bodies[alone])}
-
-
 def test_reset_stream_frees_its_blocks_and_leaves_its_neighbour(server: ServerProcess) -> None:
     with RealClient(server.port) as client:
         gone, stays = client.chat(ENDLESS), client.chat(CHAT | {"stream": True, "max_tokens": 60})
@@ -143,64 +131,11 @@ def test_reset_stream_frees_its_blocks_and_leaves_its_neighbour(server: ServerPr
         assert client.bodies[stays].endswith(b"data: [DONE]\n\n")
 
 
-def test_reader_that_stops_is_paused_and_reads_on_to_the_same_text(server: ServerProcess) -> None:
-    content: dict[str, object] = ENDLESS | {"max_tokens": 400}
-    with RealClient(server.port) as client:
-        whole = client.chat(content)
-        client.read_until(lambda: whole in client.ended)
-        expected = text_of(client.bodies[whole])
-    with RealClient(server.port, window=1000) as client:
-        slow = client.chat(content)
-        client.read_until(lambda: len(client.bodies[slow]) == 1000, acknowledges=False)
-        wait_paused(server)
-        client.h2.increment_flow_control_window(2**20, slow)
-        client.h2.increment_flow_control_window(2**20)
-        client.flush()
-        client.read_until(lambda: slow in client.ended, acknowledges=False)
-        assert text_of(client.bodies[slow]) == expected
-
-
 def metric(server: ServerProcess, name: str, certificate: Path | None) -> float:
     scheme = "http" if certificate is None else "https"
     verify = True if certificate is None else ssl.create_default_context(cafile=str(certificate))
     page = httpx.get(f"{scheme}://127.0.0.1:{server.port}/metrics", verify=verify, timeout=TIMEOUT_S).text
     return float(re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE)[0])
-
-
-def wait_paused(server: ServerProcess, certificate: Path | None = None) -> None:
-    """A request runs, and generates nothing."""
-    counted: list[float] = []
-
-    def stands_still() -> bool:
-        counted.append(metric(server, "vllm:generation_tokens_total", certificate))
-        return len(counted) > 5 and len(set(counted[-5:])) == 1
-
-    wait_for(stands_still, lambda: f"a pause, with {counted[-5:]} tokens")
-    assert metric(server, "vllm:num_requests_running", certificate) == 1
-
-
-@pytest.mark.slow
-@needs_openssl
-@pytest.mark.parametrize("is_secure", [False, True], ids=["in the clear", "TLS"])
-def test_socket_that_is_not_read_pauses_its_streams(
-    server: ServerProcess, spawn: Callable[..., ServerProcess], tmp_path: Path, is_secure: bool
-) -> None:
-    content: dict[str, object] = ENDLESS | {"max_tokens": 700}
-    certificate = None
-    if is_secure:
-        certificate, key = make_certificate(tmp_path)
-        server = spawn("--tls-cert", str(certificate), "--tls-key", str(key))
-        server.wait_ready()
-    with RealClient(server.port, 2**24, 4096, certificate) as client:
-        client.h2.increment_flow_control_window(2**24)
-        stream_id = client.chat(content)
-        client.read_until(lambda: bool(client.bodies[stream_id]), acknowledges=False)
-        wait_paused(server, certificate)
-        client.read_until(lambda: stream_id in client.ended, acknowledges=False)
-        slow = text_of(client.bodies[stream_id])
-        again = client.chat(content)
-        client.read_until(lambda: again in client.ended)
-        assert slow == text_of(client.bodies[again])
 
 
 def test_sigterm_lets_streams_end_and_takes_no_more(spawn: Callable[..., ServerProcess]) -> None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gpu.step_graphs import CaptureError, CudaRecorder, Graph, GraphRecorder, NoRoomForGraph
+from gpu.step_graphs import CaptureError, CudaRecorder, Graph, NoRoomForGraph
 
 # The host reads a result by these: on a CPU some of them call no operator.
 _READS = {"item", "tolist", "numpy", "data_ptr", "cpu", "cuda", "__array__", "__bool__", "__int__", "__float__"}
@@ -35,7 +35,7 @@ NODE_BYTES = 8 * 1024  # that each call takes, as a driver keeps of a kernel
 
 
 class FakeRecorder:
-    """Implements GraphRecorder.
+    """Implements CudaRecorder.
 
     Args:
         room_bytes: that its graphs may take.
@@ -62,7 +62,7 @@ class FakeRecorder:
         """They have gone with what they had."""
 
 
-def open_recorder(device: torch.device) -> GraphRecorder:
+def open_recorder(device: torch.device) -> CudaRecorder:
     """CUDA's where there is a device."""
     return CudaRecorder(device) if device.type == "cuda" else FakeRecorder()
 

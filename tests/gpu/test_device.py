@@ -1,13 +1,18 @@
-"""Choices of device, dtype and threads, each with its reason; what the machine says of itself."""
+"""Choices of device, dtype and threads with their reasons; what the machine has; large pages; memory given back."""
 
+import mmap
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from core.config import EngineConfig
 from core.errors import DeviceUnavailable
 from gpu import device, host_memory
+from gpu.device import LEAST_BYTES, MADV_COLLAPSE, PAGE_BYTES, use_huge_pages
 
 CPU = torch.device("cpu")
 
@@ -167,3 +172,109 @@ def test_a_probe_reads_more_than_a_cache_holds_within_what_is_free(
 
 def test_measured_bandwidth_is_a_machines() -> None:
     assert 1e8 < device.measure_bandwidth(CPU) < 1e13
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """What the system was asked for: (address, bytes, advice)."""
+    calls: list[tuple[int, int, int]] = []
+
+    def advise(address: int, size_bytes: int, advice: int) -> int:
+        calls.append((address, size_bytes, advice))
+        return 0
+
+    monkeypatch.setattr(device, "_madvise", lambda: advise)
+    return calls
+
+
+def test_whole_pages_around_the_bytes_are_asked_for(asked: list[tuple[int, int, int]]) -> None:
+    assert use_huge_pages(3 * PAGE_BYTES + 64, PAGE_BYTES)
+    assert use_huge_pages(4 * PAGE_BYTES, 2 * PAGE_BYTES)
+    assert asked == [
+        (3 * PAGE_BYTES, 2 * PAGE_BYTES, MADV_COLLAPSE),
+        (4 * PAGE_BYTES, 2 * PAGE_BYTES, MADV_COLLAPSE),
+    ]
+
+
+def test_little_is_left_as_it_lies(asked: list[tuple[int, int, int]]) -> None:
+    assert not use_huge_pages(PAGE_BYTES, LEAST_BYTES - 1)
+    assert not asked
+
+
+def test_a_refusal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_madvise", lambda: lambda *_: -1)
+    assert not use_huge_pages(PAGE_BYTES, PAGE_BYTES)
+    monkeypatch.setattr(device, "_madvise", lambda: None)
+    assert not use_huge_pages(PAGE_BYTES, PAGE_BYTES)
+
+
+def test_the_bytes_stay_what_they_are() -> None:
+    with mmap.mmap(-1, 4 * PAGE_BYTES) as memory:
+        numbers = np.frombuffer(memory, dtype=np.int64)
+        numbers[:] = np.arange(len(numbers))
+        use_huge_pages(numbers.ctypes.data, numbers.nbytes)
+        assert np.array_equal(numbers, np.arange(len(numbers)))
+        del numbers
+
+
+MAPPED = """\
+7f0000000000-7f0000002000 r-xp 00001000 fe:00 11  /usr/lib/libfirst.so.3.1
+Rss:                   8 kB
+Anonymous:             0 kB
+7f0000002000-7f0000003000 r--p 00003000 fe:00 11  /usr/lib/libfirst.so.3.1
+Rss:                   4 kB
+Anonymous:             4 kB
+7f0000003000-7f0000004000 rw-p 00004000 fe:00 11  /usr/lib/libfirst.so.3.1
+Rss:                   4 kB
+Anonymous:             0 kB
+7f0000004000-7f0000005000 r-xp 00000000 00:00 0  [vdso]
+Rss:                   4 kB
+Anonymous:             0 kB
+7f0000005000-7f0000006000 r--p 00000000 fe:00 12  /models/one/model.safetensors
+Rss:                   4 kB
+Anonymous:             0 kB
+7f0000006000-7f0000007000 r-xp 00000000 fe:00 13  /usr/lib/second.cpython-311.so
+Rss:                   0 kB
+Anonymous:             0 kB
+"""
+
+DROPS = """
+import torch
+from gpu.device import drop_code_pages
+first = drop_code_pages()
+assert first > 1 << 20, first
+product = torch.eye(64) @ torch.ones(64, 64)
+assert product.sum() == 64 * 64
+assert 0 < drop_code_pages() < first
+"""
+
+TRIMS = """
+import ctypes
+from gpu.device import trim_heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def anonymous_bytes():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+
+pieces = [libc.malloc(1 << 16) for _ in range(1024)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 1 << 16)
+for piece in pieces[:-1]:  # the last one keeps the heap as long as it is
+    libc.free(piece)
+before = anonymous_bytes()
+trim_heap()
+assert before - anonymous_bytes() > 48 << 20, (before, anonymous_bytes())
+"""
+
+
+def test_only_libraries_pages_that_nobody_wrote_to_are_dropped() -> None:
+    assert list(device._clean_mappings(MAPPED.splitlines())) == [(0x7F0000000000, 0x2000, 8192)]
+
+
+def test_what_was_dropped_comes_back_when_it_is_needed() -> None:
+    subprocess.run([sys.executable, "-c", DROPS], check=True)
+
+
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    subprocess.run([sys.executable, "-c", TRIMS], check=True)

@@ -1,9 +1,12 @@
-"""CUDA's recorder, as far as it can be told without a device."""
+"""CUDA's recorder and clock without a device: what they leave behind where work cannot be captured."""
+
+import logging
 
 import pytest
 import torch
 
 from gpu.step_graphs import CaptureError, CudaRecorder, NoRoomForGraph
+from gpu.streams import NEVER_S, graph_seconds, seconds_or_never
 from tests.gpu.fake_cuda import FakeCuda
 
 CUDA = torch.device("cuda", 0)
@@ -78,3 +81,29 @@ def test_what_is_captured_after_all_was_given_back_has_a_pool_of_its_own(monkeyp
     recorder.give_back()
     recorder.capture(lambda: None)
     assert list(cuda.uses.values()) == [0, 1]
+
+
+UNCAPTURABLE = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+
+
+def test_what_cannot_be_captured_does_not_serve_and_leaves_the_current_stream(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert seconds_or_never(graph_seconds, FailsOnce(UNCAPTURABLE), "this way", CUDA) == NEVER_S
+    assert cuda.current == "default"
+    assert [record.getMessage()[:42] for record in caplog.records] == ["this way does not serve here: AcceleratorE"]
+
+
+def test_an_error_that_costs_the_device_is_raised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeCuda(monkeypatch, lost_after=1)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        seconds_or_never(graph_seconds, FailsOnce(UNCAPTURABLE), "this way", CUDA)
+    assert not caplog.records
+
+
+def test_what_works_is_measured() -> None:
+    assert seconds_or_never(lambda work: 0.25, lambda: None, "this way", CUDA) == 0.25

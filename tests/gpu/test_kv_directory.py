@@ -26,14 +26,6 @@ def content(serial: int) -> bytes:
     return bytes([serial]) * BLOCK_BYTES
 
 
-def signed(raw: bytes) -> bytes:
-    return raw + hashlib.sha256(raw).digest()
-
-
-def nested_lists(depth: int) -> bytes:
-    return b"[" * depth + b"]" * depth
-
-
 @contextmanager
 def opened(path: Path, limit_bytes: int | None = None) -> Iterator[KVDirectory]:
     directory = KVDirectory(path, limit_bytes, "f" * 64, BLOCK_BYTES)
@@ -62,59 +54,50 @@ def num_files(path: Path) -> int:
     return len(list(path.glob(f"*{SUFFIX}")))
 
 
-def test_block_that_moves_to_another_slot_keeps_its_file(tmp_path: Path) -> None:
-    with opened(tmp_path) as directory:
-        directory.put(0, label(1), content(1))
-        directory.put(1, label(1), content(1))
-        directory.put(0, label(2), content(2))
-        directory.drop([2])
-    assert num_files(tmp_path) == 2
-    assert found(tmp_path) == {content(1), content(2)}
+def put(directory: KVDirectory, *pairs: tuple[int, int]) -> None:
+    """(slot, serial of the block)"""
+    for slot, serial in pairs:
+        directory.put(slot, label(serial), content(serial))
 
 
-def test_block_that_moves_at_the_end_keeps_its_file_and_its_descendants(tmp_path: Path) -> None:
-    """Written last first: the block comes to its new slot before another one comes to its old slot."""
-    directory = KVDirectory(tmp_path, None, "f" * 64, BLOCK_BYTES)
-    directory.put(0, label(1), content(1))
-    directory.put(2, label(3, parent=1), content(3))
-    at = {0: content(2), 1: content(1)}
-    directory.save({0: label(2), 1: label(1)}, (0, 1), at.__getitem__)
-    assert found(tmp_path) == {content(1), content(2), content(3)}
+def run(directory: KVDirectory, work: str) -> None:
+    """Each word is a slot and its block's serial, or an operation and its slots."""
+    for word in work.split():
+        name, *numbers = word.split(":")
+        if name in ("use", "drop"):
+            getattr(directory, name)([int(number) for number in numbers])
+        else:
+            put(directory, (int(name), int(numbers[0])))
 
 
-def test_block_that_moves_is_counted_once(tmp_path: Path) -> None:
-    with opened(tmp_path) as directory:
-        directory.put(0, label(1), content(1))
-    size_bytes = next(tmp_path.glob(f"*{SUFFIX}")).stat().st_size
-    with opened(tmp_path / "full", 2 * size_bytes) as directory:
-        for slot in range(4):
-            directory.put(slot, label(1), content(1))
-        directory.put(0, label(2), content(2))
-    assert num_files(tmp_path / "full") == 2
-
-
-def size_of_a_file(path: Path) -> int:
-    with opened(path) as directory:
-        directory.put(0, label(1), content(1))
-    return next(path.glob(f"*{SUFFIX}")).stat().st_size
-
-
-def test_least_recently_used_file_gives_way_not_the_one_written_first(tmp_path: Path) -> None:
-    limit_bytes = 2 * size_of_a_file(tmp_path / "one")
-    with opened(tmp_path / "two", limit_bytes) as directory:
-        directory.put(0, label(1), content(1))
-        directory.put(1, label(2), content(2))
-        directory.use([0])
-        directory.put(2, label(3), content(3))
-    assert found(tmp_path / "two") == {content(1), content(3)}
-
-
-def test_at_the_end_what_was_used_last_has_room_first(tmp_path: Path) -> None:
-    limit_bytes = 2 * size_of_a_file(tmp_path / "one")
-    directory = KVDirectory(tmp_path / "two", limit_bytes, "f" * 64, BLOCK_BYTES)
-    directory.put(0, label(1), content(1))
-    directory.save({1: label(2), 2: label(3)}, (1, 0, 2), {1: content(2), 2: content(3)}.__getitem__)
-    assert found(tmp_path / "two") == {content(1), content(3)}
+@pytest.mark.parametrize(
+    ("work", "saved", "used", "most_files", "survivors"),
+    [
+        ("0:1 1:1 0:2 drop:2", {}, (), None, {1, 2}),  # a block that moves to another slot keeps its file
+        ("0:1 1:1 2:1 3:1 0:2", {}, (), 2, {1, 2}),  # and is counted once
+        # At the end it comes to its new slot before another block comes to its old one.
+        ("0:1 2:3", {0: 2, 1: 1}, (0, 1), None, {1, 2, 3}),
+        ("0:1 1:2 use:0 2:3", {}, (), 2, {1, 3}),  # the least recently used gives way, not the first written
+        ("0:1", {1: 2, 2: 3}, (1, 0, 2), 2, {1, 3}),  # also of what is written at the end
+        ("0:1 1:2 2:3 drop:0:2", {}, (), None, {2}),
+        ("0:1 0:2", {}, (), None, {2}),
+    ],
+)
+def test_each_slots_block_has_a_file_and_the_last_used_have_room(
+    work: str, saved: dict[int, int], used: tuple[int, ...], most_files: int | None, survivors: set[int], tmp_path: Path
+) -> None:
+    with opened(tmp_path / "one") as directory:
+        put(directory, (0, 1))
+    (file,) = (tmp_path / "one").glob(f"*{SUFFIX}")
+    limit_bytes = None if most_files is None else most_files * file.stat().st_size
+    path = tmp_path / "tested"
+    directory = KVDirectory(path, limit_bytes, "f" * 64, BLOCK_BYTES)
+    run(directory, work)
+    directory.save(
+        {slot: label(serial) for slot, serial in saved.items()}, used, lambda slot: content(saved.get(slot, 0))
+    )
+    assert num_files(path) == len(survivors)
+    assert found(path) == {content(serial) for serial in survivors}
 
 
 @pytest.mark.parametrize(("used", "last"), [((0, 1), 2), ((1, 0), 1)])
@@ -124,24 +107,13 @@ def test_process_with_less_room_takes_what_was_used_last(used: tuple[int, int], 
     assert found(tmp_path, num_slots=1) == {content(last)}
 
 
-def test_what_is_no_regular_file_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / f"directory{SUFFIX}").mkdir()
-    os.mkfifo(tmp_path / f"pipe{SUFFIX}")
+def test_dropped_files_are_gone_while_the_process_runs(tmp_path: Path) -> None:
+    """A process that is killed then leaves nothing of them."""
     with opened(tmp_path) as directory:
-        assert directory.load(4, lambda slot, raw: None) == []
-        directory.put(0, label(1), content(1))
-    assert found(tmp_path) == {content(1)}
-    assert (tmp_path / f"directory{SUFFIX}").is_dir()
-
-
-def test_dropped_files_are_gone_once_the_writer_has_come_to_it(tmp_path: Path) -> None:
-    with opened(tmp_path) as directory:
-        for slot in range(3):
-            directory.put(slot, label(slot + 1), content(slot + 1))
+        put(directory, (0, 1), (1, 2), (2, 3))
         directory.drop([0, 2])
         wait_written(directory)
         assert num_files(tmp_path) == 1
-    assert found(tmp_path) == {content(2)}
 
 
 @contextmanager
@@ -158,20 +130,20 @@ def test_disk_that_fails_is_tried_again_after_a_while(tmp_path: Path, caplog: py
     path, clock = tmp_path / "kv", SimulatedClock()
     directory = KVDirectory(path, None, "f" * 64, BLOCK_BYTES, clock)
 
-    def put(serial: int) -> int:
-        directory.put(serial, label(serial), content(serial))
+    def num_unwritten(serial: int) -> int:
+        put(directory, (serial, serial))
         wait_written(directory)
         return directory.state.num_unwritten
 
     with caplog.at_level("INFO", "gpu.kv_store"):
-        assert put(1) == 0
+        assert num_unwritten(1) == 0
         with gone(path):
-            assert put(2) == 1
-        assert put(3) == 2
+            assert num_unwritten(2) == 1
+        assert num_unwritten(3) == 2
         clock.advance(RETRY_S - 1)
-        assert put(4) == 3
+        assert num_unwritten(4) == 3
         clock.advance(1)
-        assert put(5) == 3
+        assert num_unwritten(5) == 3
     assert num_files(path) == 2
     assert ["not written" in caplog.messages[0], "again" in caplog.messages[-1]] == [True, True]
     assert len(caplog.messages) == 2
@@ -184,21 +156,20 @@ def test_disk_that_still_fails_is_told_of_once(tmp_path: Path, caplog: pytest.Lo
     directory = KVDirectory(path, None, "f" * 64, BLOCK_BYTES, clock)
     with gone(path):
         for serial in range(1, 4):
-            directory.put(serial, label(serial), content(serial))
+            put(directory, (serial, serial))
             wait_written(directory)
             clock.advance(RETRY_S)
     assert len(caplog.messages) == 1
     assert directory.state.num_unwritten == 3
     directory.drop([2])
-    directory.put(3, label(4), content(4))
+    put(directory, (3, 4))
     directory.save({}, (), content)
     assert found(path) == {content(1), content(4)}
 
 
 def test_file_that_cannot_be_deleted_is_counted_until_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as directory:
-        directory.put(0, label(1), content(1))
-        directory.put(1, label(2), content(2))
+        put(directory, (0, 1), (1, 2))
         wait_written(directory)
         file = min(tmp_path.glob(f"*{SUFFIX}"))
         file.unlink()
@@ -220,57 +191,97 @@ def test_file_that_cannot_be_deleted_is_counted_until_it_can(tmp_path: Path, cap
 HEADER = {"fingerprint": "f" * 64, "name": "strange", "parent": None, "domain": ["tenant", ""], "content": "00" * 64}
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        HEADER | {"name": ["strange"]},
-        HEADER | {"name": 1},
-        HEADER | {"name": "../strange"},
-        HEADER | {"fingerprint": {}},
-        HEADER | {"parent": [1], "domain": None},
-        HEADER | {"domain": ["tenant", 1]},
-        HEADER | {"domain": None},
-        HEADER | {"content": "00"},
-        HEADER | {"more": 1},
-        [],
-        nested_lists(20_000),
-    ],
-    ids=lambda header: "nested" if isinstance(header, bytes) else None,
-)
-def test_file_whose_header_is_none_is_deleted_and_the_others_are_found(header: object, tmp_path: Path) -> None:
-    with opened(tmp_path) as directory:
-        directory.put(0, label(1), content(1))
-    strange = tmp_path / f"strange{SUFFIX}"
+def signed(header: object) -> bytes:
+    """A file with this header, or its bytes."""
     head = header if isinstance(header, bytes) else json.dumps(header).encode()
-    strange.write_bytes(signed(MAGIC + LENGTH.pack(len(head)) + head + content(2)))
+    raw = MAGIC + LENGTH.pack(len(head)) + head + content(2)
+    return raw + hashlib.sha256(raw).digest()
+
+
+def flipped(raw: bytes, place: int) -> bytes:
+    return raw[:place] + bytes([raw[place] ^ 1]) + raw[place:][1:]
+
+
+WHOLE = signed(HEADER)
+DIGEST = "its content has another digest than it claims"
+HEADLESS = "its header cannot be read"
+
+
+def test_the_file_that_is_damaged_below_is_whole(tmp_path: Path) -> None:
+    (tmp_path / f"strange{SUFFIX}").write_bytes(WHOLE)
+    assert found(tmp_path) == {content(2)}
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"not ours", "it is of another format"),
+        (b"", "it is of another format"),
+        (WHOLE[:-1], DIGEST),
+        (WHOLE + b"x", DIGEST),
+        (flipped(WHOLE, -50), DIGEST),
+        (flipped(WHOLE, -1), DIGEST),
+        (flipped(WHOLE, len(MAGIC)), HEADLESS),
+        (signed(HEADER | {"name": ["strange"]}), HEADLESS),
+        (signed(HEADER | {"name": 1}), HEADLESS),
+        (signed(HEADER | {"name": "../strange"}), "it has another name than it claims"),
+        (signed(HEADER | {"fingerprint": {}}), HEADLESS),
+        (signed(HEADER | {"fingerprint": "another"}), "it is of another model, dtype or quantisation"),
+        (signed(HEADER | {"parent": [1], "domain": None}), HEADLESS),
+        (signed(HEADER | {"parent": "other"}), HEADLESS),
+        (signed(HEADER | {"parent": "gone", "domain": None}), None),
+        (signed(HEADER | {"domain": ["tenant", 1]}), HEADLESS),
+        (signed(HEADER | {"domain": None}), HEADLESS),
+        (signed(HEADER | {"content": "00"}), HEADLESS),
+        (signed(HEADER | {"more": 1}), HEADLESS),
+        (signed({"name": "strange"}), HEADLESS),
+        (signed([]), HEADLESS),
+        (signed(b"[" * 20_000 + b"]" * 20_000), HEADLESS),
+    ],
+)
+def test_a_damaged_file_is_deleted_with_its_reason_and_the_others_are_found(
+    raw: bytes, why: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as directory:
+        put(directory, (0, 1))
+    strange = tmp_path / f"strange{SUFFIX}"
+    strange.write_bytes(raw)
     for file in tmp_path.glob(f"*{SUFFIX}"):
         os.utime(file, (1, 1))
     assert found(tmp_path) == {content(1)}
     assert not strange.exists()
+    assert caplog.messages == ([] if why is None else [f"{strange} is not used: {why}"])
+
+
+def test_what_is_no_regular_file_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / f"directory{SUFFIX}").mkdir()
+    (tmp_path / "elsewhere").write_bytes(WHOLE)
+    (tmp_path / f"strange{SUFFIX}").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / f"pipe{SUFFIX}")
+    with opened(tmp_path) as directory:
+        assert directory.load(4, lambda slot, raw: None) == []
+        put(directory, (0, 1))
+    assert found(tmp_path) == {content(1)}
+    assert [(tmp_path / f"{name}{SUFFIX}").exists() for name in ("directory", "strange", "pipe")] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_start_says_what_was_read_and_each_reason_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as directory:
-        for slot in range(6):
-            directory.put(slot, label(slot + 1), content(slot + 1))
-    for file in sorted(tmp_path.glob(f"*{SUFFIX}"))[:2]:
-        file.write_bytes(b"torn")
-    *_, flipped = sorted(tmp_path.glob(f"*{SUFFIX}"))
-    flipped.write_bytes(flipped.read_bytes()[:-1])
+        put(directory, *((slot, slot + 1) for slot in range(6)))
+    *_, torn, also_torn, changed = sorted(tmp_path.glob(f"*{SUFFIX}"))
+    torn.write_bytes(b"torn")
+    also_torn.write_bytes(b"torn")
+    changed.write_bytes(changed.read_bytes()[:-1])
     with caplog.at_level("INFO", "gpu.kv_store"):
         assert len(found(tmp_path)) == 3
-    torn, digest, summary = [record.getMessage() for record in caplog.records]
-    assert torn.endswith(f"{SUFFIX} and 1 more are not used: it is of another format")
-    assert digest == f"{flipped} is not used: its content has another digest than it claims"
-    assert summary == f"3 blocks read from {tmp_path}, 3 files deleted there"
-
-
-def test_files_of_another_model_go_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with opened(tmp_path) as directory:
-        directory.put(0, label(1), content(1))
-    with caplog.at_level("WARNING", "gpu.kv_store"):
-        directory = KVDirectory(tmp_path, None, "another", BLOCK_BYTES)
-        assert directory.load(4, lambda slot, raw: None) == []
-        directory.save({}, (), lambda slot: b"")
-    (record,) = caplog.records
-    assert "of another model" in record.getMessage()
+    assert sorted(caplog.messages) == sorted(
+        [
+            f"{torn} and 1 more are not used: it is of another format",
+            f"{changed} is not used: {DIGEST}",
+            f"3 blocks read from {tmp_path}, 3 files deleted there",
+        ]
+    )

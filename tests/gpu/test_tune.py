@@ -449,7 +449,7 @@ def test_a_cuda_device_needs_triton_and_a_vocabulary_that_one_program_holds(monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why_no_sampling_kernel(LARGE, CUDA) is None
     vast = dataclasses.replace(LARGE, vocab_size=2_000_000)
-    assert why_no_sampling_kernel(vast, CUDA) == "a vocabulary of 2,000,000: it knows up to 1,048,576"
+    assert why_no_sampling_kernel(vast, CUDA) == "a vocabulary of 2,000,000: the kernel supports up to 1,048,576"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert why_no_sampling_kernel(LARGE, CUDA) == "the device is older than compute capability 8.0"
 

@@ -21,7 +21,7 @@ from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedRunner
 from core.types import Cancel, FinishReason, Pause
 from server.gate.tenants import LOCAL_NAME
-from server.wire.http2 import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
+from server.wire.http2_frames import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from tests.server.raw_http2 import frame
 from tests.server.simulated_server import TOKENIZER, SimulatedServer, completion, request

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import inspect
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import closing
 import pytest
 import uvloop
 
+from server.observing.logs import OUR_LOGGERS, LogHandler
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
@@ -61,6 +63,20 @@ def _keep_signal_handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def _restore_loggers() -> Iterator[None]:
+    """After configure_logging."""
+    root = logging.getLogger()
+    handlers, levels = root.handlers[:], {one: one.level for one in (root, *map(logging.getLogger, OUR_LOGGERS))}
+    yield
+    for handler in root.handlers:
+        if isinstance(handler, LogHandler):
+            handler.close()
+    root.handlers[:] = handlers
+    for logger, level in levels.items():
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import hpack
 from h2.errors import ErrorCodes
 
-from server.wire.http2 import HEADERS
+from server.wire.http2_frames import HEADERS
 from tests.server.http2_cases.case import Case, answers, case, ends, resets
 from tests.server.raw_http2 import (
     TABLE_SIZE,

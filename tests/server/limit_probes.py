@@ -8,7 +8,7 @@ from typing import Any
 
 from core.errors import ServiceError
 from server.config import ServerConfig
-from server.wire.http2 import GOAWAY
+from server.wire.http2_frames import GOAWAY
 from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import Http2Client

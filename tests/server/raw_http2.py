@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import hpack
 from h2.errors import ErrorCodes
 
-from server.wire.http2 import (
+from server.wire.http2_frames import (
     CONTINUATION,
     DATA,
     GOAWAY,

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
-from server.wire.http2 import DATA, FRAME_HEADER, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
+from server.wire.http2_frames import DATA, FRAME_HEADER, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.server.fakes import MemoryTransport
 from tests.server.http1_reader import read_response
 from tests.server.raw_http2 import frame

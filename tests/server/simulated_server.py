@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,21 @@ def request(method: str, path: str, body: Any = None, *lines: str) -> bytes:
     if body is not None:
         fields.append(f"Content-Length: {len(content)}")
     return "\r\n".join([*fields, "", ""]).encode() + content
+
+
+def with_lines(data: bytes, *lines: str) -> bytes:
+    """The request, with more header lines."""
+    return data.replace(b"\r\n", "\r\n".join(["", *lines, ""]).encode(), 1)
+
+
+def as_caller(data: bytes, key: str, *lines: str) -> bytes:
+    return with_lines(data, f"x-api-key: {key}", *lines)
+
+
+def keyed_tenant(name: str, *keys: str, **fields: Any) -> Tenant:
+    """A tenant with these keys; without any, its name is its key."""
+    digests = tuple(sha256(key.encode()).hexdigest() for key in keys or (name,))
+    return Tenant(name=name, key_sha256=digests, **fields)
 
 
 def chat(**fields: Any) -> bytes:

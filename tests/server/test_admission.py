@@ -3,12 +3,10 @@
 import asyncio
 import math
 from collections.abc import Callable
-from hashlib import sha256
 from ipaddress import ip_network
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from core.errors import ServiceError
 from core.outlook import Outlook
@@ -27,7 +25,7 @@ from server.gate.admission import (
     SharedRoom,
     backlog_of,
 )
-from server.gate.tenants import DeadlineTable, Limits, Tenant
+from server.gate.tenants import DeadlineTable, Limits
 from server.generation import OFFLOAD_BYTES
 from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
@@ -36,10 +34,13 @@ from tests.server.simulated_server import (
     TOKENIZER,
     Answer,
     SimulatedServer,
+    as_caller,
     completion,
+    keyed_tenant,
     request,
     serving,
     the_answer,
+    with_lines,
 )
 
 ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
@@ -139,13 +140,10 @@ def test_each_refused_is_told_a_time_at_which_there_will_be_room_for_it() -> Non
 
 
 def keyed(name: str, **fields: Any) -> bytes:
-    return completion(**fields).replace(b"\r\n", f"\r\nx-api-key: {name}\r\n".encode(), 1)
+    return as_caller(completion(**fields), name)
 
 
-def named(*names: str) -> tuple[Tenant, ...]:
-    return tuple(Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),)) for name in names)
-
-
+FLOOD_AND_LIGHT = (keyed_tenant("flood"), keyed_tenant("light"))
 UNREAD = {"max_tokens": 180, "n": 2, **STREAM}
 FEW_BLOCKS_EACH = RunnerLimits(1024, 4, 8, 16, 200, TOKENIZER.vocab_size)
 
@@ -158,7 +156,7 @@ def fill_with_unread(server: SimulatedServer, name: str, num: int) -> list[Memor
 
 
 def test_paused_streams_of_one_tenant_leave_room_for_another() -> None:
-    with serving(limits=FEW_BLOCKS_EACH, tenants=named("flood", "light"), max_requests=16) as server:
+    with serving(limits=FEW_BLOCKS_EACH, tenants=FLOOD_AND_LIGHT, max_requests=16) as server:
         flood = fill_with_unread(server, "flood", 16)
         light = [server.send(keyed("light", prompt=[i + 1] * 4)) for i in range(2)]
         assert server.generations.admission.num_requests == 16
@@ -176,7 +174,7 @@ def test_paused_streams_of_one_tenant_leave_room_for_another() -> None:
 
 
 def test_paused_streams_go_for_the_tenants_own_requests_too_once_their_reader_has_stopped_for_a_while() -> None:
-    with serving(limits=FEW_BLOCKS_EACH, tenants=named("flood"), max_requests=4) as server:
+    with serving(limits=FEW_BLOCKS_EACH, tenants=FLOOD_AND_LIGHT[:1], max_requests=4) as server:
         fill_with_unread(server, "flood", 4)
         assert code(the_answer(server.send(keyed("flood")))) == (503, "overloaded")
         server.run_for(PATIENCE_S)
@@ -186,7 +184,7 @@ def test_paused_streams_go_for_the_tenants_own_requests_too_once_their_reader_ha
 
 
 def test_what_one_tenant_has_above_its_part_it_gives_back_when_others_ask() -> None:
-    bounded = [structs.replace(one, limits=Limits(requests_per_minute=60)) for one in named("flood", "light")]
+    bounded = [keyed_tenant(name, limits=Limits(requests_per_minute=60)) for name in ("flood", "light")]
     with serving(limits=ONE_AT_A_TIME, tenants=tuple(bounded), max_requests=16) as server:
         flood = [server.send(keyed("flood", prompt=[i + 1] * 4, max_tokens=30)) for i in range(16)]
         server.step()
@@ -203,7 +201,7 @@ def test_what_one_tenant_has_above_its_part_it_gives_back_when_others_ask() -> N
 
 
 def test_tokens_and_bytes_are_bounded_by_share_likewise() -> None:
-    with serving(limits=ONE_AT_A_TIME, tenants=named("flood", "light"), max_queue_tokens=100) as server:
+    with serving(limits=ONE_AT_A_TIME, tenants=FLOOD_AND_LIGHT, max_queue_tokens=100) as server:
         server.send(keyed("other_than_flood", max_tokens=1))
         first = server.send(keyed("flood", max_tokens=100))
         server.step()
@@ -211,7 +209,7 @@ def test_tokens_and_bytes_are_bounded_by_share_likewise() -> None:
         light = server.send(keyed("light", prompt=[60] * 20))
         server.run()
         assert [the_answer(one).status for one in (first, *flood, light)] == [200, 200, 503, 200]
-    with serving(tenants=named("flood", "light"), max_queue_bytes=2000) as server:
+    with serving(tenants=FLOOD_AND_LIGHT, max_queue_bytes=2000) as server:
         flood = [server.send(keyed("flood", prompt=[i + 1] * 4, user="z" * 700)) for i in range(2)]
         light = server.send(keyed("light", user="z" * 700))
         server.run()
@@ -222,7 +220,7 @@ BEHIND_PROXY = ClientRules(trusted_proxies=(ip_network(f"{PEER.address}/32"),))
 
 
 def of(address: str, **fields: Any) -> bytes:
-    return completion(**fields).replace(b"\r\n", f"\r\nX-Forwarded-For: {address}\r\n".encode(), 1)
+    return with_lines(completion(**fields), f"X-Forwarded-For: {address}")
 
 
 def test_where_nobody_says_who_he_is_each_network_has_its_share() -> None:
@@ -281,12 +279,11 @@ def test_idle_server_refuses_only_what_cannot_be_in_time(ttft_ms: int, status: i
 
 def test_tenants_deadline_refuses_before_the_body_is_read() -> None:
     hurried, other = (
-        Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),), deadlines=DeadlineTable(ttft_ms=ttft_ms))
+        keyed_tenant(name, deadlines=DeadlineTable(ttft_ms=ttft_ms))
         for name, ttft_ms in (("hurried", 50), ("other", None))
     )
     with serving(limits=ONE_AT_A_TIME, tenants=(hurried, other)) as server:
-        data = completion(max_tokens=150).replace(b"\r\n", b"\r\nx-api-key: other\r\n", 1)
-        busy = server.send(data)
+        busy = server.send(keyed("other", max_tokens=150))
         for _ in range(30):
             server.step()
         refused = server.send(HEAD % (b"x-api-key: hurried\r\n", 50))
@@ -297,7 +294,7 @@ def test_tenants_deadline_refuses_before_the_body_is_read() -> None:
 
 def test_flood_of_one_tenant_refuses_nobody_elses_requests() -> None:
     limits = RunnerLimits(64, 4, 8, 16, 200, TOKENIZER.vocab_size)
-    with serving(limits=limits, tenants=named("flood", "light")) as server:
+    with serving(limits=limits, tenants=FLOOD_AND_LIGHT) as server:
         for i in range(40):
             server.send(keyed("flood", prompt=[i] * 60, max_tokens=4, deadlines={"ttft_ms": 60_000}))
         for _ in range(30):

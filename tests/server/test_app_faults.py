@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from core.errors import ErrorKind, ServiceError
 from server.app import App, Exchange
 from tests.server.simulated_engine import MortalRunner, SickRunner
 from tests.server.simulated_server import (
@@ -44,18 +43,6 @@ def test_failed_row_is_a_500_while_no_token_has_been_sent(fields: dict[str, Any]
     answer = ask(chat(**fields), runner=SickRunner)
     assert refusal_of(answer) == (500, "engine_error")
     assert answer.json["error"]["message"] == "The logits are not finite."
-
-
-def test_fail_all_ends_streams_with_an_event_and_others_with_a_status(server: SimulatedServer) -> None:
-    streamed, whole = server.send(chat(**STREAM)), server.send(chat())
-    for _ in range(4):
-        server.step()
-    server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Going.", "draining", retry_after_s=5))
-    server.run()
-    assert answers(bytes(streamed.received))[0].events[-1]["error"]["code"] == "draining"
-    (answer,) = answers(bytes(whole.received))
-    assert (refusal_of(answer), answer.headers["retry-after"]) == ((503, "draining"), "5")
-    server.check_idle()
 
 
 def test_path_of_what_cannot_be_answered_bears_no_key_into_the_log_and_forges_no_line(

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.http2 import GOAWAY, PRIORITY
+from server.wire.http2_frames import GOAWAY, PRIORITY
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.raw_http2 import (

@@ -28,7 +28,8 @@ from core.types import Message, Pause
 from server.engine_thread import EngineThread
 from server.gate.tenants import Tenant
 from server.process import Server
-from server.wire.http2 import PREFACE, Http2Protocol
+from server.wire.http2 import Http2Protocol
+from server.wire.http2_frames import PREFACE
 from tests.certificates import make_certificate, needs_openssl
 from tests.server.raw_http2 import END_STREAM, INITIAL_WINDOW, data, post, settings
 from tests.server.running_server import LIMIT_S, LIMITS, Running, load_with, read_answer

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from server.wire.http2 import WINDOW_UPDATE
+from server.wire.http2_frames import WINDOW_UPDATE
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import BodyRoom, HttpStream, IncomingBody
 from tests.server.fakes import MemoryServer

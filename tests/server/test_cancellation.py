@@ -8,7 +8,7 @@ from h2.errors import ErrorCodes
 
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason
-from server.wire.http2 import GOAWAY
+from server.wire.http2_frames import GOAWAY
 from tests.server.fakes import MemoryTransport
 from tests.server.http2_client import Http2Client, fields
 from tests.server.raw_http2 import frame

@@ -31,6 +31,11 @@ async def say_subject(stream: HttpStream) -> None:
     answer(stream, 200, b"nobody" if certificate is None else repr(certificate).encode())
 
 
+def authorities(directory: Path) -> tuple[Path, Path, tuple[Path, Path]]:
+    """The server's certificate and key, and those of the clients' CA."""
+    return *make_certificate(directory), make_certificate(directory / "ca", "ca")
+
+
 def showing(certificate: Path, shown: tuple[Path, Path] | None) -> ssl.SSLContext:
     context = trusting(certificate, "h2")
     if shown is not None:
@@ -57,8 +62,7 @@ async def who_am_i(port: int, context: ssl.SSLContext) -> bytes:
 
 @pytest.mark.parametrize("mode", ClientAuth)
 async def test_the_clients_certificate_is_handed_on_with_its_names(tmp_path: Path, mode: ClientAuth) -> None:
-    certificate, key = make_certificate(tmp_path)
-    ca = make_certificate(tmp_path / "ca", "ca")
+    certificate, key, ca = authorities(tmp_path)
     own = make_client_certificate(
         tmp_path, ca, "/O=Example, Inc./CN=router", "URI:spiffe://example/router", "DNS:r.example"
     )
@@ -69,34 +73,32 @@ async def test_the_clients_certificate_is_handed_on_with_its_names(tmp_path: Pat
         assert await who_am_i(listener.port, showing(certificate, own)) == known
 
 
-@pytest.mark.parametrize(("mode", "is_let_in"), [(ClientAuth.OPTIONAL, True), (ClientAuth.REQUIRED, False)])
-async def test_who_shows_no_certificate_is_let_in_where_it_is_optional(
-    tmp_path: Path, mode: ClientAuth, is_let_in: bool
+@pytest.mark.parametrize(
+    ("mode", "has_stranger", "alert"),
+    [
+        (ClientAuth.OPTIONAL, False, None),
+        (ClientAuth.REQUIRED, False, REQUIRED),
+        (ClientAuth.OPTIONAL, True, UNKNOWN_CA),
+        (ClientAuth.REQUIRED, True, UNKNOWN_CA),
+    ],
+)
+async def test_clients_without_a_certificate_are_let_in_where_it_is_optional_and_strangers_never(
+    tmp_path: Path, mode: ClientAuth, has_stranger: bool, alert: str | None
 ) -> None:
-    certificate, key = make_certificate(tmp_path)
-    ca, _ = make_certificate(tmp_path / "ca", "ca")
+    certificate, key, (ca, _) = authorities(tmp_path)
+    stranger = make_client_certificate(tmp_path, make_certificate(tmp_path / "other", "ca"), "/CN=router")
     async with serving(ServerTls(TlsFiles(certificate, key, ca, mode)), handler=say_subject) as listener:
-        if is_let_in:
-            assert await who_am_i(listener.port, showing(certificate, None)) == b"nobody"
+        context = showing(certificate, stranger if has_stranger else None)
+        if alert is None:
+            assert await who_am_i(listener.port, context) == b"nobody"
             return
-        with pytest.raises(ssl.SSLError, match=REQUIRED):
-            await who_am_i(listener.port, showing(certificate, None))
+        with pytest.raises(ssl.SSLError, match=alert):
+            await who_am_i(listener.port, context)
         await wait_until(lambda: listener.refusals.counts[HANDSHAKE] == 1)
 
 
-@pytest.mark.parametrize("mode", ClientAuth)
-async def test_a_certificate_nobody_vouches_for_is_never_let_in(tmp_path: Path, mode: ClientAuth) -> None:
-    certificate, key = make_certificate(tmp_path)
-    ca, _ = make_certificate(tmp_path / "ca", "ca")
-    stranger = make_client_certificate(tmp_path, make_certificate(tmp_path / "other", "ca"), "/CN=router")
-    async with serving(ServerTls(TlsFiles(certificate, key, ca, mode)), handler=say_subject) as listener:
-        with pytest.raises(ssl.SSLError, match=UNKNOWN_CA):
-            await who_am_i(listener.port, showing(certificate, stranger))
-
-
 async def test_who_is_on_a_list_of_the_ca_file_is_not_let_in_any_more(tmp_path: Path) -> None:
-    certificate, key = make_certificate(tmp_path)
-    ca = make_certificate(tmp_path / "ca", "ca")
+    certificate, key, ca = authorities(tmp_path)
     kept = make_client_certificate(tmp_path / "kept", ca, "/CN=kept")
     gone = make_client_certificate(tmp_path / "gone", ca, "/CN=gone")
     tls = ServerTls(TlsFiles(certificate, key, make_revocations(tmp_path, ca), ClientAuth.OPTIONAL))
@@ -127,8 +129,7 @@ def test_it_is_known_when_certificate_and_revocation_list_run_out(tmp_path: Path
 
 
 async def test_the_ca_is_reloaded_with_the_certificate_and_sessions_of_the_old_one_do_not_help(tmp_path: Path) -> None:
-    certificate, key = make_certificate(tmp_path)
-    ca = make_certificate(tmp_path / "ca", "ca")
+    certificate, key, ca = authorities(tmp_path)
     own = make_client_certificate(tmp_path, ca, "/CN=router")
     tls = ServerTls(TlsFiles(certificate, key, ca[0], ClientAuth.REQUIRED))
     async with serving(tls, handler=say_subject) as listener:

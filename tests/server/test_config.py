@@ -8,7 +8,7 @@ import pytest
 from core.errors import ExitCode, StartupError
 from server.config import OPTIONS, Option, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
-from tests.server.given_settings import SAMPLES, refusal, toml_flag, typed
+from tests.server.given_settings import refusal, sample_of, toml_flag, typed
 
 
 def test_without_sources_all_values_are_the_defaults() -> None:
@@ -35,9 +35,7 @@ def test_the_contexts_origin_is_what_the_operator_wrote(tmp_path: Path) -> None:
 def test_each_option_means_the_same_from_flag_environment_and_file(option: Option, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
-    sample = SAMPLES.get(option.name, "123")
-    assert sample is not None
-    text = sample.format(directory=tmp_path, file=template)
+    text = sample_of(option).format(directory=tmp_path, file=template)
     from_flag = load_config({option.field_name: [text] if option.is_list else text}, {})
     from_environment = load_config({}, {option.variable: text})
     from_file = load_config(toml_flag(tmp_path, f'{option.toml_key} = "{text}"'), {})

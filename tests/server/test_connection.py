@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.wire.http2 import PREFACE
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
@@ -236,14 +235,6 @@ def test_broken_heads_are_answered_and_closed(serve: Serve, data: bytes, status:
     assert len(transport.writes) == 1
 
 
-def test_broken_body_is_answered_and_its_handler_told(serve: Serve) -> None:
-    server = serve(echo)
-    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    transport = server.exchange(head, b"x\r\n")
-    assert error_of(transport) == (400, "malformed_request")
-    assert server.listener.num_handlers == 0
-
-
 def test_broken_body_after_the_head_aborts(serve: Serve) -> None:
     async def handler(stream: HttpStream) -> None:
         stream.send_head(STREAMED)
@@ -268,14 +259,6 @@ def test_slow_head_gets_408_at_its_absolute_deadline(serve: Serve) -> None:
     server.loop.advance(0.9)
     assert transport.writes == []
     server.loop.advance(0.2)
-    assert error_of(transport) == (408, "request_timeout")
-
-
-def test_half_a_preface_of_http2_is_a_slow_head_of_http1(serve: Serve) -> None:
-    """Nobody knows yet which it would have been."""
-    server = serve(echo)
-    transport = server.exchange(PREFACE[:10])
-    server.loop.advance(10)
     assert error_of(transport) == (408, "request_timeout")
 
 

@@ -14,7 +14,7 @@ from server.listening.sockets import PassedSocket
 from server.process import listener_config
 from server.wire.limits import ConnectionLimits
 from tests.server.fakes import MemoryServer
-from tests.server.given_settings import SAMPLES, refusal
+from tests.server.given_settings import refusal, sample_of
 from tests.server.raw_http2 import ACK, get, priority, settings, wire
 from tests.server.raw_peer import MemoryPeer, respond
 
@@ -27,9 +27,7 @@ def test_what_a_connection_may_take_is_by_default_what_the_protocols_default_to(
     "option", [one for one in OPTIONS if one.section == "limits of a connection"], ids=lambda option: option.name
 )
 def test_each_limit_of_a_connection_changes_something(option: Option) -> None:
-    text = SAMPLES.get(option.name, "123")
-    assert text is not None
-    config = listener_config(load_config({option.field_name: text}, {}), None, ())
+    config = listener_config(load_config({option.field_name: sample_of(option)}, {}), None, ())
     assert config != listener_config(ServerConfig(), None, ())
 
 

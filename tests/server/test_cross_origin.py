@@ -4,14 +4,14 @@ import pytest
 
 from server.gate.cross_origin import origin_value
 from server.values import BadValueError
-from tests.server.simulated_server import STREAM, Answer, SimulatedServer, chat, request
+from tests.server.simulated_server import STREAM, Answer, SimulatedServer, chat, request, with_lines
 
 APP = "https://app.example.com"
 PREFLIGHT = ("Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization,content-type")
 
 
 def with_origin(data: bytes, origin: str = APP) -> bytes:
-    return data.replace(b"\r\n", f"\r\nOrigin: {origin}\r\n".encode(), 1)
+    return with_lines(data, f"Origin: {origin}")
 
 
 def ask(data: bytes, method: str = "POST", origins: tuple[str, ...] = (APP,), keys: tuple[str, ...] = ()) -> Answer:

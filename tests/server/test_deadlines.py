@@ -1,22 +1,23 @@
 """Deadlines on the whole simulated server: what is told, what is kept, and that one cancel path frees the blocks."""
 
 from collections.abc import Callable
-from hashlib import sha256
 from typing import Any
 
 import pytest
 
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Submit
-from server.gate.tenants import Deadlines, DeadlineTable, Tenant
+from server.gate.tenants import Deadlines, DeadlineTable
 from tests.server.http2_client import Http2Client, fields
 from tests.server.simulated_server import (
     COST,
     STREAM,
     TOKENIZER,
     SimulatedServer,
+    as_caller,
     chat,
     completion,
+    keyed_tenant,
     request,
     serving,
     the_answer,
@@ -155,12 +156,9 @@ def test_request_asks_for_less_than_the_server_gives_never_for_more() -> None:
 
 
 def test_tenants_deadlines_stand_in_place_of_the_servers() -> None:
-    tenant = Tenant(
-        name="acme", key_sha256=(sha256(b"k").hexdigest(),), deadlines=DeadlineTable(total_ms=60_000, ttft_ms=5000)
-    )
+    tenant = keyed_tenant("acme", deadlines=DeadlineTable(total_ms=60_000, ttft_ms=5000))
     with serving(deadlines=Deadlines(total_s=0.3), tenants=(tenant,)) as server:
-        data = chat(max_tokens=100).replace(b"\r\n", b"\r\nx-api-key: k\r\n", 1)
-        assert server.ask(data).status == 200
+        assert server.ask(as_caller(chat(max_tokens=100), "acme")).status == 200
         (submitted,) = [message.request for message in server.posted if isinstance(message, Submit)]
         assert submitted.deadline_s == submitted.arrival_s + 5
 
@@ -175,11 +173,11 @@ def test_only_a_deadline_that_the_client_did_not_ask_for_is_our_failure(
     asked: dict[str, int], error_rate: float, how: dict[str, Any], is_tenants: bool
 ) -> None:
     table = DeadlineTable(total_ms=300) if is_tenants else DeadlineTable()
-    tenant = Tenant(name="acme", key_sha256=(sha256(b"k").hexdigest(),), deadlines=table)
+    tenant = keyed_tenant("acme", deadlines=table)
     ours = Deadlines(total_s=9 if is_tenants else 0.3)
     with serving(deadlines=ours, tenants=(tenant,)) as server:
         data = completion(max_tokens=100, deadlines=asked, **how)
-        answer = server.ask(data.replace(b"Host: a", b"Host: a\r\nAuthorization: Bearer k", 1))
+        answer = server.ask(as_caller(data, "acme"))
         error = answer.events[-1]["error"] if how else answer.json["error"]
         assert error["code"] == "deadline_exceeded"
         assert server.metrics.slo.states(0, 0)["error_rate"].value == error_rate

@@ -317,7 +317,7 @@ def test_writer_has_what_stands_alone_and_what_the_detokenizer_lets_go() -> None
     for token_id in (0, 1, 4, 5, 0, 9, 2):  # a, b, half an é, the other half, a, an id that no token has, c
         bench.deliver(("r", 0, token_id))
     assert (sink.text, told) == ("abéa", ["b", "é", "a"])
-    assert (handle.num_tokens, handle.sequences[0].num_untold) == (7, 2)
+    assert (handle.num_tokens, handle.sequences[0].num_unreported) == (7, 2)
     bench.deliver(("r", 0, 1), ("r", 0, 1), ("r", 0, 2), ("r", 0, 3), ("r", 0, 0))
     assert (sink.text, told) == ("abéacbb", ["b", "é", "a", "cb", "b"])
     assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 11)]

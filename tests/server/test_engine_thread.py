@@ -4,6 +4,7 @@ import asyncio
 import functools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Built:
 
 
 class Events:
-    """What the loop is told, as futures.
+    """The thread's events, as futures on the loop.
 
     Args:
         on_delivered: called for each delivery.
@@ -39,19 +40,17 @@ class Events:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Built] = loop.create_future()
         self.failed: asyncio.Future[BaseException] = loop.create_future()
+        self.on_ready, self.on_failed = self.ready.set_result, self.failed.set_result
         self.beat = asyncio.Event()
         self.log = DeliveryLog()
-        self._ends: dict[str, asyncio.Event] = {}
-
-    def on_ready(self, loaded: Built) -> None:
-        self.ready.set_result(loaded)
+        self._ends: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert threading.current_thread() is threading.main_thread()
         self.log(delivery)
         for chunk in delivery.chunks:
             if chunk.is_terminal:
-                self._end(chunk.request_id).set()
+                self._ends[chunk.request_id].set()
         self.on_delivered()
 
     def on_beat(self, gil_wait_s: float) -> None:
@@ -59,14 +58,8 @@ class Events:
         assert threading.current_thread() is threading.main_thread()
         self.beat.set()
 
-    def on_failed(self, error: BaseException) -> None:
-        self.failed.set_result(error)
-
     async def wait_ended(self, request_id: str) -> None:
-        await self._end(request_id).wait()
-
-    def _end(self, request_id: str) -> asyncio.Event:
-        return self._ends.setdefault(request_id, asyncio.Event())
+        await self._ends[request_id].wait()
 
 
 def build_with(make_runner: Callable[..., SimulatedRunner] = SimulatedRunner) -> Callable[..., Built]:
@@ -77,6 +70,17 @@ def build_with(make_runner: Callable[..., SimulatedRunner] = SimulatedRunner) ->
         return Built(Engine(Scheduler(limits, (), lambda: 0), runner, clock, inbox, deliver))
 
     return build
+
+
+def held(build: Callable[..., Built]) -> tuple[Callable[..., Built], threading.Event]:
+    """A build that waits for the event."""
+    may_build = threading.Event()
+
+    def build_late(*args: Any) -> Built:
+        may_build.wait()
+        return build(*args)
+
+    return build_late, may_build
 
 
 def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -100,8 +104,9 @@ def end(thread: EngineThread) -> None:
     assert thread.wait_stopped(JOIN_S)
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
 @on_a_loop
-async def test_requests_are_answered_and_an_idle_thread_ends_at_once() -> None:
+async def test_requests_are_answered_and_stop_ends_a_thread_that_is_idle_or_busy(is_busy: bool) -> None:
     thread, events = start(build_with())
     await events.ready
     for name in "abcdefgh":
@@ -111,17 +116,15 @@ async def test_requests_are_answered_and_an_idle_thread_ends_at_once() -> None:
         assert events.log.terminal(name).finish_reason is FinishReason.LENGTH
     thread.post(Submit(make_request("late")))  # an idle engine wakes up
     await events.wait_ended("late")
+    if is_busy:
+        thread.post(Submit(make_request("long", max_tokens=190)))
     end(thread)
+    assert not events.failed.done()
 
 
 @on_a_loop
 async def test_what_is_posted_before_it_is_built_is_answered_after() -> None:
-    may_build = threading.Event()
-
-    def build(*args: Any) -> Built:
-        may_build.wait()
-        return build_with()(*args)
-
+    build, may_build = held(build_with())
     thread, events = start(build)
     thread.post(Submit(make_request("a")))
     thread.post(Submit(make_request("b", max_tokens=100)))
@@ -196,61 +199,39 @@ async def test_beat_is_given_at_once_by_an_idle_engine_and_after_its_step_by_a_b
     end(thread)
 
 
-def test_engine_waits_for_a_loop_that_is_behind() -> None:
-    """A step more than the loop has room for is computed, and none after it until something has been told."""
-    num_told, ahead = 0, 0
-
-    async def scenario() -> None:
-        nonlocal num_told, ahead
-        loop, computed = asyncio.get_running_loop(), asyncio.Queue[int]()
-
-        class Counted(SimulatedRunner):
-            num_steps = 0
-
-            def collect(self, ticket: StepPlan) -> StepOutput:
-                nonlocal ahead
-                self.num_steps += 1
-                ahead = max(ahead, self.num_steps - num_told)
-                loop.call_soon_threadsafe(computed.put_nowait, self.num_steps)
-                return super().collect(ticket)
-
-        thread, events = start(build_with(Counted))
-        events.on_delivered = lambda: None
-        await events.ready
-        thread.post(Submit(make_request("a", max_tokens=30)))
-        num_computed = 0
-        while num_told < 30:
-            while num_computed < min(num_told + MAX_DELIVERIES + 1, 30):
-                num_computed = await computed.get()
-            num_told += 1
-            thread.on_delivered()
-        await events.wait_ended("a")
-        thread.stop()
-        assert thread.wait_stopped(JOIN_S)
-
-    asyncio.run(asyncio.wait_for(scenario(), JOIN_S))
-    assert ahead == MAX_DELIVERIES + 1
-
-
-@pytest.mark.parametrize("num_requests", [0, 1])
 @on_a_loop
-async def test_stop_ends_a_thread_that_is_idle_or_busy(num_requests: int) -> None:
-    thread, events = start(build_with())
+async def test_engine_waits_for_a_loop_that_is_behind() -> None:
+    """A step more than the loop has room for is computed, and none after it until a delivery has been handled."""
+    loop, computed = asyncio.get_running_loop(), asyncio.Queue[int]()
+    num_told = ahead = num_computed = 0
+
+    class Counted(SimulatedRunner):
+        num_steps = 0
+
+        def collect(self, ticket: StepPlan) -> StepOutput:
+            nonlocal ahead
+            self.num_steps += 1
+            ahead = max(ahead, self.num_steps - num_told)
+            loop.call_soon_threadsafe(computed.put_nowait, self.num_steps)
+            return super().collect(ticket)
+
+    thread, events = start(build_with(Counted))
+    events.on_delivered = lambda: None
     await events.ready
-    for _ in range(num_requests):
-        thread.post(Submit(make_request("a", max_tokens=190)))
+    thread.post(Submit(make_request("a", max_tokens=30)))
+    while num_told < 30:
+        while num_computed < min(num_told + MAX_DELIVERIES + 1, 30):
+            num_computed = await computed.get()
+        num_told += 1
+        thread.on_delivered()
+    await events.wait_ended("a")
     end(thread)
-    assert not events.failed.done()
+    assert ahead == MAX_DELIVERIES + 1
 
 
 @on_a_loop
 async def test_stop_while_it_is_built_ends_it_after() -> None:
-    may_build = threading.Event()
-
-    def build(*args: Any) -> Built:
-        may_build.wait()
-        return build_with()(*args)
-
+    build, may_build = held(build_with())
     thread, events = start(build)
     thread.stop()
     assert not thread.wait_stopped(0)
@@ -308,14 +289,10 @@ async def test_broken_engine_ends_its_requests_before_its_failure_is_told() -> N
 
 
 def test_thread_ends_by_itself_when_the_loop_has_closed() -> None:
-    may_build = threading.Event()
+    build, may_build = held(build_with())
     threads: list[EngineThread] = []
 
     async def scenario() -> None:
-        def build(*args: Any) -> Built:
-            may_build.wait()
-            return build_with()(*args)
-
         thread, _ = start(build)
         thread.post(Submit(make_request("a")))
         threads.append(thread)

@@ -32,8 +32,8 @@ from server.output import StreamedOutput, WholeOutput
 from server.prompts import PromptReader
 from server.supervision import EngineWatch, Supervision
 from server.wire.http1_exchanges import Http1Exchanges
-from server.wire.http2 import Responses as Http2Response
 from server.wire.http2_exchanges import Http2Exchanges
+from server.wire.http2_responses import Responses as Http2Response
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
@@ -214,10 +214,10 @@ CALLED_OUT: dict[tuple[type, str], tuple[int, ...]] = {
     (Generation, "on_text"): (1, 5),
     (Generation, "on_delta"): (1, 3),
     (Generation, "_end_decode"): (1, 4),
-    (Generation, "_count"): (1, 4),
+    (Generation, "_settle_quota"): (1, 4),
     (Generation, "_submit"): (1, 4),
     (Generation, "_settle"): (1, 4),
-    (Generation, "_write_end"): (1, 4),
+    (Generation, "_settle_ledger"): (1, 4),
     (Generation, "_close_books"): (1, 4),
     (Generation, "_cancel"): (1,),
     (Generation, "_complete"): (1, 4),

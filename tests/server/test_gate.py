@@ -21,21 +21,26 @@ from server.clock import Clock
 from server.config import ServerConfig
 from server.config_sources import load_config
 from server.gate.identity import Scope
-from server.gate.tenants import Tenant
 from server.listening.sockets import TcpAddress, UnixAddress
 from server.process import warn_of_models
 from server.routes import PREFIXES, ROUTES
-from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, answers, chat, completion, request
+from tests.server.simulated_server import (
+    MODEL,
+    STREAM,
+    SimulatedServer,
+    answers,
+    as_caller,
+    chat,
+    completion,
+    keyed_tenant,
+    request,
+)
 
-ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", share=2, models=(MODEL,))
-ALONE = Tenant(name="alone", key_sha256=(sha256(b"l").hexdigest(),))
-OTHER = Tenant(name="other", key_sha256=(sha256(b"o").hexdigest(),), models=("large",))
-THIRD = Tenant(name="third", key_sha256=(sha256(b"t").hexdigest(),))
+ACME = keyed_tenant("acme", "a", tenant_class="batch", share=2, models=(MODEL,))
+ALONE = keyed_tenant("alone", "l")
+OTHER = keyed_tenant("other", "o", models=("large",))
+THIRD = keyed_tenant("third", "t")
 CLOCK = Clock(lambda: 0.0, lambda: 0.0)
-
-
-def as_caller(data: bytes, key: str) -> bytes:
-    return data.replace(b"\r\n", f"\r\nx-api-key: {key}\r\n".encode(), 1)
 
 
 def all_routes() -> list[tuple[str, str, Route]]:
@@ -129,7 +134,7 @@ def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
             answer = server.ask(as_caller(data, "o"), method)
             assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
             assert "There is no model" in answer.json["error"]["message"]
-            assert "may use none of those" in answer.json["error"]["message"]
+            assert "may use none of the models" in answer.json["error"]["message"]
 
 
 def test_nobody_cancels_another_tenants_request() -> None:

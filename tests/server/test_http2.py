@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz.http2 import check
-from server.wire.http2 import CONTINUATION, DATA, GOAWAY, HEADERS, PRIORITY, WINDOW_UPDATE, Http2Protocol
+from server.wire.http2 import Http2Protocol
+from server.wire.http2_frames import CONTINUATION, DATA, GOAWAY, HEADERS, PRIORITY, WINDOW_UPDATE
 from server.wire.http2_heads import read_request
 from server.wire.limits import FrameLimits, HeadLimits, Http2Limits
 from server.wire.messages import Event, Http2ErrorCode
@@ -98,6 +99,12 @@ def test_content_is_not_saved_up_without_bound() -> None:
     protocol._earn(2**40)
     protocol.receive(frame(PRIORITY, bytes(5), stream_id=1) * 1001, 0.0)
     assert protocol.failed_with is CALM
+
+
+@pytest.mark.parametrize("preface", [b"PRI * HTTP/2.0\r\n\r\nXX", b"GET / HTTP/1.1\r\n"])
+def test_wrong_preface_is_a_connection_error(preface: bytes) -> None:
+    """RFC 9113 §3.4, where ALPN has chosen HTTP/2."""
+    assert protocol_after(preface).failed_with is Http2ErrorCode.PROTOCOL_ERROR
 
 
 def test_error_of_the_clients_goaway_is_told() -> None:

@@ -1,31 +1,20 @@
 """Every MUST of RFC 9113 and RFC 7541 that a server can be tried on, by a client that is no library.
 
-Each case of http2_cases and hpack_cases is tried in the clear, over TLS, beside streams that are being generated, and
-while the connection drains, before its last GOAWAY and after it. A PING behind each tells when all has been said.
+Each case of http2_cases and hpack_cases is tried alone, beside streams that are being generated, and while the
+connection drains, before its last GOAWAY and after it. A PING behind each tells when all has been said.
 """
 
-import asyncio
-import contextlib
 import functools
 import json
-import ssl
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-import uvloop
 from h2.errors import ErrorCodes
 
-from server.listening.listener import Listener, ListenerConfig
-from server.listening.sockets import Bind, TcpAddress
-from server.wire.http2 import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
-from server.wire.limits import ConnectionLimits
+from server.wire.http2_frames import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.wire.stream import HttpStream
-from server.wire.tls import ServerTls, server_tls
-from tests.certificates import make_certificate, needs_openssl
 from tests.server import hpack_cases, http2_cases
-from tests.server.fakes import MemoryServer, refuse
-from tests.server.http2_cases.case import ANSWERED_EARLY, ENDED, REFUSED, RESET_BY_US, Case, has_acks
+from tests.server.fakes import MemoryServer
+from tests.server.http2_cases.case import REFUSED, Case, has_acks
 from tests.server.raw_http2 import (
     ACK,
     END_STREAM,
@@ -45,7 +34,6 @@ from tests.server.raw_peer import MemoryPeer, respond
 from tests.server.simulated_server import MODEL, Answer, SimulatedServer, chat
 
 CASES = (*http2_cases.CASES, *hpack_cases.CASES)
-HANG_S = 120.0  # after which a real server is taken for hung; its own clocks run as long
 
 
 def try_case(peer: MemoryPeer, case: Case) -> None:
@@ -81,7 +69,7 @@ def judge(case: Case, seen: Seen, goes_on: bool, is_drained: bool = False) -> No
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_in_the_clear(case: Case) -> None:
+def test_alone(case: Case) -> None:
     server = MemoryServer(respond)
     peer = MemoryPeer(server)
     try_case(peer, case)
@@ -196,118 +184,6 @@ def test_beside_live_streams(case: Case) -> None:
     server.close()
 
 
-# Over TLS, on real sockets.
-
-
-class TlsServer:
-    """The listener, and a loop of its own to run it."""
-
-    def __init__(self, directory: Path) -> None:
-        certificate, key = make_certificate(directory)
-        self._tls = ssl.create_default_context(cafile=str(certificate))
-        self._tls.set_alpn_protocols(["h2"])
-        self.loop = uvloop.new_event_loop()
-        self._listener = self.loop.run_until_complete(self._listen(server_tls(certificate, key)))
-
-    async def _listen(self, tls: ServerTls | None) -> Listener:
-        limits = ConnectionLimits(head_s=HANG_S, body_s=HANG_S, idle_s=HANG_S, stall_s=HANG_S, linger_s=HANG_S)
-        config = ListenerConfig((Bind(TcpAddress(port=0)),), connection=limits, handshake_s=HANG_S, tls=tls)
-        listener = Listener(respond, refuse, config)
-        await listener.start()
-        return listener
-
-    def connect(self) -> "TlsPeer":
-        return self.loop.run_until_complete(self._connect())
-
-    async def _connect(self) -> "TlsPeer":
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", self._listener.port, ssl=self._tls, server_hostname="127.0.0.1"
-        )
-        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
-        return TlsPeer(self.loop, reader, writer)
-
-    def close(self) -> None:
-        self.loop.run_until_complete(self._listener.drain(0.0))
-        self.loop.close()
-
-
-class TlsPeer:
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self.seen = Seen()
-        self._loop, self._reader, self._writer = loop, reader, writer
-        self._num_pings = 0
-
-    def send(self, frames: bytes, is_done: Callable[[], bool] = lambda: True) -> None:
-        """Send them, and read until what is awaited has come, and the answer to a PING behind it, or the end."""
-        self._loop.run_until_complete(asyncio.wait_for(self._send(frames, is_done), HANG_S))
-
-    async def _send(self, frames: bytes, is_done: Callable[[], bool]) -> None:
-        self._num_pings += 1
-        self._writer.write(frames + ping(b"%08d" % self._num_pings).encode(0))
-        while self.seen.goaway is None and not (self.goes_on and is_done()):
-            received = await self._reader.read(65_536)
-            assert received, "the connection was closed without a word"
-            self.seen.add(received)
-
-    @property
-    def goes_on(self) -> bool:
-        return self.seen.has_pong(b"%08d" % self._num_pings)
-
-    def wait_end(self) -> None:
-        """The connection's, which the server has begun."""
-        self._loop.run_until_complete(asyncio.wait_for(self._reader.read(), HANG_S))
-
-    def close(self) -> None:
-        self._loop.run_until_complete(self._close())
-
-    async def _close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
-            await self._writer.wait_closed()
-
-
-@pytest.fixture(scope="module")
-def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
-    server = TlsServer(tmp_path_factory.mktemp("tls"))
-    yield server
-    server.close()
-
-
-def has_come(case: Case, seen: Seen) -> bool:
-    """What is expected, if that is something."""
-    expected = case.expected
-    if expected.reset is not None:
-        return expected.stream in seen.resets
-    if expected.status is not None and expected.stream not in seen.statuses:
-        return False
-    return case.check is None or case.check(seen)
-
-
-@needs_openssl
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_over_tls(tls_server: TlsServer, case: Case) -> None:
-    peer = tls_server.connect()
-    peer.send(START)
-    if case.setup:
-        peer.send(wire(case.setup), lambda: is_set_up(case, peer.seen))
-    peer.send(wire(case.frames), lambda: has_come(case, peer.seen))
-    peer.send(b"")  # what came with it, or after it
-    judge(case, peer.seen, peer.goes_on)
-    if case.expected.goaway is not None:
-        peer.wait_end()  # RFC 9113 §5.4.1: the GOAWAY of a connection error is followed by the close
-    peer.close()
-
-
-def is_set_up(case: Case, seen: Seen) -> bool:
-    """The streams that end before the case begins have ended."""
-    ended = {ENDED, ANSWERED_EARLY}
-    if case.setup == RESET_BY_US:
-        return 1 in seen.resets
-    return case.setup not in ended or seen.has_ended(1)
-
-
 # Before any stream: the connection's preface.
 
 FIRST = {
@@ -349,12 +225,3 @@ def test_request_may_come_with_the_preface() -> None:
     seen.add(bytes(transport.received))
     assert seen.statuses == {1: 200}
     server.close()
-
-
-@needs_openssl
-def test_wrong_preface_over_tls_is_a_connection_error(tls_server: TlsServer) -> None:
-    """RFC 9113 §3.4."""
-    peer = tls_server.connect()
-    peer.send(b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n")
-    assert peer.seen.goaway is ErrorCodes.PROTOCOL_ERROR
-    peer.close()

@@ -6,16 +6,8 @@ from h2.exceptions import ProtocolError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.wire.http2 import (
-    CONTINUATION,
-    DATA,
-    HEADERS,
-    PRIORITY,
-    PUSH_PROMISE,
-    RST_STREAM,
-    WINDOW_UPDATE,
-    Http2Protocol,
-)
+from server.wire.http2 import Http2Protocol
+from server.wire.http2_frames import CONTINUATION, DATA, HEADERS, PRIORITY, PUSH_PROMISE, RST_STREAM, WINDOW_UPDATE
 from server.wire.limits import FrameLimits, HeadLimits, Http2Limits, Rate
 from tests.server.raw_http2 import (
     ACK,

@@ -4,7 +4,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 
-from server.wire.http2 import GOAWAY
+from server.wire.http2_frames import GOAWAY
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields, without_goaways

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.http2 import SETTINGS
+from server.wire.http2_frames import SETTINGS
 from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
@@ -35,12 +35,6 @@ def test_request_is_answered(serve: Serve) -> None:
     assert client.responses[second].body == b"/body"
     assert client.responses[second].is_complete
     assert client.goaways == []
-
-
-def test_field_values_are_written_as_they_are(serve: Serve) -> None:
-    client = Http2Client(serve(echo))
-    client.request(fields(path="/one"))
-    assert b"Thu, 01 Jan 1970 00:00:00 GMT" in client.transport.received
 
 
 def test_preface_is_recognised_byte_by_byte(serve: Serve) -> None:
@@ -110,17 +104,6 @@ def test_reset_before_the_handler_listens_cancels_it(serve: Serve) -> None:
     client.h2.reset_stream(stream_id)
     client.exchange()
     assert server.listener.num_handlers == 0
-
-
-def test_end_of_connection_is_the_end_of_all_streams(serve: Serve) -> None:
-    hold = Hold()
-    client = Http2Client(serve(hold))
-    for _ in range(3):
-        client.request()
-    client.transport.feed_eof()
-    client.exchange()
-    assert hold.told == ["gone"] * 3
-    assert client.transport.is_lost
 
 
 def test_shut_window_blocks_its_stream_alone(serve: Serve) -> None:
@@ -401,14 +384,6 @@ def test_continue_goes_out_when_the_body_is_wanted(serve: Serve) -> None:
     stream_id = client.request([*POST, ("expect", "100-continue")], end=False)
     assert client.responses[stream_id].informational == [100]
     client.h2.send_data(stream_id, b"body", end_stream=True)
-    client.exchange()
-    assert client.responses[stream_id].body == b"/body"
-
-
-def test_trailers_end_a_body(serve: Serve) -> None:
-    client = Http2Client(serve(echo))
-    stream_id = client.request(POST, b"body", end=False)
-    client.h2.send_headers(stream_id, [("x-sum", "1")], end_stream=True)
     client.exchange()
     assert client.responses[stream_id].body == b"/body"
 

@@ -1,6 +1,5 @@
 """Idempotency-Key: in progress, with another body, again, after a day, after a restart."""
 
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +7,24 @@ import pytest
 from msgspec import structs
 
 from server.config import ServerConfig
-from server.gate.tenants import Tenant
 from server.gate.text_rules import TextRule
 from server.ledger import idempotency
 from server.ledger.idempotency import KEPT_S
-from tests.server.simulated_server import STREAM, Answer, SimulatedServer, answers, chat, completion
+from tests.server.simulated_server import (
+    STREAM,
+    Answer,
+    SimulatedServer,
+    answers,
+    chat,
+    completion,
+    keyed_tenant,
+    with_lines,
+)
 
 
 def keyed(data: bytes, key: str = "k1", *lines: str) -> bytes:
     """The request, with the key."""
-    return data.replace(b"Host: a", "\r\n".join(["Host: a", f"Idempotency-Key: {key}", *lines]).encode(), 1)
+    return with_lines(data, f"Idempotency-Key: {key}", *lines)
 
 
 def content(answer: Answer) -> Any:
@@ -91,7 +98,7 @@ def test_stream_that_was_broken_off_is_not_kept(server: SimulatedServer) -> None
 
 
 def test_keys_are_their_tenants() -> None:
-    tenants = tuple(Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),)) for name in ("acme", "other"))
+    tenants = tuple(keyed_tenant(name) for name in ("acme", "other"))
     server = SimulatedServer(tenants=tenants)
     server.ask(keyed(chat(), "k1", "Authorization: Bearer acme"))
     assert "idempotent-replayed" not in server.ask(keyed(chat(), "k1", "Authorization: Bearer other")).headers
@@ -107,7 +114,7 @@ def test_keys_are_their_tenants() -> None:
     ],
 )
 def test_replay_keeps_to_what_a_reload_brought(changed: dict[str, Any], status: int, code: str) -> None:
-    acme = Tenant(name="acme", key_sha256=(sha256(b"acme").hexdigest(),))
+    acme = keyed_tenant("acme")
     server = SimulatedServer(tenants=(acme,))
     asked = keyed(chat(), "k1", "Authorization: Bearer acme")
     said = server.ask(asked)

@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,19 @@ from server.ledger.store import PRUNED_ROWS, Checkpoint, Prune, RowState
 from server.ledger.usage import ModelPrice, Prices
 from tests.server.fakes import MemoryTransport
 from tests.server.inline_ledger import COMMIT_S, InlineWriter, rows
-from tests.server.simulated_server import MODEL, STREAM, UNIX_S, Answer, SimulatedServer, answers, chat, completion
+from tests.server.simulated_server import (
+    MODEL,
+    STREAM,
+    UNIX_S,
+    Answer,
+    SimulatedServer,
+    answers,
+    as_caller,
+    chat,
+    completion,
+    keyed_tenant,
+    with_lines,
+)
 from tests.server.virtual_loop import VirtualTimeLoop
 
 PRICES = Prices(((MODEL, ModelPrice(prompt=2_000_000, cached=500_000, completion=10_000_000)),))
@@ -32,8 +43,7 @@ def path(tmp_path: Path) -> Path:
 def test_row_says_whose_it_was_what_it_took_and_what_it_cost(path: Path, fields: dict[str, Any]) -> None:
     server = SimulatedServer(ledger=path, prices=PRICES, keys=("secret",))
     head = ("Authorization: Bearer secret", "X-Request-Id: theirs")
-    data = chat(**fields).replace(b"Host: a", b"Host: a\r\n" + "\r\n".join(head).encode())
-    answer = server.ask(data)
+    answer = server.ask(with_lines(chat(**fields), *head))
     server.close()
     (row,) = rows(path)
     usage = answer.usage
@@ -132,7 +142,7 @@ def test_engine_that_fails_is_billed_for_what_came(path: Path) -> None:
 def test_refused_requests_leave_no_row(path: Path) -> None:
     tenants = (Tenant(name="local", limits=Limits(tokens_per_minute=20)),)
     server = SimulatedServer(ledger=path, tenants=tenants, keys=("k",))
-    answer = server.ask(chat().replace(b"Host: a", b"Host: a\r\nAuthorization: Bearer k"))
+    answer = server.ask(as_caller(chat(), "k"))
     assert answer.status == 429
     assert server.ask(chat(temperature=-1)).status == 401
     server.close()
@@ -200,18 +210,11 @@ def test_request_whose_progress_cannot_be_told_keeps_no_other_from_its_row(
 
 
 def test_days_pools_go_on_from_the_ledger(path: Path) -> None:
-    tenants = (
-        Tenant(
-            name="acme",
-            limits=Limits(tokens_per_day=1000),
-            key_limits=Limits(tokens_per_day=700),
-            cached_token_discount=50,
-            key_sha256=(sha256(b"k1").hexdigest(), sha256(b"k2").hexdigest()),
-        ),
-    )
+    limits = {"limits": Limits(tokens_per_day=1000), "key_limits": Limits(tokens_per_day=700)}
+    tenants = (keyed_tenant("acme", "k1", "k2", cached_token_discount=50, **limits),)
 
     def ask(server: SimulatedServer, key: str, **fields: Any) -> Answer:
-        return server.ask(chat(**fields).replace(b"Host: a", f"Host: a\r\nAuthorization: Bearer {key}".encode()))
+        return server.ask(as_caller(chat(**fields), key))
 
     def left(server: SimulatedServer) -> list[int]:
         now = Moment(0, int(UNIX_S))

@@ -2,23 +2,32 @@
 
 import sqlite3
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from server.gate.tenants import Limits, Tenant
+from server.gate.tenants import Limits
 from server.ledger.ledger import HEARTBEAT_S, PROBE_S, STUCK_S
 from server.ledger.store import LedgerRow, RowState
 from server.observing.metrics import TenantCounts
 from tests.server.inline_ledger import InlineWriter, rows
-from tests.server.simulated_server import MODEL, STREAM, Answer, SimulatedServer, answers, chat, request
+from tests.server.simulated_server import (
+    MODEL,
+    STREAM,
+    Answer,
+    SimulatedServer,
+    answers,
+    as_caller,
+    chat,
+    keyed_tenant,
+    request,
+)
 from tests.server.test_ledger import stream_until_first_byte
 from tests.server.test_metrics import samples_of
 
-ACME = Tenant(name="acme", limits=Limits(tokens_per_day=1000), key_sha256=(sha256(b"k").hexdigest(),))
+ACME = keyed_tenant("acme", limits=Limits(tokens_per_day=1000))
 
 
 @pytest.fixture
@@ -104,10 +113,6 @@ def test_while_the_disk_hangs_requests_are_refused_before_work(path: Path) -> No
     server.close()
 
 
-def as_acme(data: bytes, *lines: str) -> bytes:
-    return data.replace(b"Host: a", "\r\n".join(["Host: a", "Authorization: Bearer k", *lines]).encode(), 1)
-
-
 def writer_of(server: SimulatedServer) -> InlineWriter:
     assert server.ledger_writer is not None
     return server.ledger_writer
@@ -143,7 +148,7 @@ def test_who_is_refused_because_nothing_can_be_written_pays_nothing(
     if is_computed_before:
         hang(server)
     lock.execute("BEGIN IMMEDIATE")
-    transport = server.send(as_acme(chat(**fields)))
+    transport = server.send(as_caller(chat(**fields), "acme"))
     server.run()
     assert server.stats.num_generated_tokens or not is_computed_before
     go_on(server)
@@ -242,7 +247,7 @@ def test_client_that_goes_while_its_settlement_hangs_is_not_waited_for(path: Pat
 def ended_in_a_fault(path: Path, lock: sqlite3.Connection) -> tuple[SimulatedServer, bytes, Answer]:
     """A server whose database takes no writes since an answer was in progress; that one's request, and the answer."""
     server = SimulatedServer(ledger=path, tenants=(ACME,))
-    asked = as_acme(chat(**STREAM), "Idempotency-Key: once")
+    asked = as_caller(chat(**STREAM), "acme", "Idempotency-Key: once")
     transport = server.send(asked)
     server.run_until(lambda: bool(transport.received))
     lock.execute("BEGIN IMMEDIATE")

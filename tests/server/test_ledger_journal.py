@@ -2,7 +2,7 @@
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -259,39 +259,65 @@ def test_settlement_that_neither_takes_is_not_acknowledged(journal: Journal, loc
     assert "full" in str(written.fault)
 
 
-def test_second_server_is_kept_from_the_ledger(path: Path, journal: Journal) -> None:
-    with pytest.raises(StartupError, match=f"another server writes to the ledger {path}") as raised:
-        open_journal(path, NUM_RECORDS)
-    assert raised.value.exit_code == ExitCode.TRANSIENT
+def with_second_server(path: Path) -> Journal:
+    return open_journal(path, NUM_RECORDS)
 
 
-def test_lock_that_somebody_holds_may_pass(path: Path) -> None:
+def with_lock(path: Path) -> sqlite3.Connection:
     open_journal(path, NUM_RECORDS).close()
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(StartupError, match="locked") as raised:
-        open_journal(path, NUM_RECORDS)
-    assert raised.value.exit_code == ExitCode.TRANSIENT
-    holder.close()
+    return holder
 
 
-def test_damaged_ledger_is_told_with_the_way_back(path: Path) -> None:
+def with_damage(path: Path) -> None:
     open_journal(path, NUM_RECORDS).close()
-    content = bytearray(path.read_bytes())
-    content[4096:] = os.urandom(len(content) - 4096)  # the header is whole: it is a database
-    path.write_bytes(content)
-    with pytest.raises(StartupError, match=f"{path} is damaged") as raised:
-        open_journal(path, NUM_RECORDS)
-    assert "docs/ledger.md, The way back" in raised.value.fix
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + os.urandom(len(content) - 4096))  # the header is whole: it is a database
 
 
-def test_ledger_of_another_version_is_told(path: Path) -> None:
+def with_sql(path: Path, sql: str) -> sqlite3.Connection:
+    database = sqlite3.connect(path)
+    database.execute(sql)
+    return database
+
+
+def of_another_version(path: Path) -> sqlite3.Connection:
     open_journal(path, NUM_RECORDS).close()
-    newer = sqlite3.connect(path)
-    newer.execute("PRAGMA user_version = 7")
-    newer.close()
-    with pytest.raises(StartupError, match="a ledger of version 7"):
+    return with_sql(path, "PRAGMA user_version = 7")
+
+
+@pytest.mark.parametrize(
+    ("arrange", "cause", "fix", "exit_code"),
+    [
+        (with_second_server, "another server writes to the ledger {0}", "--ledger FILE", ExitCode.TRANSIENT),
+        (with_lock, "the ledger {0} cannot be opened: database is locked", "fuser", ExitCode.TRANSIENT),
+        (with_damage, "{0} is damaged", "docs/ledger.md, The way back", ExitCode.CONFIGURATION),
+        (of_another_version, "{0} is a ledger of version 7", "--ledger FILE", ExitCode.CONFIGURATION),
+        (Path.mkdir, "{0} is damaged, or not a ledger", "--ledger FILE", ExitCode.CONFIGURATION),
+        (lambda path: path.write_bytes(b"no database" * 99), "not a ledger", "--ledger FILE", ExitCode.CONFIGURATION),
+        (lambda path: with_sql(path, "CREATE TABLE a (x)"), "not a ledger", "--ledger FILE", ExitCode.CONFIGURATION),
+    ],
+)
+def test_what_cannot_be_opened_is_told_and_left_alone(
+    path: Path, arrange: Callable[[Path], Any], cause: str, fix: str, exit_code: ExitCode
+) -> None:
+    arranged = arrange(path)
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(StartupError, match=cause.format(path)) as raised:
         open_journal(path, NUM_RECORDS)
+    assert fix in raised.value.fix
+    assert raised.value.exit_code == exit_code
+    assert before == (path.read_bytes() if path.is_file() else None)
+    if arranged is not None and not isinstance(arranged, int):
+        arranged.close()
+
+
+def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match="cannot be opened") as raised:
+        open_journal(tmp_path / "file" / "ledger.db", NUM_RECORDS)
+    assert str(tmp_path / "file") in raised.value.fix
 
 
 def test_missing_directories_are_made_and_others_have_no_business_in_them(tmp_path: Path) -> None:
@@ -316,35 +342,6 @@ def test_backup_put_beside_the_old_spill_journal_gets_its_settlements(path: Path
     open_journal(path, NUM_RECORDS).close()
     assert rows(path) == {"a": settled().row, "b": settled("b").row}
     assert spilled(path) == b""
-
-
-@pytest.mark.parametrize("content", [b"no database at all" * 100, None])
-def test_other_files_are_left_alone(path: Path, content: bytes | None) -> None:
-    if content is None:
-        other = sqlite3.connect(path)
-        other.execute("CREATE TABLE theirs (x)")
-        other.close()
-        content = path.read_bytes()
-    else:
-        path.write_bytes(content)
-    with pytest.raises(StartupError, match=f"{path} is .*not a ledger") as raised:
-        open_journal(path, NUM_RECORDS)
-    assert "--ledger FILE" in raised.value.fix
-    assert raised.value.exit_code == ExitCode.CONFIGURATION
-    assert path.read_bytes() == content
-
-
-def test_directory_in_a_ledgers_place_is_named(path: Path) -> None:
-    path.mkdir()
-    with pytest.raises(StartupError, match=f"{path} is damaged, or not a ledger"):
-        open_journal(path, NUM_RECORDS)
-
-
-def test_directory_that_nobody_may_write_to_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StartupError, match="cannot be opened") as raised:
-        open_journal(tmp_path / "file" / "ledger.db", NUM_RECORDS)
-    assert str(tmp_path / "file") in raised.value.fix
 
 
 def test_old_requests_are_deleted_in_small_batches_and_running_ones_kept(path: Path, journal: Journal) -> None:

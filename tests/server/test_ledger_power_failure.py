@@ -3,28 +3,17 @@
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from server.ledger.store import Checkpoint, LedgerRow, LedgerStore, Reserve, RowState, Settle, Write
 from tests.server.power_failure import Disk
+from tests.server.test_ledger_journal import row as ledger_row
 
 PATH = Path("/ledger.db")
 
 
 def row(number: int, **fields: object) -> LedgerRow:
-    plain = LedgerRow(
-        request_id=f"r{number}",
-        client_id=None,
-        tenant="t",
-        key_id=None,
-        model="m",
-        path="/v1/completions",
-        created_us=number,
-        updated_us=number,
-        stages_ms="x" * 300,
-    )
-    return msgspec.structs.replace(plain, **fields)
+    return ledger_row(f"r{number}", created_us=number, updated_us=number, stages_ms="x" * 300, **fields)
 
 
 def batches(rng: random.Random) -> list[list[Write]]:

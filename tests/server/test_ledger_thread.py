@@ -10,7 +10,7 @@ import pytest
 from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
-from server.ledger.journal import DURABLE_S, CommitPace, Item, Journal, LedgerThread, Written, open_journal, tell_batch
+from server.ledger.journal import DURABLE_S, CommitPace, Item, LedgerThread, Written, open_journal, tell_batch
 from server.ledger.store import LedgerStore, Reserve, RowState, Settle, Write
 from server.process import open_ledger
 from tests.server.test_ledger_journal import row, settled
@@ -95,68 +95,40 @@ async def test_close_writes_what_was_submitted_and_lets_the_next_server_in(tmp_p
     assert len(states(path)) == 20
 
 
-class FaultyJournal:
-    """Raises what nobody foresaw, the first time."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._has_raised = False
-
-    def write(self, writes: list[Write]) -> Written:
-        if not self._has_raised:
-            self._has_raised = True
-            raise ZeroDivisionError
-        return self._journal.write(writes)
-
-    def tidy(self) -> None:
-        self._journal.tidy()
-
-    def close(self) -> None:
-        self._journal.close()
-
-
-async def test_fault_of_ours_is_told_and_the_thread_goes_on(tmp_path: Path) -> None:
+async def test_fault_of_ours_is_told_and_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger.db"
+    journal = open_journal(path, 10)
+    write = journal.write
 
-    async def ask(writer: LedgerThread, write: Settle) -> tuple[bool, str | None]:
+    def fail_once(writes: Sequence[Write]) -> Written:
+        monkeypatch.setattr(journal, "write", write)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(journal, "write", fail_once)
+    writer = LedgerThread(journal, asyncio.get_running_loop())
+
+    async def ask(write: Settle) -> tuple[bool, str | None]:
         told: asyncio.Future[tuple[bool, str | None]] = asyncio.get_running_loop().create_future()
         writer.submit(write, lambda is_durable, written: told.set_result((is_durable, written.fault)))
         return await told
 
-    journal = FaultyJournal(open_journal(path, 10))
-    writer = LedgerThread(journal, asyncio.get_running_loop())  # type: ignore[arg-type]
-    assert await ask(writer, settled("a")) == (False, "ZeroDivisionError: ")
-    assert await ask(writer, settled("b")) == (True, None)
+    assert await ask(settled("a")) == (False, "ZeroDivisionError: ")
+    assert await ask(settled("b")) == (True, None)
     writer.close()
     assert states(path).keys() == {"b"}
 
 
-class SlowlyTidied:
-    """Does not come back from its tidying before it may."""
-
-    def __init__(self, journal: Journal) -> None:
-        self.may_end = threading.Event()
-        self._journal = journal
-
-    def write(self, writes: list[Write]) -> Written:
-        return self._journal.write(writes)
-
-    def tidy(self) -> None:
-        assert self.may_end.wait(30)
-
-    def close(self) -> None:
-        self._journal.close()
-
-
-async def test_nobody_waits_for_the_tidying_after_a_commit(tmp_path: Path) -> None:
-    loop = asyncio.get_running_loop()
-    told: asyncio.Future[bool] = loop.create_future()
-    journal = SlowlyTidied(open_journal(tmp_path / "ledger.db", 10))
-    writer = LedgerThread(journal, loop)  # type: ignore[arg-type]
+async def test_outcomes_do_not_wait_for_the_tidying_after_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, journal = threading.Event(), open_journal(tmp_path / "ledger.db", 10)
+    monkeypatch.setattr(journal, "tidy", lambda: may_end.wait(30))
+    writer = LedgerThread(journal, asyncio.get_running_loop())
+    told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.submit(settled("a"), lambda is_durable, written: told.set_result(is_durable))
-    assert await asyncio.wait_for(told, 30)
-    assert not journal.may_end.is_set()
-    journal.may_end.set()
+    assert await told
+    assert not may_end.is_set()
+    may_end.set()
     writer.close()
 
 

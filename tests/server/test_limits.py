@@ -14,7 +14,7 @@ from h2.errors import ErrorCodes
 from server.api import decoding
 from server.config import ServerConfig
 from server.config_sources import load_config
-from server.wire.http2 import PRIORITY, WINDOW_UPDATE
+from server.wire.http2_frames import PRIORITY, WINDOW_UPDATE
 from server.wire.limits import Rate
 from tests.server import limit_probes as probes
 from tests.server.fakes import MemoryServer

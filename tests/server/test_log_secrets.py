@@ -1,8 +1,6 @@
 """No log line, at any level and in either format, bears a prompt, a completion, a key or a query."""
 
 import io
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,26 +8,16 @@ import pytest
 from core.detokenizer import Detokenizer
 from core.simulation import SimulatedRunner
 from server.api import chat as chat_surface
-from server.observing.logs import OUR_LOGGERS, configure_logging
+from server.observing.logs import configure_logging
 from tests.server.simulated_engine import MortalRunner, SickRunner
-from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
+from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request, with_lines
 from tests.server.test_faults import Once, fail_at
 
 PROMPT, KEY, WRONG_KEY, QUERY = "planted-prompt", "sl-planted-key", "sl-planted-wrong", "planted-query"
 
 
-@pytest.fixture
-def _loggers_restored() -> Iterator[None]:
-    loggers = [logging.getLogger(), *map(logging.getLogger, OUR_LOGGERS)]
-    before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
-    yield
-    for logger, level, handlers in before:
-        logger.setLevel(level)
-        logger.handlers[:] = handlers
-
-
 def with_key(data: bytes, key: str = KEY) -> bytes:
-    return data.replace(b"\r\n", f"\r\nAuthorization: Bearer {key}\r\n".encode(), 1)
+    return with_lines(data, f"Authorization: Bearer {key}")
 
 
 def messages(**fields: object) -> bytes:
@@ -73,7 +61,7 @@ def ask_everything(server: SimulatedServer) -> list[str]:
     return said
 
 
-@pytest.mark.usefixtures("_loggers_restored")
+@pytest.mark.usefixtures("_restore_loggers")
 @pytest.mark.parametrize("log_format", ["text", "json"])
 @pytest.mark.parametrize("runner", [SimulatedRunner, SickRunner, MortalRunner])
 def test_planted_strings_are_in_no_log(runner: type[SimulatedRunner], log_format: str) -> None:
@@ -91,7 +79,7 @@ def test_planted_strings_are_in_no_log(runner: type[SimulatedRunner], log_format
     assert not any(text and text in written for text in said)
 
 
-@pytest.mark.usefixtures("_loggers_restored")
+@pytest.mark.usefixtures("_restore_loggers")
 @pytest.mark.parametrize(("owner", "name"), [(chat_surface, "decode"), (Detokenizer, "push_token")])
 def test_traceback_of_a_fault_tells_no_text(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()

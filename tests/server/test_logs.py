@@ -8,15 +8,12 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
 
 from server.observing.logs import (
-    OUR_LOGGERS,
     AccessRecord,
-    LogHandler,
     access_line,
     access_logger,
     configure_logging,
@@ -26,6 +23,8 @@ from server.observing.logs import (
     num_lines_dropped,
     tell,
 )
+
+pytestmark = pytest.mark.usefixtures("_restore_loggers")
 
 ACCESS = AccessRecord(
     request_id="req-1",
@@ -38,21 +37,6 @@ ACCESS = AccessRecord(
     num_completion_tokens=34,
     finish_reason="stop",
 )
-
-
-@pytest.fixture(autouse=True)
-def _loggers_restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers = root.handlers[:]
-    loggers = [root, *map(logging.getLogger, OUR_LOGGERS)]
-    levels = [logger.level for logger in loggers]
-    yield
-    for handler in root.handlers:
-        if isinstance(handler, LogHandler):
-            handler.close()
-    root.handlers[:] = handlers
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
 
 
 def test_text_records_bear_the_request_id_of_their_context() -> None:

@@ -10,17 +10,18 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec import structs
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from core.errors import StartupError
 from server.observing.accounting import RequestRecord, TraceContext
-from server.observing.logs import AccessRecord
 from server.observing.otel import MAX_WAITING, TraceExporter
 from server.observing.timing import Stage
 from server.values import BadValueError, otlp_endpoint
 from tests.server.running_server import Running, ask, closing, load_with, run
 from tests.server.simulated_server import MODEL, STREAM, chat
+from tests.server.test_flight_recorder import flight
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -113,20 +114,8 @@ def test_generation_is_a_trace_with_a_span_for_each_stage(is_ours: bool, receive
     assert request.status.code == Status.STATUS_CODE_UNSET
 
 
-def flight(is_sampled: bool = True, has_failed: bool = False) -> RequestRecord:
-    record = AccessRecord(request_id="r", method="POST", path="/v1/completions", status=200, duration_ms=3.0)
-    return RequestRecord(
-        record=record,
-        ended_s=0.0,
-        started_unix_s=1e9,
-        tenant="a",
-        model="m",
-        intervals=(),
-        detokenize_ms=0.0,
-        prefill_chunks=1,
-        has_failed=has_failed,
-        trace=TraceContext(TRACE, "1" * 16, None, is_sampled),
-    )
+def traced(is_sampled: bool = True, has_failed: bool = False) -> RequestRecord:
+    return structs.replace(flight(1, has_failed=has_failed), trace=TraceContext(TRACE, "1" * 16, None, is_sampled))
 
 
 def test_what_waits_at_the_end_is_sent_and_failures_are_marked(
@@ -136,13 +125,13 @@ def test_what_waits_at_the_end_is_sent_and_failures_are_marked(
 
     async def scenario() -> None:
         exporter = TraceExporter(otlp_endpoint(receiver.url))
-        exporter.put(flight(is_sampled=False))
-        exporter.put(flight(has_failed=True))
+        exporter.put(traced(is_sampled=False))
+        exporter.put(traced(has_failed=True))
         await exporter.close()
 
     run(scenario)
     (span,) = receiver.spans.result(0)
-    assert (span.name, span.status.code) == ("text_completion m", Status.STATUS_CODE_ERROR)
+    assert (span.name, span.status.code) == ("chat m", Status.STATUS_CODE_ERROR)
 
 
 def test_what_nobody_takes_is_dropped_and_told(
@@ -154,7 +143,7 @@ def test_what_nobody_takes_is_dropped_and_told(
     async def scenario() -> None:
         exporter = TraceExporter("http://127.0.0.1:9/v1/traces")
         for _ in range(1 + MAX_WAITING + 5):  # one is on its way
-            exporter.put(flight())
+            exporter.put(traced())
         may_end.set()
         await exporter.close()
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import struct
@@ -16,8 +15,7 @@ from core.errors import ExitCode
 from core.plan import DeviceError, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from server import process
-from server.config import ServerConfig
-from server.loaded_engine import LoadedEngine
+from server.loaded_engine import LoadedEngine, LoadEngine
 from tests.server.raw_http2 import START, Seen, post
 from tests.server.running_server import (
     LIMIT_S,
@@ -220,28 +218,29 @@ async def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_
         writer.close()
 
 
-@pytest.mark.parametrize("fields", [{}, STREAM])
+@pytest.mark.parametrize(
+    ("load", "fields", "logged"),
+    [
+        (load_with(DeadDevice), {}, "gone"),
+        (load_with(DeadDevice), STREAM, "gone"),
+        (load_with(engine_type=CrashingEngine), FOREVER, "impossible"),
+    ],
+)
 @on_loop
-async def test_engine_that_breaks_while_serving_ends_requests_and_process(
-    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+async def test_engine_that_fails_while_serving_ends_requests_and_process(
+    load: LoadEngine, fields: dict[str, Any], logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = Running(load_with(DeadDevice))
+    running = Running(load)
     await running.server.wait_ready()
     answer = await ask(running.server, chat(**fields))
-    assert (answer.status, answer.json["error"]["code"]) == (500, "engine_error")
+    if fields is FOREVER:
+        assert answer.text()
+        assert answer.events[-1]["error"]["code"] == "engine_error"
+    else:
+        assert (answer.status, answer.json["error"]["code"]) == (500, "engine_error")
     assert await running.exit is ExitCode.ENGINE
     assert "the server ends" in caplog.text
-
-
-@on_loop
-async def test_engine_that_crashes_ends_its_streams_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
-    running = Running(load_with(engine_type=CrashingEngine))
-    await running.server.wait_ready()
-    answer = await ask(running.server, chat(**FOREVER))
-    assert answer.text()
-    assert answer.events[-1]["error"]["code"] == "engine_error"
-    assert await running.exit is ExitCode.ENGINE
-    assert "impossible" in caplog.text
+    assert logged in caplog.text
 
 
 @on_loop
@@ -264,11 +263,3 @@ async def test_stop_while_it_loads_announces_nothing(monkeypatch: pytest.MonkeyP
     assert running.server._engine_thread.wait_stopped(LIMIT_S)
     await asyncio.sleep(0)
     assert not running.banner
-
-
-@on_loop
-async def test_signals_stop_a_server() -> None:
-    serving = asyncio.create_task(process.serve(ServerConfig(port=0), load_with()))
-    await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert await serving is ExitCode.OK

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,28 +102,23 @@ async def test_tls_begins_behind_the_header(tmp_path: Path) -> None:
         assert listener.refusals.counts[PROXY_HEADER] == 1
 
 
-async def test_what_does_not_begin_with_the_header_is_closed_unanswered() -> None:
-    async with serving() as listener:
-        for data in (
-            GET,
-            b"PROXY TCP4 192.0.2.7 192.0.2.1 1 2\r\n" + GET,
-            HEADERS["longest"][0][:14] + b"\xff\xff",
-        ):
-            assert await exchange(listener, data) == b""
-        assert listener.refusals.counts[PROXY_HEADER] == 3
+@pytest.mark.parametrize(
+    ("data", "reason", "options"),
+    [
+        (GET, PROXY_HEADER, {}),
+        (b"PROXY TCP4 192.0.2.7 192.0.2.1 1 2\r\n" + GET, PROXY_HEADER, {}),
+        (HEADERS["longest"][0][:14] + b"\xff\xff", PROXY_HEADER, {}),
+        (TCP4[:20], PROXY_HEADER, {"handshake_s": 0.0}),  # the rest does not come
+        (TCP4 + GET, UNTRUSTED_PROXY, {"rules": ClientRules()}),
+    ],
+)
+async def test_a_connection_without_a_trusted_header_is_closed_unanswered(
+    data: bytes, reason: str, options: dict[str, Any]
+) -> None:
+    async with serving(**options) as listener:
+        assert await exchange(listener, data) == b""
+        assert listener.refusals.counts[reason] == 1
         assert listener.num_open == 0
-
-
-async def test_a_header_that_does_not_come_is_not_waited_for() -> None:
-    async with serving(handshake_s=0.0) as listener:
-        assert await exchange(listener, TCP4[:20]) == b""
-        assert listener.refusals.counts[PROXY_HEADER] == 1
-
-
-async def test_only_trusted_proxies_are_listened_to() -> None:
-    async with serving() as listener:
-        assert await exchange(listener, TCP4 + GET, source="127.0.0.2") == b""
-        assert listener.refusals.counts[UNTRUSTED_PROXY] == 1
 
 
 async def test_the_proxys_own_clients_over_a_unix_socket_are_no_proxies_of_ours() -> None:

@@ -75,11 +75,6 @@ def test_body_is_joined_when_complete(loop: VirtualTimeLoop) -> None:
     assert not stream.is_reading_body
 
 
-def test_request_without_a_body_reads_as_empty(loop: VirtualTimeLoop) -> None:
-    stream, _ = new_stream(has_body=False)
-    assert start(loop, stream.read_body(0)).result() == b""
-
-
 def assert_fails(task: "asyncio.Task[bytes]", kind: ErrorKind) -> None:
     error = task.exception()
     assert isinstance(error, ServiceError)
@@ -92,30 +87,11 @@ def test_declared_length_over_the_limit_fails_before_reading(loop: VirtualTimeLo
     assert recorder.calls == []
 
 
-def test_body_fails_as_soon_as_the_limit_is_passed(loop: VirtualTimeLoop) -> None:
-    stream, _ = new_stream()
-    task = start(loop, stream.read_body(5))
-    stream.receive_body(b"hello")
-    loop.settle()
-    assert not task.done()
-    stream.receive_body(b"!")
-    loop.settle()
-    assert_fails(task, ErrorKind.BODY_TOO_LARGE)
-
-
 def test_complete_body_over_the_limit_fails(loop: VirtualTimeLoop) -> None:
     stream, _ = new_stream()
     stream.receive_body(b"hello!")
     stream.complete_body()
     assert_fails(start(loop, stream.read_body(5)), ErrorKind.BODY_TOO_LARGE)
-
-
-def test_failed_body_raises_its_error(loop: VirtualTimeLoop) -> None:
-    stream, _ = new_stream()
-    task = start(loop, stream.read_body(5))
-    stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, "slow"))
-    loop.settle()
-    assert_fails(task, ErrorKind.REQUEST_TIMEOUT)
 
 
 def test_disconnect_ends_the_reading_and_tells_once(loop: VirtualTimeLoop) -> None:
@@ -128,18 +104,6 @@ def test_disconnect_ends_the_reading_and_tells_once(loop: VirtualTimeLoop) -> No
     assert isinstance(task.exception(), ClientDisconnected)
     assert told == ["gone"]
     assert not stream.is_open
-
-
-@pytest.mark.parametrize("listens", [False, True])
-def test_disconnect_cancels_a_handler_that_does_not_listen(loop: VirtualTimeLoop, listens: bool) -> None:
-    stream, _ = new_stream()
-    stream.on_disconnect = (lambda: None) if listens else None
-    stream.task = start(loop, asyncio.sleep(1))
-    stream.disconnect()
-    loop.settle()
-    assert stream.task.cancelled() is not listens
-    stream.task.cancel()
-    loop.settle()
 
 
 def test_reading_after_the_disconnect_raises(loop: VirtualTimeLoop) -> None:
@@ -169,16 +133,3 @@ def test_what_is_sent_after_the_disconnect_is_dropped() -> None:
     stream.end()
     assert recorder.calls == []
     assert not stream.head_sent
-
-
-def test_blocking_is_told_when_it_changes() -> None:
-    stream, recorder = new_stream()
-    told: list[str] = []
-    stream.on_blocked = lambda: told.append("blocked")
-    stream.on_unblocked = lambda: told.append("unblocked")
-    for is_blocked in (False, True, True, False):
-        stream.set_blocked(is_blocked)
-    assert told == ["blocked", "unblocked"]
-    stream.set_blocked(True)
-    stream.send(b"a")
-    assert recorder.calls == [b"a"]

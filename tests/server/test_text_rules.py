@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,10 @@ from tests.server.simulated_server import (
     STREAM,
     TOKENIZER,
     SimulatedServer,
+    as_caller,
     chat,
     completion,
+    keyed_tenant,
     request,
 )
 
@@ -168,18 +169,18 @@ def test_bad_rules_stop_the_start_with_what_is_wrong(rules: str, words: list[str
 
 @contextmanager
 def serving(*rules: TextRule, schedule: Schedule = at_once) -> Iterator[SimulatedServer]:
-    tenant = Tenant(name="acme", key_sha256=(sha256(b"k").hexdigest(),), text_rules=rules)
+    tenant = keyed_tenant("acme", text_rules=rules)
     with closing(SimulatedServer(tenants=(tenant,), schedule=schedule)) as server:
         yield server
 
 
-def keyed(data: bytes) -> bytes:
-    return data.replace(b"\r\n", b"\r\nx-api-key: k\r\n", 1)
+def as_acme(data: bytes) -> bytes:
+    return as_caller(data, "acme")
 
 
 def free_text(data: bytes) -> str:
     with serving() as server:
-        return server.ask(keyed(data)).text()
+        return server.ask(as_acme(data)).text()
 
 
 def word_within(text: str) -> str:
@@ -194,7 +195,7 @@ def test_answer_ends_before_what_it_must_not_say(make: Any, how: dict[str, Any],
     text = free_text(make(max_tokens=40))
     word = word_within(text)
     with serving(TextRule(phrase=word), schedule=schedule) as server:
-        answer = server.ask(keyed(make(max_tokens=40, **how)))
+        answer = server.ask(as_acme(make(max_tokens=40, **how)))
         assert answer.text() == text[: text.index(word)]
         assert answer.finish_reason() == "content_filter"
         assert answer.usage["completion_tokens"] < 40
@@ -206,7 +207,7 @@ def test_answer_ends_before_what_it_must_not_say(make: Any, how: dict[str, Any],
 def test_rule_that_is_broken_by_the_last_token_counts() -> None:
     text = free_text(completion())
     with serving(TextRule(phrase=text[-3:] if text.count(text[-3:]) == 1 else text[-6:])) as server:
-        answer = server.ask(keyed(completion(**STREAM)))
+        answer = server.ask(as_acme(completion(**STREAM)))
         assert answer.finish_reason() == "content_filter"
         assert text.startswith(answer.text())
         assert len(answer.text()) < len(text)
@@ -214,11 +215,11 @@ def test_rule_that_is_broken_by_the_last_token_counts() -> None:
 
 def test_other_choices_go_on() -> None:
     with serving() as server:
-        free = server.ask(keyed(completion(max_tokens=30, n=2)))
+        free = server.ask(as_acme(completion(max_tokens=30, n=2)))
         texts = [free.text(0), free.text(1)]
     word = next(texts[0][i : i + 3] for i in range(len(texts[0])) if texts[0][i : i + 3] not in texts[1])
     with serving(TextRule(phrase=word)) as server:
-        answer = server.ask(keyed(completion(max_tokens=30, n=2, **STREAM)))
+        answer = server.ask(as_acme(completion(max_tokens=30, n=2, **STREAM)))
         assert [answer.finish_reason(i) for i in range(2)] == ["content_filter", "length"]
         assert answer.text(1) == texts[1]
 
@@ -226,9 +227,9 @@ def test_other_choices_go_on() -> None:
 def test_responses_are_incomplete_by_the_filter() -> None:
     body = {"model": "small", "input": "step", "seed": 7, "max_output_tokens": 40, "ignore_eos": True}
     with serving() as server:
-        text = server.ask(keyed(request("POST", "/v1/responses", body))).json["output"][0]["content"][0]["text"]
+        text = server.ask(as_acme(request("POST", "/v1/responses", body))).json["output"][0]["content"][0]["text"]
     with serving(TextRule(phrase=word_within(text))) as server:
-        answer = server.ask(keyed(request("POST", "/v1/responses", body))).json
+        answer = server.ask(as_acme(request("POST", "/v1/responses", body))).json
         assert answer["incomplete_details"] == {"reason": "content_filter"}
 
 
@@ -248,7 +249,7 @@ def test_responses_are_incomplete_by_the_filter() -> None:
 )
 def test_prompt_that_breaks_a_rule_is_a_400(data: bytes) -> None:
     with serving(TextRule(phrase="magic", on="prompt")) as server:
-        answer = server.ask(keyed(data))
+        answer = server.ask(as_acme(data))
         assert (answer.status, answer.json["error"]["code"]) == (400, "content_filter")
         assert answer.json["error"]["param"]
         assert not server.posted
@@ -258,43 +259,43 @@ def test_prompt_that_breaks_a_rule_is_a_400(data: bytes) -> None:
 def test_rules_count_where_they_say() -> None:
     text = free_text(completion())
     with serving(TextRule(phrase=text[2:5], on="prompt"), TextRule(phrase="The engine", on="answer")) as server:
-        assert server.ask(keyed(completion())).text() == text
+        assert server.ask(as_acme(completion())).text() == text
 
 
 def test_prompt_that_is_echoed_is_part_of_the_answer() -> None:
     with serving(TextRule(phrase="magic", on="answer")) as server:
-        answer = server.ask(keyed(completion(prompt=["fine", "some magic"], echo=True)))
+        answer = server.ask(as_acme(completion(prompt=["fine", "some magic"], echo=True)))
         assert (answer.status, answer.json["error"]["code"]) == (400, "content_filter")
         assert answer.json["error"]["param"] == "prompt[1]"
-        assert server.ask(keyed(completion(prompt="some magic"))).status == 200
-        assert server.ask(keyed(completion(prompt="fine", echo=True))).status == 200
+        assert server.ask(as_acme(completion(prompt="some magic"))).status == 200
+        assert server.ask(as_acme(completion(prompt="fine", echo=True))).status == 200
 
 
 def test_roles_are_no_words_of_the_prompt() -> None:
     with serving(TextRule(phrase="user", on="prompt")) as server:
-        assert server.ask(keyed(chat())).status == 200
+        assert server.ask(as_acme(chat())).status == 200
 
 
 def test_logprobs_must_not_tell_what_is_held_back() -> None:
     with serving(TextRule(phrase="magic", on="answer")) as server:
-        answer = server.ask(keyed(completion(logprobs=1)))
+        answer = server.ask(as_acme(completion(logprobs=1)))
         assert (answer.status, answer.json["error"]["param"]) == (400, "logprobs")
     with serving(TextRule(phrase="magic", on="prompt")) as server:
-        assert server.ask(keyed(completion(logprobs=1))).status == 200
+        assert server.ask(as_acme(completion(logprobs=1))).status == 200
 
 
 def test_stop_string_that_comes_first_ends_the_text_as_without_rules() -> None:
     text = free_text(chat(max_tokens=40))
     stop = word_within(text)
     with serving(TextRule(phrase="never said at all")) as server:
-        answer = server.ask(keyed(chat(max_tokens=40, stop=stop, **STREAM)))
+        answer = server.ask(as_acme(chat(max_tokens=40, stop=stop, **STREAM)))
         assert (answer.text(), answer.finish_reason()) == (text[: text.index(stop)], "stop")
 
 
 def test_reload_puts_new_rules_in_force() -> None:
     with serving() as server:
-        assert server.ask(keyed(completion(prompt="some magic"))).status == 200
+        assert server.ask(as_acme(completion(prompt="some magic"))).status == 200
         (tenant,) = server.gate.directory.tenants.values()
         changed = msgspec.structs.replace(tenant, text_rules=(TextRule(pattern="m[aeiou]gic"),))
         server.gate.prepare(ServerConfig(tenants=(changed,)))()
-        assert server.ask(keyed(completion(prompt="some magic"))).status == 400
+        assert server.ask(as_acme(completion(prompt="some magic"))).status == 400

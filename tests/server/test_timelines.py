@@ -7,8 +7,8 @@ import pytest
 
 from core.types import Admitted
 from tests.server.simulated_engine import MortalRunner
-from tests.server.simulated_server import STREAM, SimulatedServer, answers, chat, request
-from tests.server.test_gate import ACME, THIRD, as_caller
+from tests.server.simulated_server import STREAM, SimulatedServer, answers, as_caller, chat, request, with_lines
+from tests.server.test_gate import ACME, THIRD
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -83,7 +83,7 @@ def test_trace_goes_on_in_the_answer_and_in_every_log_record(
     server: SimulatedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "server.access")
-    answer = server.ask(chat(max_tokens=1).replace(b"\r\n", f"\r\ntraceparent: 00-{TRACE}-{PARENT}-01\r\n".encode(), 1))
+    answer = server.ask(with_lines(chat(max_tokens=1), f"traceparent: 00-{TRACE}-{PARENT}-01"))
     assert answer.headers["traceresponse"].startswith(f"00-{TRACE}-")
     assert PARENT not in answer.headers["traceresponse"]
     assert f"trace={TRACE}" in caplog.records[-1].getMessage()
@@ -91,16 +91,15 @@ def test_trace_goes_on_in_the_answer_and_in_every_log_record(
 
 
 def test_without_a_trace_none_is_told(server: SimulatedServer) -> None:
-    answer = server.ask(chat(max_tokens=1).replace(b"\r\n", b"\r\ntraceparent: nonsense\r\n", 1))
+    answer = server.ask(with_lines(chat(max_tokens=1), "traceparent: nonsense"))
     assert "traceresponse" not in answer.headers
     assert "trace_id" not in json.dumps(get(server, "/v1/requests/r1"))
 
 
 def test_client_finds_its_request_by_the_id_that_it_gave_it() -> None:
     server = SimulatedServer(tenants=(ACME, THIRD))
-    data = chat(max_tokens=2).replace(b"\r\n", b"\r\nx-request-id: r1\r\n", 1)
     server.ask(as_caller(chat(max_tokens=2), "a"))  # ours of that name is another tenant's
-    server.send(as_caller(data, "t"))
+    server.send(as_caller(chat(max_tokens=2), "t", "x-request-id: r1"))
     assert look_up(server, "t") == (200, "queue")
     server.run()
     assert look_up(server, "t") == (200, "done")

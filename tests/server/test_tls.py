@@ -12,7 +12,7 @@ from h2.errors import ErrorCodes
 
 from core.errors import ExitCode, StartupError
 from server.listening.clients import HANDSHAKE
-from server.wire.http2 import PING
+from server.wire.http2_frames import PING
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, TlsFiles, server_tls

@@ -2,26 +2,17 @@
 
 import csv
 import json
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server.cli import main
-from server.gate.tenants import Tenant
 from server.ledger.usage import ModelPrice, Prices
-from tests.server.simulated_server import MODEL, SimulatedServer, chat, request
+from tests.server.simulated_server import MODEL, SimulatedServer, as_caller, chat, keyed_tenant, request
 
 PRICES = Prices(((MODEL, ModelPrice(prompt=1_000_000, cached=0, completion=3_000_000)),))
-TENANTS = tuple(
-    Tenant(name=name, key_sha256=tuple(sha256(f"{name}-{i}".encode()).hexdigest() for i in range(2)))
-    for name in ("acme", "other")
-)
-
-
-def as_caller(data: bytes, key: str) -> bytes:
-    return data.replace(b"Host: a", f"Host: a\r\nAuthorization: Bearer {key}".encode(), 1)
+TENANTS = tuple(keyed_tenant(name, f"{name}-0", f"{name}-1") for name in ("acme", "other"))
 
 
 @pytest.fixture

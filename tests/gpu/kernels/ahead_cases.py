@@ -57,7 +57,7 @@ FORMATS = (
 SCALES = {SCALED: torch.bfloat16, INT4: torch.bfloat16, GROUPED: torch.float32}  # those of PLAIN are not read
 MANY_ROWS = SMALL_ROWS + 1  # for which there are larger tiles
 WIDE = ("num_out", "num_in", "row_stride", "x_stride", "split_inputs")  # multiples of 16 in all models
-ODD_PRODUCTS = [  # bits, form, format, rows, group
+ODD_MATMULS = [  # bits, form, format, rows, group
     (bits, form, stored, num_rows, group)
     for bits, form, stored, groups in (
         (16, PLAIN, None, (1,)),
@@ -158,7 +158,7 @@ def elementwise_cases() -> list[Case]:
     return cases
 
 
-def _product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
+def _matmul_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
     integers = dict.fromkeys(("num_rows", "num_out", "num_in", "row_stride", "x_stride", "split_inputs"), "i32")
     return {"x": pointer(rows), "weights": pointer(values), "scales": pointer(scales), "zeros": pointer(scales)} | {
         "bias": pointer(rows),
@@ -178,16 +178,16 @@ def tile_of(bits: int, form: int, num_rows: int, group: int = 128) -> MatmulTile
     return Matrix(form, none, none, none, num_out=0, num_in=0, num_bits=bits, group=group).tile(num_rows)
 
 
-def _odd_product(bits: int, form: int, stored: torch.dtype | None, num_rows: int, group: int) -> Case:
+def _odd_matmul(bits: int, form: int, stored: torch.dtype | None, num_rows: int, group: int) -> Case:
     """Without a bias, of bfloat16: inputs that end within a tile where there are no groups, or groups as told."""
     tile, rows = tile_of(bits, form, num_rows, group), torch.bfloat16
-    arguments = _product_arguments(rows, stored or rows, SCALES.get(form, rows), rows)
+    arguments = _matmul_arguments(rows, stored or rows, SCALES.get(form, rows), rows)
     has_groups = form in (INT4, GROUPED)
     constants = _tile_constants(form, tile, group, SPLITS=1, HAS_BIAS=False, IS_WHOLE=has_groups)
     return Case("gpu.kernels.matmul:multiply", arguments, constants, tile.num_warps, tile.num_stages, WIDE)
 
 
-def product_cases() -> list[Case]:
+def matmul_cases() -> list[Case]:
     module, cases = "gpu.kernels.matmul", []
     for dtype in (torch.bfloat16, torch.float16):
         for bits, form, stored in FORMATS:
@@ -199,12 +199,12 @@ def product_cases() -> list[Case]:
                 if dtype == torch.float16 and splits == 4:
                     continue  # what it writes is float32 either way
                 tile = tile_of(bits, form, num_rows)
-                arguments = _product_arguments(
+                arguments = _matmul_arguments(
                     rows, values, SCALES.get(form, rows), torch.float32 if splits > 1 else rows
                 )
                 constants = _tile_constants(form, tile, SPLITS=splits)
                 cases.append(Case(f"{module}:multiply", arguments, constants, tile.num_warps, tile.num_stages, WIDE))
-    cases += [_odd_product(*odd) for odd in ODD_PRODUCTS]
+    cases += [_odd_matmul(*odd) for odd in ODD_MATMULS]
     added = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16", "num_rows": "i32", "num_out": "i32"}
     constants = {"HAS_BIAS": True, "SPLITS": MAX_SPLITS, "BLOCK": 1024}
     cases.append(Case(f"{module}:add_splits", added, constants, multiples_of_16=("num_out",)))

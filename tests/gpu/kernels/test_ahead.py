@@ -7,13 +7,13 @@ from tests.gpu.kernels.ahead_cases import (
     attention_cases,
     elementwise_cases,
     expert_cases,
-    product_cases,
+    matmul_cases,
     row_cases,
     sampling_cases,
 )
 
 ATTENTION, SAMPLING = attention_cases(), sampling_cases()
-CASES = [*ATTENTION, *elementwise_cases(), *product_cases(), *expert_cases(), *row_cases(), *SAMPLING]
+CASES = [*ATTENTION, *elementwise_cases(), *matmul_cases(), *expert_cases(), *row_cases(), *SAMPLING]
 # A number or two, used once, may lie aside where registers are so few that more programs share a multiprocessor; of
 # heads that are as large as the kernels know, a few more do.
 MOST_STACK_BYTES, LARGEST_STACK_BYTES = 16, 512

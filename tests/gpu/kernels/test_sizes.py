@@ -45,7 +45,7 @@ def test_a_device_with_triton_is_served_by_its_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "why"), [((7, 5), "compute capability 7.5: they need 8.0"), ((8, 0), None), ((10, 0), None)]
+    ("capability", "why"), [((7, 5), "compute capability 7.5: the kernels need 8.0"), ((8, 0), None), ((10, 0), None)]
 )
 def test_an_old_device_is_left_to_torch(
     capability: tuple[int, int], why: str | None, monkeypatch: pytest.MonkeyPatch
@@ -92,8 +92,11 @@ def test_a_model_that_they_do_not_know_is_left_to_torch(config: ModelConfig, why
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (dataclasses.replace(CONFIG, head_dim=514), "heads of 514 in bfloat16: they know up to 512"),
-        (dataclasses.replace(CONFIG, num_heads=200, num_kv_heads=1), "200 heads share a key: they know up to 128"),
+        (dataclasses.replace(CONFIG, head_dim=514), "heads of 514 in bfloat16: the kernels support up to 512"),
+        (
+            dataclasses.replace(CONFIG, num_heads=200, num_kv_heads=1),
+            "200 heads share a key: the kernels support up to 128",
+        ),
     ],
 )
 def test_heads_that_attention_does_not_know_are_left_to_torch(
@@ -136,7 +139,7 @@ def test_what_sends_decodes_is_told() -> None:
 
 def test_a_cpu_has_its_own() -> None:
     cpu = dataclasses.replace(CUDA, device=torch.device("cpu"), dtype=torch.float32)
-    assert "they know bfloat16 on a CPU" in (why_no_kernels(CONFIG, cpu) or "")
+    assert "the kernels support bfloat16 on a CPU" in (why_no_kernels(CONFIG, cpu) or "")
     assert describe_matmuls(CONFIG, cpu).startswith("torch's operators: float32 on cpu")
     assert describe_attention(CONFIG, cpu).startswith("torch's operators: float32 on cpu")
 

@@ -12,17 +12,12 @@ def body(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
-def test_a_prompt_is_taken_as_it_is() -> None:
-    call = parse_tokenize(body(prompt="Hi", model="m", more=1))
-    assert (call.prompt, call.model, call.wants_token_strs) == (TextPrompt("Hi"), "m", False)
-    assert call.unknown_fields == ("more",)
-
-
-def test_messages_go_through_the_template() -> None:
-    call = parse_tokenize(body(messages=[{"role": "user", "content": "Hi"}], return_token_strs=True))
-    assert call.prompt == ChatPrompt(({"role": "user", "content": "Hi"},))
-    assert call.wants_token_strs
-    assert call.model is None
+def test_a_prompt_is_text_or_goes_through_the_template() -> None:
+    wire, prompt, unknown = parse_tokenize(body(prompt="Hi", model="m", more=1))
+    assert (prompt, wire.model, unknown) == (TextPrompt("Hi"), "m", ("more",))
+    wire, prompt, _ = parse_tokenize(body(messages=[{"role": "user", "content": "Hi"}], return_token_strs=True))
+    assert (prompt, wire.model) == (ChatPrompt(({"role": "user", "content": "Hi"},)), None)
+    assert wire.return_token_strs
 
 
 @pytest.mark.parametrize(
@@ -58,6 +53,6 @@ def test_the_reply_counts() -> None:
 
 
 def test_ids_come_back_as_text() -> None:
-    call = parse_detokenize(body(tokens=[0, 9], model="m", extra=True))
-    assert (call.ids, call.model, call.unknown_fields) == ([0, 9], "m", ("extra",))
+    wire, unknown = parse_detokenize(body(tokens=[0, 9], model="m", extra=True))
+    assert (wire.tokens, wire.model, unknown) == ([0, 9], "m", ("extra",))
     assert json.loads(detokenize_reply("a\u2028\ud800")) == {"prompt": "a\u2028\ufffd"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from h2.errors import ErrorCodes
 
-from server.wire.http2 import DATA, SETTINGS
+from server.wire.http2_frames import DATA, SETTINGS
 from tests.server.raw_http2 import (
     ACK,
     END_HEADERS,

@@ -1,6 +1,6 @@
 """RFC 9113 §6: each type of frame, but for the windows."""
 
-from server.wire.http2 import GOAWAY, PING, PUSH_PROMISE, RST_STREAM, SETTINGS, WINDOW_UPDATE
+from server.wire.http2_frames import GOAWAY, PING, PUSH_PROMISE, RST_STREAM, SETTINGS, WINDOW_UPDATE
 from tests.server.http2_cases.case import (
     ENDED,
     FLOW,

@@ -1,6 +1,6 @@
 """RFC 9113 §4: frames, their sizes, and field blocks."""
 
-from server.wire.http2 import DATA, GOAWAY, HEADERS, PING, PRIORITY, RST_STREAM, SETTINGS, WINDOW_UPDATE
+from server.wire.http2_frames import DATA, GOAWAY, HEADERS, PING, PRIORITY, RST_STREAM, SETTINGS, WINDOW_UPDATE
 from tests.server.http2_cases.case import (
     GOES_ON,
     HALF_CLOSED,

@@ -1,6 +1,6 @@
 """RFC 9113 §5: streams in each of their states, and priorities."""
 
-from server.wire.http2 import PRIORITY, RST_STREAM, WINDOW_UPDATE
+from server.wire.http2_frames import PRIORITY, RST_STREAM, WINDOW_UPDATE
 from tests.server.http2_cases.case import (
     ANSWERED_EARLY,
     CLOSED,

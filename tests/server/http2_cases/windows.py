@@ -1,6 +1,6 @@
 """RFC 9113 §6.9: flow control."""
 
-from server.wire.http2 import WINDOW_UPDATE
+from server.wire.http2_frames import WINDOW_UPDATE
 from tests.server.http2_cases.case import (
     FLOW,
     GOES_ON,
