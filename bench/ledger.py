@@ -24,7 +24,8 @@ from bench.kit import Flag, Found, bench
 from bench.results import Cell, percentile, table_of
 from core.types import Cost, Usage
 from server.ledger.journal import DURABLE_S, LedgerThread, open_journal
-from server.ledger.ledger import End, Ledger, Subject
+from server.ledger.ledger import End, Ledger
+from server.ledger.store import LedgerRow
 from server.ledger.usage import ModelPrice, Prices
 from server.process import GC_THRESHOLDS, SWITCH_INTERVAL_S
 
@@ -91,7 +92,7 @@ async def measure(directory: Path, num_requests: int, num_at_once: int) -> dict[
         latencies_s.append(time.perf_counter() - begin_s)
 
     async def book(number: int) -> None:
-        entry = ledger.open(Subject(f"{number:032x}", None, "acme", "sl-1", MODEL, "/v1/chat/completions", _count))
+        entry = ledger.open(LedgerRow(f"{number:032x}", None, "acme", "sl-1", MODEL, "/v1/chat/completions"), _count)
         await wait(lambda tell: entry.reserve(712, _no_progress, tell))
         await wait(lambda tell: entry.settle(END, tell))
 

@@ -31,7 +31,8 @@ from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.tenants import Deadlines, OwnDeadlineExceeded
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
-from server.ledger.ledger import End, Entry, EntryState, Ledger, Subject, unavailable
+from server.ledger.ledger import End, Entry, EntryState, Ledger, unavailable
+from server.ledger.store import LedgerRow
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
@@ -398,7 +399,7 @@ class Generation:
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
-            entry = shared.ledger.open(self._subject(call.model))
+            entry = shared.ledger.open(self._ledger_row(call.model), ticket.cost)
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:
@@ -714,10 +715,10 @@ class Generation:
 
     # The quota and the ledger.
 
-    def _subject(self, model: str) -> Subject:
+    def _ledger_row(self, model: str) -> LedgerRow:
         request, caller = self._stream.request, self._ticket.caller
-        client_id, key_id = client_request_id(request), caller.key_id
-        return Subject(self._request_id, client_id, self.tenant, key_id, model, request.path, self._ticket.cost)
+        client_id = client_request_id(request)
+        return LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
 
     def _progress(self) -> Usage:
         """The usage so far: a prompt whose completion has begun was computed."""

@@ -15,14 +15,14 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6580, 23),
-    "server/api": (2550, 11),
+    "server": (6360, 22),
+    "server/api": (2300, 10),
     "server/commands": (1920, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1585, 6),
     "server/listening": (1200, 4),
     "server/observing": (1740, 7),
-    "server/wire": (4810, 14),
+    "server/wire": (4800, 14),
     "core": (7980, 23),
     "gpu": (8080, 29),
     "gpu/cpu_kernels": (2770, 9),

@@ -259,10 +259,7 @@ class Admission:
             yield from sorted((one for one in theirs if one.end is not None), key=lambda one: one.has_begun)
 
     def _overloaded(self, tenant: str, state: str) -> ServiceError:
-        """
-        Args:
-            state: what the server has or does: the message's predicate.
-        """
+        """`state` completes the sentence "The server ..."."""
         retry_s = self._retry_s(tenant)
         message = f"The server {state}. Try again in {math.ceil(retry_s)} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=retry_s)

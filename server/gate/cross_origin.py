@@ -36,10 +36,7 @@ def origin_value(text: str) -> str:
 
 
 class CrossOrigin:
-    """
-    Args:
-        origins: from origin_value(); none: no CORS fields are sent, and pages of other origins can read nothing.
-    """
+    """Without origins (from origin_value()) no CORS fields are sent, and pages of other origins can read nothing."""
 
     def __init__(self, origins: tuple[str, ...] = ()) -> None:
         self._origins = frozenset(origin.encode() for origin in origins)

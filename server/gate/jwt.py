@@ -235,10 +235,7 @@ def looks_like_jwt(token: bytes) -> bool:
 
 
 class JwtVerifier:
-    """
-    Args:
-        unix_clock: seconds.
-    """
+    """Checks tokens by the rules, the issuer's keys and the time, in unix seconds."""
 
     def __init__(self, rules: JwtRules, source: KeySource, unix_clock: Callable[[], float]) -> None:
         self._rules = rules

@@ -134,10 +134,7 @@ class DayPool(Pool):
     __slots__ = ("_day", "_num_reserved", "_other_days")
 
     def __init__(self, name: str, capacity: int, num_used: int, at: Moment) -> None:
-        """
-        Args:
-            num_used: on that day, before.
-        """
+        """`num_used` of that day are used already."""
         super().__init__(name, capacity)
         self._taken = num_used
         self._num_reserved = 0

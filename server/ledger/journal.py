@@ -318,10 +318,7 @@ class Writer(Protocol):
     """Takes writes in order, and tells the outcome of each on the loop. Thread: loop."""
 
     def submit(self, write: Write, tell: Tell) -> None:
-        """
-        Args:
-            tell: gets whether the write is durable, and the outcome of its batch.
-        """
+        """`tell` gets whether the write is durable, and the outcome of its batch."""
         ...
 
     def close(self) -> None:

@@ -53,22 +53,6 @@ def _ignore(is_durable: bool) -> None:
     pass
 
 
-class Subject(NamedTuple):
-    """Whose request it is, and for what.
-
-    Args:
-        count: what a usage counts against the quotas.
-    """
-
-    request_id: str
-    client_id: str | None
-    tenant: str
-    key_id: str | None
-    model: str
-    path: str
-    count: Callable[[Usage], int]
-
-
 class End(NamedTuple):
     """How a request ended.
 
@@ -102,13 +86,14 @@ class Entry:
 
     Args:
         row: as it was reserved.
+        count: what a usage counts against the quotas.
         progress: returns its usage so far: prompts that are being answered, and tokens of their answers.
         end: how it ended, once it has.
     """
 
     ledger: "Ledger"
-    subject: Subject
     row: LedgerRow
+    count: Callable[[Usage], int]
     progress: Callable[[], Usage] | None = None
     end: End | None = None
     state: EntryState = EntryState.OPEN
@@ -188,8 +173,8 @@ class Entry:
             prompt_tokens=usage.num_prompt_tokens,
             cached_tokens=usage.num_cached_tokens,
             completion_tokens=usage.num_completion_tokens,
-            counted_tokens=self.subject.count(usage),
-            price_micro=self.ledger.prices.cost_micro(self.subject.model, usage),
+            counted_tokens=self.count(usage),
+            price_micro=self.ledger.prices.cost_micro(self.row.model, usage),
             **fields,
         )
 
@@ -256,11 +241,14 @@ class Ledger:
         """Since the database last took a write, or was opened."""
         return self._loop.time() - self._committed_s
 
-    def open(self, subject: Subject) -> Entry:
+    def open(self, row: LedgerRow, count: Callable[[Usage], int]) -> Entry:
+        """
+        Args:
+            row: whose request it is, and for what.
+            count: what a usage counts against the quotas.
+        """
         now_us = self.now_us()
-        fields = subject._asdict()
-        del fields["count"]
-        return Entry(self, subject, LedgerRow(**fields, created_us=now_us, updated_us=now_us))
+        return Entry(self, msgspec.structs.replace(row, created_us=now_us, updated_us=now_us), count)
 
     def now_us(self) -> int:
         return round(self._unix() * MICRO)

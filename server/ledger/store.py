@@ -40,7 +40,7 @@ class Grouping(StrEnum):
     TENANT = "tenant"
 
 
-class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerRow(msgspec.Struct, frozen=True):
     """One request.
 
     Args:
@@ -63,8 +63,8 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str | None
     model: str
     path: str
-    created_us: int
-    updated_us: int
+    created_us: int = 0
+    updated_us: int = 0
     state: RowState = RowState.RESERVED
     reserved_tokens: int = 0
     prompt_tokens: int = 0

@@ -142,14 +142,6 @@ class ListenerConfig:
     takes_upgrade: bool = False
 
 
-@dataclass(slots=True)
-class _Opening:
-    """A connection that has no transport yet."""
-
-    task: asyncio.Task[None]
-    may_be_cancelled: bool = True
-
-
 class Listener:
     """Implements ConnectionRegistry.
 
@@ -192,7 +184,8 @@ class Listener:
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()
-        self._opening: dict[Connection, _Opening] = {}  # of _connections, those without a transport yet
+        # Without a transport yet; None: the task must not be cancelled any more
+        self._opening: dict[Connection, asyncio.Task[None] | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._awaited: set[Connection] = self._connections  # drain() waits for their end
         self._is_draining = False
@@ -243,7 +236,7 @@ class Listener:
             accepted.close()
             return
         task = self._loop.create_task(self._open(connection, bind, accepted))
-        self._opening[connection] = _Opening(task)
+        self._opening[connection] = task
         task.add_done_callback(partial(self._end_opening, connection, accepted))
 
     def admit(self, peer: Peer, takes_proxy: bool = False) -> Connection | None:
@@ -290,7 +283,7 @@ class Listener:
                 tls = None
         try:
             if tls is None:  # it opens within a turn of the loop, and uvloop would not tell it of a cancellation
-                self._opening[connection].may_be_cancelled = False
+                self._opening[connection] = None
                 await self._loop.connect_accepted_socket(lambda: connection, accepted)
             else:
                 timeout_s = max(1e-3, handshake_end - self._loop.time())
@@ -414,9 +407,9 @@ class Listener:
         """Close all connections now; to their handlers it is as if the clients left."""
         for connection in self._connections - self._opening.keys():
             connection.abort()
-        for opening in self._opening.values():
-            if opening.may_be_cancelled:
-                opening.task.cancel()
+        for task in self._opening.values():
+            if task is not None:
+                task.cancel()
 
     async def _wait_quiet(self, timeout_s: float) -> bool:
         """Whether all connections and handlers ended in time."""

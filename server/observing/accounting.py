@@ -132,10 +132,7 @@ def intervals_of(timings: StageClock) -> tuple[Interval, ...]:
 
 
 class FlightRecorder:
-    """
-    Args:
-        clock: monotonic seconds.
-    """
+    """Keeps the requests of the last hour that somebody may ask about, by the monotonic clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -480,10 +480,7 @@ class _Utilization(ctypes.Structure):
 
 
 class DeviceState(NamedTuple):
-    """
-    Args:
-        utilization: share of the last sampling period in which a kernel ran; None: the device does not tell (MIG).
-    """
+    """`utilization`: share of the last sampling period in which a kernel ran; None: the device does not tell (MIG)."""
 
     memory_used_bytes: int
     memory_total_bytes: int

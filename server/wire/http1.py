@@ -523,7 +523,7 @@ class Http1Protocol:
             events.append(BodyEnd(self.num_requests))
 
     def send_head(self, head: ResponseHead) -> bytes:
-        """The head's bytes. A status below 200 is informational: the final head is still to come.
+        """The head's bytes.
 
         With content-length among the headers the body is counted; otherwise it is chunked, or, for an HTTP/1.0 client,
         ended by the close. `connection: close` is added where the connection cannot go on, unread request included.
@@ -533,34 +533,18 @@ class Http1Protocol:
         """
         if self._sending is not _Sending.HEAD and self._reading is not _Reading.FAILED:
             raise ResponseError("There is no request that this head could answer.")
-        if head.status < 200:
-            return self._informational(head)
-        length = self._check_fields(head)
+        length = check_fields(head)
         self._choose_framing(head.status, length)
         if not self.has_read_request or self._sending is _Sending.TO_CLOSE:
             self.keep_alive = False
         lines = [_status_line(head.status), b"date: %b\r\n" % self._date()]
-        lines += [b"%b: %b\r\n" % field for field in head.headers if field[0] != b"connection"]
+        lines += [b"%b: %b\r\n" % field for field in head.headers]
         if self._sending is _Sending.CHUNKED:
             lines.append(b"transfer-encoding: chunked\r\n")
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")  # RFC 9112 §9.6
         lines.append(b"\r\n")
         return b"".join(lines)
-
-    def _informational(self, head: ResponseHead) -> bytes:
-        if head.status < 100 or head.status == 101:
-            raise ResponseError(f"Status {head.status} is not sent here.")
-        self._check_fields(head)
-        if self._is_http10:  # RFC 9110 §15.2: a server MUST NOT send 1xx to an HTTP/1.0 client
-            return b""
-        return _status_line(head.status) + b"".join(b"%b: %b\r\n" % field for field in head.headers) + b"\r\n"
-
-    def _check_fields(self, head: ResponseHead) -> int | None:
-        """The content-length; the application's `connection: close` is heeded."""
-        if any(name == b"connection" and value.lower() == b"close" for name, value in head.headers):
-            self.keep_alive = False
-        return check_fields(head)
 
     def _choose_framing(self, status: int, length: int | None) -> None:
         """RFC 9112 §6.3, from the sender's side."""

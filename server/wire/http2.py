@@ -512,6 +512,8 @@ class Http2Protocol:
             responses.encoder.resize(table_sizes)
         responses.max_frame_bytes = settings.get(MAX_FRAME, responses.max_frame_bytes)
         growth = settings.get(INITIAL_WINDOW, responses.initial_window) - responses.initial_window
+        if growth < 0:
+            responses.write_pieces()  # they are within the old windows, and so precede our acknowledgement
         if growth:
             responses.initial_window += growth
             for stream in self._streams.values():

@@ -43,7 +43,6 @@ _FLUSH_BYTES = 64 * 1024  # of bodies, in one write
 _UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
 _LEAST_UNSENT_BYTES = PIECE_BYTES
 _ENDED_UNSENT_BYTES = 256 * 1024  # of complete answers: beyond it, no further handler begins
-_CONTINUE = ResponseHead(100, ())
 
 
 class Http2Exchanges(Exchanges):
@@ -296,7 +295,7 @@ class Http2Exchanges(Exchanges):
         if stream.num_body_bytes:
             self._let_go_on(stream_id, body)
         elif stream.request.expects_continue:
-            self._responses.send_head(stream_id, _CONTINUE)
+            self._responses.send_continue(stream_id)
         self._on_changed()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:

@@ -180,26 +180,24 @@ class Responses:
         return stream
 
     def send_head(self, stream_id: int, head: ResponseHead) -> None:
-        """Send the head. A status below 200 is informational: the final head is still to come.
-
+        """
         Raises:
             ResponseError: fields that the application must not send, or a head already sent.
         """
         stream = self.streams[stream_id]
-        if stream.is_head_sent or head.status == 101 or head.status < 100:
-            raise ResponseError(f"A head with status {head.status} cannot be sent here and now.")
+        if stream.is_head_sent:
+            raise ResponseError("A response has one head.")
         length = check_fields(head)
-        is_final = head.status >= 200
-        stream.is_head_sent = is_final
+        stream.is_head_sent = True
         stream.sends_body &= head.status not in (204, 304)
         stream.remaining = length if stream.sends_body else None
-        stream.takes_pieces = is_final and stream.sends_body and length is None
-        fields = [_STATUS.get(head.status) or (b":status", b"%d" % head.status)]
-        if is_final:
-            fields.append((b"date", self._date()))
-        # RFC 9113 §8.2.2: no connection-specific fields
-        fields += [pair for pair in head.headers if pair[0] != b"connection"]
-        self._write(self._head_frames(stream_id, fields))
+        stream.takes_pieces = stream.sends_body and length is None
+        status = _STATUS.get(head.status) or (b":status", b"%d" % head.status)
+        self._write(self._head_frames(stream_id, (status, (b"date", self._date()), *head.headers)))
+
+    def send_continue(self, stream_id: int) -> None:
+        """Before the head: the client may send its body (RFC 9110 §15.2.1)."""
+        self._write(self._head_frames(stream_id, (_STATUS[100],)))
 
     def _head_frames(self, stream_id: int, fields: Iterable[tuple[bytes, bytes]], flags: int = 0) -> bytes:
         """HEADERS, and CONTINUATION where they are longer than a frame."""
@@ -309,6 +307,12 @@ class Responses:
         self._ready.update(shut_out)
         self._has_left = bool(self._ready)
         return output
+
+    def write_pieces(self) -> None:
+        """Send the pieces ahead of any other frame from now on."""
+        frames: list[bytes] = []
+        self._take_pieces(frames)
+        self._write(b"".join(frames))
 
     def _take_pieces(self, frames: list[bytes]) -> int:
         """Append their frames; returns their bytes."""

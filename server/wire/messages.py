@@ -120,7 +120,7 @@ Event = HttpRequest | BodyChunk | BodyEnd | StreamReset | ProtocolViolation | Ht
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
-    """A response's head. Without a content-length among the headers, the body is framed by the protocol's own means."""
+    """A response's head. Without a content-length among the headers, the protocol frames the body by its own means."""
 
     status: int
     headers: Headers
@@ -151,15 +151,17 @@ def check_fields(head: ResponseHead) -> int | None:
     Raises:
         ResponseError: there is such a field.
     """
+    if head.status < 200:
+        raise ResponseError(f"Status {head.status} is not for handlers to send.")
     length: int | None = None
     for name, value in head.headers:
         if FIELD_NAME.fullmatch(name) is None or FIELD_VALUE.fullmatch(value) is None:
             raise ResponseError(f"The header {name!r} cannot be sent: its name or its value has bytes it must not.")
-        if name == b"transfer-encoding":
-            raise ResponseError("The protocol chooses how a body is framed: send no transfer-encoding.")
+        if name in (b"transfer-encoding", b"connection"):
+            raise ResponseError(f"The protocol sends {name.decode()}, and the handler does not.")
         if name == b"content-length":
-            # RFC 9110 §8.6: none in 1xx and 204
-            if length is not None or not value.isdigit() or head.status < 200 or head.status == 204:
+            # RFC 9110 §8.6: none in 204
+            if length is not None or not value.isdigit() or head.status == 204:
                 raise ResponseError("This content-length cannot be sent.")
             length = int(value)
     return length

@@ -182,7 +182,7 @@ class HttpStream:
             raise _too_large(limit_bytes)
 
     def send_head(self, head: ResponseHead) -> None:
-        """Send the status and the headers, once; before it, heads with a status below 200 may go out.
+        """Send the status and the headers, once.
 
         Raises:
             ResponseError: the head cannot be sent (see Http1Protocol.send_head).
@@ -191,8 +191,7 @@ class HttpStream:
             late_headers = () if self.late_headers is None else self.late_headers()
             headers = head.headers + self.common_headers + late_headers
             self._carrier.write_head(self, ResponseHead(head.status, headers))
-            if head.status >= 200:
-                self.status = head.status
+            self.status = head.status
 
     def send(self, data: bytes) -> None:
         """Append to the body. Written at the connection's next flush; dropped when the stream is not open."""

@@ -17,9 +17,8 @@ from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.memory_connection import Serve
+from tests.server.running_server import LIMIT_S
 from tests.server.simulated_server import SimulatedServer
-
-LIMIT_S = 60  # of a test that hangs
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,6 @@
 """A server that runs as a process does, but for its model: real threads and sockets. For tests that ask it."""
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,16 +93,6 @@ async def read_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 def closing(data: bytes) -> bytes:
     return data.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
-
-
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that is a coroutine, as pytest calls it."""
-
-    @functools.wraps(test)
-    def run_test(*arguments: Any, **named: Any) -> None:
-        run(lambda: test(*arguments, **named))
-
-    return run_test
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:

@@ -21,6 +21,7 @@ from tests.server.simulated_server import (
     chat,
     completion,
     request,
+    serving,
 )
 from tests.server.test_metrics import samples_of
 
@@ -191,20 +192,17 @@ def test_unknown_fields_of_any_number_take_bounded_room(server: SimulatedServer)
 
 def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "server.access")
-    server = SimulatedServer(runner=MortalRunner)
-    server.ask(chat(max_tokens=1))
-    server.ask(chat(**STREAM))
-    lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
-    assert re.fullmatch(
-        r"POST /v1/chat/completions 200 \S+ms ttft=\S+ms prompt=18 cached=0 completion=1 finish=length"
-        r" client=192.0.2.7:4242 stages=prefill:\S+",
-        lines[0],
-    )
-    ending = (
-        r"cached=16 completion=2 finish=error error=engine_error client=192.0.2.7:4242 stages=prefill:\S+,decode:\S+"
-    )
-    assert re.search(f" 200 .* {ending}$", lines[1])
-    server.close()
+    with serving(runner=MortalRunner) as server:
+        server.ask(chat(max_tokens=1))
+        server.ask(chat(**STREAM))
+        lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
+        assert re.fullmatch(
+            r"POST /v1/chat/completions 200 \S+ms ttft=\S+ms prompt=18 cached=0 completion=1 finish=length"
+            r" client=192.0.2.7:4242 stages=prefill:\S+",
+            lines[0],
+        )
+        ending = r"cached=16 completion=2 finish=error error=engine_error client=192.0.2.7:4242"
+        assert re.search(rf" 200 .* {ending} stages=prefill:\S+,decode:\S+$", lines[1])
 
 
 def test_client_that_leaves_while_its_body_comes_is_a_499_but_no_generation_that_was_left(
@@ -259,31 +257,29 @@ def test_the_client_that_a_trusted_proxy_names_is_logged(caplog: pytest.LogCaptu
 
 
 def test_a_denied_client_behind_a_proxy_gets_403_and_the_next_one_is_served() -> None:
-    simulated = SimulatedServer(clients=PROXIED)
-    transport = simulated.send(forwarded("/health", "X-Forwarded-For: 10.6.0.1"))
-    transport.feed(forwarded("/health", "X-Forwarded-For: 10.7.0.1"))
-    simulated.loop.settle()
-    refused, served = answers(bytes(transport.received), "GET")
-    assert (refused.status, refused.json["error"]["code"]) == (403, "permission_denied")
-    assert "10.6.0.1" in refused.json["error"]["message"]
-    assert served.status == 200
-    simulated.close()
+    with serving(clients=PROXIED) as simulated:
+        transport = simulated.send(forwarded("/health", "X-Forwarded-For: 10.6.0.1"))
+        transport.feed(forwarded("/health", "X-Forwarded-For: 10.7.0.1"))
+        simulated.loop.settle()
+        refused, served = answers(bytes(transport.received), "GET")
+        assert (refused.status, refused.json["error"]["code"]) == (403, "permission_denied")
+        assert "10.6.0.1" in refused.json["error"]["message"]
+        assert served.status == 200
 
 
 def test_requests_at_once_are_counted_by_client_behind_a_proxy() -> None:
-    simulated = SimulatedServer(clients=PROXIED)
-    one, other = "X-Forwarded-For: 10.0.0.1", "X-Forwarded-For: 10.0.0.2"
-    running = simulated.send(
-        request("POST", "/v1/completions", {"model": MODEL, "prompt": "The engine", "max_tokens": 50}, one)
-    )
-    again = simulated.send(forwarded("/health", one))
-    assert statuses(again) == [429]
-    assert b"retry-after: 1" in again.received
-    neighbour = simulated.send(forwarded("/health", other))
-    assert statuses(neighbour) == [200]
-    simulated.run()
-    assert statuses(running) == [200]
-    again.feed(forwarded("/health", one))
-    simulated.loop.settle()
-    assert statuses(again) == [429, 200]
-    simulated.close()
+    with serving(clients=PROXIED) as simulated:
+        one, other = "X-Forwarded-For: 10.0.0.1", "X-Forwarded-For: 10.0.0.2"
+        running = simulated.send(
+            request("POST", "/v1/completions", {"model": MODEL, "prompt": "The engine", "max_tokens": 50}, one)
+        )
+        again = simulated.send(forwarded("/health", one))
+        assert statuses(again) == [429]
+        assert b"retry-after: 1" in again.received
+        neighbour = simulated.send(forwarded("/health", other))
+        assert statuses(neighbour) == [200]
+        simulated.run()
+        assert statuses(running) == [200]
+        again.feed(forwarded("/health", one))
+        simulated.loop.settle()
+        assert statuses(again) == [429, 200]

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,13 @@ from server.routes import PREFIXES, ROUTES
 from tests.server.simulated_server import (
     MODEL,
     STREAM,
-    SimulatedServer,
     answers,
     as_caller,
     chat,
     completion,
     keyed_tenant,
     request,
+    serving,
 )
 
 ACME = keyed_tenant("acme", "a", tenant_class="batch", share=2, models=(MODEL,))
@@ -49,7 +48,7 @@ def all_routes() -> list[tuple[str, str, Route]]:
 
 
 def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:
-    with closing(SimulatedServer(tenants=(ACME,))) as server:
+    with serving(tenants=(ACME,)) as server:
         scopes = {(method, path): route.scope for path, method, route in all_routes()}
         public = {path for (_, path), scope in scopes.items() if scope is None}
         assert public == {"/health", "/ping", "/ready"}
@@ -65,13 +64,13 @@ def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:
 
 
 def test_what_is_refused_is_not_read() -> None:
-    with closing(SimulatedServer(tenants=(ACME,))) as server:
+    with serving(tenants=(ACME,)) as server:
         transport = server.send(request("POST", "/v1/completions", None, "Content-Length: 50000"))
         assert b" 401 " in transport.received.split(b"\r\n", 1)[0]
 
 
 def test_a_tenants_name_class_and_cache_domain_go_with_its_requests() -> None:
-    with closing(SimulatedServer(tenants=(ACME, THIRD))) as server:
+    with serving(tenants=(ACME, THIRD)) as server:
         server.ask(as_caller(completion(), "a"))
         server.ask(as_caller(completion(), "t"))
         acme, third = (message.request for message in server.posted if isinstance(message, Submit))
@@ -82,7 +81,7 @@ def test_a_tenants_name_class_and_cache_domain_go_with_its_requests() -> None:
 
 
 def test_a_prompt_is_cached_for_its_own_tenant_alone() -> None:
-    with closing(SimulatedServer(tenants=(ACME, THIRD))) as server:
+    with serving(tenants=(ACME, THIRD)) as server:
         cached = []
         for key in ("a", "t", "a"):
             answer = server.ask(as_caller(completion(prompt=[7] * 40), key))
@@ -93,17 +92,16 @@ def test_a_prompt_is_cached_for_its_own_tenant_alone() -> None:
 
 def test_what_tenants_of_one_domain_send_is_cached_for_all_of_them_but_for_what_is_salted() -> None:
     public = [structs.replace(tenant, cache_domain="public") for tenant in (ACME, THIRD)]
-    server = SimulatedServer(tenants=(*public, ALONE))
-    cached = []
-    for key, salt in (("a", None), ("t", None), ("l", None), ("t", "mine"), ("a", "mine"), ("a", "another")):
-        answer = server.ask(as_caller(completion(prompt=[7] * 40, cache_salt=salt), key))
-        cached.append(answer.usage["prompt_tokens_details"]["cached_tokens"] > 0)
-    assert cached == [False, True, False, False, True, False]
-    server.close()
+    with serving(tenants=(*public, ALONE)) as server:
+        cached = []
+        for key, salt in (("a", None), ("t", None), ("l", None), ("t", "mine"), ("a", "mine"), ("a", "another")):
+            answer = server.ask(as_caller(completion(prompt=[7] * 40, cache_salt=salt), key))
+            cached.append(answer.usage["prompt_tokens_details"]["cached_tokens"] > 0)
+        assert cached == [False, True, False, False, True, False]
 
 
 def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
-    with closing(SimulatedServer(tenants=(ACME, OTHER))) as server:
+    with serving(tenants=(ACME, OTHER)) as server:
         (model,) = server.app.served.reader.cards
         server.app.card = ServerCard(
             model=model,
@@ -138,7 +136,7 @@ def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
 
 
 def test_nobody_cancels_another_tenants_request() -> None:
-    with closing(SimulatedServer(tenants=(ACME, THIRD))) as server:
+    with serving(tenants=(ACME, THIRD)) as server:
         stream = server.send(as_caller(chat(**STREAM, max_tokens=100), "a"))
         server.step()
         delete = request("DELETE", "/v1/requests/chatcmpl-r1")
@@ -151,11 +149,10 @@ def test_nobody_cancels_another_tenants_request() -> None:
 
 def test_the_access_line_names_tenant_and_key_and_never_the_key(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    server = SimulatedServer(keys=("s3cret",), tenants=(ACME,))
-    server.ask(as_caller(chat(), "a"))
-    server.ask(as_caller(chat(), "s3cret"))
-    server.ask(as_caller(chat(), "wr0ng"))
-    server.close()
+    with serving(keys=("s3cret",), tenants=(ACME,)) as server:
+        server.ask(as_caller(chat(), "a"))
+        server.ask(as_caller(chat(), "s3cret"))
+        server.ask(as_caller(chat(), "wr0ng"))
     lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
     assert f"tenant=acme key={ACME.key_sha256[0][:12]}" in lines[0]
     assert f"tenant=local key={sha256(b's3cret').hexdigest()[:12]}" in lines[1]
@@ -274,7 +271,7 @@ def test_what_cannot_be_read_stays_as_it_was_and_is_told(
 
 
 def test_streams_of_who_is_revoked_end_and_those_of_others_go_on() -> None:
-    with closing(SimulatedServer(tenants=(ACME, THIRD))) as server:
+    with serving(tenants=(ACME, THIRD)) as server:
         streams = [server.send(as_caller(completion(**STREAM), key)) for key in "at"]
         for _ in range(5):
             server.step()
@@ -370,7 +367,7 @@ def test_a_server_that_strangers_could_use_does_not_start() -> None:
 
 
 def test_an_operator_sees_and_ends_anybodys_request() -> None:
-    with closing(SimulatedServer(tenants=(ACME,), keys=("root",))) as server:
+    with serving(tenants=(ACME,), keys=("root",)) as server:
         stream = server.send(as_caller(completion(**STREAM), "a"))
         server.step()
         refused = server.send(as_caller(request("DELETE", "/admin/requests/r1"), "a"))

@@ -11,9 +11,9 @@ from server.wire.http2 import Http2Protocol
 from server.wire.http2_frames import CONTINUATION, DATA, GOAWAY, HEADERS, PRIORITY, WINDOW_UPDATE
 from server.wire.http2_heads import read_request
 from server.wire.limits import FrameLimits, HeadLimits, Http2Limits
-from server.wire.messages import Event, Http2ErrorCode
+from server.wire.messages import Event, Http2ErrorCode, HttpRequest, ResponseHead
 from tests.server.http2_client import fields
-from tests.server.raw_http2 import END_HEADERS, HAS_PRIORITY, PADDED, START, block, frame, post
+from tests.server.raw_http2 import END_HEADERS, HAS_PRIORITY, PADDED, START, block, data, frame, get, post, rst, wire
 
 CALM = Http2ErrorCode.ENHANCE_YOUR_CALM
 ONE = b"\0\0\0\1"
@@ -28,8 +28,8 @@ def new_protocol(frames_at_once: int = 2**31, **limits: int) -> Http2Protocol:
 
 def protocol_after(*said: bytes, **limits: int) -> Http2Protocol:
     protocol = new_protocol(**limits)
-    for data in said:
-        protocol.receive(data, 0.0)
+    for read in said:
+        protocol.receive(read, 0.0)
     return protocol
 
 
@@ -124,6 +124,23 @@ def test_head_is_pending_until_its_block_is_complete() -> None:
             assert protocol.pending_head == number
         protocol.receive(frame(CONTINUATION, block()[9:], END_HEADERS, 2 * number - 1), 0.0)
         assert protocol.pending_head is None
+
+
+def test_bodies_that_nobody_has_read_do_not_shut_the_connection_once_their_streams_are_reset() -> None:
+    protocol = protocol_after(START)
+    for stream in range(1, 101, 2):  # 800 KiB, where the connection's window is 512
+        protocol.receive(wire([post(stream=stream), data(bytes(16_384), 0, stream), rst(stream=stream)]), 0.0)
+    assert not protocol.has_failed
+
+
+def test_head_of_a_stream_weighs_nothing_once_its_response_has_ended() -> None:
+    protocol = Http2Protocol(HeadLimits(), Http2Limits(heads_bytes=2000), lambda: b"now")
+    protocol.receive(START + get(stream=1).encode(0), 0.0)  # stays open: an only request is never refused
+    for stream in range(3, 43, 2):
+        assert [type(event) for event in protocol.receive(get(stream=stream).encode(0), 0.0)] == [HttpRequest]
+        protocol.responses.send_head(stream, ResponseHead(200, ()))
+        protocol.responses.send_end(stream)
+        protocol.take_data(2**30)
 
 
 # Requests.

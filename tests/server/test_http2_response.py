@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from h2 import events
 from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,6 +166,18 @@ def test_piece_that_its_stream_has_no_window_for_waits_alone() -> None:
     assert (output.sent, output.held) == ([], [])  # until its window opens
 
 
+def test_piece_goes_before_the_acknowledgement_of_a_smaller_window() -> None:
+    """RFC 9113 §6.9.2: from then on the peer holds us to it."""
+    pair = Pair()
+    stream_id = pair.open()
+    pair.exchange()
+    pair.say(stream_id, b"x")
+    pair.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    pair.exchange()
+    pair.check()
+    pair.finish()
+
+
 def test_no_stream_waits_for_another_to_end() -> None:
     pair = Pair()
     pair.open_windows()
@@ -195,6 +208,7 @@ def test_wrong_answers_are_ours_to_find() -> None:
         ResponseHead(200, ((b"Upper", b"x"),)),
         ResponseHead(200, ((b"x", b"a\r\nb"),)),
         ResponseHead(200, ((b"transfer-encoding", b"chunked"),)),
+        ResponseHead(200, ((b"connection", b"close"),)),
         ResponseHead(200, ((b"content-length", b"1"), (b"content-length", b"1"))),
     ):
         with pytest.raises(ResponseError):
@@ -217,12 +231,12 @@ def test_wrong_trailers_are_ours_to_find(trailers: tuple[tuple[bytes, bytes], ..
         pair.server.responses.send_end(stream_id, trailers)
 
 
-def test_fields_of_the_connection_are_left_out_and_ids_not_indexed() -> None:
+def test_date_is_added_and_ids_are_not_indexed() -> None:
     pair = Pair()
     stream_id = pair.client.get_next_available_stream_id()
     pair.client.send_headers(stream_id, fields(), end_stream=True)
     pair.server.receive(pair.client.data_to_send(), 0.0)
-    headers = ((b"connection", b"close"), (b"x-request-id", b"1"), (b"x", b"y"))
+    headers = ((b"x-request-id", b"1"), (b"x", b"y"))
     pair.server.responses.send_head(stream_id, ResponseHead(200, headers))
     received = pair.client.receive_data(b"".join(pair.server.take_control()))
     response = next(event for event in received if isinstance(event, events.ResponseReceived))

@@ -18,6 +18,7 @@ from tests.server.simulated_server import (
     chat,
     completion,
     keyed_tenant,
+    serving,
     with_lines,
 )
 
@@ -99,11 +100,10 @@ def test_stream_that_was_broken_off_is_not_kept(server: SimulatedServer) -> None
 
 def test_keys_are_their_tenants() -> None:
     tenants = tuple(keyed_tenant(name) for name in ("acme", "other"))
-    server = SimulatedServer(tenants=tenants)
-    server.ask(keyed(chat(), "k1", "Authorization: Bearer acme"))
-    assert "idempotent-replayed" not in server.ask(keyed(chat(), "k1", "Authorization: Bearer other")).headers
-    assert "idempotent-replayed" in server.ask(keyed(chat(), "k1", "Authorization: Bearer acme")).headers
-    server.close()
+    with serving(tenants=tenants) as server:
+        server.ask(keyed(chat(), "k1", "Authorization: Bearer acme"))
+        assert "idempotent-replayed" not in server.ask(keyed(chat(), "k1", "Authorization: Bearer other")).headers
+        assert "idempotent-replayed" in server.ask(keyed(chat(), "k1", "Authorization: Bearer acme")).headers
 
 
 @pytest.mark.parametrize(
@@ -115,15 +115,14 @@ def test_keys_are_their_tenants() -> None:
 )
 def test_replay_keeps_to_what_a_reload_brought(changed: dict[str, Any], status: int, code: str) -> None:
     acme = keyed_tenant("acme")
-    server = SimulatedServer(tenants=(acme,))
-    asked = keyed(chat(), "k1", "Authorization: Bearer acme")
-    said = server.ask(asked)
-    server.gate.prepare(ServerConfig(tenants=(structs.replace(acme, **changed),)))()
-    refused = server.ask(asked)
-    assert (refused.status, refused.json["error"]["code"]) == (status, code)
-    server.gate.prepare(ServerConfig(tenants=(acme,)))()
-    assert content(server.ask(asked)) == content(said)
-    server.close()
+    with serving(tenants=(acme,)) as server:
+        asked = keyed(chat(), "k1", "Authorization: Bearer acme")
+        said = server.ask(asked)
+        server.gate.prepare(ServerConfig(tenants=(structs.replace(acme, **changed),)))()
+        refused = server.ask(asked)
+        assert (refused.status, refused.json["error"]["code"]) == (status, code)
+        server.gate.prepare(ServerConfig(tenants=(acme,)))()
+        assert content(server.ask(asked)) == content(said)
 
 
 def test_after_a_day_the_key_is_free(server: SimulatedServer) -> None:

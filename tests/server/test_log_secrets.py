@@ -10,7 +10,7 @@ from core.simulation import SimulatedRunner
 from server.api import chat as chat_surface
 from server.observing.logs import configure_logging
 from tests.server.simulated_engine import MortalRunner, SickRunner
-from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request, with_lines
+from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request, serving, with_lines
 from tests.server.test_faults import Once, fail_at
 
 PROMPT, KEY, WRONG_KEY, QUERY = "planted-prompt", "sl-planted-key", "sl-planted-wrong", "planted-query"
@@ -67,9 +67,8 @@ def ask_everything(server: SimulatedServer) -> list[str]:
 def test_planted_strings_are_in_no_log(runner: type[SimulatedRunner], log_format: str) -> None:
     log = io.StringIO()
     handler = configure_logging("debug", log_format, log)
-    server = SimulatedServer(runner=runner, keys=(KEY,))
-    said = ask_everything(server)
-    server.close()
+    with serving(runner=runner, keys=(KEY,)) as server:
+        said = ask_everything(server)
     handler.close()
     written = log.getvalue()
     assert written.count("\n") >= 2 * len(REQUESTS)
@@ -84,10 +83,9 @@ def test_planted_strings_are_in_no_log(runner: type[SimulatedRunner], log_format
 def test_traceback_of_a_fault_tells_no_text(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
     handler = configure_logging("debug", "json", log)
-    server = SimulatedServer(keys=(KEY,))
-    fail_at(monkeypatch, owner, name, Once())
-    server.ask(with_key(messages(**STREAM)))
-    server.close()
+    with serving(keys=(KEY,)) as server:
+        fail_at(monkeypatch, owner, name, Once())
+        server.ask(with_key(messages(**STREAM)))
     handler.close()
     assert "Traceback" in log.getvalue()
     assert PROMPT not in log.getvalue()

@@ -20,7 +20,7 @@ from server.config import ServerConfig
 from server.ledger.usage import ModelPrice, Prices
 from server.loaded_engine import LoadedEngine
 from server.process import Server
-from tests.server.running_server import LIMITS, Running, ask, closing, load_with, on_loop, serving
+from tests.server.running_server import LIMITS, Running, ask, closing, load_with, serving
 from tests.server.simulated_server import MODEL, STREAM, Answer, chat, request
 from tests.server.test_metrics import samples_of
 
@@ -31,7 +31,6 @@ async def get(running: Running, path: str, *headers: str) -> Answer:
     return await ask(running.server, closing(request("GET", path, None, *headers)))
 
 
-@on_loop
 async def test_it_serves_from_ready_to_stop() -> None:
     async with serving() as running:
         server = running.server
@@ -50,7 +49,6 @@ async def test_it_serves_from_ready_to_stop() -> None:
     assert not server._engine_thread._thread.is_alive()
 
 
-@on_loop
 async def test_while_it_loads_the_port_answers_with_the_stage() -> None:
     may_load, loading, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
 
@@ -78,7 +76,6 @@ async def test_while_it_loads_the_port_answers_with_the_stage() -> None:
     assert await running.exit is ExitCode.OK
 
 
-@on_loop
 async def test_an_engine_that_cannot_be_loaded_ends_the_process(caplog: pytest.LogCaptureFixture) -> None:
     def load_nothing(*args: Any) -> LoadedEngine:
         raise BadCheckpoint("There are no weights.", "bring some")
@@ -96,7 +93,6 @@ async def test_an_engine_that_cannot_be_loaded_ends_the_process(caplog: pytest.L
     assert "ZeroDivisionError" in caplog.text
 
 
-@on_loop
 async def test_prices_of_a_model_that_is_not_served_are_told_at_start_and_at_each_reload(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -115,7 +111,6 @@ async def test_prices_of_a_model_that_is_not_served_are_told_at_start_and_at_eac
     asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
 
 
-@on_loop
 async def test_routers_are_told_what_is_served_and_how_much_of_it() -> None:
     async with serving() as running:
         model = (await get(running, "/model_info")).json
@@ -142,7 +137,6 @@ EXPECTED = {
 }
 
 
-@on_loop
 async def test_an_address_of_other_machines_without_keys_is_given_up_again() -> None:
     running = Running(load_with(), host="0.0.0.0")
     with pytest.raises(StartupError, match="callers are not authenticated"):
@@ -151,7 +145,6 @@ async def test_an_address_of_other_machines_without_keys_is_given_up_again() -> 
         assert probe.connect_ex(("127.0.0.1", running.server.listener.port)) == errno.ECONNREFUSED
 
 
-@on_loop
 async def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -> None:
     stored = [(slot, BlockLabel(slot + 1, (("", ""), bytes([slot])))) for slot in range(3)]
     async with serving(load_with(limits=replace(LIMITS, num_host_blocks=5), stored=stored)) as running:
@@ -166,7 +159,6 @@ async def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -
         assert samples[f'steploop_requests_failed_total{{{label},reason="{reason}"}}'] == 0
 
 
-@on_loop
 async def test_a_ledger_whose_directory_cannot_be_created_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartupError) as caught:

@@ -23,7 +23,6 @@ from tests.server.running_server import (
     ask,
     closing,
     load_with,
-    on_loop,
     open_with,
     read_answer,
     run,
@@ -86,7 +85,6 @@ async def begun(running: Running, data: bytes) -> tuple[asyncio.StreamReader, as
 
 
 @pytest.mark.parametrize("num_stops", [1, 2])
-@on_loop
 async def test_stop_without_grace_or_a_second_stop_ends_streams_with_an_error_event(num_stops: int) -> None:
     async with serving() as running:
         reader, writer, head = await begun(running, chat(**FOREVER))
@@ -104,7 +102,6 @@ async def test_stop_without_grace_or_a_second_stop_ends_streams_with_an_error_ev
 
 
 @pytest.mark.parametrize("num_stops", [1, 2])
-@on_loop
 async def test_who_is_still_sending_when_the_grace_is_over_is_told(num_stops: int) -> None:
     """By HTTP/1.1 and HTTP/2, long before any clock of theirs runs out."""
     upload = START + post(b"/v1/chat/completions", 1, (b"content-type", b"application/json")).encode(0)
@@ -128,7 +125,6 @@ async def test_who_is_still_sending_when_the_grace_is_over_is_told(num_stops: in
         assert b'"draining"' in seen.body()
 
 
-@on_loop
 async def test_second_stop_waits_for_nobody_who_does_not_move() -> None:
     """Half a head, and a reader that has stopped: no clock but the stop's own ends them within the test's limit."""
     async with serving(head_timeout_s=3600, stall_timeout_s=3600) as running:
@@ -166,7 +162,6 @@ class GatedStream:
         assert await self.running.exit is ExitCode.OK
 
 
-@on_loop
 async def test_graceful_stop_lets_an_answer_finish() -> None:
     stream = GatedStream()
     await stream.begin()
@@ -174,7 +169,6 @@ async def test_graceful_stop_lets_an_answer_finish() -> None:
     await stream.finish()
 
 
-@on_loop
 async def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_asked_twice(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -194,7 +188,6 @@ async def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_as
 
 @pytest.mark.parametrize("num_bytes", [20_000, 4_000_000])
 @pytest.mark.parametrize("is_reset", [False, True], ids=["FIN", "RST"])
-@on_loop
 async def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_reset: bool, num_bytes: int) -> None:
     gate = GatedRunner.gate = threading.Semaphore(3)
     async with serving(load_with(GatedRunner)) as running:
@@ -226,7 +219,6 @@ async def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_
         (load_with(engine_type=CrashingEngine), FOREVER, "impossible"),
     ],
 )
-@on_loop
 async def test_engine_that_fails_while_serving_ends_requests_and_process(
     load: LoadEngine, fields: dict[str, Any], logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,7 +235,6 @@ async def test_engine_that_fails_while_serving_ends_requests_and_process(
     assert logged in caplog.text
 
 
-@on_loop
 async def test_stop_while_it_loads_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     may_load = threading.Event()
     monkeypatch.setattr(process, "ENGINE_STOP_S", 0.0)

@@ -16,6 +16,7 @@ from tests.server.simulated_server import (
     chat,
     completion,
     request,
+    serving,
     the_answer,
 )
 
@@ -35,43 +36,41 @@ def without_comments(answer: Answer) -> bytes:
 
 
 def test_stream_tells_its_position_and_its_wait_and_then_its_prefill() -> None:
-    server = SimulatedServer(limits=ONE_AT_A_TIME)
-    server.ask(completion(max_tokens=30))  # the cost model learns
-    for _ in range(3):
-        server.send(completion(max_tokens=40))
-        server.step()
-    asked = server.send(completion(prompt=[5] * 190, max_tokens=2, **NEWS))
-    server.run()
-    answer = the_answer(asked)
-    positions = [news["position"] for news in told(answer, "queue")]
-    assert positions[0] == 2
-    assert positions == sorted(positions, reverse=True)
-    assert set(positions) == {0, 1, 2}
-    assert all(news["expected_ms"] > 0 for news in told(answer, "queue"))
-    done = [news["tokens"] for news in told(answer, "prefill")]
-    assert done == sorted(set(done))
-    assert done
-    assert {news["of"] for news in told(answer, "prefill")} == {190}
-    assert answer.finish_reason() == "length"
-    server.close()
+    with serving(limits=ONE_AT_A_TIME) as server:
+        server.ask(completion(max_tokens=30))  # the cost model learns
+        for _ in range(3):
+            server.send(completion(max_tokens=40))
+            server.step()
+        asked = server.send(completion(prompt=[5] * 190, max_tokens=2, **NEWS))
+        server.run()
+        answer = the_answer(asked)
+        positions = [news["position"] for news in told(answer, "queue")]
+        assert positions[0] == 2
+        assert positions == sorted(positions, reverse=True)
+        assert set(positions) == {0, 1, 2}
+        assert all(news["expected_ms"] > 0 for news in told(answer, "queue"))
+        done = [news["tokens"] for news in told(answer, "prefill")]
+        assert done == sorted(set(done))
+        assert done
+        assert {news["of"] for news in told(answer, "prefill")} == {190}
+        assert answer.finish_reason() == "length"
 
 
 def test_news_come_at_most_ten_times_a_second_and_end_with_the_first_token() -> None:
-    server = SimulatedServer(limits=ONE_AT_A_TIME)
-    server.ask(completion(max_tokens=30))  # the cost model learns
-    for _ in range(4):
-        server.send(completion(max_tokens=8))
-        server.step()
-    began_s = server.loop.time()
-    asked = server.send(completion(max_tokens=12, **NEWS))
-    server.run_until(lambda: b'"text"' in asked.received)
-    num_tenths = round((server.loop.time() - began_s) * 10)
-    server.run()
-    answer = the_answer(asked)
-    num_told = len(told(answer, "queue"))
-    assert 3 <= num_told <= num_tenths
-    assert not any(event.startswith(": queue") for event in answer.events[num_told:] if isinstance(event, str))
-    server.close()
+    with serving(limits=ONE_AT_A_TIME) as server:
+        server.ask(completion(max_tokens=30))  # the cost model learns
+        for _ in range(4):
+            server.send(completion(max_tokens=8))
+            server.step()
+        began_s = server.loop.time()
+        asked = server.send(completion(max_tokens=12, **NEWS))
+        server.run_until(lambda: b'"text"' in asked.received)
+        num_tenths = round((server.loop.time() - began_s) * 10)
+        server.run()
+        answer = the_answer(asked)
+        num_told = len(told(answer, "queue"))
+        assert 3 <= num_told <= num_tenths
+        assert not any(event.startswith(": queue") for event in answer.events[num_told:] if isinstance(event, str))
 
 
 @pytest.mark.parametrize("make", [chat, completion])
@@ -94,19 +93,18 @@ def test_events_are_the_same_with_news_and_without(make: Any) -> None:
 
 
 def test_what_has_been_told_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = SimulatedServer(limits=ONE_AT_A_TIME)
-    views = iter([QueueView(2, 1.5), QueueView(2, 1.5), QueueView(1, 1.5), QueueView(1, 1.5), QueueView(1, 0.5)])
-    monkeypatch.setattr(Place, "view", lambda place: next(views, None))
-    server.send(completion(max_tokens=80))
-    server.step()
-    asked = server.send(completion(prompt=[5] * 40, **NEWS))
-    server.run()
-    assert told(the_answer(asked), "queue") == [
-        {"position": 2, "expected_ms": 1500},
-        {"position": 1, "expected_ms": 1500},
-        {"position": 1, "expected_ms": 500},
-    ]
-    server.close()
+    with serving(limits=ONE_AT_A_TIME) as server:
+        views = iter([QueueView(2, 1.5), QueueView(2, 1.5), QueueView(1, 1.5), QueueView(1, 1.5), QueueView(1, 0.5)])
+        monkeypatch.setattr(Place, "view", lambda place: next(views, None))
+        server.send(completion(max_tokens=80))
+        server.step()
+        asked = server.send(completion(prompt=[5] * 40, **NEWS))
+        server.run()
+        assert told(the_answer(asked), "queue") == [
+            {"position": 2, "expected_ms": 1500},
+            {"position": 1, "expected_ms": 1500},
+            {"position": 1, "expected_ms": 500},
+        ]
 
 
 def test_who_need_not_wait_and_who_does_not_stream_are_told_nothing(server: SimulatedServer) -> None:
@@ -115,18 +113,17 @@ def test_who_need_not_wait_and_who_does_not_stream_are_told_nothing(server: Simu
 
 
 def test_client_that_leaves_while_it_is_told_takes_the_news_with_it() -> None:
-    server = SimulatedServer(limits=ONE_AT_A_TIME)
-    server.send(completion(max_tokens=60))
-    server.step()
-    asked = server.send(completion(**NEWS))
-    server.run_until(lambda: b": queue" in asked.received)
-    asked.feed_eof()
-    server.loop.settle()
-    num_told = bytes(asked.received).count(b": queue")
-    server.run()
-    assert bytes(asked.received).count(b": queue") == num_told
-    assert [message for message in server.posted if isinstance(message, Cancel)]
-    server.close()
+    with serving(limits=ONE_AT_A_TIME) as server:
+        server.send(completion(max_tokens=60))
+        server.step()
+        asked = server.send(completion(**NEWS))
+        server.run_until(lambda: b": queue" in asked.received)
+        asked.feed_eof()
+        server.loop.settle()
+        num_told = bytes(asked.received).count(b": queue")
+        server.run()
+        assert bytes(asked.received).count(b": queue") == num_told
+        assert [message for message in server.posted if isinstance(message, Cancel)]
 
 
 @pytest.mark.parametrize("timings", [{"queue": 1}, {"prefill": True}, "queue"])

@@ -7,7 +7,16 @@ import pytest
 
 from core.types import Admitted
 from tests.server.simulated_engine import MortalRunner
-from tests.server.simulated_server import STREAM, SimulatedServer, answers, as_caller, chat, request, with_lines
+from tests.server.simulated_server import (
+    STREAM,
+    SimulatedServer,
+    answers,
+    as_caller,
+    chat,
+    request,
+    serving,
+    with_lines,
+)
 from tests.server.test_gate import ACME, THIRD
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -51,25 +60,23 @@ def look_up(server: SimulatedServer, key: str) -> tuple[int, str]:
 
 
 def test_other_tenants_requests_are_not_shown_running_or_over() -> None:
-    server = SimulatedServer(tenants=(ACME, THIRD))
-    server.send(as_caller(chat(**STREAM, max_tokens=50), "t"))
-    assert look_up(server, "a") == (404, "request_not_found")
-    assert look_up(server, "t") == (200, "queue")
-    server.run()
-    assert look_up(server, "a") == (404, "request_not_found")
-    assert look_up(server, "t") == (200, "done")
-    server.close()
+    with serving(tenants=(ACME, THIRD)) as server:
+        server.send(as_caller(chat(**STREAM, max_tokens=50), "t"))
+        assert look_up(server, "a") == (404, "request_not_found")
+        assert look_up(server, "t") == (200, "queue")
+        server.run()
+        assert look_up(server, "a") == (404, "request_not_found")
+        assert look_up(server, "t") == (200, "done")
 
 
 def test_admin_sees_the_slowest_the_failed_and_those_that_run() -> None:
-    server = SimulatedServer(runner=MortalRunner)
-    server.ask(chat(max_tokens=1))
-    server.ask(chat(**STREAM))
-    shown = get(server, "/admin/requests?slowest=1")
-    assert [len(shown[kind]) for kind in ("running", "slowest", "failed")] == [0, 1, 1]  # type: ignore[arg-type]
-    (failed,) = shown["failed"]  # type: ignore[misc]
-    assert (failed["id"], failed["state"], failed["error_code"]) == ("r2", "failed", "engine_error")
-    server.close()
+    with serving(runner=MortalRunner) as server:
+        server.ask(chat(max_tokens=1))
+        server.ask(chat(**STREAM))
+        shown = get(server, "/admin/requests?slowest=1")
+        assert [len(shown[kind]) for kind in ("running", "slowest", "failed")] == [0, 1, 1]  # type: ignore[arg-type]
+        (failed,) = shown["failed"]  # type: ignore[misc]
+        assert (failed["id"], failed["state"], failed["error_code"]) == ("r2", "failed", "engine_error")
 
 
 @pytest.mark.parametrize("query", ["slowest=0", "slowest=33", "slowest=x", "slowest=", "fastest=3"])
@@ -97,10 +104,9 @@ def test_without_a_trace_none_is_told(server: SimulatedServer) -> None:
 
 
 def test_client_finds_its_request_by_the_id_that_it_gave_it() -> None:
-    server = SimulatedServer(tenants=(ACME, THIRD))
-    server.ask(as_caller(chat(max_tokens=2), "a"))  # ours of that name is another tenant's
-    server.send(as_caller(chat(max_tokens=2), "t", "x-request-id: r1"))
-    assert look_up(server, "t") == (200, "queue")
-    server.run()
-    assert look_up(server, "t") == (200, "done")
-    server.close()
+    with serving(tenants=(ACME, THIRD)) as server:
+        server.ask(as_caller(chat(max_tokens=2), "a"))  # ours of that name is another tenant's
+        server.send(as_caller(chat(max_tokens=2), "t", "x-request-id: r1"))
+        assert look_up(server, "t") == (200, "queue")
+        server.run()
+        assert look_up(server, "t") == (200, "done")

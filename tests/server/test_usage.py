@@ -9,7 +9,7 @@ import pytest
 
 from server.cli import main
 from server.ledger.usage import ModelPrice, Prices
-from tests.server.simulated_server import MODEL, SimulatedServer, as_caller, chat, keyed_tenant, request
+from tests.server.simulated_server import MODEL, SimulatedServer, as_caller, chat, keyed_tenant, request, serving
 
 PRICES = Prices(((MODEL, ModelPrice(prompt=1_000_000, cached=0, completion=3_000_000)),))
 TENANTS = tuple(keyed_tenant(name, f"{name}-0", f"{name}-1") for name in ("acme", "other"))
@@ -81,20 +81,19 @@ def test_what_cannot_be_shown_says_why(flags: list[str], words: list[str], capsy
 
 
 def test_tenant_sees_its_own_and_no_other(path: Path) -> None:
-    server = SimulatedServer(ledger=path, tenants=TENANTS, first_id=100)
+    with serving(ledger=path, tenants=TENANTS, first_id=100) as server:
 
-    def ask(query: str, key: str = "acme-0") -> Any:
-        return server.ask(as_caller(request("GET", f"/v1/usage{query}"), key), "GET")
+        def ask(query: str, key: str = "acme-0") -> Any:
+            return server.ask(as_caller(request("GET", f"/v1/usage{query}"), key), "GET")
 
-    acme = ask("?by=key").json
-    assert (acme["object"], acme["tenant"], acme["by"]) == ("usage", "acme", "key")
-    assert sorted(line["requests"] for line in acme["data"]) == [2, 4]
-    assert [line["requests"] for line in ask("", "other-0").json["data"]] == [1]
-    assert ask("?since=2023-11-15").json["data"] == []
-    for query, param in (("?by=tenant", "by"), ("?since=soon", "since"), ("?tenant=other", "tenant")):
-        answer = ask(query)
-        assert (answer.status, answer.json["error"]["param"]) == (400, param)
-    server.close()
+        acme = ask("?by=key").json
+        assert (acme["object"], acme["tenant"], acme["by"]) == ("usage", "acme", "key")
+        assert sorted(line["requests"] for line in acme["data"]) == [2, 4]
+        assert [line["requests"] for line in ask("", "other-0").json["data"]] == [1]
+        assert ask("?since=2023-11-15").json["data"] == []
+        for query, param in (("?by=tenant", "by"), ("?since=soon", "since"), ("?tenant=other", "tenant")):
+            answer = ask(query)
+            assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
 def test_without_a_ledger_there_is_none_to_show(server: SimulatedServer) -> None:
