@@ -23,7 +23,7 @@ BUDGETS = {
     "server/listening": (1200, 4),
     "server/observing": (1740, 7),
     "server/wire": (4800, 14),
-    "core": (8310, 25),
+    "core": (7980, 23),
     "gpu": (8080, 29),
     "gpu/cpu_kernels": (2770, 9),
     "gpu/kernels": (2860, 8),
