@@ -464,6 +464,7 @@ class Place:
         self._release()
         self._count_decoding(-self._num_decoding)
         self._note_wait(now_s, has_come=False)
+        self.end = None
 
     def set_paused(self, is_paused: bool) -> None:
         """Its reader has stopped, or reads again."""
