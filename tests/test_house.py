@@ -25,8 +25,8 @@ BUDGETS = {
     "server/wire": (4800, 14),
     "core": (8310, 25),
     "gpu": (8080, 29),
-    "gpu/cpu_kernels": (2770, 9),
-    "gpu/kernels": (2860, 8),
+    "gpu/cpu_kernels": (2520, 8),
+    "gpu/kernels": (2820, 7),
     "gpu/parallel": (780, 5),
     "bench": (7927, 30),
 }
