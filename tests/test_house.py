@@ -23,12 +23,12 @@ BUDGETS = {
     "server/listening": (1200, 4),
     "server/observing": (1740, 7),
     "server/wire": (4800, 14),
-    "core": (8310, 25),
-    "gpu": (8080, 29),
+    "core": (7980, 23),
+    "gpu": (7700, 28),
     "gpu/cpu_kernels": (2520, 8),
     "gpu/kernels": (2820, 7),
-    "gpu/parallel": (780, 5),
-    "bench": (7927, 30),
+    "gpu/parallel": (755, 5),
+    "bench": (7912, 30),
 }
 TEST_LINES = 53_900
 
