@@ -15,9 +15,9 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6360, 22),
+    "server": (6410, 22),
     "server/api": (2300, 10),
-    "server/commands": (1920, 11),
+    "server/commands": (1890, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1585, 6),
     "server/listening": (1200, 4),
