@@ -24,7 +24,7 @@ BUDGETS = {
     "server/observing": (1740, 7),
     "server/wire": (4800, 14),
     "core": (7980, 23),
-    "gpu": (8080, 29),
+    "gpu": (7720, 29),
     "gpu/cpu_kernels": (2770, 9),
     "gpu/kernels": (2860, 8),
     "gpu/parallel": (755, 5),
