@@ -337,7 +337,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
-        if exchange is None:  # bytes that nobody asked for
+        if exchange is None:  # bytes without a request
             self.close()
             return
         try:
@@ -433,7 +433,7 @@ class ConnectionPool:
     recorder: Recorder
     timeout_s: float
     tls: ssl.SSLContext | None = None
-    server_name: str | None = None  # with tls: whom the certificate must be for
+    server_name: str | None = None  # with tls: that the certificate must be for
     idle: list[Connection] = field(default_factory=list)
     open: set[Connection] = field(default_factory=set)
 

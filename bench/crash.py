@@ -6,7 +6,7 @@ What must hold:
 
 - every request whose end a client has seen is settled, once, with the tokens that the client was told;
 - every request whose first byte a client has seen is there;
-- none is in progress, and none said more than was asked for.
+- none is in progress, and none is billed more tokens than were asked for.
 
 In every third life someone else holds the database's lock from a random moment on: what is settled is spilled then.
 Several ledgers are filled at once, each by one server after the other, in processes of their own.

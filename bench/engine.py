@@ -188,7 +188,7 @@ class Streams:
         """
         num_preempted = self.scheduler.stats().num_preemptions
         names = [self.submit(self.prompt(context), WARM_STEPS + num_steps + SPARE_TOKENS) for _ in range(num_rows)]
-        paused: set[str] = set()  # whoever has a token is paused until the last one has it
+        paused: set[str] = set()  # a sequence with a token is paused until the last one has its own
         while len(paused) < num_rows:
             self.step()
             started = {name for name in names if self.tokens[name]} - paused

@@ -65,6 +65,9 @@ class Case:
     step_rate: float = 0.0
     duration_s: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.part}, {self.server}, {self.num_streams} on {self.num_connections}, {self.step_rate:g} steps/s"
+
     def load(self, port: int, num_tokens: int, duration_s: float) -> Load:
         return Load(port, self.is_http2, self.num_connections, self.num_streams, num_tokens, duration_s)
 

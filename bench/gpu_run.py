@@ -276,29 +276,21 @@ def _ceilings(context: Context) -> Iterator[Row]:
 
 def device_facts(device: torch.device) -> dict[str, Cell]:
     """What a figure depends on beside the code, and bench.results.MachineFacts do not tell."""
-    facts: dict[str, Cell] = {"device": "cpu", "torch": str(torch.__version__), "python": platform.python_version()}
-    facts["triton"] = _version("triton")
+    facts: dict[str, Cell] = {"device": "cpu", "torch": str(torch.__version__), "triton": _version("triton")}
+    facts["python"] = platform.python_version()
     if device.type != "cuda":
         return facts
     properties = torch.cuda.get_device_properties(device)
-    asked = {"driver": "driver_version", "clock MHz": "clocks.sm", "power limit W": "power.limit"}
-    return facts | {
-        "device": properties.name,
-        "memory GiB": round(properties.total_memory / GIB, 1),
-        "multiprocessors": properties.multi_processor_count,
-        "level-2 cache MiB": getattr(properties, "L2_cache_size", 0) // 1024**2,
-        "compute capability": f"{properties.major}.{properties.minor}",
-        "CUDA of torch": torch.version.cuda,
-        **{name: _asked_of_driver(question) for name, question in asked.items()},
-    }
-
-
-def _asked_of_driver(question: str) -> str:
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={question}", "--format=csv,noheader,nounits"]
+    facts |= {"device": properties.name, "memory GiB": round(properties.total_memory / GIB, 1)}
+    facts |= {"multiprocessors": properties.multi_processor_count, "CUDA of torch": torch.version.cuda}
+    facts["compute capability"] = f"{properties.major}.{properties.minor}"
+    asked = "driver_version,clocks.sm,power.limit"
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={asked}", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        shown = "unknown"
+    return facts | {asked: shown}
 
 
 def _version(package: str) -> str:
@@ -357,7 +349,7 @@ class Results:
         return found + [table_of(title, rows) for title, rows in by_title.items()]
 
     def write(self, every_s: float = 0.0) -> None:
-        """Unless that was done within `every_s`: whoever ends us before our end shall find something."""
+        """Unless that was done within `every_s`, so that results are there even if this process is killed."""
         if self._path is None or time.monotonic() < self._written_s + every_s:
             return
         with self._lock:

@@ -30,8 +30,8 @@ PIECES = tuple(f" word{i:03d}" for i in range(1_000))  # what they say: id -> te
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.05
 
-# Becomes the command that follows, under the same process id, after asking the kernel to end it with its parent:
-# whoever measures may be killed outright, and what it started would live on, and hold a port or a device. Linux alone:
+# Becomes the command that follows, under the same process id, after asking the kernel to end it with its parent: a
+# bench may be killed outright, and a server that it started would live on and hold a port or a device. Linux only:
 # prctl(2)'s PR_SET_PDEATHSIG, kept over execve(2); the parent is the thread that started us, which must last, too.
 _BOUND = """
 import ctypes, os, signal, sys

@@ -13,6 +13,7 @@ stream. Only loopback addresses are asked, unless --allow-remote says that the l
 
 import argparse
 import asyncio
+import dataclasses
 import ipaddress
 import itertools
 import json
@@ -20,10 +21,11 @@ import os
 import random
 import shlex
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -68,21 +70,6 @@ class CannotRun(StartupError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TlsTrust:
-    """Which certificate a server must have.
-
-    Args:
-        server_name: that it must be for.
-        ca_file: of who may have signed it, PEM; None: those that the system trusts.
-        is_verified: False: any will do.
-    """
-
-    server_name: str
-    ca_file: Path | None = None
-    is_verified: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
     """One run: a closed loop of `concurrency` clients, or with `rate` an open loop.
 
@@ -91,12 +78,13 @@ class LoadConfig:
         num_requests, duration_s: the run ends with whichever comes first; what was sent is waited for.
         prompt_tokens: about so many per prompt, by the server's own count; wins over prompt and prompt_file.
         timeout_s: of one request, first to last byte.
-        tls: None: in the clear.
+        tls, server_name: which certificate the server must have, and for which name; tls None: in the clear.
     """
 
     host: str
     port: int
-    tls: TlsTrust | None = None
+    tls: ssl.SSLContext | None = None
+    server_name: str | None = None
     endpoint: str = "chat"
     model: str | None = None
     api_key: str | None = None
@@ -115,10 +103,12 @@ class LoadConfig:
 
     def shown(self) -> dict[str, Any]:
         """For the result file: without the key."""
-        fields = asdict(self)
-        del fields["api_key"]
+        fields = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "api_key"
+        }
         fields["prompt_file"] = None if self.prompt_file is None else self.prompt_file.name
-        fields["tls"] = None if self.tls is None else "verified" if self.tls.is_verified else "not verified"
+        is_verified = self.tls is not None and self.tls.verify_mode != ssl.CERT_NONE
+        fields["tls"] = None if self.tls is None else "verified" if is_verified else "not verified"
         return fields
 
 
@@ -182,16 +172,14 @@ class LoadRun:
         self.config = config
         self.recorder = Recorder()
         self.prompts: Iterator[str] = iter(())
-        trust = config.tls
-        self._tls = None if trust is None else client_context(trust.ca_file, trust.is_verified)
         self._pool = self._new_pool(self.recorder)
         self._headers = {"content-type": "application/json"}
         if config.api_key:
             self._headers["authorization"] = f"Bearer {config.api_key}"
-        host = config.host if trust is None else trust.server_name
+        host = config.server_name or config.host
         host = f"[{host}]" if ":" in host else host
         self._host = f"{host}:{config.port}"
-        self._url = f"{'http' if trust is None else 'https'}://{self._host}"
+        self._url = f"{'http' if config.tls is None else 'https'}://{self._host}"
         self._model = config.model or ""
         self._num_started = 0
 
@@ -344,8 +332,8 @@ class LoadRun:
 
     def _new_pool(self, recorder: Recorder) -> ConnectionPool:
         config = self.config
-        server_name = None if config.tls is None else config.tls.server_name
-        return ConnectionPool(config.host, config.port, recorder, config.timeout_s, self._tls, server_name)
+        address = config.host, config.port
+        return ConnectionPool(*address, recorder, config.timeout_s, config.tls, config.server_name)
 
 
 def _why_not(exchange: Exchange, url: str) -> StartupError:
@@ -529,13 +517,12 @@ def _config_of(arguments: argparse.Namespace) -> LoadConfig:
     asked = vars(arguments)
     url, ca_file, takes_any = (asked.pop(name) for name in ("url", "ca_file", "takes_any"))
     host, port = loopback_address(url, asked.pop("allow_remote"))
-    parts, tls = _parts_of(url), None
     check_trust_flags(argparse.Namespace(url=url, ca_file=ca_file, takes_any=takes_any))
-    if parts.scheme == "https":
-        tls = TlsTrust(server_name=parts.hostname or "", ca_file=ca_file, is_verified=not takes_any)
+    if _parts_of(url).scheme == "https":
+        asked |= {"tls": client_context(ca_file, not takes_any), "server_name": _parts_of(url).hostname}
     asked["api_key"] = asked["api_key"] or os.environ.get("STEPLOOP_API_KEY")
     fields = {name: value for name, value in asked.items() if name in LoadConfig.__slots__}
-    return LoadConfig(host=host, port=port, tls=tls, **fields)
+    return LoadConfig(host=host, port=port, **fields)
 
 
 def _parser() -> argparse.ArgumentParser:

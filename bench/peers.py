@@ -1,7 +1,7 @@
 """The same weights and load through HTTP, one server after the other: `python -m bench.peers --model DIR`.
 
 steploop, `transformers serve` with continuous batching, and llama.cpp's llama-server (`make peers` builds it). A server
-that is not installed is said and left out, never guessed at. Compare only figures of one run on a quiet machine: the
+that is not installed is reported and left out. Compare only figures of one run on a quiet machine: the
 machine's ceilings are measured first, and the share is of what they allow for this load (bench/limits.py).
 
 A fresh process for each part: closed loops of 1, 8 and 32 clients; 8 streams while a long prompt prefills; a client

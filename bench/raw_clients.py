@@ -147,8 +147,11 @@ class _Connection:
         self._num_begun = 0
         self._open: dict[int, _Answer] = {}  # by stream id
         self._end = LAST_CHUNK if load.num_tokens else HEALTH_END  # of an answer over HTTP/1.1
-        method, path = ("POST", CHAT_PATH) if load.num_tokens else ("GET", HEALTH_PATH)
-        self._http1, self._head = http1_request(method, path, self._body), request_head(method, path)
+        if load.num_tokens:
+            self._http1, self._head = http1_request("POST", CHAT_PATH, self._body), request_head("POST", CHAT_PATH)
+        else:
+            self._http1 = encode_request("GET", HEALTH_PATH, "127.0.0.1", {})
+            self._head = request_head("GET", HEALTH_PATH)
         self.socket.sendall((OPENING if load.is_http2 else b"") + self._requests())
 
     @property

@@ -517,7 +517,7 @@ class ServerConfig:
     max_refused_streams: int = _CONNECTION.limit(
         "http2.num_refused",
         _count(1, 65_536),
-        "HTTP/2: streams beyond those that are refused in a row; more end the connection",
+        "HTTP/2: streams refused in a row; more end the connection",
     )
     max_heads_bytes: int = _CONNECTION.limit(
         "http2.heads_bytes",
@@ -549,7 +549,7 @@ class ServerConfig:
     max_empty_frames: int = _CONNECTION.limit(
         "http2.frames.num_overhead_frames",
         _count(_LEAST_EMPTY_FRAMES, 1_000_000),
-        "almost empty frames, and HTTP/1.1 chunks, beyond those that the content beside them earns",
+        "almost empty frames, and HTTP/1.1 chunks, beyond what the content beside them allows",
     )
     max_control_output_bytes: int = _CONNECTION.limit(
         "max_control_bytes",
@@ -638,8 +638,8 @@ class ServerConfig:
             passed: sockets that systemd passed to this process.
 
         Raises:
-            StartupError: a bind is for proxies, and no proxy that could reach it is trusted; or --host and --port name
-                the address of a --bind.
+            StartupError: a bind is for proxies, and no proxy that could reach it is trusted; or --port and a --bind
+                name the same port.
         """
         trusted = {proxy == UNIX for proxy in self.trusted_proxies}
         for bind in self.binds:
@@ -651,9 +651,10 @@ class ServerConfig:
         if not is_given and (self.binds or passed):
             return self.binds
         own = TcpAddress(self.host, self.port)
-        if self.port and any(bind.address == own for bind in self.binds):
-            cause = f"--host and --port name {own}, and so does a --bind"
-            raise StartupError(cause, f"leave --port {self.port} out, or the --bind", ExitCode.CONFIGURATION)
+        for bind in self.binds:
+            if isinstance(bind.address, TcpAddress) and _overlap(own, bind.address):
+                cause = f"--host and --port name {own}, and --bind {bind.address} the same port"
+                raise StartupError(cause, f"leave --port {own.port} out, or the --bind", ExitCode.CONFIGURATION)
         return (Bind(own), *self.binds)
 
     def to_engine_config(self) -> EngineConfig:
@@ -689,6 +690,12 @@ class ServerConfig:
                 cause = f"--kv-offload-memory and {asked}: the ranks keep no keys and values in host memory"
                 found.append((cause, "leave one of them out"))
         return found
+
+
+def _overlap(one: TcpAddress, other: TcpAddress) -> bool:
+    """Two sockets cannot listen on both."""
+    is_wildcard = {one.host, other.host} & {"", "0.0.0.0", "::"} and (":" in one.host) == (":" in other.host)
+    return one.port == other.port != 0 and (one.host == other.host or bool(is_wildcard))
 
 
 def _kinds(address: AnyAddress, passed: Sequence[PassedSocket]) -> set[bool]:

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -20,7 +21,7 @@ from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.types import StepDelivery
-from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, byte_progress, count_progress
+from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
@@ -60,7 +61,7 @@ def model_path(config: ServerConfig, fetches: bool = True) -> Path:
     if isinstance(config.model, HubId):
         if not fetches:
             return cached(environment_hub(), config.model)
-        with byte_progress(_progress_stream(), f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
+        with progress(_progress_stream(), f"fetching {config.model}", True, MIN_FETCHED_BYTES) as report_bytes:
             return fetch(environment_hub(), config.model, report_bytes)
     return config.model or DEMO_DIRECTORY
 
@@ -148,8 +149,8 @@ def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) ->
     from gpu.parallel.runner import load_parallel_runner
 
     with (
-        byte_progress(_progress_stream(), "loading weights", MIN_LOADED_BYTES) as report_bytes,
-        count_progress(_progress_stream(), "capturing CUDA graphs") as report_graphs,
+        progress(_progress_stream(), "loading weights", True, MIN_LOADED_BYTES) as report_bytes,
+        progress(_progress_stream(), "capturing CUDA graphs") as report_graphs,
     ):
         if engine.tensor_parallel == 1:
             return load_runner(files.path, model, engine, report_bytes, report_graphs)
@@ -159,9 +160,9 @@ def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) ->
 def _progress_stream() -> TextIO:
     """Where progress is shown: a server's log, unless stderr is a terminal."""
     is_logged = any(isinstance(handler, LogHandler) for handler in logging.getLogger().handlers)
-    return (
-        cast(TextIO, LoggedLines(logging.getLogger(__name__))) if is_logged and not sys.stderr.isatty() else sys.stderr
-    )
+    if sys.stderr.isatty() or not is_logged:
+        return sys.stderr
+    return cast(TextIO, LoggedLines(logging.getLogger(__name__)))
 
 
 # What `doctor` and `serve --estimate` tell.
@@ -199,7 +200,11 @@ def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
         choice = choose_device(replace(engine, device="cpu"))
         device = [Fact("device", "none", error)]
     apply_threads(choice)
-    measured = measured_here(choice, _readable_model_config(config))
+    model = None
+    with suppress(StartupError):  # the model is not here, or its configuration is not supported
+        path = model_path(config, fetches=False)
+        model = parse_config(path, read_model_config(path))
+    measured = measured_here(choice, model)
     total, free = total_memory_bytes(choice.device), free_memory_bytes(choice.device)
     return (
         *device,
@@ -209,15 +214,6 @@ def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
         Fact("memory", f"{format_size(total)}, {format_size(free)} free"),
         Fact("memory bandwidth", f"{measure_bandwidth(choice.device) / 1e9:.1f} GB/s read"),
     )
-
-
-def _readable_model_config(config: ServerConfig) -> ModelConfig | None:
-    """None: the model is not here, or its configuration is not supported."""
-    try:
-        path = model_path(config, fetches=False)
-        return parse_config(path, read_model_config(path))
-    except StartupError:
-        return None
 
 
 def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:

@@ -49,16 +49,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("preset", "millions"), [("qwen2.5-0.5b", 387), ("qwen3-0.6b", 596), ("moe-1b", 1034), ("llama-8b", 8030)]
-)
-def test_presets_have_the_size_that_their_name_says(preset: str, millions: int) -> None:
-    assert round(num_parameters(PRESETS[preset]) / 1e6) == millions
-
-
-@pytest.mark.parametrize("preset", ["qwen2.5-0.5b", "qwen3-0.6b", "llama-8b"])
-def test_dense_presets_count_as_the_server_counts(preset: str) -> None:
-    assert num_parameters(PRESETS[preset]) == parse_model_config(PRESETS[preset]).num_parameters
+def test_presets_have_the_size_that_their_name_says_and_count_as_the_server_counts() -> None:
+    millions = {"qwen2.5-0.5b": 387, "qwen3-0.6b": 596, "moe-1b": 1034, "llama-8b": 8030}
+    assert {name: round(num_parameters(config) / 1e6) for name, config in PRESETS.items()} == millions
+    for name in ("qwen2.5-0.5b", "qwen3-0.6b", "llama-8b"):
+        assert num_parameters(PRESETS[name]) == parse_model_config(PRESETS[name]).num_parameters
+    names = [name for name, _ in tensor_shapes(MOE_1B)]
+    assert len(names) == len(set(names))
+    experts = [name for name in names if ".mlp.experts." in name]
+    assert len(experts) == MOE_1B["num_hidden_layers"] * MOE_1B["num_experts"] * 3
 
 
 @pytest.mark.parametrize(
@@ -99,13 +98,9 @@ def test_the_runner_and_transformers_agree_on_a_generated_model(tiny_model: Path
     assert not set(expected) & set(range(len(SPECIAL_TOKENS)))
 
 
-def test_the_server_reads_template_and_ends(tiny_model: Path) -> None:
-    files = read_model_files(tiny_model)
-    assert files.eos_ids == (SPECIAL_TOKENS.index("<|im_end|>"),)
+def test_the_server_reads_template_and_ends_and_special_tokens_alone_are_zero(tiny_model: Path) -> None:
+    assert read_model_files(tiny_model).eos_ids == (SPECIAL_TOKENS.index("<|im_end|>"),)
     assert (tiny_model / "chat_template.jinja").read_text().startswith("{% for message in messages %}")
-
-
-def test_special_tokens_have_zeros_in_the_head_and_no_other_rows_have(tiny_model: Path) -> None:
     with safe_open(tiny_model / "model.safetensors", framework="pt") as reader:
         is_zero = (reader.get_tensor("model.embed_tokens.weight") == 0).all(dim=1)
     assert is_zero.nonzero().flatten().tolist() == list(range(len(SPECIAL_TOKENS)))
@@ -142,13 +137,6 @@ def test_tokenizers_have_exactly_the_ids_asked_for_and_give_text_back(vocab_size
 def test_a_vocabulary_without_room_for_all_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="no room"):
         make_tokenizer(200)
-
-
-def test_experts_are_listed_for_each_layer() -> None:
-    names = [name for name, _ in tensor_shapes(MOE_1B)]
-    assert len(names) == len(set(names))
-    experts = [name for name in names if ".mlp.experts." in name]
-    assert len(experts) == MOE_1B["num_hidden_layers"] * MOE_1B["num_experts"] * 3
 
 
 def test_a_directory_with_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from server.values import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import ProgressColumn
 
 MIN_LOADED_BYTES = 64 * 2**20  # shown from here on: a tenth of a second of reading
 MIN_FETCHED_BYTES = 2**20
@@ -45,41 +44,15 @@ def take_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def byte_progress(stream: TextIO, what: str, min_shown: int) -> contextlib.AbstractContextManager[ReportProgress]:
+@contextlib.contextmanager
+def progress(stream: TextIO, what: str, is_bytes: bool = False, min_shown: int = 0) -> Iterator[ReportProgress]:
     """Give a function to report progress to: a terminal shows a bar until the end, other streams a line per tenth.
 
     Args:
         what: is done, e.g. "loading weights".
-        min_shown: bytes in all; less takes no time and is not shown.
+        is_bytes: reported numbers are bytes.
+        min_shown: in all; less is not shown.
     """
-
-    def columns() -> "tuple[ProgressColumn, ...]":
-        from rich.progress import DownloadColumn, TransferSpeedColumn
-
-        return DownloadColumn(binary_units=True), TransferSpeedColumn()
-
-    return _progress(stream, what, min_shown, columns, format_size)
-
-
-def count_progress(stream: TextIO, what: str) -> contextlib.AbstractContextManager[ReportProgress]:
-    """As byte_progress, for things that are counted."""
-
-    def columns() -> "tuple[ProgressColumn, ...]":
-        from rich.progress import MofNCompleteColumn
-
-        return (MofNCompleteColumn(),)
-
-    return _progress(stream, what, 0, columns, str)
-
-
-@contextlib.contextmanager
-def _progress(
-    stream: TextIO,
-    what: str,
-    min_shown: int,
-    columns: Callable[[], "tuple[ProgressColumn, ...]"],
-    show_number: Callable[[int], str],
-) -> Iterator[ReportProgress]:
     with contextlib.ExitStack() as stack:
         show: ReportProgress | None = None
 
@@ -88,20 +61,21 @@ def _progress(
             if num_total < min_shown:
                 return
             if show is None:
-                show = _bar(stream, what, columns(), stack) if stream.isatty() else _tenths(stream, what, show_number)
+                is_terminal = stream.isatty()
+                show = _bar(stream, what, is_bytes, stack) if is_terminal else _tenths(stream, what, is_bytes)
             show(num_done, num_total)
 
         yield report
 
 
-def _bar(
-    stream: TextIO, what: str, columns: "tuple[ProgressColumn, ...]", stack: contextlib.ExitStack
-) -> ReportProgress:
+def _bar(stream: TextIO, what: str, is_bytes: bool, stack: contextlib.ExitStack) -> ReportProgress:
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    every = (TextColumn(what), BarColumn(), *columns, TimeRemainingColumn())
-    bar = stack.enter_context(Progress(*every, console=Console(file=stream), transient=True))
+    numbers = (rich.DownloadColumn(binary_units=True), rich.TransferSpeedColumn())
+    columns = numbers if is_bytes else (rich.MofNCompleteColumn(),)
+    every = (rich.TextColumn(what), rich.BarColumn(), *columns, rich.TimeRemainingColumn())
+    bar = stack.enter_context(rich.Progress(*every, console=Console(file=stream), transient=True))
     task = bar.add_task("", total=None)
 
     def show(num_done: int, num_total: int) -> None:
@@ -112,9 +86,10 @@ def _bar(
     return show
 
 
-def _tenths(stream: TextIO, what: str, show_number: Callable[[int], str]) -> ReportProgress:
+def _tenths(stream: TextIO, what: str, is_bytes: bool) -> ReportProgress:
     """A line for each tenth that is reached; a jump over several tenths is one line."""
     num_shown = 0
+    show_number: Callable[[int], str] = format_size if is_bytes else str
 
     def show(num_done: int, num_total: int) -> None:
         nonlocal num_shown

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ WINDOW_SETTING = 4
 CANCEL_CODE = (8).to_bytes(4, "big")
 MOST_WINDOW = (2**30).to_bytes(4, "big")
 
-Way = Callable[[], Awaitable[None]]
+Script = Iterator[tuple[bytes, float]]
 
 
 def chat_body(max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -158,20 +158,6 @@ class ClientStorm:
         self._port = port
         self._random = random.Random(seed)
         self._left = num_requests
-        self._ways: list[Way] = [
-            self._shut_windows,
-            self._shut_windows,
-            self._reset_streams,
-            self._cut_upload,
-            self._cut_http2_upload,
-            self._hurry,
-            self._hurry,
-            self._pipeline,
-            self._read_nothing,
-            self._dribble,
-            self._talk_nonsense,
-            self._break_framing,
-        ]
 
     async def run(self) -> None:
         """Until as many well-behaved requests have been asked."""
@@ -234,10 +220,22 @@ class ClientStorm:
     # Those who do not
 
     async def _misbehave(self) -> None:
+        ways = (self._shut_windows, self._shut_windows, self._hurry, self._hurry, self._reset_streams, self._cut_upload)
+        ways += (self._cut_http2_upload, self._pipeline, self._read_nothing, self._dribble, self._talk_nonsense)
+        ways += (self._break_framing,)
         while True:
-            way = self._random.choice(self._ways)
-            with suppress(OSError, asyncio.IncompleteReadError):  # they are cut off, as they deserve
-                await way()
+            way = self._random.choice(ways)
+            receives_little = way in (self._read_nothing, self._pipeline) and self._random.random() < 0.7
+            with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):  # they are cut off, as they deserve
+                async with Line(self._port, 4096 if receives_little else None) as line:
+                    for data, seconds in way(self._random):
+                        async with asyncio.timeout(STALL_S):
+                            await line.send(data)
+                        if way == self._read_nothing:
+                            await asyncio.sleep(seconds)
+                        else:
+                            await line.read_for(seconds, 64 if receives_little else 65_536)
+                    line.is_reset = self._random.random() < 0.5
             self.done[way.__name__.strip("_").replace("_", " ")] += 1
 
     async def _attack(self) -> None:
@@ -251,108 +249,73 @@ class ClientStorm:
                     await line.read_for(2 * STALL_S)
             self.done["200 streams with shut windows"] += 1
 
-    async def _shut_windows(self) -> None:
-        draw = self._random
-        window = draw.choice((0, 0, 1, 100, 1000, 16_384, 65_535))
+    # Each gives what to send, and for how many seconds to read then.
+
+    def _shut_windows(self, draw: random.Random) -> Script:
         streams = range(1, 2 * draw.randint(1, 20), 2)
-        async with Line(self._port) as line:
-            data = opening(window)
-            data += b"".join(chat_frames(BAD_KEY, chat_body(draw.randint(1, 150), stream=True), one) for one in streams)
-            await line.send(data)
-            await line.read_for(draw.random() * 2 * STALL_S)
-            for one in streams:
-                if draw.random() < 0.5:
-                    more = frame(WINDOW_UPDATE, draw.randint(1, 65_535).to_bytes(4, "big"), 0, one)
-                    await line.send(more + frame(SETTINGS, WINDOW_SETTING.to_bytes(2, "big") + bytes(4)))
-                    await line.read_for(draw.random() * 0.1)
-            line.is_reset = draw.random() < 0.5
+        frames = [chat_frames(BAD_KEY, chat_body(draw.randint(1, 150), stream=True), one) for one in streams]
+        data = opening(draw.choice((0, 0, 1, 100, 1000, 16_384, 65_535))) + b"".join(frames)
+        yield data, draw.random() * 2 * STALL_S
+        for one in streams:
+            if draw.random() < 0.5:
+                more = frame(WINDOW_UPDATE, draw.randint(1, 65_535).to_bytes(4, "big"), 0, one)
+                yield more + frame(SETTINGS, WINDOW_SETTING.to_bytes(2, "big") + bytes(4)), draw.random() * 0.1
 
-    async def _reset_streams(self) -> None:
-        draw = self._random
-        async with Line(self._port) as line:
-            await line.send(opening(draw.choice((0, 100, 2**30))))
-            for one in range(1, 2 * draw.randint(2, 60), 2):
-                await line.send(chat_frames(BAD_KEY, chat_body(draw.randint(1, 100), stream=draw.random() < 0.8), one))
-                await line.read_for(draw.random() * 0.02)
-                if draw.random() < 0.8:
-                    await line.send(frame(RST_STREAM, CANCEL_CODE, 0, one))
-            line.is_reset = draw.random() < 0.5
+    def _reset_streams(self, draw: random.Random) -> Script:
+        yield opening(draw.choice((0, 100, 2**30))), 0.0
+        for one in range(1, 2 * draw.randint(2, 60), 2):
+            body = chat_body(draw.randint(1, 100), stream=draw.random() < 0.8)
+            yield chat_frames(BAD_KEY, body, one), draw.random() * 0.02
+            if draw.random() < 0.8:
+                yield frame(RST_STREAM, CANCEL_CODE, 0, one), 0.0
 
-    async def _cut_upload(self) -> None:
-        draw = self._random
+    def _cut_upload(self, draw: random.Random) -> Script:
         data = post_bytes(CHAT, chat_body(20, stream=True, user="u" * draw.choice((1, 30_000))), api_key=BAD_KEY)
-        async with Line(self._port) as line:
-            await line.send(data[: draw.randrange(len(data))])
-            await line.read_for(draw.random() * 2.5)
-            line.is_reset = draw.random() < 0.5
+        yield data[: draw.randrange(len(data))], draw.random() * 2.5
 
-    async def _cut_http2_upload(self) -> None:
-        draw = self._random
+    def _cut_http2_upload(self, draw: random.Random) -> Script:
         content = json.dumps(chat_body(20, stream=True)).encode()
-        async with Line(self._port) as line:
-            await line.send(opening(draw.choice((0, 2**30))))
-            for one in range(1, 2 * draw.randint(1, 8), 2):
-                part = content[: draw.randrange(1, len(content))]
-                flags = END_STREAM if draw.random() < 0.2 else 0
-                sent = frame(HEADERS, head(BAD_KEY), END_HEADERS, one) + frame(DATA, part, flags, one)
-                await line.send(sent[: draw.randrange(len(sent))] if draw.random() < 0.1 else sent)
-            await line.read_for(draw.random() * 2.5)
+        yield opening(draw.choice((0, 2**30))), 0.0
+        for one in range(1, 2 * draw.randint(1, 8), 2):
+            part = content[: draw.randrange(1, len(content))]
+            flags = END_STREAM if draw.random() < 0.2 else 0
+            sent = frame(HEADERS, head(BAD_KEY), END_HEADERS, one) + frame(DATA, part, flags, one)
+            yield sent[: draw.randrange(len(sent))] if draw.random() < 0.1 else sent, 0.0
+        yield b"", draw.random() * 2.5
 
-    async def _hurry(self) -> None:
-        draw = self._random
+    def _hurry(self, draw: random.Random) -> Script:
         deadlines = {draw.choice(("total_ms", "ttft_ms", "inter_token_ms")): draw.choice((1, 2, 5, 20, 100, 1000))}
         body = chat_body(draw.randint(1, 150), stream=draw.random() < 0.7, deadlines=deadlines)
-        async with Line(self._port) as line:
-            if draw.random() < 0.5:
-                await line.send(post_bytes(CHAT, body, api_key=BAD_KEY))
-            else:
-                streams = range(1, 2 * draw.randint(1, 10), 2)
-                data = b"".join(chat_frames(BAD_KEY, body, one) for one in streams)
-                await line.send(opening(draw.choice((0, 1000, 2**30))) + data)
-            await line.read_for(draw.random())
+        if draw.random() < 0.5:
+            yield post_bytes(CHAT, body, api_key=BAD_KEY), draw.random()
+        else:
+            streams = range(1, 2 * draw.randint(1, 10), 2)
+            data = b"".join(chat_frames(BAD_KEY, body, one) for one in streams)
+            yield opening(draw.choice((0, 1000, 2**30))) + data, draw.random()
 
-    async def _pipeline(self) -> None:
-        draw = self._random
-        async with Line(self._port, draw.choice((None, 4096))) as line:
-            data = post_bytes(CHAT, chat_body(draw.randint(1, 40), stream=draw.random() < 0.5), api_key=BAD_KEY)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STALL_S):
-                    await line.send(data * draw.randint(2, 60))
-            await line.read_for(draw.random() * 2 * STALL_S, draw.choice((64, 65_536)))
-            line.is_reset = draw.random() < 0.5
+    def _pipeline(self, draw: random.Random) -> Script:
+        data = post_bytes(CHAT, chat_body(draw.randint(1, 40), stream=draw.random() < 0.5), api_key=BAD_KEY)
+        yield data * draw.randint(2, 60), draw.random() * 2 * STALL_S
 
-    async def _read_nothing(self) -> None:
-        draw = self._random
-        async with Line(self._port, 4096) as line:
-            await line.send(post_bytes(CHAT, chat_body(200, n=draw.choice((1, 4)), stream=True), api_key=BAD_KEY))
-            await asyncio.sleep(draw.random() * 2 * STALL_S)
-            line.is_reset = draw.random() < 0.5
+    def _read_nothing(self, draw: random.Random) -> Script:
+        body = chat_body(200, n=draw.choice((1, 4)), stream=True)
+        yield post_bytes(CHAT, body, api_key=BAD_KEY), draw.random() * 2 * STALL_S
 
-    async def _dribble(self) -> None:
-        draw = self._random
+    def _dribble(self, draw: random.Random) -> Script:
         data = post_bytes(CHAT, chat_body(5, stream=True), api_key=BAD_KEY)
-        end = asyncio.get_running_loop().time() + 2.5
-        async with Line(self._port) as line:
-            while data and asyncio.get_running_loop().time() < end:
-                size = draw.randint(1, 20)
-                await line.send(data[:size])
-                data = data[size:]
-                await line.read_for(draw.random() * 0.1)
+        while data:
+            size = draw.randint(1, 20)
+            yield data[:size], draw.random() * 0.1
+            data = data[size:]
 
-    async def _talk_nonsense(self) -> None:
-        draw = self._random
-        async with Line(self._port) as line:
-            await line.send(draw.choice((b"", b"GET / HTTP/1.1\r\n", PREFACE)) + draw.randbytes(draw.randint(1, 2000)))
-            await line.read_for(draw.random() * 2.5)
+    def _talk_nonsense(self, draw: random.Random) -> Script:
+        begins = draw.choice((b"", b"GET / HTTP/1.1\r\n", PREFACE))
+        yield begins + draw.randbytes(draw.randint(1, 2000)), draw.random() * 2.5
 
-    async def _break_framing(self) -> None:
-        draw = self._random
-        async with Line(self._port) as line:
-            await line.send(opening(2**30) + chat_frames(BAD_KEY, chat_body(60, stream=True), 1))
-            await line.read_for(draw.random() * 0.2)
-            kind, flags, stream_id = draw.randrange(12), draw.randrange(256), draw.choice((0, 1, 2, 3, 2**31 - 1))
-            await line.send(frame(kind, draw.randbytes(draw.choice((0, 4, 5, 8, 100))), flags, stream_id))
-            await line.read_for(draw.random())
+    def _break_framing(self, draw: random.Random) -> Script:
+        yield opening(2**30) + chat_frames(BAD_KEY, chat_body(60, stream=True), 1), draw.random() * 0.2
+        kind, flags, stream_id = draw.randrange(12), draw.randrange(256), draw.choice((0, 1, 2, 3, 2**31 - 1))
+        yield frame(kind, draw.randbytes(draw.choice((0, 4, 5, 8, 100))), flags, stream_id), draw.random()
 
 
 def _judge(status: int, content: bytes, body: dict[str, Any]) -> str:

@@ -77,16 +77,16 @@ def test_banner_is_short_and_has_a_command_that_answers_when_pasted(
 
 @needs_curl
 @each_protocol
-def test_curl_streams_events(server: ServerProcess, flag: str) -> None:
+def test_curl_streams_events_and_reads_why_an_upload_is_refused_before_its_end(
+    server: ServerProcess, flag: str
+) -> None:
     text = curl(server, PATH, flag, content=CHAT | {"stream": True})
     assert is_whole(text)
     assert all(event.startswith("data: ") for event in text.strip().split("\n\n"))
-
-
-@needs_curl
-def test_body_is_sent_after_100_continue(server: ServerProcess) -> None:
-    output = curl(server, PATH, "-i", "-H", "expect: 100-continue", content=CHAT)
-    assert output.startswith("HTTP/1.1 100 Continue\n\nHTTP/1.1 200 OK\n"), output
+    answer = curl(
+        server, "/v1/nowhere", flag, "-w", "%{http_code}", content="x" * 1_000_000
+    )  # more than a window holds
+    assert answer.endswith("404"), answer
 
 
 @needs_curl
@@ -95,19 +95,9 @@ def test_curls_ways_of_asking_get_one_answer(server: ServerProcess) -> None:
     answers = [json.loads(curl(server, PATH, *flags, content=CHAT)) for flags in ways]
     assert all(answer["usage"]["completion_tokens"] == 5 for answer in answers)
     assert all(answer["choices"] == answers[0]["choices"] for answer in answers)
-
-
-@needs_curl
-def test_head_of_a_known_path_has_no_body(server: ServerProcess) -> None:
+    output = curl(server, PATH, "-i", "-H", "expect: 100-continue", content=CHAT)
+    assert output.startswith("HTTP/1.1 100 Continue\n\nHTTP/1.1 200 OK\n"), output
     assert curl(server, "/v1/models", "--head").startswith("HTTP/1.1 200 OK")
-
-
-@needs_curl
-@each_protocol
-def test_upload_that_is_refused_before_its_end_reads_why(server: ServerProcess, flag: str) -> None:
-    """More of it than a window holds."""
-    answer = curl(server, "/v1/nowhere", flag, "-w", "%{http_code}", content="x" * 1_000_000)
-    assert answer.endswith("404"), answer
 
 
 @needs_curl
@@ -152,28 +142,20 @@ def test_curl_that_is_interrupted_frees_its_blocks(server: ServerProcess, flag: 
 
 
 @needs_nghttp
-def test_nghttp_and_its_priorities(server: ServerProcess) -> None:
+def test_nghttp_and_its_priorities_and_an_upgrade_with_a_body(server: ServerProcess, tmp_path: Path) -> None:
     output = run("nghttp", "-nv", "-m", "10", f"{server.url}/health")
     assert output.count(":status: 200") == 10
     assert "RST_STREAM" not in output
-
-
-@needs_nghttp
-def test_nghttp_upgrades_with_a_body(server: ServerProcess, tmp_path: Path) -> None:
     (tmp_path / "chat.json").write_text(json.dumps(CHAT))
     command = ("nghttp", "-u", "-H", "content-type: application/json", "-d", str(tmp_path / "chat.json"))
     assert json.loads(run(*command, server.url + PATH))["usage"]["completion_tokens"] == 5
 
 
 @needs_nghttp
-@pytest.mark.parametrize("num_streams", [1, 16, 256])
-def test_h2load_loses_nothing(server: ServerProcess, num_streams: int) -> None:
-    output = run("h2load", "-n", "1000", "-c", "2", "-m", str(num_streams), f"{server.url}/health")
-    assert "1000 succeeded, 0 failed, 0 errored, 0 timeout" in output, output
-
-
-@needs_nghttp
-def test_h2load_posts_streams(server: ServerProcess, tmp_path: Path) -> None:
+def test_h2load_loses_nothing(server: ServerProcess, tmp_path: Path) -> None:
+    for num_streams in (1, 16, 256):
+        output = run("h2load", "-n", "1000", "-c", "2", "-m", str(num_streams), f"{server.url}/health")
+        assert "1000 succeeded, 0 failed, 0 errored, 0 timeout" in output, output
     (tmp_path / "body.json").write_text(json.dumps(STREAM | {"max_tokens": 10}))
     command = ("h2load", "-n", "64", "-c", "2", "-m", "16", "-H", "content-type: application/json")
     output = run(*command, "-d", str(tmp_path / "body.json"), server.url + PATH)
@@ -182,14 +164,16 @@ def test_h2load_posts_streams(server: ServerProcess, tmp_path: Path) -> None:
 
 
 @needs("node", "nodejs")
-def test_node_http2_streams_and_resets(server: ServerProcess) -> None:
+def test_node_streams_and_leaves_by_http2_and_by_fetch(server: ServerProcess) -> None:
     num_before = server.metrics()["steploop_disconnects_total"]
     told = json.loads(run("node", str(CLIENTS / "http2.mjs"), server.url, json.dumps(STREAM)))
-    assert (told["whole"]["status"], told["whole"]["code"]) == (200, 0)
-    assert is_whole(told["whole"]["text"])
-    assert (told["reset"]["status"], told["reset"]["code"]) == (200, 8)
-    assert not is_whole(told["reset"]["text"])
+    assert [(told[name]["status"], told[name]["code"]) for name in ("whole", "reset")] == [(200, 0), (200, 8)]
+    assert [is_whole(told[name]["text"]) for name in ("whole", "reset")] == [True, False]
     server.wait_metric("steploop_disconnects_total", num_before + 1)
+    told = json.loads(run("node", str(CLIENTS / "fetch.mjs"), server.url, json.dumps(STREAM)))
+    assert (told["whole"]["status"], told["aborted"]["error"]) == (200, "AbortError")
+    assert [is_whole(told[name]["text"]) for name in ("whole", "aborted")] == [True, False]
+    server.wait_metric("steploop_disconnects_total", num_before + 2)
 
 
 @pytest.mark.slow
@@ -204,17 +188,6 @@ def test_node_speaks_http2_and_fetches_over_tls(tls_server: tuple[ServerProcess,
     environment = {"NODE_EXTRA_CA_CERTS": str(certificate)}
     told = json.loads(run("node", str(CLIENTS / "fetch.mjs"), url, json.dumps(STREAM), **environment))
     assert is_whole(told["whole"]["text"])
-
-
-@needs("node", "nodejs")
-def test_node_fetch_streams_and_aborts(server: ServerProcess) -> None:
-    num_before = server.metrics()["steploop_disconnects_total"]
-    told = json.loads(run("node", str(CLIENTS / "fetch.mjs"), server.url, json.dumps(STREAM)))
-    assert told["whole"]["status"] == 200
-    assert is_whole(told["whole"]["text"])
-    assert told["aborted"]["error"] == "AbortError"
-    assert not is_whole(told["aborted"]["text"])
-    server.wait_metric("steploop_disconnects_total", num_before + 1)
 
 
 @pytest.mark.slow

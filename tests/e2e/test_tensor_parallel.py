@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from core.errors import ExitCode
 from tests.e2e.conftest import MODEL
 from tests.e2e.polling import wait_for
@@ -83,21 +85,18 @@ def test_a_rank_that_is_killed_ends_every_stream_with_an_error_event(spawn: Spaw
     assert server.wait_exit() == ExitCode.ENGINE, server.log_tail
 
 
-def test_ranks_end_with_the_server_however_it_ends(spawn: Spawn) -> None:
+@pytest.mark.parametrize("is_told", [True, False], ids=["SIGTERM", "killed"])
+def test_ranks_end_with_the_server_however_it_ends(spawn: Spawn, is_told: bool) -> None:
     server = spawn("--tensor-parallel", "2")
     follower = follower_of(server)
     os.kill(follower, signal.SIGTERM)  # as systemd sends it to all: the server drains, its ranks go on
     assert post(server.port, COMPLETIONS, ASKED).status == 200
-    server.kill()
-    wait_for(lambda: has_ended(follower), lambda: f"the end of rank 1, process {follower}")
-
-
-def test_a_server_that_is_told_to_stop_ends_its_ranks_and_well(spawn: Spawn) -> None:
-    server = spawn("--tensor-parallel", "2")
-    follower = follower_of(server)
-    server.send_signal(signal.SIGTERM)
-    assert server.wait_exit() == ExitCode.OK, server.log_tail
-    assert "Traceback" not in server.log
+    if is_told:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == ExitCode.OK, server.log_tail
+        assert "Traceback" not in server.log
+    else:
+        server.kill()
     wait_for(lambda: has_ended(follower), lambda: f"the end of rank 1, process {follower}")
 
 

@@ -1,4 +1,4 @@
-"""What computes what: known for a machine and a model and told in words, or measured, kept and served."""
+"""What computes what: known for a machine and a model, or measured, kept and served; and its description."""
 
 import dataclasses
 from collections.abc import Callable
@@ -59,6 +59,7 @@ LARGE = ModelConfig(
     rope=RopeConfig(1_000_000.0),
 )
 SMALL = dataclasses.replace(LARGE, num_layers=1, vocab_size=300)
+VAST = dataclasses.replace(LARGE, vocab_size=2_000_000)
 PROBES = [(make_linear(torch.ones(8, 4), None, None), 4), (make_linear(torch.ones(4, 8), None, None), 8)]
 FEW_THEN_ALL = StepThreads(((1, 1), (8, 2)))
 ONE_THREAD = StepThreads(((1, 1), (PREFILL_TOKENS, 2)))
@@ -79,28 +80,30 @@ def tuning(config: ModelConfig = LARGE, choice: DeviceChoice = TWO_CORES) -> Tun
     return Tuning(config, choice, TORCHS, PROBES)
 
 
-def look(found: Any, is_clear: bool = True) -> Measurement[Look[Any]]:
-    """A measurement of one slice."""
-    yield
-    return Look(found, is_clear)
-
-
 def in_a_slice(seconds: float) -> Measurement[float]:
     yield
     return seconds
 
 
+Measure = Callable[..., list[int]]
+
+
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every measurement gives FEW_THEN_ALL; the list has an item for each."""
-    calls: list[int] = []
+def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """Have looks find these, the last one again and again; the list returned has an item for each look."""
 
-    def measure(probes: object, max_threads: int, dtype: torch.dtype) -> Measurement[Look[StepThreads]]:
-        calls.append(max_threads)
-        return look(FEW_THEN_ALL)
+    def found(*threads: StepThreads, is_clear: bool = True) -> list[int]:
+        calls: list[int] = []
 
-    monkeypatch.setattr(tune, "measure_threads", measure)
-    return calls
+        def measure_threads(probes: object, max_threads: int, dtype: torch.dtype) -> Measurement[Look[StepThreads]]:
+            calls.append(max_threads)
+            yield
+            return Look(threads[min(len(calls), len(threads)) - 1], is_clear)
+
+        monkeypatch.setattr(tune, "measure_threads", measure_threads)
+        return calls
+
+    return found
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 1), (7, 1), (8, 2), (2048, 2)])
@@ -123,28 +126,35 @@ def test_measuring_covers_every_step_and_leaves_torchs_threads() -> None:
     assert found.of(PREFILL_TOKENS) == 2
 
 
-@pytest.mark.usefixtures("measured")
-def test_what_was_asked_for_holds_for_every_step() -> None:
+def test_what_was_asked_for_holds_for_every_step_and_a_small_model_is_not_measured(
+    measure: Measure, cache: Path
+) -> None:
+    calls = measure(FEW_THEN_ALL)
     asked = dataclasses.replace(TWO_CORES, threads=5, are_threads_asked=True)
     assert tuning(choice=asked).measured == Measured(StepThreads(((1, 5),)))
-
-
-def test_a_small_model_is_not_measured(measured: list[int], cache: Path) -> None:
     assert tuning(SMALL).measured == Measured(StepThreads(((1, 1), (tune.SMALL_MODEL_TOKENS, 2))))
-    assert not measured
-    assert not cache.exists()
+    assert (calls, cache.exists()) == ([], False)
 
 
-def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int], cache: Path) -> None:
+def test_a_large_model_is_measured_once_per_machine_and_shape_until_it_is_forgotten(
+    measure: Measure, cache: Path
+) -> None:
+    calls = measure(FEW_THEN_ALL)
     assert [tuning(LARGE).measured for _ in range(2)] == [Measured(FEW_THEN_ALL)] * 2
-    assert len(measured) == LOOKS
-    tuning(dataclasses.replace(LARGE, intermediate_size=4096))
+    assert len(calls) == LOOKS
+    other = dataclasses.replace(LARGE, intermediate_size=4096)
+    tuning(other)
     tuning(choice=dataclasses.replace(TWO_CORES, threads=4))
-    assert measured == [2] * 2 * LOOKS + [4] * LOOKS
+    assert calls == [2] * 2 * LOOKS + [4] * LOOKS
     assert len(measured_here(TWO_CORES, None)) == 2
     assert list(measured_here(TWO_CORES, LARGE).values()) == [Measured(FEW_THEN_ALL)]
     assert not measured_here(TWO_CORES, dataclasses.replace(LARGE, hidden_size=LARGE.hidden_size * 10))
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]
+    forget_measured(TWO_CORES, LARGE)
+    assert measured_here(TWO_CORES, LARGE) == {}
+    assert len(measured_here(TWO_CORES, other)) == 1
+    tuning(LARGE)
+    assert len(calls) == 4 * LOOKS
 
 
 @pytest.mark.parametrize(
@@ -164,7 +174,8 @@ def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int
         b'{"machine": {"shape": {"few": true}}}',
     ],
 )
-def test_a_broken_file_is_as_none_and_is_replaced(content: bytes, measured: list[int], cache: Path) -> None:
+def test_a_broken_file_is_ignored_and_replaced(content: bytes, measure: Measure, cache: Path) -> None:
+    measure(FEW_THEN_ALL)
     cache.parent.mkdir(parents=True)
     cache.write_bytes(content)
     assert read_measured() == {}
@@ -173,35 +184,25 @@ def test_a_broken_file_is_as_none_and_is_replaced(content: bytes, measured: list
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
-    measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calls = measure(FEW_THEN_ALL)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert tuning(LARGE).measured == Measured(FEW_THEN_ALL)
-    assert measured == [2] * LOOKS
+    assert calls == [2] * LOOKS
 
 
-def test_what_was_measured_beside_others_is_not_settled(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "load_average", lambda: 2.1)
-    unsettled = Measured(FEW_THEN_ALL, is_settled=False)
-    assert [tuning(LARGE).measured for _ in range(2)] == [unsettled] * 2
-    assert len(measured) == 2 * LOOKS
-    assert list(measured_here(TWO_CORES, LARGE).values()) == [unsettled]
-    assert str(unsettled).endswith("; not settled yet")
-
-
-def test_what_two_looks_do_not_agree_on_is_measured_again_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [FEW_THEN_ALL, ONE_THREAD, ONE_THREAD, ONE_THREAD]
-    monkeypatch.setattr(tune, "measure_threads", lambda *_: look(looks.pop(0)))
+def test_what_two_looks_do_not_agree_on_is_measured_again_at_the_next_start(measure: Measure) -> None:
+    calls = measure(FEW_THEN_ALL, ONE_THREAD)
     assert tuning(LARGE).measured == Measured(FEW_THEN_ALL, is_settled=False)
     for _ in range(2):
         assert tuning(LARGE).measured == Measured(ONE_THREAD)
-    assert looks == []
+    assert len(calls) == 2 * LOOKS
 
 
-def test_threads_that_two_looks_agree_on_while_idle_serve_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [FEW_THEN_ALL, ONE_THREAD, FEW_THEN_ALL, ONE_THREAD, ONE_THREAD]
-    monkeypatch.setattr(tune, "measure_threads", lambda *_: look(looks.pop(0)))
+def test_threads_that_two_looks_agree_on_while_idle_serve_at_once(measure: Measure) -> None:
+    measure(FEW_THEN_ALL, ONE_THREAD, FEW_THEN_ALL, ONE_THREAD)
     measuring_again = tuning()
     assert len(list(measuring_again.look_again())) == 3
     assert measuring_again.measured == Measured(ONE_THREAD)
@@ -209,14 +210,8 @@ def test_threads_that_two_looks_agree_on_while_idle_serve_at_once(monkeypatch: p
     assert list(measuring_again.look_again()) == []
 
 
-def test_what_stays_within_noise_is_not_measured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[None] = []
-
-    def measure(*_: object) -> Measurement[Look[StepThreads]]:
-        calls.append(None)
-        return look(FEW_THEN_ALL, is_clear=False)
-
-    monkeypatch.setattr(tune, "measure_threads", measure)
+def test_what_stays_within_noise_is_not_measured_for_ever(measure: Measure) -> None:
+    calls = measure(FEW_THEN_ALL, is_clear=False)
     measuring_again = tuning()
     for _ in range(IDLE_LOOKS):
         interrupted = measuring_again.look_again()
@@ -227,15 +222,17 @@ def test_what_stays_within_noise_is_not_measured_for_ever(monkeypatch: pytest.Mo
     assert measuring_again.measured == Measured(FEW_THEN_ALL, is_settled=False)
 
 
-def test_no_look_is_spent_on_a_machine_where_others_compute(
-    measured: list[int], monkeypatch: pytest.MonkeyPatch
+def test_beside_others_nothing_settles_and_no_idle_look_is_spent(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = 2.1
+    calls, load, unsettled = measure(FEW_THEN_ALL), 2.1, Measured(FEW_THEN_ALL, is_settled=False)
     monkeypatch.setattr(tune, "load_average", lambda: load)
+    assert [tuning(LARGE).measured for _ in range(2)] == [unsettled] * 2
+    assert list(measured_here(TWO_CORES, LARGE).values()) == [unsettled]
     measuring_again = tuning()
     for _ in range(IDLE_LOOKS + 1):
         assert list(measuring_again.look_again()) == []
-    assert len(measured) == LOOKS
+    assert len(calls) == 3 * LOOKS
     load = 1.9
     assert len(list(measuring_again.look_again())) == 1
     assert measuring_again.measured == Measured(FEW_THEN_ALL)
@@ -255,17 +252,6 @@ def test_matmuls_that_take_long_are_timed_in_slices(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tune, "SLICE_S", 0.0)
     slices = seconds_of(PROBES, 1, torch.get_num_threads(), torch.float32)
     assert sum(1 for _ in slices) == tune.ROUNDS * len(PROBES) + 1
-
-
-def test_what_is_forgotten_of_a_model_is_measured_anew(measured: list[int]) -> None:
-    other = dataclasses.replace(LARGE, hidden_size=1024, intermediate_size=8192)
-    for config in (LARGE, other):
-        tuning(config)
-    forget_measured(TWO_CORES, LARGE)
-    assert measured_here(TWO_CORES, LARGE) == {}
-    assert len(measured_here(TWO_CORES, other)) == 1
-    tuning(LARGE)
-    assert len(measured) == 3 * LOOKS
 
 
 class Bench:
@@ -332,20 +318,17 @@ def test_one_that_fails_is_struck_and_the_start_goes_on(failing: str, caplog: py
 
 
 def test_all_of_a_shapes_rows_decide_together() -> None:
-    """Twice as fast for one row, and a little slower for others: the geometric mean counts."""
+    """Twice as fast for one row, and a little slower for others: the geometric mean counts. Before, torch serves."""
     bench = Bench(lambda rows: 0.5 if rows == 1 else 1.3)
-    choices = MatmulChoices()
-    make(bench, choices, "bfloat16")
-    assert choose_matmuls(choices, TWO_CORES, bench.clock)["bfloat16 6 x 4"].few
-    assert [rows for name, rows in bench.calls] == [rows for rows in MEASURED_FEW for _ in range(2)]
-
-
-def test_before_it_is_measured_torch_serves_what_it_knows() -> None:
-    bench = Bench(lambda rows: 1.0)
     choices = MatmulChoices()
     plain, packed = make(bench, choices, "bfloat16"), make(bench, choices, "int8")
     assert {bench.who(plain, rows) for rows in (1, 100)} == {"torch"}
-    assert {bench.who(packed, rows) for rows in (1, 100)} == {"kernel int8"}
+    assert {bench.who(packed, rows) for rows in (1, 100)} == {"kernel int8"}  # which torch knows only dequantised
+    bench.calls.clear()
+    assert choose_matmuls(choices, TWO_CORES, bench.clock)["bfloat16 6 x 4"].few
+    assert [rows for name, rows in bench.calls if rows in MEASURED_FEW] == [
+        rows for _ in range(2) for rows in MEASURED_FEW for _ in range(2)
+    ]
 
 
 def test_matrices_of_a_shape_are_measured_in_turn_up_to_what_a_cache_keeps() -> None:
@@ -375,6 +358,7 @@ def test_a_shape_is_measured_once_per_device(cache: Path) -> None:
 
 def test_what_was_measured_reads_as_a_phrase() -> None:
     assert str(Measured(FEW_THEN_ALL)) == "threads 1; 2 from 8 tokens a step"
+    assert str(Measured(ONE_THREAD, is_settled=False)).endswith("; not settled yet")
     assert str(Served(True, False)) == "kernel up to 16 rows, torch beyond"
 
 
@@ -388,38 +372,36 @@ def test_a_large_models_start_chooses(config: ModelConfig, is_measured: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "device", "why"),
+    ("config", "device", "flag", "why"),
     [
-        (LARGE, dataclasses.replace(CPU, dtype=torch.float32), "float32 on cpu"),
-        (dataclasses.replace(LARGE, num_layers=1, vocab_size=300), CPU, "too small"),
+        (LARGE, TWO_CORES, tune.NEEDED_FLAG, "float32 on cpu"),
+        (SMALL, CPU, tune.NEEDED_FLAG, "too small"),
+        (LARGE, CPU, "avx2", "the CPU has no avx512_bf16"),
     ],
-    ids=["dtype", "size"],
+    ids=["dtype", "size", "flags"],
 )
-def test_what_speaks_against_the_kernels_is_told(
-    config: ModelConfig, device: DeviceChoice, why: str, monkeypatch: pytest.MonkeyPatch
+def test_torch_serves_where_the_kernels_cannot(
+    config: ModelConfig, device: DeviceChoice, flag: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "cpu_flags", lambda: frozenset([tune.NEEDED_FLAG]))
+    monkeypatch.setattr(tune, "cpu_flags", lambda: frozenset([flag]))
     assert why in (why_no_kernels(config, device) or "")
     assert type(find_operators(config, device)) is Operators
 
 
-def test_without_the_instructions_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "cpu_flags", lambda: frozenset(["avx2"]))
-    assert why_no_kernels(LARGE, CPU) == "the CPU has no avx512_bf16"
-
-
-def test_what_speaks_against_the_kernel_for_attention_is_told() -> None:
-    assert why_no_cpu_attention(LARGE) is None
-    assert "heads of 80" in (why_no_cpu_attention(dataclasses.replace(LARGE, head_dim=80)) or "")
-    assert "caps" in (why_no_cpu_attention(dataclasses.replace(LARGE, attention_cap=50.0)) or "")
-    assert "sinks" in (why_no_cpu_attention(dataclasses.replace(LARGE, has_sinks=True)) or "")
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [({}, ""), ({"head_dim": 80}, "heads of 80"), ({"attention_cap": 50.0}, "caps"), ({"has_sinks": True}, "sinks")],
+)
+def test_why_the_cpus_attention_kernel_cannot_serve(changed: dict[str, Any], why: str) -> None:
+    found = why_no_cpu_attention(dataclasses.replace(LARGE, **changed))
+    assert why in found if found is not None else not changed
 
 
 @pytest.mark.parametrize(
     ("others", "multiplies"),
     [((), "numba's kernel"), (("amx_bf16",), "oneDNN, by AMX; int8 and int4 by numba's kernel")],
 )
-def test_what_multiplies_and_attends_is_told(
+def test_what_multiplies_and_attends_is_described(
     others: tuple[str, ...], multiplies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (tune, linear):
@@ -429,32 +411,29 @@ def test_what_multiplies_and_attends_is_told(
     assert "too small" in describe_matmuls(SMALL, CPU)
 
 
-def without(missing: str) -> object:
-    return lambda name: None if name == missing else object()
-
-
-def test_a_cpu_needs_numba_and_a_model_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "find_spec", without("triton"))
-    assert why_no_sampling_kernel(LARGE, CPU) is None
-    assert why_no_sampling_kernel(SMALL, CPU) == "the model is too small to repay loading the kernel"
-    assert find_sampler(SMALL, CPU) is None
-    monkeypatch.setattr(tune, "find_spec", without("numba"))
-    assert why_no_sampling_kernel(LARGE, CPU) == "numba is not installed"
-
-
-def test_a_cuda_device_needs_triton_and_a_vocabulary_that_one_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "find_spec", without("triton"))
-    assert why_no_sampling_kernel(LARGE, CUDA) == "triton is not installed"
-    monkeypatch.setattr(tune, "find_spec", without("numba"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert why_no_sampling_kernel(LARGE, CUDA) is None
-    vast = dataclasses.replace(LARGE, vocab_size=2_000_000)
-    assert why_no_sampling_kernel(vast, CUDA) == "a vocabulary of 2,000,000: the kernel supports up to 1,048,576"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert why_no_sampling_kernel(LARGE, CUDA) == "the device is older than compute capability 8.0"
-
-
-def test_the_kernel_of_a_cpu_is_numbas() -> None:
-    from gpu.cpu_kernels.sampling import RowSampler
-
-    assert find_sampler(LARGE, CPU) is RowSampler
+@pytest.mark.parametrize(
+    ("config", "device", "missing", "capability", "why"),
+    [
+        (LARGE, CPU, "triton", (9, 0), None),
+        (SMALL, CPU, "triton", (9, 0), "the model is too small to repay loading the kernel"),
+        (LARGE, CPU, "numba", (9, 0), "numba is not installed"),
+        (LARGE, CUDA, "numba", (9, 0), None),
+        (LARGE, CUDA, "triton", (9, 0), "triton is not installed"),
+        (VAST, CUDA, "numba", (9, 0), "a vocabulary of 2,000,000: the kernel supports up to 1,048,576"),
+        (LARGE, CUDA, "numba", (7, 5), "the device is older than compute capability 8.0"),
+    ],
+)
+def test_why_the_sampling_kernel_cannot_serve(
+    config: ModelConfig,
+    device: DeviceChoice,
+    missing: str,
+    capability: tuple[int, int],
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tune, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert why_no_sampling_kernel(config, device) == why
+    if device is CPU:
+        found = find_sampler(config, device)
+        assert getattr(found, "__name__", None) == (None if why else "RowSampler")

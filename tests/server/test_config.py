@@ -170,14 +170,13 @@ def test_the_sample_of_a_key_can_be_written_so(tmp_path: Path) -> None:
     assert load_config(toml_flag(tmp_path, FLAG_AS_KEY.partition(" for ")[0]), {}).max_queue == 8
 
 
-def test_the_same_address_twice_is_told_before_the_port_is_in_use() -> None:
-    flags: dict[str, str | list[str]] = {"port": "8123", "binds": ["127.0.0.1:8123"]}
-    assert refusal_of_binds(flags) == "--host and --port name 127.0.0.1:8123, and so does a --bind"
-    assert len(load_config(flags | {"binds": ["127.0.0.1:8124"]}, {}).all_binds()) == 2
-    assert len(load_config({"port": "0", "binds": ["127.0.0.1:0"]}, {}).all_binds()) == 2, "two free ports"
-
-
-def refusal_of_binds(flags: dict[str, str | list[str]]) -> str:
+@pytest.mark.parametrize("bind", ["127.0.0.1:8123", "0.0.0.0:8123"])
+def test_the_same_port_twice_is_told_before_it_is_in_use(bind: str) -> None:
     with pytest.raises(StartupError) as caught:
-        load_config(flags, {}).all_binds()
-    return caught.value.cause
+        load_config({"port": "8123", "binds": [bind]}, {}).all_binds()
+    assert caught.value.cause == f"--host and --port name 127.0.0.1:8123, and --bind {bind} the same port"
+
+
+@pytest.mark.parametrize(("port", "bind"), [("8123", "127.0.0.1:8124"), ("8123", "[::]:8123"), ("0", "127.0.0.1:0")])
+def test_other_ports_are_listened_on_beside_the_first(port: str, bind: str) -> None:
+    assert len(load_config({"port": port, "binds": [bind]}, {}).all_binds()) == 2

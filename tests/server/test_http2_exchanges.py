@@ -106,19 +106,6 @@ def test_reset_before_the_handler_listens_cancels_it(serve: Serve) -> None:
     assert server.listener.num_handlers == 0
 
 
-def test_shut_window_blocks_its_stream_alone(serve: Serve) -> None:
-    hold = Hold()
-    client = Http2Client(serve(hold), settings={INITIAL_WINDOW: 0})
-    shut = client.request()
-    hold.streams[0].send(b"x" * 20_000)
-    client.exchange()
-    assert hold.told == ["blocked"]
-    client.h2.update_settings({INITIAL_WINDOW: 65_535})
-    client.exchange()
-    assert hold.told == ["blocked", "unblocked"]
-    assert client.responses[shut].body == b"x" * 20_000
-
-
 def test_stream_is_blocked_past_its_share_and_unblocked_below_a_quarter_of_it(serve: Serve) -> None:
     hold = Hold()
     client = Http2Client(serve(hold), reads=False, settings={INITIAL_WINDOW: 0})
@@ -170,27 +157,6 @@ def test_transport_that_takes_nothing_blocks_all_streams(serve: Serve) -> None:
     assert [client.responses[i].body for i in ids] == [b"x" * 20_000, b"y"]
 
 
-def test_stalled_stream_is_reset_and_the_others_go_on(serve: Serve) -> None:
-    hold = Hold()
-    client = Http2Client(serve(hold), reads=False)
-    stalled, other = client.request(), client.request()
-    hold.streams[0].send(b"x" * 70_000)
-    client.exchange()
-    client.h2.increment_flow_control_window(1000)
-    client.exchange()
-    client.advance(29.9)
-    hold.streams[1].send(b"y")
-    client.exchange()
-    assert client.responses[stalled].reset is None
-    client.advance(0.2)
-    assert client.responses[stalled].reset is ErrorCodes.CANCEL
-    assert "gone" in hold.told
-    hold.end(1)
-    client.exchange()
-    assert client.responses[other].body == b"y"
-    assert client.responses[other].is_complete
-
-
 @pytest.mark.parametrize(("every_s", "num_bytes", "is_enough"), [(29, 15_000, True), (1.5, 1, False), (1, 499, False)])
 def test_slow_reader_defers_the_stall_by_500_bytes_per_second(
     serve: Serve, every_s: float, num_bytes: int, is_enough: bool
@@ -222,37 +188,7 @@ def test_reader_of_the_last_bytes_has_read_enough(serve: Serve) -> None:
     assert client.responses[stream_id].body == b"xxx"
 
 
-def test_peer_that_reads_nothing_loses_its_connection(serve: Serve) -> None:
-    hold = Hold()
-    client = Http2Client(serve(hold))
-    client.request()
-    client.transport.peer_reads = False
-    hold.streams[0].send(b"x" * 20_000)
-    client.exchange()
-    client.advance(30.1)
-    assert client.transport.was_aborted
-    assert "gone" in hold.told
-
-
 # Bodies.
-
-
-def test_body_of_many_windows_is_read(serve: Serve) -> None:
-    async def count(stream: HttpStream) -> None:
-        answer(stream, 200, b"%d" % len(await stream.read_body(2**23)))
-
-    client = Http2Client(serve(count))
-    stream_id = client.request(POST, b"x" * 16_384, end=False)
-    num_sent = 16_384
-    while num_sent < 1_000_000:
-        size = min(16_384, client.h2.local_flow_control_window(stream_id))
-        assert size > 0
-        client.h2.send_data(stream_id, b"x" * size)
-        num_sent += size
-        client.exchange()
-    client.h2.end_stream(stream_id)
-    client.exchange()
-    assert client.responses[stream_id].body == b"%d" % num_sent
 
 
 def test_body_nobody_reads_shuts_the_window(serve: Serve) -> None:
@@ -377,15 +313,6 @@ def test_frames_in_flight_after_an_early_answer_are_forgiven(serve: Serve) -> No
     client.send(frame(0, b"x" * 100, 0, 1) * 250)
     assert client.goaways == []
     assert client.responses[client.request()].status == 401
-
-
-def test_continue_goes_out_when_the_body_is_wanted(serve: Serve) -> None:
-    client = Http2Client(serve(echo))
-    stream_id = client.request([*POST, ("expect", "100-continue")], end=False)
-    assert client.responses[stream_id].informational == [100]
-    client.h2.send_data(stream_id, b"body", end_stream=True)
-    client.exchange()
-    assert client.responses[stream_id].body == b"/body"
 
 
 async def add_up(stream: HttpStream) -> None:

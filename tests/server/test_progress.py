@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from server.commands.console import byte_progress, count_progress
+from server.commands.console import progress
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 )
 def test_a_log_gets_a_line_for_each_tenth(steps_mib: list[int], total_mib: int, lines: list[str]) -> None:
     stream = io.StringIO()
-    with byte_progress(stream, "loading", 64 * MIB) as report:
+    with progress(stream, "loading", True, 64 * MIB) as report:
         for num_read in steps_mib:
             report(num_read * MIB, total_mib * MIB)
     assert stream.getvalue().splitlines() == lines
@@ -32,7 +32,7 @@ def test_a_log_gets_a_line_for_each_tenth(steps_mib: list[int], total_mib: int, 
 
 def test_what_is_counted_is_told_as_counts() -> None:
     stream = io.StringIO()
-    with count_progress(stream, "capturing") as report:
+    with progress(stream, "capturing") as report:
         for num_done in range(1, 12):
             report(num_done, 11)
     lines = stream.getvalue().splitlines()
@@ -42,7 +42,7 @@ def test_what_is_counted_is_told_as_counts() -> None:
 
 def test_a_terminal_shows_bars_one_after_the_other() -> None:
     stream = Terminal()
-    with byte_progress(stream, "loading", MIB) as report_bytes, count_progress(stream, "capturing") as report:
+    with progress(stream, "loading", True, MIB) as report_bytes, progress(stream, "capturing") as report:
         report_bytes(100 * MIB, 100 * MIB)
         report(1, 2)
     for shown in ("loading", "capturing", "1/2", "\x1b["):

@@ -1,4 +1,4 @@
-"""The kernel's products are F.linear's, whatever the rows, and of layouts that it does not know oneDNN's."""
+"""The kernel's matmuls are F.linear's, whatever the rows; oneDNN serves layouts that it does not know."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from gpu.device import cpu_flags
 from gpu.linear import can_pack, make_linear, pack
 
 if "avx512_bf16" not in cpu_flags() or not can_pack(torch.bfloat16, torch.device("cpu")):
-    pytest.skip("needs a CPU with avx512_bf16, and a torch with oneDNN's packed products", allow_module_level=True)
+    pytest.skip("needs a CPU with avx512_bf16, and a torch with oneDNN's packed matmuls", allow_module_level=True)
 
 from gpu.cpu_kernels.matmul import PackedMatmul, PackedMatmuls, is_layout_known
 
@@ -26,7 +26,7 @@ def noise(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 32, 33, 50, 96, 97, 193, 300])
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (192, 1024), (128, 2176), (320, 1088)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_torchs(
+def test_matmuls_are_torchs(
     make: PackedMatmuls,
     monkeypatch: pytest.MonkeyPatch,
     num_threads: int,
@@ -38,27 +38,27 @@ def test_products_are_torchs(
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     weight, x = noise(num_out, num_in), noise(num_rows, num_in)
     bias = noise(num_out) if has_bias else None
-    product = make_linear(weight, bias, make)
-    assert isinstance(product, PackedMatmul)
+    matmul = make_linear(weight, bias, make)
+    assert isinstance(matmul, PackedMatmul)
     want = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    assert torch.allclose(product(x).float(), want, rtol=2.0**-8, atol=1e-3)
+    assert torch.allclose(matmul(x).float(), want, rtol=2.0**-8, atol=1e-3)
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(("num_out", "num_in"), [(192, 2176), (896, 4864), (1152, 896), (64, 4096)])
 def test_a_row_is_rounded_the_same_in_any_company(make: PackedMatmuls, num_out: int, num_in: int) -> None:
     """With one thread or two, of a panel and of several, of a piece of one block and of several."""
-    product = make_linear(noise(num_out, num_in), None, make)
+    matmul = make_linear(noise(num_out, num_in), None, make)
     x = noise(600, num_in)
-    whole = product(x)
+    whole = matmul(x)
     before = torch.get_num_threads()
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
             for num_rows in (*range(1, 70), 96, 128, 255, 256, 257, 300, 512):
-                assert torch.equal(product(x[:num_rows]), whole[:num_rows])
+                assert torch.equal(matmul(x[:num_rows]), whole[:num_rows])
             for first, end in ((3, 10), (90, 200), (199, 200), (599, 600)):
-                assert torch.equal(product(x[first:end]), whole[first:end])
+                assert torch.equal(matmul(x[first:end]), whole[first:end])
     finally:
         torch.set_num_threads(before)
 
@@ -75,14 +75,14 @@ def test_a_matrix_that_is_padded_is_left_to_onednn(
 ) -> None:
     weight, x = noise(num_out, num_in), noise(40, num_in)
     bias = noise(num_out) if has_bias else None
-    product = make_linear(weight, bias, make)
-    assert not isinstance(product, PackedMatmul)
-    whole = product(x)
+    matmul = make_linear(weight, bias, make)
+    assert not isinstance(matmul, PackedMatmul)
+    whole = matmul(x)
     assert torch.allclose(
         whole.float(), F.linear(x.float(), weight.float(), bias if bias is None else bias.float()), rtol=0.02, atol=0.05
     )
     for num_rows in (1, 2, 7, 33):
-        assert torch.equal(product(x[:num_rows]), whole[:num_rows])
+        assert torch.equal(matmul(x[:num_rows]), whole[:num_rows])
 
 
 def test_another_layout_than_the_one_known_is_noticed() -> None:

@@ -1,4 +1,4 @@
-"""The kernel's products with quantised matrices are the dequantised matrix's, whatever the rows."""
+"""The kernel's matmuls with quantised matrices are the dequantised matrix's, whatever the rows."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def noise(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 13, 40])
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 32), (64, 64), (192, 1120), (66 * 64, 64)])
-def test_products_are_the_dequantised_matrixs(
+def test_matmuls_are_the_dequantised_matrixs(
     monkeypatch: pytest.MonkeyPatch,
     num_threads: int,
     scheme: str,
@@ -39,10 +39,10 @@ def test_products_are_the_dequantised_matrixs(
 @pytest.mark.bits
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 def test_a_row_is_rounded_the_same_in_any_company(scheme: str) -> None:
-    product, x = QuantizedMatmul(quantize(noise(192, 1120) + 0.5, scheme), None), noise(600, 1120)
-    whole = product(x)
+    matmul, x = QuantizedMatmul(quantize(noise(192, 1120) + 0.5, scheme), None), noise(600, 1120)
+    whole = matmul(x)
     for first, end in ((0, 1), (3, 10), (90, 200), (500, 600), (599, 600), (0, 32), (0, 17)):
-        assert torch.equal(product(x[first:end]), whole[first:end])
+        assert torch.equal(matmul(x[first:end]), whole[first:end])
 
 
 def test_each_integer_has_its_value() -> None:

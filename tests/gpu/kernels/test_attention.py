@@ -5,117 +5,34 @@ launched on a device.
 """
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from core.config import parse_model_config
-from gpu.attention import RaggedRows
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
 from gpu.kernels.attention import PagedAttention
 from gpu.kernels.sizes import Tiles, tiles_for
-from gpu.kv_cache import LayerKV
 from gpu.memory_plan import plan_memory
 from gpu.operators import Operators
 from gpu.runner import ModelRunner
 from gpu.scores import PLAIN, Scores
 from gpu.weights import load_weights
+from tests.gpu.attention_cases import assert_near, make_case
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import Driver
 from tests.oracle import Oracle, read_config
 
 SMALL = Tiles(decode_tokens=16, extend_rows=32, extend_tokens=16, num_warps=4, num_stages=2, least_split=32)
-NOWHERE = 1 << 20  # a block that nobody has
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # Interpreted, -inf - -inf and what overflows warn; a device does not.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
-@dataclass
-class Case:
-    """A step's rows over a cache of their own.
-
-    Args:
-        contexts: tables of blocks, one per row.
-    """
-
-    query: torch.Tensor
-    kv: LayerKV
-    rows: RaggedRows
-    contexts: list[list[int]]
-
-    def attend(self, scores: Scores = PLAIN, tiles: Tiles = SMALL, num_programs: int = 3) -> torch.Tensor:
-        kernels = PagedAttention(num_programs, tiles)
-        return kernels.attend(self.query, self.kv, replace(self.rows, layout=None), scores)
-
-    def want(self, scores: Scores = PLAIN) -> torch.Tensor:
-        """As the textbook says, in float32: [tokens, heads * head_dim]."""
-        out = torch.zeros(self.query.shape, device=self.query.device)
-        offsets = self.rows.offsets.tolist()
-        for row, end in enumerate(self.rows.ends.tolist()):
-            for token in range(offsets[row], offsets[row + 1]):
-                position = end - offsets[row + 1] + token
-                if position >= 0:
-                    out[token] = self._want_token(token, self.contexts[row], position, scores)
-        return out.flatten(1)
-
-    def _want_token(self, token: int, table: list[int], position: int, scores: Scores) -> torch.Tensor:
-        vectors = self.query[token].float()  # [heads, head_dim]
-        first = 0 if self.rows.window is None else max(0, position + 1 - self.rows.window)
-        per_kv = len(vectors) // self.kv.keys.shape[1]
-        context = self.kv.both[:, table].flatten(1, 2)[:, first : position + 1]
-        keys, values = context.float().repeat_interleave(per_kv, 2)
-        found = torch.einsum("hd,chd->hc", vectors, keys) * (scores.scale or vectors.shape[1] ** -0.5)
-        if scores.cap is not None:
-            found = scores.cap * (found / scores.cap).tanh()
-        if scores.sinks is not None:
-            found = torch.cat([found, scores.sinks.float()[:, None]], 1)
-        return torch.einsum("hc,chd->hd", found.softmax(1)[:, : len(keys)], values)
-
-
-def make_case(
-    rows: Sequence[tuple[int, int]],
-    num_kv_heads: int,
-    per_kv: int,
-    head_dim: int,
-    window: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Case:
-    """rows: (end, new tokens); first those of one token. Queries lie beside keys, as in the model."""
-    generator = torch.Generator().manual_seed(len(rows) + head_dim)
-    num_blocks = sum(-(-end // 16) for end, _ in rows)
-    free = random.Random(num_blocks).sample(range(num_blocks + 2), num_blocks)
-    both = torch.full((2, num_blocks + 3, 16, num_kv_heads, head_dim), float("nan"))
-    contexts = [[free.pop() for _ in range(-(-end // 16))] for end, _ in rows]
-    tables = torch.full((len(rows), max(map(len, contexts)) + 1), NOWHERE, dtype=torch.int32)
-    for row, ((end, _), context) in enumerate(zip(rows, contexts, strict=True)):
-        tables[row, : len(context)] = torch.tensor(context)
-        for position in range(end):
-            noise = torch.randn(2, num_kv_heads, head_dim, generator=generator)
-            both[:, context[position // 16], position % 16] = noise
-    both = both.to(device, dtype)
-    lengths = torch.tensor([0, *(length for _, length in rows)], dtype=torch.int32)
-    ragged = RaggedRows(
-        tables.to(device),
-        torch.tensor([end for end, _ in rows], dtype=torch.int32, device=device),
-        lengths.cumsum(0, dtype=torch.int32).to(device),
-        next((row for row, (_, length) in enumerate(rows) if length != 1), len(rows)),
-        window,
-    )
-    query = torch.randn(int(lengths.sum()), num_kv_heads * (per_kv + 2), head_dim, generator=generator)
-    query = query.to(device, dtype)[:, : num_kv_heads * per_kv]
-    return Case(query, LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1)), ragged, contexts)
-
-
-def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.shape == want.shape
-    assert torch.allclose(got.float(), want, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
+def small_kernels() -> PagedAttention:
+    return PagedAttention(3, SMALL)
 
 
 @pytest.mark.parametrize("window", [None, 21])
@@ -141,13 +58,13 @@ def test_rows_attend_as_the_textbook_says(
     device: torch.device,
 ) -> None:
     case = make_case(rows, num_kv_heads, per_kv, head_dim, window, dtype, device)
-    assert_near(case.attend(), case.want())
+    assert_near(case.attend(small_kernels()), case.want())
 
 
 @pytest.mark.parametrize("window", [1, 400])
 def test_windows_of_one_token_and_of_more_than_there_are(window: int, device: torch.device) -> None:
     case = make_case([(50, 1), (40, 20)], 1, 2, 16, window, device=device)
-    assert_near(case.attend(), case.want())
+    assert_near(case.attend(small_kernels()), case.want())
 
 
 @pytest.mark.parametrize(("head_dim", "per_kv", "dtype"), [(128, 4, torch.float16), (256, 2, torch.float32)], ids=str)
@@ -169,7 +86,7 @@ def test_scores_are_scaled_capped_and_shared_with_sinks(
     case = make_case([(150, 1), (0, 1), (50, 20)], 2, 3, 32, window, device=device)
     sinks = torch.linspace(-2, 3, 6, device=device) if has_sinks else None
     scores = Scores(scale, cap, sinks)
-    assert_near(case.attend(scores), case.want(scores))
+    assert_near(case.attend(small_kernels(), scores), case.want(scores))
 
 
 @pytest.mark.bits
@@ -177,22 +94,9 @@ def test_scores_are_scaled_capped_and_shared_with_sinks(
 def test_a_row_is_rounded_the_same_in_any_company(window: int | None, device: torch.device) -> None:
     """To the last bit: beside longer and shorter rows, beside prompts, and by however many programs."""
     case = make_case([(300, 1), (33, 1), (1, 1), (120, 1), (64, 30), (20, 2)], 2, 2, 32, window, device=device)
-    whole, offsets = case.attend(), case.rows.offsets.tolist()
-    assert torch.equal(case.attend(num_programs=7), whole)
-    for row, tokens in enumerate(pairwise(offsets)):
-        alone = Case(
-            case.query[slice(*tokens)],
-            case.kv,
-            RaggedRows(
-                case.rows.tables[row : row + 1],
-                case.rows.ends[row : row + 1],
-                case.rows.offsets[row : row + 2] - tokens[0],
-                int(row < case.rows.num_decodes),
-                window,
-            ),
-            [],
-        )
-        assert torch.equal(alone.attend(), whole[slice(*tokens)])
+    whole = case.attend(small_kernels())
+    assert torch.equal(case.attend(PagedAttention(7, SMALL)), whole)
+    case.assert_each_row_is_the_same_alone(small_kernels(), whole)
 
 
 @pytest.mark.bits
@@ -200,12 +104,9 @@ def test_a_row_is_rounded_the_same_in_any_company(window: int | None, device: to
 @pytest.mark.parametrize("per_kv", [1, 3])
 def test_a_token_is_rounded_the_same_in_any_chunk(window: int | None, per_kv: int, device: torch.device) -> None:
     case = make_case([(90, 90)], 1, per_kv, 32, window, device=device)
-    whole = case.attend()
+    whole = case.attend(small_kernels())
     for start, end in ((0, 1), (3, 50), (50, 90), (89, 90)):
-        ends = torch.full_like(case.rows.ends, end)
-        offsets = torch.tensor([0, end - start], dtype=torch.int32, device=device)
-        rows = RaggedRows(case.rows.tables, ends, offsets, 0, window)
-        assert torch.equal(Case(case.query[start:end], case.kv, rows, []).attend(), whole[start:end])
+        assert torch.equal(case.chunk(start, end).attend(small_kernels()), whole[start:end])
 
 
 @pytest.mark.parametrize("rows", [[(300, 1)], [(300, 40)]], ids=str)
@@ -217,13 +118,13 @@ def test_one_score_far_above_the_others_takes_its_value_whole(
     case = make_case(rows, 1, 2, 32, device=device)
     slot = case.contexts[0][place // 16] * 16 + place % 16
     case.kv.keys[slot, 0] = case.query[-1, 0] * 50
-    got = case.attend(Scores(1.0))
+    got = case.attend(small_kernels(), Scores(1.0))
     assert torch.equal(got[-1, :32], case.kv.values[slot, 0])
 
 
 def test_layers_that_share_rows_share_what_is_laid_out(device: torch.device) -> None:
     """Whatever was attended to in between, and took more room."""
-    case, kernels = make_case([(80, 1), (40, 9)], 1, 2, 32, device=device), PagedAttention(3, SMALL)
+    case, kernels = make_case([(80, 1), (40, 9)], 1, 2, 32, device=device), small_kernels()
     larger = make_case([(200, 1), (190, 1)], 1, 2, 32, device=device)
     first = kernels.attend(case.query, case.kv, case.rows, PLAIN)
     laid_out = case.rows.layout

@@ -1,4 +1,4 @@
-"""A product is the dequantised weight's, for any rows, shape and form; a row's is the same in any company."""
+"""A matmul is the dequantised weight's, for any rows, shape and form; a row's is the same in any company."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_rows", [1, 5, SMALL_ROWS, SMALL_ROWS + 1])
-def test_a_product_is_the_weights(
+def test_a_matmul_is_the_weights(
     form: str, shape: tuple[int, int], num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     weight, x = weight_of(form, shape, dtype, device), rows_of(num_rows, shape[1], dtype, device)
@@ -117,12 +117,12 @@ def test_a_row_is_multiplied_in_the_same_way_in_any_company(
 ) -> None:
     weight, x = weight_of(form, (48, 1024), dtype, device), rows_of(SMALL_ROWS, 1024, dtype, device)
     assert splits_for(48, 1024, SMALL_TILES[16]) > 1
-    product = Matmul(weight, None)
-    together = product(x)
+    matmul = Matmul(weight, None)
+    together = matmul(x)
     x[7] = float("nan")
-    assert torch.equal(product(x)[:7], together[:7])
+    assert torch.equal(matmul(x)[:7], together[:7])
     for count in (1, 2, 9):
-        assert torch.equal(product(x[8:][:count]), together[8:][:count])
+        assert torch.equal(matmul(x[8:][:count]), together[8:][:count])
 
 
 @pytest.mark.parametrize(
