@@ -24,9 +24,9 @@ BUDGETS = {
     "server/observing": (1730, 7),
     "server/wire": (4800, 14),
     "core": (7980, 23),
-    "gpu": (8080, 29),
-    "gpu/cpu_kernels": (2770, 9),
-    "gpu/kernels": (2860, 8),
+    "gpu": (7700, 28),
+    "gpu/cpu_kernels": (2520, 8),
+    "gpu/kernels": (2820, 7),
     "gpu/parallel": (755, 5),
     "bench": (7912, 30),
 }
