@@ -26,7 +26,7 @@ from bench.results import Cell
 from core.config import ExpertsConfig, ModelConfig, RopeConfig
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.attention import RaggedRows
+from gpu.attention import RaggedRows, Scores
 from gpu.device import DTYPES
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Experts, Rope
@@ -36,7 +36,6 @@ from gpu.parameters import ExpertWeights
 from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
 from gpu.rows import DeviceTables, RowOperators, StepInputs
 from gpu.sampler import LaunchedSampler, Sampler, SamplingSlots
-from gpu.scores import Scores
 
 # |out - ref| / |ref|: rounding a result once costs 2 ** -9 of it in bfloat16, 2 ** -12 in float16, at most; float32's
 # sums of thousands, added in another order, differ by a few 2 ** -24.
@@ -491,7 +490,7 @@ def _sampler(
     draw: Draw, rows: int, vocab: int, asks: str, more: dict[str, Any]
 ) -> tuple[LaunchedSampler, Tensor, list[SequenceStart]]:
     """The kernel with a sequence started in each row, slots and positions on the device, and the starts."""
-    from gpu.kernels.sampler import DeviceSampler
+    from gpu.kernels.sampling import DeviceSampler
 
     slots, known, starts = SamplingSlots(rows, vocab, draw.device), PROMPT + OUTPUT, list[SequenceStart]()
     for slot in range(rows):

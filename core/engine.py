@@ -12,7 +12,7 @@ without a request, the runner may do work of its own in slices, between which th
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -20,9 +20,10 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import numpy as np
 
-from core.inspection import InconsistentAccounting, check_conservation, state_of
 from core.plan import BlockStore, DeviceError, Int32Array, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
+from core.sequence import NO_SLOT, Sequence, SequenceState
+from core.sequence_states import SequenceStates
 from core.types import (
     NO_STORE,
     Cancel,
@@ -130,7 +131,7 @@ class SentSteps:
         if output is not None:
             return oldest.plan, output
         if not self._sent:
-            return oldest.plan, self._rerun(oldest.plan, range(num_rows))
+            return oldest.plan, _joined(self._rerun(oldest.plan, range(num_rows)))
         while self._sent:  # wait for the others and discard their outputs
             sent = self._sent.popleft()
             if sent.ticket is not None and sent.is_sampled:
@@ -148,8 +149,11 @@ class SentSteps:
         self._runner.sample(ticket, self._masks(plan))
         return ticket
 
-    def _rerun(self, plan: StepPlan, rows: range) -> StepOutput:
-        """Compute these rows of a failed plan again; in halves, and halves of those, while they fail."""
+    def _rerun(self, plan: StepPlan, rows: range) -> Iterator[tuple[int, StepOutput]]:
+        """Compute these rows of a failed plan again; in halves, and halves of those, while they fail.
+
+        Yields each part's first row and its output.
+        """
         try:
             output = self._runner.collect(self._start(self._restart(plan, rows)))
         except DeviceError:
@@ -157,19 +161,12 @@ class SentSteps:
         except Exception as error:
             if len(rows) > 1:
                 middle = rows.start + len(rows) // 2
-                return _joined(
-                    [self._rerun(plan, half) for half in (range(rows.start, middle), range(middle, rows.stop))]
-                )
+                yield from self._rerun(plan, range(rows.start, middle))
+                yield from self._rerun(plan, range(middle, rows.stop))
+                return
             logger.error("row %d of the step is guilty: %r", rows.start, error)
-            none = np.empty(0, np.int32)
-            return StepOutput(rows=none, token_ids=none, failed_rows={rows.start: _STEP_FAILED})
-        return StepOutput(
-            rows=output.rows + np.int32(rows.start),
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            prompt_logprobs={row + rows.start: told for row, told in output.prompt_logprobs.items()},
-            failed_rows={row + rows.start: cause for row, cause in output.failed_rows.items()},
-        )
+            output = StepOutput(np.empty(0, np.int32), np.empty(0, np.int32), failed_rows={0: _STEP_FAILED})
+        yield rows.start, output
 
 
 def _attempt(work: Callable[[Any], Result], argument: Any, num_rows: int) -> Result | None:
@@ -187,24 +184,19 @@ def _attempt(work: Callable[[Any], Result], argument: Any, num_rows: int) -> Res
         return None
 
 
-def _joined(outputs: list[StepOutput]) -> StepOutput:
-    """One output of those over parts of a plan's rows."""
-    logprobs: dict[int, TokenLogprobs] = {}
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-    failed_rows: dict[int, str] = {}
-    offset = 0
-    for output in outputs:
-        logprobs |= {offset + i: entry for i, entry in output.logprobs.items()}
-        prompt_logprobs |= output.prompt_logprobs
-        failed_rows |= output.failed_rows
-        offset += len(output.token_ids)
-    return StepOutput(
-        rows=np.concatenate([output.rows for output in outputs]),
-        token_ids=np.concatenate([output.token_ids for output in outputs]),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        failed_rows=failed_rows,
-    )
+def _joined(parts: Iterable[tuple[int, StepOutput]]) -> StepOutput:
+    """One output of a plan, from those of its parts with their first rows."""
+    rows, token_ids = list[Int32Array](), list[Int32Array]()
+    logprobs, prompt_logprobs = dict[int, TokenLogprobs](), dict[int, list[TokenLogprobs]]()
+    failed_rows, num_tokens = dict[int, str](), 0
+    for first, output in parts:
+        rows.append(output.rows + np.int32(first))
+        token_ids.append(output.token_ids)
+        logprobs |= {num_tokens + i: entry for i, entry in output.logprobs.items()}
+        prompt_logprobs |= {first + row: told for row, told in output.prompt_logprobs.items()}
+        failed_rows |= {first + row: cause for row, cause in output.failed_rows.items()}
+        num_tokens += len(output.token_ids)
+    return StepOutput(np.concatenate(rows), np.concatenate(token_ids), logprobs, prompt_logprobs, failed_rows)
 
 
 class Engine:
@@ -408,3 +400,129 @@ class Engine:
                     self._drop_forgotten(is_asked=True)
                 case Inspect() as inspect:
                     self._inspect = inspect
+
+
+class InconsistentAccounting(Exception):
+    """Blocks, slots or sequences are counted differently in two places: a bug, after which no answer can be trusted."""
+
+
+def check_conservation(scheduler: Scheduler) -> None:
+    """Check that every block, slot and sequence is in one place. O(live sequences and the blocks that they hold).
+
+    Raises:
+        InconsistentAccounting: it names the counts that differ.
+    """
+    states, pool = scheduler.states, scheduler.pool
+    held = {block for sequence in states.running for block in sequence.table.blocks}
+    live = [s for group in states.groups.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
+    num_occupied = sum(sequence is not None for sequence in states.occupants)
+    num_published = pool.num_kept + sum(map(pool.is_published, held))
+    claims = {
+        "blocks that are used, and held by sequences": (pool.num_used, len(held)),
+        "blocks that are published, and kept or held": (pool.num_published, num_published),
+        "sequences that run, of all that live": (
+            len(states.running),
+            sum(s.state is SequenceState.RUNNING for s in live),
+        ),
+        "slots in all, and taken or free": (len(states.occupants), num_occupied + len(states.free_slots)),
+        "slots that are taken, and had": (num_occupied, sum(s.slot != NO_SLOT for s in live)),
+        "sequences in the queue, of all that live": (len(states.waiting), len(_waiting(states))),
+        "requests that are paused": (states.num_paused, sum(group.is_paused for group in states.groups.values())),
+        "requests that tenants have": (len(states.groups), sum(t.num_live for t in scheduler.shares.tenants())),
+    }
+    wrong = [f"{claim}: {one} and {other}" for claim, (one, other) in claims.items() if one != other]
+    if wrong:
+        raise InconsistentAccounting("; ".join(wrong))
+
+
+def state_of(scheduler: Scheduler, now: float) -> dict[str, Any]:
+    """The engine's state as a JSON object, for operators.
+
+    Args:
+        now: monotonic seconds, as requests' arrivals.
+    """
+    states, pool, work, step_cost = scheduler.states, scheduler.pool, scheduler.last_work, scheduler.step_cost
+    held = {block for sequence in states.running for block in sequence.table.blocks}
+    fixed_s, prompt_token_s, prompt_kv_token_s, decoded_token_s, decoded_kv_token_s = step_cost.coefficients_s
+    return {
+        "queues": _queues(states, now),
+        "running": [  # sequences that hold blocks
+            {
+                "request_id": sequence.request_id,
+                "index": sequence.index,
+                "tenant": sequence.tenant.name,
+                "priority": sequence.priority,
+                "num_prompt_tokens": sequence.num_prompt_tokens,
+                "num_tokens": len(sequence.token_ids),  # the prompt's and its own
+                "num_computed_tokens": sequence.num_computed_tokens,  # including those of a step in flight
+                "num_blocks": len(sequence.table),
+                "is_paused": sequence.is_paused,
+            }
+            for sequence in states.running
+        ],
+        "last_step": {
+            "num_prompt_tokens": work.prompt_tokens,
+            "num_prompt_kv_tokens": round(work.prompt_kv),  # read by them
+            "num_decoded_tokens": work.own_tokens,
+            "num_decoded_kv_tokens": work.own_kv,  # read by them
+            # by the present step-cost model; None: too few steps were measured
+            "predicted_s": step_cost.predict(work) if step_cost.is_ready else None,
+            "measured_s": scheduler.stats().step_s,
+        },
+        "blocks": {  # held + cached + empty = all
+            "num_tokens_each": scheduler.limits.block_size,
+            "num_all": pool.num_blocks,
+            "num_held": pool.num_used,
+            "num_shared": sum(map(pool.is_shared, held)),  # held by more than one sequence
+            "num_cached": pool.num_kept,  # not held, with content that may be found again
+            "num_empty": pool.num_free - pool.num_kept,
+        },
+        "step_cost": {  # coefficients of the model, in seconds
+            "is_ready": step_cost.is_ready,
+            "fixed_s": fixed_s,
+            "prompt_token_s": prompt_token_s,
+            "prompt_kv_token_s": prompt_kv_token_s,
+            "decoded_token_s": decoded_token_s,
+            "decoded_kv_token_s": decoded_kv_token_s,
+            "error_p50": step_cost.error_p50,  # of the last steps: |predicted - measured| / measured
+            "error_p90": step_cost.error_p90,
+        },
+        "tenants": [  # without idle ones that are not ahead of the others
+            {
+                "name": tenant.name,
+                "share": tenant.share,
+                "counter_s": tenant.counter_s,  # engine seconds divided by its share; the least goes first
+                "served_s": tenant.served_s,  # engine seconds in all
+                "num_requests": tenant.num_live,
+                "num_running": tenant.num_running,  # sequences that hold blocks
+            }
+            for tenant in scheduler.shares.tenants()
+        ],
+    }
+
+
+def _queues(states: SequenceStates, now: float) -> list[dict[str, Any]]:
+    """The waiting sequences, by class and tenant, the highest class first."""
+    lines: dict[tuple[int, str], list[Sequence]] = {}
+    for sequence in _waiting(states):
+        lines.setdefault((-sequence.priority, sequence.tenant.name), []).append(sequence)
+    return [
+        {
+            "priority": -below,
+            "tenant": tenant,
+            "num_sequences": len(members),
+            "num_tokens": sum(len(s.token_ids) - s.num_computed_tokens for s in members),  # to compute before decoding
+            "oldest_s": now - min(s.arrival_s for s in members),  # since the first of their requests arrived
+        }
+        for (below, tenant), members in sorted(lines.items())
+    ]
+
+
+def _waiting(states: SequenceStates) -> list[Sequence]:
+    """The sequences that the queue should have."""
+    return [
+        sequence
+        for group in states.groups.values()
+        for sequence in group.sequences
+        if sequence.state is SequenceState.WAITING and not group.is_paused and sequence.index not in group.unforked
+    ]

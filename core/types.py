@@ -293,7 +293,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
 
     Args:
         serial: of the Inspect; the last of several that are answered together.
-        state: the JSON object that core/inspection.py describes; never changed.
+        state: the JSON object that core/engine.py (state_of) describes; never changed.
     """
 
     serial: int

@@ -13,7 +13,7 @@ import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
-from gpu.attention import MAX_GATHERED_TOKENS
+from gpu.attention import MAX_GATHERED_TOKENS, MAX_SCORES
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
@@ -22,7 +22,6 @@ from gpu.linear import can_gather, can_pack
 from gpu.parameters import LayerWeights, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
 from gpu.sampler import piece_rows
-from gpu.scores import MAX_SCORES
 from gpu.step_shapes import max_decodes, step_shapes
 from gpu.streams import staged_bytes
 from gpu.weights import check_checkpoint, find_prequantized, prequantized_scheme

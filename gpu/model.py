@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
-from gpu.attention import RaggedRows
+from gpu.attention import RaggedRows, Scores
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.layers import Block, Experts, Mlp, Rope
 from gpu.linear import Embed, Linear
@@ -18,7 +18,6 @@ from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
 from gpu.rows import StepTokens
-from gpu.scores import Scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def find_sampler(config: ModelConfig, choice: DeviceChoice) -> MakeSampler | Non
     if why_no_sampling_kernel(config, choice) is not None:
         return None
     if choice.device.type == "cuda":
-        from gpu.kernels.sampler import DeviceSampler
+        from gpu.kernels.sampling import DeviceSampler
 
         return DeviceSampler
     from gpu.cpu_kernels.sampling import RowSampler

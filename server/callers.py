@@ -40,13 +40,14 @@ class Gate:
         used_today: tokens that the ledger has for today.
 
     Raises:
-        StartupError: see load_directory.
+        StartupError: see jwt_rules and load_directory.
     """
 
     def __init__(self, config: ServerConfig, clock: Clock, used_today: UsedTokens | None = None) -> None:
         self._config = config
         self._in_force = config  # the last that was reloaded
         self._clock = clock
+        self._jwt_rules = jwt_rules(config)
         self.authenticator = Authenticator(load_directory(config), clock.unix, config.auth)
         self._source = None if config.jwks is None else KeySource(config.jwks, clock.monotonic)
         self.authenticator.verifier = self._verifier(self._source)
@@ -59,17 +60,9 @@ class Gate:
 
     def _verifier(self, source: KeySource | None) -> JwtVerifier | None:
         """A verifier with the rules of the start: a reload changes the keys alone."""
-        config = self._config
-        if source is None:
+        if source is None or self._jwt_rules is None:
             return None
-        for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
-            if value is None:
-                cause = f"--jwks without {flag}: tokens of the same issuer for other services would be taken"
-                raise StartupError(cause, f"{flag} TEXT", ExitCode.CONFIGURATION)
-        assert config.jwt_issuer is not None
-        assert config.jwt_audience is not None
-        rules = JwtRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_leeway_s)
-        return JwtVerifier(rules, source, self._clock.unix)
+        return JwtVerifier(self._jwt_rules, source, self._clock.unix)
 
     async def identify(self, request: HttpRequest, client: Peer) -> Caller:
         """The caller of a request. If the issuer may have a new key for its JWT, wait for it, KEY_WAIT_S at most.
@@ -187,6 +180,23 @@ class Gate:
         )
 
 
+def jwt_rules(config: ServerConfig) -> JwtRules | None:
+    """
+    Raises:
+        StartupError: of --jwks, --jwt-issuer and --jwt-audience some are given and some are not.
+    """
+    for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
+        if config.jwks is None and value is not None:
+            cause = f"{flag} without --jwks: there are no keys to check JWTs with, and none would be taken"
+            raise StartupError(cause, "--jwks FILE, or the https URL of the issuer's keys", ExitCode.CONFIGURATION)
+        if config.jwks is not None and value is None:
+            cause = f"--jwks without {flag}: tokens of the same issuer for other services would be taken"
+            raise StartupError(cause, f"{flag} TEXT", ExitCode.CONFIGURATION)
+    if config.jwt_issuer is None or config.jwt_audience is None:
+        return None
+    return JwtRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_leeway_s)
+
+
 def load_directory(config: ServerConfig) -> Directory:
     """
     Raises:
@@ -196,10 +206,6 @@ def load_directory(config: ServerConfig) -> Directory:
     if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
         cause = f"the tenant {named[0]} has certificates, but clients are not asked for any"
         raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
-    for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
-        if value is not None and config.jwks is None:
-            cause = f"{flag} without --jwks: there are no keys to check JWTs with, and none would be taken"
-            raise StartupError(cause, "--jwks FILE, or the https URL of the issuer's keys", ExitCode.CONFIGURATION)
     records = None if config.keys_file is None else read_keys(config.keys_file)
     directory = make_directory(config.tenants, config.api_keys, records)
     directory = replace(directory, is_open=directory.is_open and config.jwks is None)

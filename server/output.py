@@ -40,7 +40,9 @@ class StreamedOutput:
 
     def complete(self, usage: Usage, extras: Extras) -> None:
         self._opened().send(self._reply.end(usage, extras | _timings_of(self._call, self._timings)))
-        self._stream.end(((b"server-timing", self._timings.server_timing()), _usage_trailer(usage)))
+        counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
+        shown = b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts  # RFC 9651 §3.2: a dictionary
+        self._stream.end(((b"server-timing", self._timings.server_timing()), (b"steploop-usage", shown)))
 
     def break_off(self, error: ServiceError) -> None:
         """Write the error as the last event, if the head is already out; otherwise it becomes the answer."""
@@ -98,12 +100,6 @@ class WholeOutput:
 
 def _timings_of(call: GenerationCall, timings: StageClock) -> Extras:
     return {"timings": timings.details()} if call.wants_timings else {}
-
-
-def _usage_trailer(usage: Usage) -> tuple[bytes, bytes]:
-    """RFC 9651 §3.2: the usage is a dictionary."""
-    counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
-    return b"steploop-usage", b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts
 
 
 Output = StreamedOutput | WholeOutput

@@ -15,20 +15,20 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6360, 22),
+    "server": (6410, 22),
     "server/api": (2300, 10),
-    "server/commands": (1920, 11),
-    "server/gate": (2505, 8),
-    "server/ledger": (1585, 6),
-    "server/listening": (1200, 4),
-    "server/observing": (1740, 7),
+    "server/commands": (1890, 11),
+    "server/gate": (2495, 8),
+    "server/ledger": (1570, 6),
+    "server/listening": (1195, 4),
+    "server/observing": (1730, 7),
     "server/wire": (4800, 14),
-    "core": (8310, 25),
-    "gpu": (8080, 29),
-    "gpu/cpu_kernels": (2770, 9),
-    "gpu/kernels": (2860, 8),
-    "gpu/parallel": (780, 5),
-    "bench": (7912, 30),
+    "core": (7980, 23),
+    "gpu": (7700, 28),
+    "gpu/cpu_kernels": (2520, 8),
+    "gpu/kernels": (2820, 7),
+    "gpu/parallel": (755, 5),
+    "bench": (7869, 30),
 }
 TEST_LINES = 53_900
 

@@ -23,7 +23,7 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from gpu.attention import RaggedRows
+from gpu.attention import RaggedRows, Scores
 from gpu.cpu_kernels.matmul import PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
@@ -55,7 +55,6 @@ from gpu.cpu_kernels.vectors import (
 )
 from gpu.kv_cache import LayerKV
 from gpu.linear import BLOCK_OUTPUTS
-from gpu.scores import Scores
 
 CHUNK_TOKENS = BLOCK_OUTPUTS  # of context
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_SIZE

@@ -30,10 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from gpu.attention import TILE_TOKENS, RaggedRows
+from gpu.attention import TILE_TOKENS, RaggedRows, Scores
 from gpu.kernels.sizes import KernelShape, Tiles, kernel_shape
 from gpu.kv_cache import LayerKV
-from gpu.scores import Scores
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS_PER_MULTIPROCESSOR = 2  # that decode: registers leave room for two, 85 in each of 256 threads

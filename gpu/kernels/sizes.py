@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from core.config import BLOCK_SIZE, ModelConfig
+from gpu.attention import Scores
 from gpu.device import DeviceChoice
-from gpu.scores import Scores
 
 NEEDED_CAPABILITY = (8, 0)  # Ampere: bfloat16, and copies to shared memory beside the arithmetic
 FP8_CAPABILITY = (8, 9)  # Ada: before, Triton converts no e4m3

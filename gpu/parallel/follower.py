@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from core.errors import ExitCode, StartupError
-from gpu.parallel.messages import Answer, Job, Load, Refusal, Step, read_message, write_message
+from gpu.parallel.processes import Answer, Job, Load, Refusal, Step, read_message, write_message
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
-    """Ends by os._exit: the process group's threads would abort the interpreter's own exit."""
+    """Ends by os._exit: the group's threads would abort the interpreter's own exit."""
     orders = sys.stdin.buffer
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

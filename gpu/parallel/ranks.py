@@ -204,55 +204,41 @@ def check_shards(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> N
     Raises:
         StartupError: the model cannot be split so.
     """
-    why = _why_not(whole, num_ranks, is_prequantized)
+    why = next(_obstacles(whole, num_ranks, is_prequantized), None)
     if why is not None:
-        others = [str(count) for count in range(1, MAX_RANKS + 1) if _why_not(whole, count, is_prequantized) is None]
+        counts = range(1, MAX_RANKS + 1)
+        others = [str(count) for count in counts if next(_obstacles(whole, count, is_prequantized), None) is None]
         raise StartupError(f"--tensor-parallel {num_ranks}: {why}.", f"--tensor-parallel {', or '.join(others)}.")
 
 
-def _why_not(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> str | None:
-    """What cannot be split; None: nothing."""
-    return _why_not_even(whole, num_ranks) or (_why_not_grouped(whole, num_ranks) if is_prequantized else None)
+def _obstacles(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> Iterator[str]:
+    """What cannot be split, in words.
 
-
-def _why_not_grouped(whole: ModelConfig, num_ranks: int) -> str | None:
-    """A rank's part of a row must be whole groups that share a scale, or parts of groups that kernels accept."""
-    assert whole.packing is not None
-    stored = whole.packing.group_size
-    for width in _split_widths(whole):
-        if prequantized_group(stored, width) is not None and prequantized_group(stored, width // num_ranks) is None:
-            return (
-                f"rows of {width} whose scales are shared by {stored} do not split into {num_ranks} parts of whole "
-                f"groups of {LEAST_GROUP}"
-            )
-    return None
-
-
-def _split_widths(whole: ModelConfig) -> list[int]:
-    """Inputs of the matrices whose rows are split."""
-    mlps = [whole.intermediate_size] if _has_dense(whole) else []
-    return [whole.query_size, *mlps, *([] if whole.experts is None else [whole.experts.intermediate_size])]
-
-
-def _has_dense(whole: ModelConfig) -> bool:
-    return any(not whole.layer(index).is_sparse for index in range(whole.num_layers))
-
-
-def _why_not_even(whole: ModelConfig, num_ranks: int) -> str | None:
+    A rank's part of a prequantized row must be whole groups that share a scale, or parts of groups that kernels accept.
+    """
     if whole.num_heads % num_ranks:
-        return f"{whole.num_heads} heads do not split into {num_ranks} parts"
+        yield f"{whole.num_heads} heads do not split into {num_ranks} parts"
     if whole.num_kv_heads % num_ranks and num_ranks % whole.num_kv_heads:
-        return f"{whole.num_kv_heads} KV heads neither split into {num_ranks} parts nor share {num_ranks} ranks evenly"
-    if _has_dense(whole) and whole.intermediate_size % num_ranks:
-        return f"an MLP of {whole.intermediate_size} does not split into {num_ranks} parts"
-    if whole.experts is None:
-        return None
-    width = whole.experts.intermediate_size
-    if width % num_ranks:
-        return f"experts of {width} do not split into {num_ranks} parts"
-    if whole.experts.is_mxfp4 and width // num_ranks % MXFP4_BLOCK:
-        return f"experts of {width} do not split into {num_ranks} parts of whole blocks of {MXFP4_BLOCK} (mxfp4)"
-    return None
+        yield f"{whole.num_kv_heads} KV heads neither split into {num_ranks} parts nor share {num_ranks} ranks evenly"
+    split_inputs = [whole.query_size]  # of matrices whose rows are split
+    if any(not whole.layer(index).is_sparse for index in range(whole.num_layers)):
+        split_inputs.append(whole.intermediate_size)
+        if whole.intermediate_size % num_ranks:
+            yield f"an MLP of {whole.intermediate_size} does not split into {num_ranks} parts"
+    if whole.experts is not None:
+        width = whole.experts.intermediate_size
+        split_inputs.append(width)
+        if width % num_ranks:
+            yield f"experts of {width} do not split into {num_ranks} parts"
+        elif whole.experts.is_mxfp4 and width // num_ranks % MXFP4_BLOCK:
+            yield f"experts of {width} do not split into {num_ranks} parts of whole blocks of {MXFP4_BLOCK} (mxfp4)"
+    if is_prequantized:
+        assert whole.packing is not None
+        size = whole.packing.group_size
+        for width in split_inputs:
+            if prequantized_group(size, width) is not None and prequantized_group(size, width // num_ranks) is None:
+                parts = f"{num_ranks} parts of whole groups of {LEAST_GROUP}"
+                yield f"rows of {width} whose scales are shared by {size} do not split into {parts}"
 
 
 def norm_heads(qkv: Tensor, weights: tuple[Tensor, Tensor], eps: float, ranks: Ranks) -> None:

@@ -11,117 +11,23 @@ with this process (the kernel kills them, and their pipes end); one that ends ea
 
 import math
 import os
-import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from core.config import EngineConfig, ModelConfig
-from core.errors import DeviceUnavailable, ExitCode, StartupError
+from core.errors import DeviceUnavailable
 from core.plan import DeviceError, Int32Array, StepOutput, StepPlan
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
 from gpu.linear import can_gather, can_pack
 from gpu.loading import load_planned, time_rows, warm_up
 from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
-from gpu.parallel.messages import Answer, Job, Load, Step, read_message, write_message
+from gpu.parallel.processes import Followers, Job, Load, Step
 from gpu.parallel.ranks import Ranks, Shard, check_shards, head_rows_of, part_of
 from gpu.runner import ModelRunner, StepTicket
 from gpu.weights import check_checkpoint, prequantized_scheme
-
-ROOT = Path(__file__).parent.parent.parent
-END_S = 5.0  # for a process to end by itself
-
-
-class Followers:
-    """The processes of ranks 1 to num_ranks - 1.
-
-    Args:
-        meeting: a descriptor that they inherit under the same number.
-    """
-
-    def __init__(self, num_ranks: int, meeting: int) -> None:
-        # without the settings, which may hold keys: a rank is sent what it needs
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "gpu.parallel.follower"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[meeting],
-                env={**inherited, "PYTHONPATH": path},
-            )
-            for _ in range(1, num_ranks)
-        ]
-
-    def tell(self, order_of: Callable[[int], Job | Load | Step]) -> None:
-        """
-        Args:
-            order_of: rank -> its message.
-
-        Raises:
-            DeviceError: a rank is lost.
-        """
-        for rank, process in self._ranks():
-            assert process.stdin is not None
-            try:
-                write_message(process.stdin, order_of(rank))
-            except OSError as error:
-                raise DeviceError(self._end_of(rank, process)) from error
-
-    def answers(self) -> list[Answer]:
-        """One answer of each, in the order of ranks.
-
-        Raises:
-            StartupError: one has refused, or ended.
-        """
-        found = []
-        for rank, process in self._ranks():
-            assert process.stdout is not None
-            answer = read_message(process.stdout, Answer)
-            if answer is None:
-                cause = f"{self._end_of(rank, process)} while it was loading."
-                raise StartupError(cause, "see what it has logged above, or --tensor-parallel 1.", ExitCode.DEVICE)
-            if answer.refusal is not None:
-                refusal = answer.refusal
-                raise StartupError(f"Rank {rank}: {refusal.cause}", refusal.fix, refusal.exit_code)
-            found.append(answer)
-        return found
-
-    def check(self) -> None:
-        """
-        Raises:
-            DeviceError: one has ended.
-        """
-        for rank, process in self._ranks():
-            if process.poll() is not None:
-                raise DeviceError(self._end_of(rank, process))
-
-    def end(self) -> None:
-        """Kill them, and wait until they have ended."""
-        for _, process in self._ranks():
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(OSError):  # it could not be flushed
-                    pipe.close()
-
-    def _ranks(self) -> "list[tuple[int, subprocess.Popen[bytes]]]":
-        return list(enumerate(self.processes, start=1))
-
-    def _end_of(self, rank: int, process: "subprocess.Popen[bytes]") -> str:
-        """How it has ended: its pipes may close a moment before it does."""
-        try:
-            code = process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            return f"Rank {rank} (process {process.pid}) does not respond"
-        return f"Rank {rank} (process {process.pid}) has ended by {f'signal {-code}' if code < 0 else f'code {code}'}"
 
 
 @dataclass(frozen=True, slots=True)

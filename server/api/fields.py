@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from core.constraints import GrammarSpec
 from core.errors import InvalidRequest
-from core.grammar import GrammarSpec
 from core.tool_detection import ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY

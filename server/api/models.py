@@ -118,7 +118,7 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
 
 
 def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:
-    """The engine's state, field by field as in core/inspection.py, and its counters since the start."""
+    """The engine's state, field by field as in core/engine.py (state_of), and its counters since the start."""
     shown = {"serial": snapshot.serial, **snapshot.state, "store": snapshot.store, "counters": stats}
     return msgspec.json.encode(shown) + b"\n"
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from core import grammar
+from core import constraints
+from core.constraints import ANY_OBJECT, GrammarSpec
 from core.errors import InvalidRequest
-from core.grammar import ANY_OBJECT, GrammarSpec
 
-Choices = Annotated[list[str], Meta(min_length=1, max_length=grammar.MAX_CHOICES)]
+Choices = Annotated[list[str], Meta(min_length=1, max_length=constraints.MAX_CHOICES)]
 Source = Annotated[str, Meta(min_length=1)]
 
 
@@ -93,13 +93,13 @@ def _asked(fields: StructuredFields) -> list[Any]:
     candidates = [
         (prefixed + "json", outputs.json, _schema),
         (prefixed + "json_object", outputs.json_object or None, _any_object),
-        (prefixed + "regex", outputs.regex, grammar.regex),
-        (prefixed + "choice", outputs.choice, grammar.choice),
-        (prefixed + "grammar", outputs.grammar, grammar.lark),
+        (prefixed + "regex", outputs.regex, constraints.regex),
+        (prefixed + "choice", outputs.choice, constraints.choice),
+        (prefixed + "grammar", outputs.grammar, constraints.client_grammar),
         ("guided_json", fields.guided_json, _schema),
-        ("guided_regex", fields.guided_regex, grammar.regex),
-        ("guided_choice", fields.guided_choice, grammar.choice),
-        ("guided_grammar", fields.guided_grammar, grammar.lark),
+        ("guided_regex", fields.guided_regex, constraints.regex),
+        ("guided_choice", fields.guided_choice, constraints.choice),
+        ("guided_grammar", fields.guided_grammar, constraints.client_grammar),
     ]
 
     def maker(make: Any, value: Any, param: str) -> Any:
@@ -126,8 +126,8 @@ def _schema(schema: Any, param: str) -> GrammarSpec:
             schema = json.loads(schema)
         except ValueError as error:
             raise InvalidRequest(f"{param} is not valid JSON: {error}.", param) from None
-    return grammar.json_schema(schema, param)
+    return constraints.json_schema(schema, param)
 
 
 def _any_object(_: bool, param: str) -> GrammarSpec:
-    return grammar.json_schema(ANY_OBJECT, param)
+    return constraints.json_schema(ANY_OBJECT, param)

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import HarmonyParser, ToolCallParser
+from core.constraints import GrammarKind, GrammarSpec, json_schema
 from core.errors import InvalidRequest
-from core.grammar import GrammarKind, GrammarSpec, json_schema
 from core.tool_detection import HARMONY, ToolStyle
 from core.tool_formats import FORMATS
 from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls

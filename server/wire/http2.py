@@ -50,7 +50,7 @@ from server.wire.http2_frames import (
     window_update,
 )
 from server.wire.http2_heads import Fields, Malformed, RequestDecoder, check_trailers, content_length, read_request
-from server.wire.http2_responses import DataOutput, Http2Stream, ReceiveWindow, Responses
+from server.wire.http2_streams import DataOutput, Http2Stream, ReceiveWindow, Responses
 from server.wire.limits import HeadLimits, Http2Limits, TokenBucket
 from server.wire.messages import (
     BodyChunk,
@@ -91,6 +91,7 @@ _ENDS, _ENDS_CLOSED = (  # RFC 9113 §5.4.1
 IDLE, SERVERS, OPEN, HALF_CLOSED_LOCAL, HALF_CLOSED_REMOTE, ENDED, RESET_BY_PEER, RESET_BY_US, CLOSED = range(9)
 _LIVE = frozenset((OPEN, HALF_CLOSED_LOCAL, HALF_CLOSED_REMOTE))
 # What a frame does in each of them, in their order. After our RST_STREAM, frames may still be on their way (§5.1).
+#     IDLE, SERVERS, OPEN, HALF_CLOSED_LOCAL, HALF_CLOSED_REMOTE, ENDED, RESET_BY_PEER, RESET_BY_US, CLOSED
 _VERDICTS = {
     HEADERS: (_TAKEN, _ENDS, _TAKEN, _TAKEN, _RESETS, _ENDS_CLOSED, _RESETS, _IGNORED, _ENDS),
     DATA: (_ENDS, _ENDS, _TAKEN, _TAKEN, _RESETS, _RESETS, _RESETS, _IGNORED, _RESETS),
@@ -108,10 +109,10 @@ class Http2Protocol:
         num_requests: whose heads have been taken.
         has_more: receive has read as much at once as it may; receive(b"", now) goes on.
         responses: of the open streams.
-        early: streams whose responses have ended before their requests, oldest first. RFC 9113 §8.1: RST_STREAM with
-            NO_ERROR may tell that no more of them is wanted. But clients that are busy sending (curl 7.88, httpx) take
-            it for their stream's end, without an answer; so they may go on for a while.
-        has_peer_left: the client has sent a GOAWAY that is an error: it wants no answer any more.
+        early: streams whose responses have ended before their requests, oldest first. RFC 9113 §8.1 allows RST_STREAM
+            with NO_ERROR at once. But clients that are still sending (curl 7.88, httpx) would take it for the end and
+            not read the answer; so they may go on for a while.
+        has_peer_left: the client has sent a GOAWAY with an error: it wants no more answers.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class Http2Protocol:
     ) -> None:
         """
         Args:
-            frames_at_once: that one call of receive understands; a request's head is worth several.
-            upgrade: the settings of the HTTP/1.1 request that asked for HTTP/2 (`upgrade_settings`); it has been read
-                to its end and becomes stream 1, by `adopt`.
+            frames_at_once: that one call of receive parses; a request's head counts as several.
+            upgrade: the settings of the HTTP/1.1 request that asked for HTTP/2 (`upgrade_settings`); it is complete and
+                becomes stream 1, by `adopt`.
 
         Raises:
             ConnectionFault: a setting in it has a value that it cannot have.

@@ -20,7 +20,7 @@ from functools import partial
 from core.errors import ErrorKind, ServiceError
 from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
 from server.wire.http2 import Http2Protocol
-from server.wire.http2_responses import PIECE_BYTES, Http2Stream
+from server.wire.http2_streams import PIECE_BYTES, Http2Stream
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,

@@ -92,7 +92,7 @@ LLAMA31 = """\
 {%- endif %}
 """
 
-_QWEN_TOOLS = """\
+QWEN3 = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0]['role'] == 'system' %}
@@ -111,52 +111,6 @@ _QWEN_TOOLS = """\
         {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
     {%- endif %}
 {%- endif %}
-"""
-
-QWEN25 = (
-    _QWEN_TOOLS
-    + """\
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or \
-(message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role }}
-        {%- if message.content %}
-            {{- '\\n' + message.content }}
-        {%- endif %}
-        {%- for tool_call in message.tool_calls %}
-            {%- if tool_call.function is defined %}
-                {%- set tool_call = tool_call.function %}
-            {%- endif %}
-            {{- '\\n<tool_call>\\n{"name": "' }}
-            {{- tool_call.name }}
-            {{- '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' }}
-        {{- message.content }}
-        {{- '\\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-)
-
-QWEN3 = (
-    _QWEN_TOOLS
-    + """\
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
@@ -221,11 +175,11 @@ not(message.content.startswith('<tool_response>') and message.content.endswith('
     {%- endif %}
 {%- endif %}
 """
-)
 
-TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "llama31": LLAMA31, "qwen25": QWEN25, "qwen3": QWEN3}
+TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "llama31": LLAMA31, "qwen3": QWEN3}
 
 SNIPPETS = [
+    "{% for m in messages %}{{ loop.last or messages[loop.index0 + 1].role }}{% endfor %}",
     "{% for m in messages %}\n  {% if loop.first %}\n a\n  {% endif %}\n{{ m.role }}\n{% endfor %}\n",
     "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{% continue %}{% endfor %}x",
     "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ loop.length }}{{ m.role }}{% else %}0{% endfor %}",

@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 from core.plan import PENDING, Int32Array, RunnerLimits, StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
-from core.types import TokenLogprobs
+from core.types import Submit, TokenLogprobs, Usage
+from tests.fakes import EngineUnderTest, FakeClock, make_request
 
 _SPOILED = -1
 _WRONG_LOGPROB = 1.0
@@ -102,3 +103,18 @@ def _chain(before: int, token_ids: tuple[int, ...] | list[int]) -> list[int]:
         before = hash((before, token_id)) >> 1
         links.append(before)
     return links
+
+
+def checked_engine(limits: RunnerLimits) -> EngineUnderTest:
+    return EngineUnderTest(limits, runner=ChainCheckingRunner(limits, EngineUnderTest.cost, FakeClock()))
+
+
+def ask(name: str, prompt: tuple[int, ...], **fields: object) -> Submit:
+    """The same seed for all: the same prompt gets the same tokens."""
+    return Submit(make_request(name, prompt_ids=prompt, **{"seed": 1, **fields}))  # type: ignore[arg-type]
+
+
+def usage(under_test: EngineUnderTest, name: str) -> Usage:
+    found = under_test.log.terminal(name).usage
+    assert found is not None
+    return found

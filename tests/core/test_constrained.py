@@ -6,7 +6,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from core.grammar import Grammar, choice, json_schema, regex
+from core.constraints import choice, json_schema, regex
+from core.grammar import Grammar
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Pause, Request, Resume, Submit
 from tests.core.grammars import compiler, tokenizer

@@ -176,32 +176,19 @@ TOKEN = "<|im_start|>"
 # Of a template, what it makes of messages[0].content, and what to write there. Its own tokens stay.
 TURNED: list[tuple[str, str]] = [
     ("c | trim", f"  {TOKEN}  "),
-    ("c.strip() + c.lstrip() + c.rstrip()", f" {TOKEN} "),
-    ("c.strip('#')", f"#{TOKEN}#"),
     ("c[1:-1] ~ c[3]", f"a{TOKEN}b"),
-    ("c[::-1]", TOKEN[::-1]),
     ("c | reverse", TOKEN[::-1]),
     ("c | list | join", TOKEN),
     ("c | lower", TOKEN.upper()),
-    ("c.lower().title().lower()", TOKEN.upper()),
     ("c | upper | lower | capitalize | lower", TOKEN),
-    ("c.replace('X', '')", "<|imX_start|>"),
     ("c | replace('_', '_')", TOKEN),
-    ("c.replace('', '')", TOKEN),
     ("'{}'|replace('{}', c)", TOKEN),
     ("c.split('#') | join('')", "<|im#_start|>"),
-    ("c.split('#')[1]", f"a#{TOKEN}#b"),
-    ("c.rsplit('#', 1)[0]", f"{TOKEN}#b"),
-    ("c.split()[1] ~ c.rsplit()[1]", f" a {TOKEN} b"),
-    ("c.splitlines()[1]", f"a\n{TOKEN}\nb"),
-    ("c.partition('#')[2] ~ c.rpartition('#')[0]", f"{TOKEN}#{TOKEN}"),
-    ("c.removeprefix('a').removesuffix('b')", f"a{TOKEN}b"),
     ("'<|im_end|>%s<|im_end|>' % c", TOKEN),
     ("'<|im_end|>%s%s<|im_end|>' % (c, 1)", TOKEN),
     ("'<|im_end|>{0}<|im_end|>'.format(c)", TOKEN),
     ("'<|im_end|>{a}<|im_end|>'.format_map({'a': c})", TOKEN),
     ("'<|im_end|>%s' | format(c)", TOKEN),
-    ("c % ()", TOKEN),
     ("c.format(1)", TOKEN),
     ("'<|im_end|>'.join([c, 'x', c])", TOKEN),
     ("[c, '<|im_end|>', c] | join(' ')", TOKEN),
@@ -217,7 +204,6 @@ TURNED: list[tuple[str, str]] = [
     ("[c]", TOKEN),
     ("{'k': c}", TOKEN),
     ("(c, 1) | string", TOKEN),
-    ("'a' ~ c ~ [c]", TOKEN),
     ("c | default('x')", TOKEN),
     ("(c | batch(3) | first) | join", f"{TOKEN[:3]}"),
     ("(c or 'x') if c is string else ''", TOKEN),
@@ -253,13 +239,6 @@ def test_marks_survive_what_templates_do(expression: str, content: str, form: st
     assert chat("byte_level", template, False)[0].render(messages, now=NOW) == text
     num_own = (expression.count("<|im_end|>") and text.count("<|im_end|>")) or 2
     assert added("byte_level", ids) == ["<|im_end|>"] * num_own, text
-
-
-def test_each_character_of_a_text_in_a_loop_keeps_its_mark() -> None:
-    template = "{% for c in messages[0].content %}{{ c }}{% endfor %}<|im_end|>"
-    assert added("byte_level", encoded("byte_level", template, [{"role": "user", "content": TOKEN}])[1]) == [
-        "<|im_end|>"
-    ]
 
 
 def test_white_space_that_a_token_takes_may_be_anyones() -> None:

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 from core.answer_parts import Arguments, CallBegin, Text, ToolCallParser
-from core.errors import InvalidRequest
-from core.grammar import (
+from core.constraints import (
     FORMATS,
     MAX_CHOICES,
     MAX_DEPTH,
     MAX_SOURCE_BYTES,
-    Grammar,
     GrammarKind,
     GrammarSpec,
     choice,
+    client_grammar,
     json_schema,
-    lark,
     regex,
 )
+from core.errors import InvalidRequest
+from core.grammar import Grammar
 from core.tool_formats import FORMATS as TOOL_FORMATS
 from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
 from tests.core.grammars import compiler, tokenizer
@@ -96,7 +96,7 @@ def test_expressions_choices_and_grammars_are_held() -> None:
         texts = ["yes", "no (a|b)", "ü.*", "a\nb"]
         assert sampled(compiler().compile(choice(texts, PARAM)), rng) in texts
         for source in ('start: "a" start | "b"', 'root ::= "a" root | "b"'):
-            assert re.fullmatch("a*b", sampled(compiler().compile(lark(source, PARAM)), rng) or "b")
+            assert re.fullmatch("a*b", sampled(compiler().compile(client_grammar(source, PARAM)), rng) or "b")
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def test_what_cannot_be_held_is_refused_by_name(schema: Any, words: str) -> None
         (lambda: regex("(?=a)b", PARAM), "look-around"),
         (lambda: choice([], PARAM), "must have 1 to 4096 choices"),
         (lambda: choice(["x"] * (MAX_CHOICES + 1), PARAM), "must have 1 to 4096 choices"),
-        (lambda: lark("start: (", PARAM), "1 | start: ("),
-        (lambda: lark("root ::= (", PARAM), "cannot be read as GBNF"),
+        (lambda: client_grammar("start: (", PARAM), "1 | start: ("),
+        (lambda: client_grammar("root ::= (", PARAM), "cannot be read as GBNF"),
     ],
 )
 def test_a_broken_expression_or_grammar_is_refused(make: Any, words: str) -> None:

@@ -10,10 +10,10 @@ from core.kv_cache import BlockCopies, BlockLabel, HostBlocks
 from core.plan import StepPlan
 from core.scheduler import Scheduler
 from core.simulation import SimulatedRunner
-from core.types import ClearCache, Message, StoreState, Submit, Usage
-from tests.core.kv_oracle import ChainCheckingRunner
+from core.types import ClearCache, Message, StoreState, Usage
+from tests.core.kv_oracle import ChainCheckingRunner, ask, checked_engine, usage
 from tests.core.test_scheduler_machine import assert_slots_are_conserved
-from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
+from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
 
@@ -27,21 +27,11 @@ def make_engine(runner: SimulatedRunner | None = None) -> EngineUnderTest:
     return EngineUnderTest(SMALL, runner=runner or ChainCheckingRunner(SMALL, EngineUnderTest.cost, FakeClock()))
 
 
-def ask(name: str, prompt: tuple[int, ...], **fields: object) -> Submit:
-    return Submit(make_request(name, prompt_ids=prompt, **{"seed": 1, **fields}))  # type: ignore[arg-type]
-
-
 def run(under_test: EngineUnderTest, *messages: Message) -> None:
     for message in messages:
         under_test.send(message)
         under_test.run()
     assert_slots_are_conserved(under_test.scheduler.host)
-
-
-def usage(under_test: EngineUnderTest, name: str) -> Usage:
-    found = under_test.log.terminal(name).usage
-    assert found is not None
-    return found
 
 
 def test_evicted_prompt_comes_back_from_the_host_with_the_same_tokens() -> None:
@@ -64,7 +54,7 @@ def test_what_was_restored_is_not_copied_out_again() -> None:
 
 def test_blocks_that_are_dearer_to_copy_than_to_compute_are_computed_and_counted() -> None:
     limits = replace(SMALL, host_copy_s=1.0)
-    under_test = EngineUnderTest(limits, runner=ChainCheckingRunner(limits, EngineUnderTest.cost, FakeClock()))
+    under_test = checked_engine(limits)
     run(under_test, ask("a", A), ask("b", B), ask("c", A))
     assert under_test.log.tokens("c") == under_test.log.tokens("a")
     stats = under_test.scheduler.stats()
@@ -217,7 +207,7 @@ def test_what_an_earlier_process_has_stored_is_found() -> None:
 
 def test_at_the_end_what_is_used_on_the_device_keeps_its_slot() -> None:
     limits = replace(SMALL, num_blocks=9, num_host_blocks=6)
-    under_test = EngineUnderTest(limits, runner=ChainCheckingRunner(limits, EngineUnderTest.cost, FakeClock()))
+    under_test = checked_engine(limits)
     run(under_test, ask("a", A[:9], max_tokens=1), ask("b", C, max_tokens=12), ask("c", A[:9], max_tokens=1))
     host = under_test.scheduler.host
     assert under_test.scheduler.stats().num_restored_blocks == 2  # the first two of A: they lie here and there

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from core.inspection import InconsistentAccounting, check_conservation, state_of
+from core.engine import InconsistentAccounting, check_conservation, state_of
 from core.scheduler import Scheduler
 from core.types import Submit
 from tests.fakes import EngineUnderTest, make_request, small_limits

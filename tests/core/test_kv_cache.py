@@ -5,7 +5,7 @@ import pytest
 from core.kv_cache import BlockPool, BlockTable, num_blocks_for
 from core.types import Cancel, FinishReason, Message, Submit, Usage
 from tests.call_counter import CallCounter, InstructionCounter
-from tests.core.kv_oracle import ChainCheckingRunner
+from tests.core.kv_oracle import ask, checked_engine, usage
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
@@ -15,23 +15,12 @@ PROMPT = tuple(range(100, 122))  # 22 tokens: 5 blocks and a half
 
 
 def make_engine(**limits: int) -> EngineUnderTest:
-    made = small_limits(**limits)
-    return EngineUnderTest(made, runner=ChainCheckingRunner(made, EngineUnderTest.cost, FakeClock()))
+    return checked_engine(small_limits(**limits))
 
 
 def run(under_test: EngineUnderTest, *messages: Message) -> None:
     under_test.send(*messages)
     under_test.run()
-
-
-def ask(name: str, prompt: tuple[int, ...] = PROMPT, **fields: object) -> Submit:
-    return Submit(make_request(name, prompt_ids=prompt, **{"seed": 1, **fields}))  # type: ignore[arg-type]
-
-
-def usage(under_test: EngineUnderTest, name: str) -> Usage:
-    found = under_test.log.terminal(name).usage
-    assert found is not None
-    return found
 
 
 def num_computed(under_test: EngineUnderTest) -> int:
@@ -41,7 +30,7 @@ def num_computed(under_test: EngineUnderTest) -> int:
 
 def test_second_request_computes_only_what_the_first_has_not() -> None:
     under_test = make_engine()
-    run(under_test, ask("a"))
+    run(under_test, ask("a", PROMPT))
     run(under_test, ask("b", (*PROMPT[:10], 7, 7, 7, 7)))
     assert usage(under_test, "a") == Usage(22, 5, 0)
     assert usage(under_test, "b") == Usage(14, 5, 8)
@@ -58,7 +47,7 @@ def test_hit_never_covers_the_last_token_of_the_prompt() -> None:
 
 def test_next_turn_of_a_chat_finds_the_answer_too() -> None:
     under_test = make_engine()
-    run(under_test, ask("a", max_tokens=11))
+    run(under_test, ask("a", PROMPT, max_tokens=11))
     answered = (*PROMPT, *under_test.log.tokens("a"))
     run(under_test, ask("b", (*answered, 7, 8, 9)))
     assert usage(under_test, "b").num_cached_tokens == 32  # of 33: the last token drawn was never computed
@@ -66,7 +55,7 @@ def test_next_turn_of_a_chat_finds_the_answer_too() -> None:
 
 def test_same_prompt_at_the_same_moment_is_computed_once() -> None:
     under_test = make_engine(max_batch_tokens=64)
-    run(under_test, *(ask(name) for name in "abcd"))
+    run(under_test, *(ask(name, PROMPT) for name in "abcd"))
     assert num_computed(under_test) == 22 + 3 * 2
     assert [usage(under_test, name).num_cached_tokens for name in "abcd"] == [0, 20, 20, 20]
 
@@ -84,11 +73,11 @@ def test_prompt_that_runs_behind_another_takes_over_what_that_one_computes() -> 
 
 def test_preempted_request_finds_its_own_blocks_again() -> None:
     under_test = make_engine(num_blocks=12, max_batch_tokens=64)
-    run(under_test, ask("old", tuple(range(20)), max_tokens=20), ask("new", max_tokens=4, arrival_s=1.0))
+    run(under_test, ask("old", tuple(range(20)), max_tokens=20), ask("new", PROMPT, max_tokens=4, arrival_s=1.0))
     stats = under_test.scheduler.stats()
     assert stats.num_preemptions > 0
     assert usage(under_test, "new") == Usage(22, 4, 0)  # its own tokens are not an earlier request's
-    assert under_test.log.tokens("new") == under_test.reference(ask("new", max_tokens=4).request)
+    assert under_test.log.tokens("new") == under_test.reference(ask("new", PROMPT, max_tokens=4).request)
     assert num_computed(under_test) < 20 + 2 * 22
 
 
@@ -122,8 +111,8 @@ def test_cancelled_sharer_of_a_failed_writer_ends_as_cancelled() -> None:
     limits = small_limits(max_batch_tokens=64)
     under_test = EngineUnderTest(limits)
     scheduler, runner = under_test.scheduler, under_test.runner
-    scheduler.submit(ask("a").request)
-    scheduler.submit(ask("b").request)
+    scheduler.submit(ask("a", PROMPT).request)
+    scheduler.submit(ask("b", PROMPT).request)
     made = scheduler.plan(0.0)
     assert made is not None
     runner.sample(runner.forward(made))
@@ -144,31 +133,31 @@ def test_failed_row_leaves_nothing_to_be_found_of_its_earlier_chunks_either() ->
     under_test = EngineUnderTest(limits, runner=runner)
     run(under_test, ask("a", (*PROMPT, GUILTY)))
     assert under_test.scheduler.stats().num_cached_blocks == 0
-    run(under_test, ask("b"))
+    run(under_test, ask("b", PROMPT))
     assert usage(under_test, "b").num_cached_tokens == 0
 
 
 def test_cancelled_prefill_leaves_its_computed_blocks(steps_in_flight: int) -> None:
     under_test = make_engine(max_batch_tokens=8)
-    under_test.send(ask("a"))
+    under_test.send(ask("a", PROMPT))
     under_test.step(2)
     run(under_test, Cancel("a", FinishReason.CANCELLED))
-    run(under_test, ask("b"))
+    run(under_test, ask("b", PROMPT))
     assert usage(under_test, "b").num_cached_tokens == (16 if steps_in_flight == 1 else 20)
 
 
 def test_siblings_count_their_prompt_once() -> None:
     under_test = make_engine(max_batch_tokens=64)
-    run(under_test, ask("a"))
-    run(under_test, ask("b", num_sequences=3))
+    run(under_test, ask("a", PROMPT))
+    run(under_test, ask("b", PROMPT, num_sequences=3))
     assert usage(under_test, "b") == Usage(22, 15, 20)
 
 
 def test_disabled_cache_finds_and_counts_nothing() -> None:
     limits = small_limits()
     under_test = EngineUnderTest(limits, has_prefix_cache=False)
-    run(under_test, ask("a"))
-    run(under_test, ask("b"))
+    run(under_test, ask("a", PROMPT))
+    run(under_test, ask("b", PROMPT))
     stats = under_test.scheduler.stats()
     assert usage(under_test, "b") == Usage(22, 5, 0)
     assert (stats.num_cache_queries, stats.num_cache_hits, stats.num_cached_blocks) == (0, 0, 0)
@@ -177,7 +166,7 @@ def test_disabled_cache_finds_and_counts_nothing() -> None:
 def test_queue_head_that_needs_blocks_is_looked_up_once() -> None:
     under_test = make_engine(num_blocks=12, max_batch_tokens=64)
     run(under_test, ask("a", PROMPT))
-    under_test.send(ask("long", tuple(range(30)), max_tokens=9), ask("waits", arrival_s=1.0))
+    under_test.send(ask("long", tuple(range(30)), max_tokens=9), ask("waits", PROMPT, arrival_s=1.0))
     under_test.step()
     waiting, _ = under_test.scheduler.states.waiting.head(under_test.clock()) or pytest.fail("nobody waits")
     assert waiting.num_free_blocks_needed > under_test.scheduler.pool.num_free

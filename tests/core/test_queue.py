@@ -88,6 +88,16 @@ def test_due_tenant_over_its_share_does_not_hide_another_that_is_due() -> None:
     assert drain(queue_of(*sequences), now=5.0) == ["other", "light", "flood"]
 
 
+def test_tenant_that_was_forgotten_and_returns_waits_by_its_new_counter() -> None:
+    gone, back, other = Tenant("a"), Tenant("a", counter_s=9.0), Tenant("b", counter_s=5.0)
+    early = waiting("early", 0, tenant=gone)
+    queue = queue_of(early)
+    queue.remove(early)
+    for sequence in (waiting("late", 1, tenant=back), waiting("other", 2, tenant=other)):
+        queue.add(sequence, 0.0)
+    assert drain(queue) == ["other", "late"]
+
+
 def test_removed_sequences_are_gone_and_come_back_to_their_place() -> None:
     a, b, c = (waiting(name, i) for i, name in enumerate("abc"))
     queue = queue_of(a, b, c)
@@ -196,16 +206,6 @@ def test_coming_and_going_leaves_one_entry_per_tenant() -> None:
         tenant.charge(1.0)
         shares.leave(tenant)
     assert len(shares._by_counter._heap) == 2
-
-
-def test_refund_is_used_up_before_the_counter_grows_again() -> None:
-    tenant = TenantShares().enter("a")
-    tenant.charge(5.0)
-    tenant.prepaid_s = 5.0
-    tenant.refund(3.0)
-    assert (tenant.counter_s, tenant.served_s, tenant.had_s) == (5.0, 2.0, 0.0)
-    tenant.charge(4.0)
-    assert (tenant.counter_s, tenant.served_s) == (6.0, 6.0)
 
 
 def test_a_share_divides_what_is_charged_and_what_is_refunded_alike() -> None:

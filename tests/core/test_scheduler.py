@@ -1,14 +1,17 @@
 import numpy as np
 import pytest
 
-from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.plan import StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.types import Admitted, FinishReason, Prefilled, StepDelivery, TokenLogprobs, Usage
+from core.types import Admitted, FinishReason, Prefilled, Request, StepDelivery, TokenLogprobs, Usage
 from tests.fakes import make_request, small_limits
 
 
-def make_scheduler(limits: RunnerLimits | None = None, eos_ids: tuple[int, ...] = ()) -> Scheduler:
-    return Scheduler(limits or small_limits(), eos_ids, seeds=lambda: 77, inter_token_target=None)
+def make_scheduler(*requests: Request, eos_ids: tuple[int, ...] = (), **limits: int) -> Scheduler:
+    scheduler = Scheduler(small_limits(**limits), eos_ids, seeds=lambda: 77, inter_token_target=None)
+    for request in requests:
+        scheduler.submit(request)
+    return scheduler
 
 
 def plan(scheduler: Scheduler) -> StepPlan:
@@ -28,8 +31,9 @@ def step(scheduler: Scheduler, token_id: int = 500) -> StepDelivery:
 
 
 def test_first_plan_starts_the_slot_with_prompt_table_and_seed() -> None:
-    scheduler = make_scheduler(eos_ids=(2,))
-    scheduler.submit(make_request(prompt_ids=(10, 11, 12, 13, 14), seed=None, stop_token_ids=(8,)))
+    scheduler = make_scheduler(
+        make_request(prompt_ids=(10, 11, 12, 13, 14), seed=None, stop_token_ids=(8,)), eos_ids=(2,)
+    )
     made = plan(scheduler)
     (start,) = made.sequence_starts
     assert (start.slot, start.token_ids, start.num_prompt_tokens) == (0, (10, 11, 12, 13, 14), 5)
@@ -40,8 +44,7 @@ def test_first_plan_starts_the_slot_with_prompt_table_and_seed() -> None:
 
 
 def test_decode_plans_carry_differences_only() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(prompt_ids=(10, 11, 12), max_tokens=9))
+    scheduler = make_scheduler(make_request(prompt_ids=(10, 11, 12), max_tokens=9))
     step(scheduler)
     made = plan(scheduler)
     assert (made.starts.tolist(), made.lengths.tolist(), made.token_ids.tolist()) == ([3], [1], [500])
@@ -51,9 +54,7 @@ def test_decode_plans_carry_differences_only() -> None:
 
 
 def test_decodes_go_before_prefill_chunks_and_the_oldest_prompt_first() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request("new", 30, arrival_s=2.0))
-    scheduler.submit(make_request("old", 10, arrival_s=1.0))
+    scheduler = make_scheduler(make_request("new", 30, arrival_s=2.0), make_request("old", 10, arrival_s=1.0))
     first = plan(scheduler)
     assert (first.lengths.tolist(), first.samples.tolist()) == ([10, 6], [True, False])
     answer(scheduler, first)
@@ -64,33 +65,28 @@ def test_decodes_go_before_prefill_chunks_and_the_oldest_prompt_first() -> None:
     assert plan(scheduler).lengths.tolist() == [1, 9, 3]
 
 
-def test_higher_priority_is_admitted_before_earlier_arrival() -> None:
-    scheduler = make_scheduler(small_limits(max_sequences=1))
-    scheduler.submit(make_request("early", 4))
-    scheduler.submit(make_request("urgent", 5, priority=1, arrival_s=9.0))
-    assert plan(scheduler).lengths.tolist() == [5]
-
-
 def test_head_of_the_queue_without_blocks_is_not_overtaken() -> None:
-    scheduler = make_scheduler(small_limits(num_blocks=6, max_batch_tokens=64))
-    scheduler.submit(make_request("running", 11, arrival_s=0.0))
-    scheduler.submit(make_request("large", 15, arrival_s=1.0))
-    scheduler.submit(make_request("small", 2, arrival_s=2.0))
+    scheduler = make_scheduler(
+        make_request("running", 11, arrival_s=0.0),
+        make_request("large", 15, arrival_s=1.0),
+        make_request("small", 2, arrival_s=2.0),
+        num_blocks=6,
+        max_batch_tokens=64,
+    )
     assert plan(scheduler).lengths.tolist() == [11]
     assert scheduler.stats().num_waiting == 2
 
 
 def test_request_needs_slots_for_all_its_sequences() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request("one", 4, arrival_s=0.0))
-    scheduler.submit(make_request("four", 4, num_sequences=4, arrival_s=1.0))
+    scheduler = make_scheduler(
+        make_request("one", 4, arrival_s=0.0), make_request("four", 4, num_sequences=4, arrival_s=1.0)
+    )
     assert plan(scheduler).num_rows == 1
     assert scheduler.stats().num_waiting == 1
 
 
 def test_siblings_share_the_prompt_and_copy_its_last_block_on_write() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(prompt_ids=(1, 2, 3, 4, 5, 6), num_sequences=3))
+    scheduler = make_scheduler(make_request(prompt_ids=(1, 2, 3, 4, 5, 6), num_sequences=3))
     first = plan(scheduler)
     assert first.num_rows == 1
     answer(scheduler, first)
@@ -106,8 +102,7 @@ def test_siblings_share_the_prompt_and_copy_its_last_block_on_write() -> None:
 
 
 def test_ending_stop_id_is_billed_but_not_delivered() -> None:
-    scheduler = make_scheduler(eos_ids=(2,))
-    scheduler.submit(make_request(num_prompt_tokens=6))
+    scheduler = make_scheduler(make_request(num_prompt_tokens=6), eos_ids=(2,))
     step(scheduler, 500)
     delivery = step(scheduler, 2)
     assert delivery.token_ids == []
@@ -116,15 +111,13 @@ def test_ending_stop_id_is_billed_but_not_delivered() -> None:
 
 
 def test_context_ends_a_sequence_before_its_max_tokens() -> None:
-    scheduler = make_scheduler(small_limits(max_model_len=8))
-    scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=100))
+    scheduler = make_scheduler(make_request(num_prompt_tokens=6, max_tokens=100), max_model_len=8)
     assert step(scheduler).chunks == []
     assert step(scheduler).chunks[0].usage == Usage(6, 2)
 
 
 def test_tokens_with_logprobs_come_as_chunks() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(num_logprobs=0))
+    scheduler = make_scheduler(make_request(num_logprobs=0))
     made = plan(scheduler)
     logprobs = TokenLogprobs(500, -0.5)
     rows = np.array([0], np.int32)
@@ -134,8 +127,7 @@ def test_tokens_with_logprobs_come_as_chunks() -> None:
 
 
 def test_row_that_draws_several_tokens_stops_at_the_ending_one() -> None:
-    scheduler = make_scheduler(eos_ids=(2,))
-    scheduler.submit(make_request(num_prompt_tokens=6))
+    scheduler = make_scheduler(make_request(num_prompt_tokens=6), eos_ids=(2,))
     made = plan(scheduler)
     output = StepOutput(np.zeros(4, np.int32), np.array([500, 501, 2, 502], np.int32))
     delivery = scheduler.apply(made, output, 0.0)
@@ -148,8 +140,9 @@ def test_row_that_draws_several_tokens_stops_at_the_ending_one() -> None:
     [(23, 1, None), (24, 1, "24 tokens"), (0, 1, "empty"), (5, 5, "5 sequences"), (5, 4, None)],
 )
 def test_what_can_never_run_is_refused_at_once(num_prompt_tokens: int, num_sequences: int, cause: str | None) -> None:
-    scheduler = make_scheduler(small_limits(num_blocks=6))
-    scheduler.submit(make_request(num_prompt_tokens=num_prompt_tokens, num_sequences=num_sequences))
+    scheduler = make_scheduler(
+        make_request(num_prompt_tokens=num_prompt_tokens, num_sequences=num_sequences), num_blocks=6
+    )
     delivery = scheduler.flush()
     assert delivery is not None
     if cause is None:
@@ -163,8 +156,7 @@ def test_what_can_never_run_is_refused_at_once(num_prompt_tokens: int, num_seque
 
 
 def test_cancel_in_mid_prefill_bills_the_computed_part_of_the_prompt() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(num_prompt_tokens=40))
+    scheduler = make_scheduler(make_request(num_prompt_tokens=40))
     step(scheduler)
     scheduler.cancel("a", FinishReason.CANCELLED)
     delivery = scheduler.flush()
@@ -174,8 +166,7 @@ def test_cancel_in_mid_prefill_bills_the_computed_part_of_the_prompt() -> None:
 
 
 def test_cancel_in_flight_frees_blocks_once_in_apply() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request())
+    scheduler = make_scheduler(make_request())
     step(scheduler)
     made = plan(scheduler)
     scheduler.cancel("a", FinishReason.CANCELLED)
@@ -191,8 +182,7 @@ def test_cancel_in_flight_frees_blocks_once_in_apply() -> None:
 
 @pytest.mark.parametrize("is_in_flight", [False, True])
 def test_stop_string_cuts_usage_whatever_the_timing(is_in_flight: bool) -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(max_tokens=9))
+    scheduler = make_scheduler(make_request(max_tokens=9))
     for _ in range(4):
         step(scheduler)
     made = plan(scheduler) if is_in_flight else None
@@ -203,8 +193,7 @@ def test_stop_string_cuts_usage_whatever_the_timing(is_in_flight: bool) -> None:
 
 
 def test_of_several_cuts_the_smallest_is_billed_and_none_bills_more_than_was_sampled() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(max_tokens=9))
+    scheduler = make_scheduler(make_request(max_tokens=9))
     for _ in range(5):
         step(scheduler)
     (sequence,) = scheduler.states.running
@@ -216,8 +205,7 @@ def test_of_several_cuts_the_smallest_is_billed_and_none_bills_more_than_was_sam
 
 
 def test_late_cut_of_an_ended_sequence_counts_until_the_terminal_chunk() -> None:
-    scheduler = make_scheduler(eos_ids=(2,))
-    scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=3, num_sequences=2))
+    scheduler = make_scheduler(make_request(num_prompt_tokens=6, max_tokens=3, num_sequences=2), eos_ids=(2,))
     step(scheduler)
     made = plan(scheduler)
     first = scheduler.apply(made, StepOutput(np.array([0, 1], np.int32), np.array([500, 2], np.int32)), 0.0)
@@ -228,8 +216,7 @@ def test_late_cut_of_an_ended_sequence_counts_until_the_terminal_chunk() -> None
 
 
 def test_leaving_leader_hands_its_prefill_to_a_sibling() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(num_prompt_tokens=20, num_sequences=3))
+    scheduler = make_scheduler(make_request(num_prompt_tokens=20, num_sequences=3))
     step(scheduler)
     scheduler.cancel("a", FinishReason.CANCELLED, index=0)
     made = plan(scheduler)
@@ -239,8 +226,7 @@ def test_leaving_leader_hands_its_prefill_to_a_sibling() -> None:
 
 
 def test_unknown_ids_and_indexes_are_ignored() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request())
+    scheduler = make_scheduler(make_request())
     scheduler.cancel("b", FinishReason.CANCELLED)
     scheduler.cancel("a", FinishReason.CANCELLED, index=1)
     scheduler.pause("b")
@@ -253,8 +239,7 @@ def test_unknown_ids_and_indexes_are_ignored() -> None:
 
 
 def test_pause_is_told_although_no_step_comes() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(max_tokens=9))
+    scheduler = make_scheduler(make_request(max_tokens=9))
     step(scheduler)
     assert scheduler.flush() is None
     scheduler.pause("a")
@@ -266,10 +251,12 @@ def test_pause_is_told_although_no_step_comes() -> None:
 
 
 def test_paused_request_in_the_queue_lets_others_pass_and_returns_to_its_place() -> None:
-    scheduler = make_scheduler(small_limits(max_sequences=1))
-    scheduler.submit(make_request("a", 4, arrival_s=0.0, max_tokens=1))
-    scheduler.submit(make_request("b", 5, arrival_s=1.0, max_tokens=1))
-    scheduler.submit(make_request("c", 6, arrival_s=2.0, max_tokens=1))
+    scheduler = make_scheduler(
+        make_request("a", 4, arrival_s=0.0, max_tokens=1),
+        make_request("b", 5, arrival_s=1.0, max_tokens=1),
+        make_request("c", 6, arrival_s=2.0, max_tokens=1),
+        max_sequences=1,
+    )
     scheduler.pause("a")
     made = plan(scheduler)
     assert made.lengths.tolist() == [5]
@@ -279,8 +266,7 @@ def test_paused_request_in_the_queue_lets_others_pass_and_returns_to_its_place()
 
 
 def test_out_of_blocks_paused_go_first_and_lose_no_token() -> None:
-    scheduler = make_scheduler(small_limits(num_blocks=4))
-    scheduler.submit(make_request("paused", 6, arrival_s=0.0, max_tokens=50))
+    scheduler = make_scheduler(make_request("paused", 6, arrival_s=0.0, max_tokens=50), num_blocks=4)
     step(scheduler)
     scheduler.pause("paused")
     scheduler.submit(make_request("b", 7, arrival_s=1.0, max_tokens=3))
@@ -294,18 +280,19 @@ def test_out_of_blocks_paused_go_first_and_lose_no_token() -> None:
 
 
 def test_out_of_blocks_the_latest_arrival_of_the_lowest_priority_gives_way() -> None:
-    scheduler = make_scheduler(small_limits(num_blocks=6))
-    scheduler.submit(make_request("old", 6, arrival_s=0.0, max_tokens=50))
-    scheduler.submit(make_request("urgent", 3, arrival_s=2.0, max_tokens=50, priority=1))
-    scheduler.submit(make_request("new", 7, arrival_s=1.0, max_tokens=50))
+    scheduler = make_scheduler(
+        make_request("old", 6, arrival_s=0.0, max_tokens=50),
+        make_request("urgent", 3, arrival_s=2.0, max_tokens=50, priority=1),
+        make_request("new", 7, arrival_s=1.0, max_tokens=50),
+        num_blocks=6,
+    )
     while scheduler.stats().num_preemptions == 0:
         step(scheduler)
     assert {sequence.request_id for sequence in scheduler.states.running} == {"old", "urgent"}
 
 
 def test_stats_count_steps_tokens_and_the_time_of_a_step() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(num_prompt_tokens=20, max_tokens=9))
+    scheduler = make_scheduler(make_request(num_prompt_tokens=20, max_tokens=9))
     step(scheduler)
     step(scheduler)
     made = scheduler.plan(10.0)
@@ -316,8 +303,7 @@ def test_stats_count_steps_tokens_and_the_time_of_a_step() -> None:
 
 
 def test_marks_tell_once_when_a_request_was_admitted_and_when_its_prompt_was_done() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request("a", num_prompt_tokens=24, max_tokens=3, num_sequences=2))
+    scheduler = make_scheduler(make_request("a", num_prompt_tokens=24, max_tokens=3, num_sequences=2))
     marks = []
     for now in range(1, 20):
         made = scheduler.plan(float(now))

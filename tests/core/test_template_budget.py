@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from jinja2.exceptions import SecurityError
 
-from core.template_budget import Budget, BudgetedEnvironment, BudgetExceeded, use_budget
+from core.chat_template import Budget, BudgetedEnvironment, BudgetExceeded, use_budget
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

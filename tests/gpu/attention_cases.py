@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from gpu.attention import AttentionKernels, RaggedRows
+from gpu.attention import PLAIN, AttentionKernels, RaggedRows, Scores
 from gpu.kv_cache import LayerKV
-from gpu.scores import PLAIN, Scores
 
 NOWHERE = 1 << 20  # a block that no row has
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from core.plan import SequenceStart
-from gpu.attention import DecodeGroup, PromptGroup, TorchAttention
+from gpu.attention import PLAIN, DecodeGroup, PromptGroup, TorchAttention
 from gpu.kv_cache import LayerKV
-from gpu.scores import PLAIN
 from tests.gpu.built import Builder
 from tests.gpu.driver import GREEDY, make_plan
 

@@ -1,12 +1,10 @@
 """What the app counts and logs of requests, on the simulated server: refused, left, and behind proxies."""
 
-import json
 import re
 from ipaddress import ip_network
 
 import pytest
 
-from core.errors import ErrorKind, ServiceError
 from server.listening.clients import ClientRules
 from server.observing.metrics import MAX_UNKNOWN_FIELDS, OTHER_FIELDS
 from tests.server import raw_http2
@@ -216,21 +214,6 @@ def test_client_that_leaves_while_its_body_comes_is_a_499_but_no_generation_that
     (told,) = re.findall("# HELP steploop_disconnects_total (.*)", page)
     assert "Generations whose clients left" in told
     assert "499" in told
-
-
-def test_client_that_leaves_after_the_last_byte_has_had_its_answer(server: SimulatedServer) -> None:
-    server.ask(chat(**STREAM))
-    assert server.metrics.responses == {200: 1}
-
-
-def test_error_events_are_one_json_line(server: SimulatedServer) -> None:
-    transport = server.send(chat(**STREAM))
-    for _ in range(4):
-        server.step()
-    server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "two\nlines\u2028", "draining"))
-    server.run()
-    block = answers(bytes(transport.received))[0].body.decode().split("\n\n")[-2]
-    assert json.loads(block.removeprefix("data: "))["error"]["message"] == "two\nlines\u2028"
 
 
 # Behind proxies.

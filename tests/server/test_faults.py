@@ -33,7 +33,7 @@ from server.prompts import PromptReader
 from server.supervision import EngineWatch, Supervision
 from server.wire.http1_exchanges import Http1Exchanges
 from server.wire.http2_exchanges import Http2Exchanges
-from server.wire.http2_responses import Responses as Http2Response
+from server.wire.http2_streams import Responses as Http2Response
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer

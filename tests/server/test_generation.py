@@ -304,25 +304,6 @@ def test_head_that_a_keep_alive_has_opened_leaves_nothing_to_flush_first() -> No
 # Clients that leave
 
 
-@pytest.mark.parametrize("fields", [{}, STREAM, {"n": 2}, {"prompt": [[5] * 40, [6]]}])
-@pytest.mark.parametrize("num_steps", range(8))
-def test_client_that_leaves_frees_its_blocks_within_a_step_and_is_told_as_499(
-    server: SimulatedServer, num_steps: int, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "server.access")
-    transport = server.send(completion(**({"prompt": [5] * 40} | fields)))
-    for _ in range(num_steps):
-        assert server.step()
-    transport.feed_eof()
-    server.loop.settle()
-    server.step()
-    server.check_idle()
-    assert server.metrics.num_disconnects == 1
-    assert server.metrics.responses == {499: 1}
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("POST /v1/completions 499 ")
-
-
 @pytest.mark.parametrize("data", [chat(max_tokens=3), chat(max_tokens=3, **STREAM)])
 def test_client_may_leave_before_any_byte_of_its_request(data: bytes) -> None:
     for num_bytes in range(len(data)):

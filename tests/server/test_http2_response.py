@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.wire.http2_frames import FRAME_HEADER, HEADER_BYTES
-from server.wire.http2_responses import PIECE_BYTES, PIECES_BYTES, Http2Stream
+from server.wire.http2_streams import PIECE_BYTES, PIECES_BYTES, Http2Stream
 from server.wire.messages import HttpRequest, ResponseError, ResponseHead
 from tests.server.http2_client import fields
 from tests.server.http2_pair import HEAD, PLAIN, Pair, take_step

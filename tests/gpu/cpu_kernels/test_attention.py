@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gpu.attention import Scores
 from gpu.device import cpu_flags
-from gpu.scores import Scores
 from tests.gpu.attention_cases import Case, assert_near, make_case
 
 if "avx512_bf16" not in cpu_flags():

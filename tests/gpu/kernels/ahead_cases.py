@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 
+from gpu.attention import PLAIN as PLAIN_SCORES
+from gpu.attention import Scores
 from gpu.kernels.matmul import GROUPED, INT4, PLAIN, SCALED, Matrix
 from gpu.kernels.operators import ACTIVATIONS
 from gpu.kernels.rows import CLEARED_COLUMNS, TOKENS
-from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
+from gpu.kernels.sampling import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
 from gpu.kernels.sizes import (
     MAX_SPLITS,
     SMALL_ROWS,
@@ -18,8 +20,6 @@ from gpu.kernels.sizes import (
     next_power_of_two,
     row_warps,
 )
-from gpu.scores import PLAIN as PLAIN_SCORES
-from gpu.scores import Scores
 from tests.gpu.kernels.ahead import Case, pointer
 
 SINKS = Scores(sinks=torch.zeros(1))

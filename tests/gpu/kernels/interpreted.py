@@ -4,7 +4,7 @@ from core.config import ModelConfig
 from gpu.device import DeviceChoice
 from gpu.kernels.attention import PagedAttention
 from gpu.kernels.operators import TritonOperators
-from gpu.kernels.sampler import DeviceSampler
+from gpu.kernels.sampling import DeviceSampler
 from gpu.operators import Operators
 
 NUM_PROGRAMS = 3  # that decode: each takes several splits

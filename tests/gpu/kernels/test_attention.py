@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from core.config import parse_model_config
+from gpu.attention import PLAIN, Scores
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
 from gpu.kernels.attention import PagedAttention
@@ -19,7 +20,6 @@ from gpu.kernels.sizes import Tiles, tiles_for
 from gpu.memory_plan import plan_memory
 from gpu.operators import Operators
 from gpu.runner import ModelRunner
-from gpu.scores import PLAIN, Scores
 from gpu.weights import load_weights
 from tests.gpu.attention_cases import assert_near, make_case
 from tests.gpu.conftest import ENGINE, no_progress

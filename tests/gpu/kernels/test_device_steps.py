@@ -1,4 +1,4 @@
-"""Steps by Python, by graphs and overlapped draw the same tokens, whoever comes, goes or shares them."""
+"""Steps launched by Python, by graphs and overlapped sample the same tokens, whatever rows share them."""
 
 import dataclasses
 import logging
@@ -14,7 +14,7 @@ from core.config import BLOCK_SIZE, EngineConfig, parse_model_config
 from core.plan import PENDING
 from core.types import Request, SamplingParams
 from gpu.kernels.rows import DeviceRows
-from gpu.kernels.sampler import MAX_BIASES
+from gpu.kernels.sampling import MAX_BIASES
 from gpu.loading import load_runner
 from gpu.memory_plan import MemoryPlan
 from gpu.rows import StepInputs, StepTokens
@@ -97,6 +97,12 @@ def tokens_with_joins_and_leaves(runner: ModelRunner) -> list[list[int]]:
     return [sequence.output_ids for sequence in (first, second, third)]
 
 
+def assert_tokens_are_the_oracles(runner: ModelRunner, directory: Path) -> None:
+    oracle = Oracle(directory)
+    for found, prompt in zip(tokens_with_joins_and_leaves(runner), PROMPTS, strict=True):
+        assert found == oracle.greedy(list(prompt), len(found))
+
+
 @pytest.mark.parametrize(
     ("family", "graphs"),
     [
@@ -108,13 +114,9 @@ def tokens_with_joins_and_leaves(runner: ModelRunner) -> list[list[int]]:
     ],
 )
 def test_greedy_tokens_are_the_oracles(family: str, graphs: str, model_directory: Directory) -> None:
-    directory = model_directory(family)
-    oracle = Oracle(directory)
-    runner = open_runner(directory, graphs)
-    captured = steps_of(runner).graphs.num_captured
-    assert captured == {"off": 0, "lazy": 0, "on": 7}[graphs]
-    for found, prompt in zip(tokens_with_joins_and_leaves(runner), PROMPTS, strict=True):
-        assert found == oracle.greedy(list(prompt), len(found))
+    runner = open_runner(model_directory(family), graphs)
+    assert steps_of(runner).graphs.num_captured == {"off": 0, "lazy": 0, "on": 7}[graphs]
+    assert_tokens_are_the_oracles(runner, model_directory(family))
     assert steps_of(runner).graphs.num_captured == {"off": 0, "lazy": 5, "on": 7}[graphs]
 
 
@@ -323,9 +325,7 @@ def test_where_capture_fails_steps_go_on_by_python(
     monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: FailingRecorder(1))
     with caplog.at_level(logging.WARNING):
         runner = open_runner(directory, graphs)
-        found = tokens_with_joins_and_leaves(runner)
-    oracle = Oracle(directory)
-    assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
+        assert_tokens_are_the_oracles(runner, directory)
     assert [record.getMessage()[:14] for record in caplog.records] == ["no CUDA graphs"]
     assert steps_of(runner).graphs.num_captured == 0
 
@@ -348,10 +348,8 @@ def test_a_chunk_whose_length_the_host_reads_is_refused_and_decodes_are_not(
     assert [record.getMessage()[:26] for record in caplog.records] == ["no CUDA graphs of prompts:"]
     assert (runner.captured.num_graphs, runner.captured.num_of_prompts) == (3, 0)
     replayed = replays(monkeypatch, runner)
-    found = tokens_with_joins_and_leaves(runner)
+    assert_tokens_are_the_oracles(runner, directory)
     assert {shape.num_prompts for shape in replayed} == {0}
-    oracle = Oracle(directory)
-    assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
 
 
 def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
@@ -384,9 +382,7 @@ def test_where_memory_ends_at_capture_steps_go_on_with_fewer_graphs(
     assert runner.captured.num_graphs == 6
     told = "no more CUDA graphs than 6: no memory for 32 tokens of prompts beside 0 rows"
     assert [record.getMessage()[: len(told)] for record in caplog.records] == [told]
-    found = tokens_with_joins_and_leaves(runner)
-    oracle = Oracle(directory)
-    assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
+    assert_tokens_are_the_oracles(runner, directory)
 
 
 def test_what_moves_after_its_capture_is_told(model_directory: Directory) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, DeviceSampler, Shape, shape_of
+from gpu.kernels.sampling import MAX_BIASES, MAX_STOP_IDS, SHAPES, DeviceSampler, Shape, shape_of
 from gpu.rows import NO_SLOT
 from gpu.sampler import IntArray, LaunchedSampler, Sampled, Sampler
 from tests.gpu.sampling_cases import NEXT, SETTINGS, Fields, make_sampler, noise

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from core.config import EngineConfig
-from gpu.parallel.messages import Answer, Job, Load, Refusal, Step, read_message, write_message
+from gpu.parallel.processes import Answer, Job, Load, Refusal, Step, read_message, write_message
 from tests.gpu.driver import make_plan
 from tests.gpu.test_memory_plan import MODEL
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from core.config import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Int32Array, StepOutput
-from gpu.parallel.messages import Job, Step
+from gpu.parallel.processes import Followers, Job, Step
 from gpu.parallel.ranks import Ranks, close
-from gpu.parallel.runner import Followers, ParallelRunner, load_parallel_runner
+from gpu.parallel.runner import ParallelRunner, load_parallel_runner
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver, make_plan

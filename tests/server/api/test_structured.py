@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from core.grammar import GrammarKind
+from core.constraints import GrammarKind
 from server.api import chat, completions, responses
 from server.api.fields import GenerationCall
 from tests.server.api import wire

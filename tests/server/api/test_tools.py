@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from core.constraints import GrammarKind
 from core.errors import InvalidRequest
-from core.grammar import GrammarKind
 from core.tool_detection import ToolStyle
 from core.types import FinishReason
 from server.api import responses

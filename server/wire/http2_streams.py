@@ -1,4 +1,7 @@
-"""What HTTP/2 sends on streams: heads at once, bodies as the peer's windows let them. Sans-io. Thread: loop."""
+"""HTTP/2's streams and windows, and what is sent on streams: heads at once, bodies as the peer's windows let them.
+
+Sans-io. Thread: loop.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -151,12 +154,12 @@ class Responses:
         return 0 if stream is None else len(stream.data)
 
     def is_written(self, stream_id: int) -> bool:
-        """All that was sent so far has been taken, with the end of a response that has ended."""
+        """take_data has given all that was sent so far, including the end of an ended response."""
         stream = self.streams.get(stream_id)
         return stream is None or not (stream.data or stream.is_ending)
 
     def num_unsent_ending(self) -> int:
-        """Bytes unsent of all bodies to which nothing will be added."""
+        """Unsent bytes of all complete bodies."""
         return sum([len(stream.data) for stream in self.streams.values() if stream.is_ending])
 
     def wake(self, streams: Iterable[Http2Stream]) -> None:
@@ -166,7 +169,7 @@ class Responses:
                 self._ready[stream.id] = stream
 
     def forget(self, stream_id: int) -> Http2Stream | None:
-        """Send nothing more of it. Returns the stream if there was something to be sent."""
+        """Send nothing more on it. Returns the stream if its response had not ended."""
         self._ready.pop(stream_id, None)
         stream = self.streams.pop(stream_id, None)
         if stream is None:
@@ -210,7 +213,7 @@ class Responses:
         return b"".join((*frames, frame(CONTINUATION, pieces[-1], END_HEADERS, stream_id)))
 
     def send_data(self, stream_id: int, data: bytes) -> int:
-        """The body's next bytes; they wait for take_data, and for the peer's windows. Returns num_unsent.
+        """Append to the body, for take_data and as the peer's windows let it. Returns num_unsent.
 
         Raises:
             ResponseError: before the head, after the end, or beyond the content-length.
@@ -233,8 +236,9 @@ class Responses:
         """The hot path: send_data of one stream for texts, each framed at once if it is a piece. The head is sent.
 
         Args:
-            send: takes what is no piece: it is long, has no window, follows the body's end, or has to wait its turn.
-            call_flush: called before the first piece since take_data, and sees that there is another. False: not soon.
+            send: takes other texts: long ones, those without a window or after the body's end, and those that must wait
+                for other streams.
+            call_flush: called before the first piece since take_data, to schedule the next. False: not soon.
         """
         stream, pieces, (head, encoded, tail) = self.streams[stream_id], self._pieces, text_frame
         start, num_more = _piece_start(stream_id) + head, len(head) + len(tail)
@@ -260,7 +264,7 @@ class Responses:
         self._room = self._most_room = max(0, min(self.window, PIECES_BYTES)) if is_free else 0
 
     def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
-        """Nothing follows in this body but the trailers.
+        """End the body.
 
         Raises:
             ResponseError: before the head, twice, or short of the content-length; trailers that cannot be sent.
@@ -278,10 +282,10 @@ class Responses:
         self._ready[stream_id] = stream
 
     def take_data(self, limit_bytes: int) -> DataOutput:
-        """DATA frames, and trailers, of all streams that have some and whose windows let them, one each in turn.
+        """DATA frames and trailers, as the windows let them: one frame of each stream in turn.
 
         Args:
-            limit_bytes: no further frame begins past it.
+            limit_bytes: no frame begins beyond it.
         """
         output = DataOutput()
         output.num_bytes = self._take_pieces(output.frames)
@@ -326,9 +330,9 @@ class Responses:
         return num_bytes
 
     def _frame_next(self, stream: Http2Stream, output: DataOutput) -> int:
-        """One frame of as much of the body as the windows and the frame size let through; its size, 0: none.
+        """Append one DATA frame, as large as the windows and the frame size allow, and trailers behind the last.
 
-        RFC 9113 §6.9.1: an empty one that ends the stream needs no window. Trailers follow the last.
+        Returns their bytes; 0: none. RFC 9113 §6.9.1: an empty frame that ends the stream needs no window.
         """
         data = stream.data
         size = max(0, min(len(data), self.window, stream.window, self.max_frame_bytes))

@@ -1,0 +1,172 @@
+"""What holds an answer, as a request asks for it: a JSON schema, a regular expression, choices, or a grammar.
+
+A constraint is checked here, so that a refusal names the path and the keyword, and compiled by core/grammar.py. No I/O;
+frozen. Thread: any.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from core.errors import InvalidRequest
+
+MAX_SOURCE_BYTES = 512 * 1024
+MAX_DEPTH = 64
+MAX_CHOICES = 4096
+ANNOTATIONS = frozenset(
+    re.findall(
+        r"\S+",
+        "$schema $id $anchor $comment $defs definitions title description default examples deprecated readOnly"
+        " writeOnly contentMediaType contentEncoding discriminator example externalDocs xml",
+    )
+)
+ENFORCED = frozenset(
+    re.findall(
+        r"\S+",
+        "type enum const anyOf oneOf allOf $ref items prefixItems minItems maxItems properties additionalProperties"
+        " patternProperties required minProperties maxProperties minLength maxLength pattern format minimum maximum"
+        " exclusiveMinimum exclusiveMaximum multipleOf",
+    )
+)
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DATE = (
+    r"[1-9][0-9]{3}-"
+    r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+# What a format is held by: the library's own dates have 29 February in any year, its times leap seconds at any hour,
+# and some of its texts no limit
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "email": {"format": "email", "maxLength": 254},
+    "hostname": {"format": "hostname", "maxLength": 253},
+    "uri": {"format": "uri", "maxLength": 2048},
+    **{name: {"format": name} for name in ("duration", "ipv4", "ipv6", "uuid")},
+}
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties")
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "grammar"  # llguidance's notation
+    GBNF = "gbnf"  # llama.cpp's
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What holds an answer, not compiled yet.
+
+    Args:
+        source: a JSON schema as canonical JSON, a regular expression, or a grammar.
+        param: the request's field that it came in, for refusals.
+    """
+
+    kind: GrammarKind
+    source: str
+    param: str
+
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+def json_schema(schema: object, param: str) -> GrammarSpec:
+    """
+    Raises:
+        InvalidRequest: it is no schema, is too large or too deep, or has a keyword that cannot be enforced.
+    """
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{param} must be a JSON schema: an object.", param)
+    for path, keyword, value in keywords_of(schema, param, 0):
+        if keyword not in ANNOTATIONS | ENFORCED:
+            hint = "Leave it out." if keyword.startswith("x-") else "It cannot be enforced. Leave it out."
+            raise InvalidRequest(f"{path} has the keyword {keyword!r}. {hint}", param)
+        if keyword == "$ref" and not (isinstance(value, str) and value.startswith("#")):
+            raise InvalidRequest(f"{path}.$ref must point into the same schema, as '#/$defs/NAME' does.", param)
+        if keyword == "format" and value not in FORMATS:
+            raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
+    source = json.dumps(_with_formats(schema), ensure_ascii=False, separators=(",", ":"))
+    return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
+
+
+def regex(pattern: str, param: str) -> GrammarSpec:
+    """The whole answer matches. Raises InvalidRequest: it is too long."""
+    return _bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
+
+
+def choice(texts: Sequence[str], param: str) -> GrammarSpec:
+    """The answer is one of the texts. Raises InvalidRequest: there is none, or too many."""
+    if not texts or len(texts) > MAX_CHOICES:
+        raise InvalidRequest(f"{param} must have 1 to {MAX_CHOICES} choices.", param)
+    return _bounded(GrammarSpec(GrammarKind.REGEX, "|".join(map(_escaped, texts)), param))
+
+
+def client_grammar(source: str, param: str) -> GrammarSpec:
+    """In Lark's notation, or in GBNF, which has a rule for root. Raises InvalidRequest: it is too long."""
+    is_gbnf = re.search(r"^\s*root\s*::=", source, re.MULTILINE) is not None
+    return _bounded(GrammarSpec(GrammarKind.GBNF if is_gbnf else GrammarKind.LARK, source, param))
+
+
+def _bounded(spec: GrammarSpec) -> GrammarSpec:
+    if len(spec.source.encode()) > MAX_SOURCE_BYTES:
+        raise InvalidRequest(f"{spec.param} is larger than {MAX_SOURCE_BYTES // 1024} KiB.", spec.param)
+    return spec
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[^\w ]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
+
+
+def keywords_of(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str, Any]]:
+    """Each keyword of a schema and of those in it, with the path of the schema that has it.
+
+    Raises InvalidRequest: it is too deep, or no schema.
+    """
+    if isinstance(schema, bool):
+        return
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"{path} is nested deeper than {MAX_DEPTH} levels.", path.partition(".")[0])
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{path} must be a schema: an object, true or false.", path.partition(".")[0])
+    for keyword, value in schema.items():
+        yield path, keyword, value
+        at = f"{path}.{keyword}"
+        if keyword in _SCHEMAS_BY_NAME:
+            if not isinstance(value, dict):
+                raise InvalidRequest(f"{at} must be an object of schemas.", path.partition(".")[0])
+            for name, one in value.items():
+                yield from keywords_of(one, f"{at}.{name}", depth + 1)
+        elif keyword in _SCHEMA_LISTS:
+            if not isinstance(value, list) or not value:
+                raise InvalidRequest(f"{at} must be a list of schemas.", path.partition(".")[0])
+            for i, one in enumerate(value):
+                yield from keywords_of(one, f"{at}[{i}]", depth + 1)
+        elif keyword in _SCHEMAS:
+            yield from keywords_of(value, at, depth + 1)
+
+
+def _with_formats(schema: Any) -> Any:
+    """Each format as what it is held by."""
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _SCHEMAS_BY_NAME:
+            made[keyword] = {name: _with_formats(one) for name, one in value.items()}
+        elif keyword in _SCHEMA_LISTS:
+            made[keyword] = [_with_formats(one) for one in value]
+        elif keyword in _SCHEMAS:
+            made[keyword] = _with_formats(value)
+    if "format" in made:
+        held_by = FORMATS[made.pop("format")]
+        if made.keys() & held_by.keys():
+            made["allOf"] = [*made.get("allOf", ()), {"type": "string", **held_by}]
+        else:
+            made |= held_by
+    return made
