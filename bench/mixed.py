@@ -48,7 +48,7 @@ POLICIES = (
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """What to measure. Counts are of tokens, unless they say otherwise.
+    """Counts are of tokens, unless they say otherwise.
 
     Args:
         num_prompts: long ones, one after the other, while the streams run; one more before is measured apart.

@@ -16,20 +16,18 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import msgspec
 
-from bench.beside import Abandoned, Beside, abandon_prefill, send_beside
+from bench.beside import abandon_prefill, send_beside
 from bench.engine import model_config
 from bench.kit import DidNotStart, Flag, Found, bench, free_port, running
-from bench.limits import ModelWork, Speed, limit_tables, measure_limits, serving_limit_tokens_per_s, work_of
+from bench.limits import limit_tables, measure_limits, serving_limit_tokens_per_s, work_of
 from bench.load import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
 from bench.make_model import CannotConvert, write_gguf
-from bench.results import Cell, Plot, Table, table_of
+from bench.results import Cell, Plot, table_of
 from gpu.device import num_physical_cores
-
-T = TypeVar("T")
 
 SERVERS = STEPLOOP, TRANSFORMERS, LLAMA = "steploop", "transformers serve", "llama-server"
 PARTS = CLOSED, LONG, LEAVE = ("closed", "long", "leave")
@@ -63,17 +61,11 @@ class PeerServer:
         return [*self.command, "--host", "127.0.0.1", "--port", str(port)]
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A server that cannot be measured here."""
-
-    name: str
-    reason: str
+class Missing(Exception):
+    """A server cannot be measured here."""
 
 
-def find_server(
-    name: str, directory: Path, threads: int | None, max_model_len: int, scratch: Path
-) -> PeerServer | Missing:
+def find_server(name: str, directory: Path, threads: int | None, max_model_len: int, scratch: Path) -> PeerServer:
     """How to start the server called `name` (of SERVERS) over this model.
 
     Args:
@@ -81,6 +73,7 @@ def find_server(
         scratch: where the model is written anew for a server that needs another format.
 
     Raises:
+        Missing: it is not installed, or cannot read this model.
         BadCheckpoint, OSError: the model's files.
     """
     if name == STEPLOOP:
@@ -92,19 +85,19 @@ def find_server(
         needed = ("transformers", "accelerate", "fastapi", "uvicorn", "openai")
         absent = [package for package in needed if importlib.util.find_spec(package) is None]
         if absent:
-            return Missing(name, f"not installed: {', '.join(absent)}; make peers installs them")
+            raise Missing(f"not installed: {', '.join(absent)}; make peers installs them")
         command = [str(bin_directory / "transformers"), "serve", str(directory), "--continuous-batching"]
         environment = {"HF_HUB_OFFLINE": "1", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
         command += ["--device", "cpu", "--dtype", "bfloat16"]
         return PeerServer(name, command, str(directory), "/health", False, environment)
     found = shutil.which("llama-server") or shutil.which("llama-server", path=str(bin_directory))
     if found is None:
-        return Missing(name, "llama-server is not on PATH; make peers builds it")
+        raise Missing("llama-server is not on PATH; make peers builds it")
     file, cores = scratch / "model.gguf", str(threads or num_physical_cores())
     try:
         write_gguf(directory, file)
     except CannotConvert as error:
-        return Missing(name, str(error))
+        raise Missing(str(error)) from error
     command = [found, "--model", str(file), "--alias", directory.name, "--threads", cores, "--threads-batch", cores]
     command += ["--parallel", str(LLAMA_SLOTS), "--ctx-size", str(LLAMA_CONTEXT), "--kv-unified"]
     return PeerServer(name, command, directory.name, "/health", True)
@@ -130,69 +123,59 @@ class Load:
 QUICK = Load((1, 2), num_prompt=80, num_output=4, rounds=1, num_beside=2, num_long=300)
 
 
-class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """What one server did; None: that part failed, see failures."""
-
-    closed: dict[int, LoadResult]  # by streams
-    stalled: Beside | None
-    abandoned: Abandoned | None
-    failures: tuple[str, ...]
-
-
 class PeerBench:
-    """One server under all loads."""
+    """One server under all loads.
 
-    def __init__(self, server: PeerServer, load: Load, log: IO[bytes], parts: Sequence[str] = PARTS) -> None:
-        self._server = server
-        self._parts = parts
-        self._load = load
-        self._log = log
+    Attributes:
+        closed, beside: rows of the tables; a part that failed leaves its cells out.
+        failures: what went wrong, by part.
+    """
+
+    def __init__(self, server: PeerServer, load: Load, limit: Callable[[int], float]) -> None:
+        """limit: tokens/s at most, by the number of streams."""
+        self._server, self._load, self._limit = server, load, limit
         self._seed = 0
-        self._failures: list[str] = []
-        self._starts = True
+        self.closed: list[dict[str, Cell]] = []
+        self.beside: dict[str, Cell] = {"server": server.name}
+        self.failures: list[str] = []
 
-    def measure(self) -> Answers:
-        """Every part, in turn; a part that fails is written down, and the others go on, if the server starts at all."""
-        return Answers(
-            closed=self._part(CLOSED, "closed loops", self._closed_loops) or {},
-            stalled=self._part(LONG, "streams beside a long prompt", self._stall),
-            abandoned=self._part(LEAVE, "a client that leaves", self._abandon),
-            failures=tuple(self._failures),
-        )
+    def run(self, parts: Sequence[str], log: IO[bytes]) -> None:
+        """Each part in a fresh process that has answered two clients at once; those after one that failed go on."""
+        measures = {CLOSED: self._closed_loops, LONG: self._stall, LEAVE: self._abandon}
+        for part in parts:
+            print(f"{self._server.name}: {part}", file=sys.stderr)
+            port, server = free_port(), self._server
+            try:
+                command = server.command_at(port)
+                with running(command, port, server.ready_path, START_TIMEOUT_S, server.environment, log):
+                    self._run(port, concurrency=2, num_requests=2, max_tokens=4)
+                    measures[part](port)
+            except CannotRun as error:
+                self.failures.append(f"{server.name}, {part}: {error.cause}")
+                log.flush()
+                shown = Path(log.name).read_bytes()[-SHOWN_LOG_CHARS:].decode(errors="replace")
+                print(f"{self.failures[-1]}\n{shown}", file=sys.stderr)
+                if isinstance(error, DidNotStart):
+                    return
 
-    def _part(self, part: str, name: str, measure: Callable[[int], T]) -> T | None:
-        """In a fresh process, warm: it has answered two clients at once."""
-        if not self._starts or part not in self._parts:
-            return None
-        print(f"{self._server.name}: {name}", file=sys.stderr)
-        port, server = free_port(), self._server
-        command = server.command_at(port)
-        try:
-            with running(command, port, server.ready_path, START_TIMEOUT_S, server.environment, self._log):
-                self._run(port, concurrency=2, num_requests=2, max_tokens=4)
-                return measure(port)
-        except CannotRun as error:
-            self._starts = not isinstance(error, DidNotStart)
-            self._failures.append(f"{self._server.name}, {name}: {error.cause}")
-            self._log.flush()
-            log = Path(self._log.name).read_bytes()[-SHOWN_LOG_CHARS:].decode(errors="replace")
-            print(f"{self._failures[-1]}\n{log}", file=sys.stderr)
-            return None
-
-    def _closed_loops(self, port: int) -> dict[int, LoadResult]:
-        found = {}
+    def _closed_loops(self, port: int) -> None:
         for num_streams in self._load.streams:
             result = self._run(port, concurrency=num_streams, num_requests=num_streams * self._load.rounds)
-            print(f"{self._server.name}: {num_streams} streams, {result.tokens_per_s:.1f} tokens/s", file=sys.stderr)
-            found[num_streams] = result
-        return found
+            cells: dict[str, Cell] = {"server": self._server.name, "streams": num_streams}
+            cells |= {"tokens/s": result.tokens_per_s, "share of limit": result.tokens_per_s / self._limit(num_streams)}
+            times = {"TTFT p50 ms": result.ttft_s.p50, "p99": result.ttft_s.p99}
+            times |= {"inter-token p50 ms": result.inter_token_s.p50}
+            self.closed.append(cells | _ms(times) | {"tokens": result.num_tokens})
 
-    def _stall(self, port: int) -> Beside:
+    def _stall(self, port: int) -> None:
         config, load = self._config(port, concurrency=1), self._load
-        return run_on_fast_loop(send_beside(config, load.num_beside, load.num_long, 1, 0.0, STREAM_TOKENS))
+        found = run_on_fast_loop(send_beside(config, load.num_beside, load.num_long, 1, 0.0, STREAM_TOKENS))
+        gaps = {"inter-token p50": found.inter_token_s.p50, "p99": found.inter_token_s.p99}
+        self.beside |= _ms(gaps | {"TTFT of the long prompt": found.long_ttft_s.p50})
 
-    def _abandon(self, port: int) -> Abandoned:
-        return run_on_fast_loop(abandon_prefill(self._config(port, concurrency=1), self._load.num_long))
+    def _abandon(self, port: int) -> None:
+        found = run_on_fast_loop(abandon_prefill(self._config(port, concurrency=1), self._load.num_long))
+        self.beside |= _ms({"short TTFT alone": found.alone_s, "after one left": found.next_s})
 
     def _run(self, port: int, **settings: Any) -> LoadResult:
         result = run_load(self._config(port, **settings))
@@ -217,64 +200,43 @@ class PeerBench:
         return replace(config, **settings)
 
 
-def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> list[Table]:
-    """Throughput, bursts, and who is in whose way."""
-    closed: list[dict[str, Cell]] = []
-    mixed: list[dict[str, Cell]] = []
-    for name, answer in answers.items():
-        server: dict[str, Cell] = {"server": name}
-        for num_streams, result in answer.closed.items():
-            limit = serving_limit_tokens_per_s(work, speed, num_streams, load.num_prompt, load.num_output, BF16_BYTES)
-            rates: dict[str, Cell] = {"streams": num_streams, "tokens/s": result.tokens_per_s}
-            times_ms = {"TTFT p50 ms": _ms(result.ttft_s.p50), "p99": _ms(result.ttft_s.p99)}
-            times_ms |= {"inter-token p50 ms": _ms(result.inter_token_s.p50)}
-            shares: dict[str, Cell] = {"share of limit": result.tokens_per_s / limit}
-            closed.append(server | rates | shares | times_ms | {"tokens": result.num_tokens})
-        cells: dict[str, Cell] = {}
-        if (long := answer.stalled) is not None:
-            cells |= {"inter-token p50": _ms(long.inter_token_s.p50), "p99": _ms(long.inter_token_s.p99)}
-            cells |= {"TTFT of the long prompt": _ms(long.long_ttft_s.p50)}
-        if (left := answer.abandoned) is not None:
-            cells |= {"short TTFT alone": _ms(left.alone_s), "after one left": _ms(left.next_s)}
-        mixed.append(server | cells)
-    title = f"Closed loop, {load.num_prompt} tokens in, {load.num_output} out"
-    beside = f"{load.num_beside} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
-    return [
-        table_of(title, closed, Plot("streams", "tokens/s", "server")),
-        table_of(beside, mixed),
-    ]
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
+def _ms(seconds: Mapping[str, float | None]) -> dict[str, Cell]:
+    return {name: None if value is None else value * 1e3 for name, value in seconds.items()}
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
     load = QUICK if arguments.quick else replace(Load(), rounds=arguments.rounds)
-    model_config(arguments.model)
+    model_config(arguments.model)  # refuses a directory without a model
+    name = arguments.model.resolve().name
     work, limits = work_of(arguments.model), measure_limits(is_quick=arguments.quick)
-    answers: dict[str, Answers] = {}
-    missing: list[Missing] = []
+    done, missing = list[PeerBench](), list[dict[str, Cell]]()
+
+    def limit(num_streams: int) -> float:
+        sizes = num_streams, load.num_prompt, load.num_output, BF16_BYTES
+        return serving_limit_tokens_per_s(work, limits.speed, *sizes)
+
     with tempfile.TemporaryDirectory() as scratch:
-        for name in arguments.servers:
-            server = find_server(name, arguments.model, arguments.threads, load.max_model_len, Path(scratch))
-            if isinstance(server, Missing):
-                missing.append(server)
-                print(f"{name} is left out: {server.reason}", file=sys.stderr)
+        for server_name in arguments.servers:
+            try:
+                asked = arguments.model, arguments.threads, load.max_model_len, Path(scratch)
+                done.append(PeerBench(find_server(server_name, *asked), load, limit))
+            except Missing as error:
+                missing.append({"server": server_name, "why": str(error)})
+                print(f"{server_name} is left out: {error}", file=sys.stderr)
                 continue
             with (Path(scratch) / "log").open("wb") as log:
-                answers[name] = PeerBench(server, load, log, arguments.parts).measure()
-    tables = result_tables(answers, load, work, limits.speed) + limit_tables(limits)[:1]
+                done[-1].run(arguments.parts, log)
+    title = f"Closed loop, {load.num_prompt} tokens in, {load.num_output} out"
+    beside = f"{load.num_beside} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
+    closed = [row for one in done for row in one.closed]
+    tables = [table_of(title, closed, Plot("streams", "tokens/s", "server"))]
+    tables += [table_of(beside, [one.beside for one in done]), *limit_tables(limits)[:1]]
     if missing:
-        tables.append(Table("Left out", ("server", "why"), tuple((peer.name, peer.reason) for peer in missing)))
-    name = arguments.model.resolve().name
-    return Found(
-        tables,
-        {"model": name, "threads": arguments.threads},
-        {"answers": msgspec.to_builtins(answers, str_keys=True), "limits": msgspec.to_builtins(limits)},
-        f"peers-{name}",
-        1 if any(answer.failures for answer in answers.values()) else 0,
-    )
+        tables.append(table_of("Left out", missing))
+    failures = [failure for one in done for failure in one.failures]
+    details = {"failures": failures, "limits": msgspec.to_builtins(limits)}
+    config = {"model": name, "threads": arguments.threads}
+    return Found(tables, config, details, f"peers-{name}", 1 if failures else 0)
 
 
 FLAGS = (

@@ -1,7 +1,7 @@
 """Result files as one markdown page and PNG plots: `python -m bench.report [FILE...] [--out DIR]`.
 
-Knows no bench: every table of a result file becomes a table, every table that has a plot a picture. Pictures need
-matplotlib (`make bench` installs it); without it the page has the tables alone, and says so on stderr.
+Every table of a result file becomes a table, and every table that has a plot a picture, whatever bench wrote it.
+Pictures need matplotlib (`make bench` installs it); without it the page has the tables alone, and stderr says so.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.results import RESULTS_DIR, Cell, ResultFile, Table, format_cell, read_result
+from bench.results import RESULTS_DIR, ResultFile, Table, format_cell, read_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,14 +65,10 @@ def plot_series(table: Table) -> dict[str, list[tuple[float, float]]]:
     name = None if table.plot.series is None else table.columns.index(table.plot.series)
     series: dict[str, list[tuple[float, float]]] = {}
     for row in table.rows:
-        point = _figure(row[x]), _figure(row[y])
-        if point[0] is not None and point[1] is not None:
-            series.setdefault("" if name is None else str(row[name]), []).append((point[0], point[1]))
+        at, figure = row[x], row[y]
+        if isinstance(at, int | float) and isinstance(figure, int | float):
+            series.setdefault("" if name is None else str(row[name]), []).append((float(at), float(figure)))
     return {label: sorted(points) for label, points in series.items()}
-
-
-def _figure(cell: Cell) -> float | None:
-    return float(cell) if isinstance(cell, int | float) else None
 
 
 def draw_table(table: Table) -> "Figure":

@@ -15,6 +15,10 @@ class Clock:
     unix: Callable[[], float]
 
 
+def _never() -> None:
+    """No deadline."""
+
+
 class DeadlineTimer:
     """One loop timer for an owner with many deadlines: calls `on_due` once the first of them has passed.
 
@@ -52,6 +56,11 @@ class DeadlineTimer:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+    def close(self) -> None:
+        """Never fire again, and let the owner go."""
+        self.cancel()
+        self._next_due, self._on_due = _never, _never
 
     def _fire(self) -> None:
         self._handle = None

@@ -278,6 +278,7 @@ class Generation:
         self._last_written_s = self._loop.time()  # when something other than text went out
         self._news_due_s = math.inf
         self._news = ""  # the last that was sent
+        self._is_closed = False  # its task has ended
         self._num_prefilled: int | None = None  # tokens of the first prompt, once the engine computes it
 
     # Its task: from READING to RESERVING, and the end.
@@ -379,8 +380,22 @@ class Generation:
         if event not in TABLE[self.state]:
             raise LookupError(f"{event} in {self.state}")
         self.state, action = TABLE[self.state][event]
-        if action is not None:
-            getattr(self, action)(*arguments)
+        self._is_closed |= event is Event.CLOSED
+        try:
+            if action is not None:
+                getattr(self, action)(*arguments)
+        finally:
+            if self._is_closed and self.state is State.DONE:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop what refers back to this generation, so that all it holds is freed without the garbage collector.
+
+        That one looks seldom, and answers of a thousand logprobs take megabytes.
+        """
+        self._timer.close()
+        self._handles = []
+        self._stream.on_disconnect = self._stream.on_blocked = self._stream.on_unblocked = None
 
     def _submit(self) -> None:
         """Reserve, and submit the request of every prompt to the engine; choices are numbered over all prompts.

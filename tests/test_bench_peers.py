@@ -16,27 +16,14 @@ from safetensors.torch import load_file
 
 from bench.beside import Abandoned, Beside, abandon_prefill, send_beside
 from bench.kit import DidNotStart, free_port, running
-from bench.limits import ModelWork, Speed
 from bench.load import CannotRun, LoadConfig
 from bench.make_model import LLAMA_8B, MOE_1B, QWEN2_05B, CannotConvert, make_model, write_gguf
-from bench.peers import (
-    LLAMA,
-    STEPLOOP,
-    TRANSFORMERS,
-    Answers,
-    Load,
-    Missing,
-    PeerServer,
-    find_server,
-    result_tables,
-)
-from bench.results import summarize
+from bench.peers import LLAMA, PARTS, STEPLOOP, TRANSFORMERS, Load, Missing, PeerBench, PeerServer, find_server
 from gpu.parameters import interleave_halves
 from tests.test_bench_load import num_words, write_chunk, write_whole
 from tests.test_bench_models import TINY
 
 LONG_WORDS = 100
-WORK = ModelWork(body=900, head=100, experts=0, num_experts=0, num_used_experts=0, query_width=10, kv_width=4)
 
 
 class TurnServer:
@@ -151,23 +138,23 @@ def test_servers_are_started_over_the_same_directory(tmp_path: Path) -> None:
     assert steploop.ignores_eos
 
 
-def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, word in ((LLAMA, "make peers"), (TRANSFORMERS, "accelerate")):
-        missing = find_server(name, tmp_path, None, 8192, tmp_path)
-        assert isinstance(missing, Missing)
-        assert word in missing.reason
+        with pytest.raises(Missing, match=word):
+            find_server(name, tmp_path, None, 8192, tmp_path)
 
 
-def test_failed_parts_are_gaps_in_the_tables() -> None:
-    stalled = Beside(summarize([]), summarize([0.1, 0.3]), summarize([2.0]), 4096)
-    done = Answers(closed={}, stalled=stalled, abandoned=None, failures=())
-    down = Answers(closed={}, stalled=None, abandoned=None, failures=("down",))
-    closed, mixed = result_tables({"a": done, "b": down}, Load(), WORK, Speed(1.0, 1.0))
-    assert closed.rows == ()
-    assert mixed.rows == (("a", 200.0, pytest.approx(298.0), 2000.0), ("b", None, None, None))
+def test_a_server_that_does_not_start_is_a_failure_and_a_gap_in_the_tables(tmp_path: Path) -> None:
+    server = PeerServer("a", [sys.executable, "-c", "exit(3)"], "m", "/health", True)
+    peer = PeerBench(server, Load(), lambda num_streams: 1.0)
+    with (tmp_path / "log").open("wb") as log:
+        peer.run(PARTS, log)
+    assert (peer.closed, peer.beside) == ([], {"server": "a"})
+    assert len(peer.failures) == 1
+    assert "ended with 3" in peer.failures[0]
 
 
 @pytest.mark.parametrize("preset", [QWEN2_05B, LLAMA_8B])

@@ -18,17 +18,17 @@ BUDGETS = {
     "server": (6410, 22),
     "server/api": (2300, 10),
     "server/commands": (1890, 11),
-    "server/gate": (2505, 8),
-    "server/ledger": (1585, 6),
-    "server/listening": (1200, 4),
-    "server/observing": (1740, 7),
+    "server/gate": (2495, 8),
+    "server/ledger": (1570, 6),
+    "server/listening": (1195, 4),
+    "server/observing": (1730, 7),
     "server/wire": (4800, 14),
     "core": (7980, 23),
     "gpu": (7700, 28),
     "gpu/cpu_kernels": (2520, 8),
     "gpu/kernels": (2820, 7),
     "gpu/parallel": (755, 5),
-    "bench": (7912, 30),
+    "bench": (7869, 30),
 }
 TEST_LINES = 53_900
 

@@ -230,10 +230,9 @@ class Admission:
 
         Raises ServiceError (overloaded): the tenant has its share, or evicting all of them would not be enough.
         """
-        more = f", and this request has {num:,.0f}" if num and room is not self._requests else ""
         if room.exceeds_share(tenant, num):
-            state = f"gives one tenant {MAX_SHARE:.0%} of the room that others leave: it has {room.held[tenant]:,.0f}"
-            raise self._overloaded(tenant, f"{state} of at most {room.capacity:,.0f} {room.what}{more}")
+            state = f"gives one tenant {MAX_SHARE:.0%} of the room that others leave: it has"
+            raise self._overloaded(tenant, f"{state} {self._shown(room, room.held[tenant], num)}")
         missing = room.missing(max(num, 1))
         victims: list[Place] = []
         for place in self._evictable(room, tenant) if missing > 0 else ():
@@ -243,8 +242,12 @@ class Admission:
                 if missing <= 0:
                     break
         if missing > 0:
-            raise self._overloaded(tenant, f"has {room.total:,.0f} of at most {room.capacity:,.0f} {room.what}{more}")
+            raise self._overloaded(tenant, f"has {self._shown(room, room.total, num)}")
         return victims
+
+    def _shown(self, room: SharedRoom, held: float, num: float) -> str:
+        more = f", and this request has {num:,.0f}" if num and room is not self._requests else ""
+        return f"{held:,.0f} of at most {room.capacity:,.0f} {room.what}{more}"
 
     def _evictable(self, room: SharedRoom, tenant: str) -> Iterator["Place"]:
         """The places that may be evicted for a request of the tenant's, first to last."""
@@ -337,7 +340,7 @@ class Admission:
         """
         margin = self.margin
         if own is None or self.is_idle:
-            own = backlog_of(1, 1)
+            own = LEAST_BACKLOG
         if self.is_idle:  # a try delays no one: refuse only what would be late even with its whole prompt cached
             margin = 1.0
         expected_s = self.estimate(contender, own, margin).expected_s
@@ -390,6 +393,9 @@ def backlog_of(num_prompt_tokens: int, num_sequences: int) -> Backlog:
     work = StepWork()
     work.add(0, num_prompt_tokens, num_prompt_tokens)
     return Backlog(1, num_sequences, num_prompt_tokens, work.prompt_kv)
+
+
+LEAST_BACKLOG = backlog_of(1, 1)
 
 
 def _shown(seconds: float) -> str:
@@ -464,6 +470,7 @@ class Place:
         self._release()
         self._count_decoding(-self._num_decoding)
         self._note_wait(now_s, has_come=False)
+        self.end = None
 
     def set_paused(self, is_paused: bool) -> None:
         """Its reader has stopped, or reads again."""

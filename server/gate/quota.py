@@ -54,45 +54,47 @@ class Moment(NamedTuple):
 class Pool(ABC):
     """What requests take from and give back to, in parts of 1 / SCALE."""
 
-    __slots__ = ("_taken", "capacity", "name")
+    __slots__ = ("_num_reserved", "_taken", "capacity", "name")
     SCALE = 1
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
         self.capacity = capacity
         self._taken = 0  # reserved or used
+        self._num_reserved = 0  # of it, not in parts
 
     def available(self, now: Moment) -> int:
         """Below 0 where more was used than reserved, or the limit was lowered."""
-        return self._left(now) // self.SCALE
+        self._advance(now)
+        return (self.capacity * self.SCALE - self._taken) // self.SCALE
 
     def is_untouched(self, now: Moment) -> bool:
-        return self._left(now) == self.capacity * self.SCALE
+        self._advance(now)
+        return self._taken == 0
 
     def reserve(self, num: int, now: Moment) -> None:
         self._advance(now)
         self._taken += num * self.SCALE
+        self._num_reserved += num
 
     def settle(self, num_reserved: int, num_used: int, now: Moment) -> None:
         """Count what was used in place of a reservation."""
         self._advance(now)
         self._taken = max(0, self._taken + (num_used - num_reserved) * self.SCALE)
+        self._num_reserved -= num_reserved
 
     def wait_ns(self, num: int, now: Moment) -> int | None:
         """Until so much is available if nobody else takes any; None: it never will be."""
         if num > self.capacity:
             return None
-        missing = num * self.SCALE - self._left(now)
+        self._advance(now)
+        missing = self._taken - (self.capacity - num) * self.SCALE
         return self._gain_ns(missing, now) if missing > 0 else 0
 
     def full_ns(self, now: Moment) -> int:
         wait_ns = self.wait_ns(self.capacity, now)
         assert wait_ns is not None
         return wait_ns
-
-    def _left(self, now: Moment) -> int:
-        self._advance(now)
-        return self.capacity * self.SCALE - self._taken
 
     @abstractmethod
     def _advance(self, now: Moment) -> None:
@@ -131,23 +133,14 @@ class Bucket(Pool):
 class DayPool(Pool):
     """A calendar day's, UTC. What is in progress at midnight counts on the day on which it is settled."""
 
-    __slots__ = ("_day", "_num_reserved", "_other_days")
+    __slots__ = ("_day", "_other_days")
 
     def __init__(self, name: str, capacity: int, num_used: int, at: Moment) -> None:
         """`num_used` of that day are used already."""
         super().__init__(name, capacity)
         self._taken = num_used
-        self._num_reserved = 0
         self._day = at.unix_s // DAY_S
         self._other_days: dict[int, int] = {}  # what was used on them
-
-    def reserve(self, num: int, now: Moment) -> None:
-        super().reserve(num, now)
-        self._num_reserved += num
-
-    def settle(self, num_reserved: int, num_used: int, now: Moment) -> None:
-        super().settle(num_reserved, num_used, now)
-        self._num_reserved -= num_reserved
 
     def _advance(self, now: Moment) -> None:
         day = now.unix_s // DAY_S

@@ -13,6 +13,7 @@ import pytest
 from core.kv_cache import BlockLabel
 from core.simulation import SimulatedClock
 from core.types import StoreState
+from gpu import kv_store
 from gpu.kv_store import LENGTH, MAGIC, RETRY_S, SUFFIX, KVDirectory
 
 BLOCK_BYTES = 100
@@ -105,6 +106,22 @@ def test_process_with_less_room_takes_what_was_used_last(used: tuple[int, int], 
     directory = KVDirectory(tmp_path, None, "f" * 64, BLOCK_BYTES)
     directory.save({0: label(1), 1: label(2)}, used, lambda slot: content(slot + 1))
     assert found(tmp_path, num_slots=1) == {content(last)}
+
+
+def test_what_was_used_last_is_written_first_where_time_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_store, "QUEUE_BYTES", BLOCK_BYTES)
+        patch.setattr(kv_store, "SAVE_S", 0.0)
+        directory = KVDirectory(tmp_path, None, "f" * 64, BLOCK_BYTES)
+        is_slow = threading.Event()
+        directory._queue.put(is_slow.wait)
+        directory.save({slot: label(slot) for slot in range(3)}, (0, 2, 1), content)
+    is_slow.set()
+    directory._writer.join()
+    os.close(directory._lock)
+    assert found(tmp_path) == {content(1)}
 
 
 def test_dropped_files_are_gone_while_the_process_runs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Generations of the whole server: what they say, how they end, and what becomes of those that do not go their way."""
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Submit
 from server.generation import KEEP_ALIVE_S, OFFLOAD_BYTES, TABLE, Event, Generation, State
 from server.observing.timing import Stage
+from server.output import StreamedOutput, WholeOutput
 from tests.server.simulated_engine import Schedule, at_once, late_by, token_by_token
 from tests.server.simulated_server import (
     STREAM,
@@ -65,6 +67,38 @@ def test_event_that_its_state_does_not_know_is_logged_and_ends_that_generation(
     assert f"{event} in {state}" in caplog.text
     server.check_idle()
     assert server.ask(chat()).status == 200
+
+
+def leave(server: SimulatedServer, data: bytes) -> None:
+    """Have a client reset its connection once its stream has begun."""
+    transport = server.send(data)
+    server.run_until(lambda: bool(transport.received))
+    transport.reset()
+    server.run()
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda server: server.ask(completion(max_tokens=5)),
+        lambda server: server.ask(completion(max_tokens=5, logprobs=3, n=2, **STREAM)),
+        lambda server: server.ask(chat(temperature=9)),
+        lambda server: leave(server, completion(max_tokens=90, **STREAM)),
+    ],
+    ids=["whole", "streamed", "refused", "client left"],
+)
+def test_what_a_generation_held_is_free_once_it_is_over(
+    server: SimulatedServer, happens: Callable[[SimulatedServer], object]
+) -> None:
+    """Without the garbage collector, which looks at old objects seldom."""
+    gc.collect()
+    gc.disable()
+    try:
+        happens(server)
+        alive = [one for one in gc.get_objects() if isinstance(one, Generation | StreamedOutput | WholeOutput)]
+    finally:
+        gc.enable()
+    assert alive == []
 
 
 # What is said
