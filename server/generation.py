@@ -379,13 +379,14 @@ class Generation:
         """
         if event not in TABLE[self.state]:
             raise LookupError(f"{event} in {self.state}")
+        was_over = self._is_closed and self.state is State.DONE
         self.state, action = TABLE[self.state][event]
         self._is_closed |= event is Event.CLOSED
         try:
             if action is not None:
                 getattr(self, action)(*arguments)
         finally:
-            if self._is_closed and self.state is State.DONE:
+            if self._is_closed and self.state is State.DONE and not was_over:
                 self._let_go()
 
     def _let_go(self) -> None:
@@ -394,7 +395,8 @@ class Generation:
         That one looks seldom, and answers of a thousand logprobs take megabytes.
         """
         self._timer.close()
-        self._handles = []
+        for handle in self._handles:  # they have ended
+            del handle.sink
         self._stream.on_disconnect = self._stream.on_blocked = self._stream.on_unblocked = None
 
     def _submit(self) -> None:
