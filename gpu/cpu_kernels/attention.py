@@ -406,12 +406,12 @@ _ARGUMENTS = np.dtype(Arguments)
 @cfunc(types.void(types.int64), cache=True)
 def attend_pieces(arguments):
     """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
-    told = carray(pointer(arguments), 1, _ARGUMENTS)[0]
-    pieces = carray(pointer(told.pieces), told.num_pieces, PIECE)
-    num_kv_heads, per_kv, head_dim, window = told.num_kv_heads, told.per_kv, told.head_dim, told.window
-    sizes, width = _chunk_room(head_dim, told.most_rows), 2 * per_kv * head_dim
-    query_bytes = told.most_heads * told.most_rows * 2 * head_dim
-    found_bytes = told.most_heads * _head_bytes(told.most_rows, head_dim)
+    args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
+    pieces = carray(pointer(args.pieces), args.num_pieces, PIECE)
+    num_kv_heads, per_kv, head_dim, window = args.num_kv_heads, args.per_kv, args.head_dim, args.window
+    sizes, width = _chunk_room(head_dim, args.most_rows), 2 * per_kv * head_dim
+    query_bytes = args.most_heads * args.most_rows * 2 * head_dim
+    found_bytes = args.most_heads * _head_bytes(args.most_rows, head_dim)
     size = query_bytes + sizes[0] + sizes[1] + sizes[2] + sizes[3] + 2 * found_bytes
     memory = np.empty(size + REGISTER_BYTES, dtype=np.uint8)
     query = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
@@ -422,13 +422,13 @@ def attend_pieces(arguments):
     of_piece = shares + sizes[3]
     of_split = of_piece + found_bytes
     index = take_next(arguments)
-    while index < told.num_pieces:
+    while index < args.num_pieces:
         piece = pieces[index]
         head, num_heads, num_tokens, position = piece.head, piece.num_heads, piece.num_tokens, piece.position
-        num_rows, token_query = num_tokens * per_kv, told.query + piece.token * told.query_stride + head * width
+        num_rows, token_query = num_tokens * per_kv, args.query + piece.token * args.query_stride + head * width
         for each in range(num_heads):
             for token in range(num_tokens):
-                source = token_query + token * told.query_stride + each * width
+                source = token_query + token * args.query_stride + each * width
                 target = query + (each * num_tokens + token) * width
                 for at in range(0, width, REGISTER_BYTES):
                     store_pairs(target + at, load_pairs(source + at))
@@ -439,21 +439,21 @@ def attend_pieces(arguments):
         if piece.num_units > 1:
             split += piece.unit - piece.first_unit
             end_split = split + 1
-            found = told.found + piece.unit * unit_bytes + head * of_head
+            found = args.found + piece.unit * unit_bytes + head * of_head
         for number in range(split, end_split):
             span_end = min(end, (number + 1) * piece.split_tokens)
             _attend_span(
                 query,
-                told.keys + 2 * head * head_dim,
-                told.values + 2 * head * head_dim,
+                args.keys + 2 * head * head_dim,
+                args.values + 2 * head * head_dim,
                 2 * num_kv_heads * head_dim,
-                told.tables + 8 * piece.row * told.table_width,
+                args.tables + 8 * piece.row * args.table_width,
                 (max(first, number * piece.split_tokens), span_end),
                 ((span_end if piece.num_units > 1 else end) + BLOCK_SIZE - 1) // BLOCK_SIZE,
                 (num_heads, num_tokens, per_kv, head_dim),
                 position,
                 window,
-                told.scale,
+                args.scale,
                 (transposed, paired, scores, shares),
                 found if number == split else of_split,
             )
@@ -461,14 +461,14 @@ def attend_pieces(arguments):
                 _merge_heads(found, of_split, num_heads, num_rows, head_dim)
         is_done = True
         if piece.num_units > 1:
-            count = take_next(told.counts + 8 * (piece.first_unit * num_kv_heads + head))
+            count = take_next(args.counts + 8 * (piece.first_unit * num_kv_heads + head))
             is_done = count == piece.num_units - 1
             if is_done:
-                found = told.found + piece.first_unit * unit_bytes + head * of_head
+                found = args.found + piece.first_unit * unit_bytes + head * of_head
                 for number in range(1, piece.num_units):
                     _merge_heads(found, found + number * unit_bytes, num_heads, num_rows, head_dim)
         if is_done:
-            out = told.out + (piece.token * num_kv_heads + head) * width
+            out = args.out + (piece.token * num_kv_heads + head) * width
             for each in range(num_heads):
                 at = found + each * of_head
                 tops = at + _sums_bytes(head_dim, num_rows)

@@ -226,8 +226,8 @@ def _multiply_blocks(x, x_stride, weights, num_blocks, num_pairs, num_rows, sums
 @cfunc(types.void(types.int64), cache=True)
 def multiply_rows(arguments):
     """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
-    told = carray(pointer(arguments), 1, _ARGUMENTS)[0]
-    num_rows, num_pairs, num_blocks, piece_blocks = told.num_rows, told.num_pairs, told.num_blocks, told.piece_blocks
+    args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
+    num_rows, num_pairs, num_blocks, piece_blocks = args.num_rows, args.num_pairs, args.num_blocks, args.piece_blocks
     sum_bytes, block_bytes, out_stride = (
         num_rows * SUM_ROW_BYTES,
         num_pairs * PAIR_BYTES,
@@ -239,13 +239,13 @@ def multiply_rows(arguments):
     while first < num_blocks:
         some = min(piece_blocks, num_blocks - first)
         clear_sums(sums, some * num_rows)
-        at = told.weights + first * block_bytes
-        next_piece = at + told.num_threads * piece_blocks * block_bytes
-        _multiply_blocks(told.x, told.x_stride, at, some, num_pairs, num_rows, sums, next_piece)
+        at = args.weights + first * block_bytes
+        next_piece = at + args.num_threads * piece_blocks * block_bytes
+        _multiply_blocks(args.x, args.x_stride, at, some, num_pairs, num_rows, sums, next_piece)
         for block in range(some):
             offset = 2 * (first + block) * BLOCK_OUTPUTS
-            bias = told.bias + offset if told.bias else 0
-            write_block(sums + block * sum_bytes, num_rows, bias, told.out + offset, out_stride)
+            bias = args.bias + offset if args.bias else 0
+            write_block(sums + block * sum_bytes, num_rows, bias, args.out + offset, out_stride)
         first = take_next(arguments) * piece_blocks
     keep(memory)
 

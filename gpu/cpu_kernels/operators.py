@@ -132,18 +132,18 @@ def _norm(x, weight, is_float, width, eps, out):
 @cfunc(types.void(types.int64), cache=True)
 def add_and_norm(arguments):
     """Take tokens until none is left: any number of threads at once. arguments: the address of NormArguments."""
-    told = carray(pointer(arguments), 1, _NORM)[0]
-    width, token = told.width, take_next(arguments)
-    while token < told.num_tokens:
+    args = carray(pointer(arguments), 1, _NORM)[0]
+    width, token = args.width, take_next(arguments)
+    while token < args.num_tokens:
         offset = 2 * token * width
-        row = told.x + offset
-        if told.added:
-            scale = spread(told.scale)
+        row = args.x + offset
+        if args.added:
+            scale = spread(args.scale)
             for at in range(offset, offset + 2 * width, 2 * LANES):
-                value = multiply_add(load_widened(told.added + at), scale, load_widened(told.x + at))
-                store_rounded(told.total + at, value)
-            row = told.total + offset
-        _norm(row, told.weight, told.is_weight_float, width, told.eps, told.normed + offset)
+                value = multiply_add(load_widened(args.added + at), scale, load_widened(args.x + at))
+                store_rounded(args.total + at, value)
+            row = args.total + offset
+        _norm(row, args.weight, args.is_weight_float, width, args.eps, args.normed + offset)
         token = take_next(arguments)
 
 
@@ -171,20 +171,20 @@ def _norm_and_rotate(x, weight, is_float, eps, rotation, num_heads, head_dim, ou
 @cfunc(types.void(types.int64), cache=True)
 def rotate_and_store(arguments):
     """Take tokens until none is left: any number of threads at once. arguments: the address of RotateArguments."""
-    told = carray(pointer(arguments), 1, _ROTATE)[0]
-    head_dim, is_float, eps = told.head_dim, told.is_weight_float, told.eps
-    query_width, kv_width = 2 * told.num_heads * head_dim, 2 * told.num_kv_heads * head_dim
+    args = carray(pointer(arguments), 1, _ROTATE)[0]
+    head_dim, is_float, eps = args.head_dim, args.is_weight_float, args.eps
+    query_width, kv_width = 2 * args.num_heads * head_dim, 2 * args.num_kv_heads * head_dim
     token = take_next(arguments)
-    while token < told.num_tokens:
-        source = told.qkv + token * (query_width + 2 * kv_width)
-        slot = load_integer(told.slots + 8 * token) * kv_width
-        rotation = told.rotation + 4 * token * head_dim if told.rotation else 0
-        target = told.query + token * query_width
-        _norm_and_rotate(source, told.query_norm, is_float, eps, rotation, told.num_heads, head_dim, target)
+    while token < args.num_tokens:
+        source = args.qkv + token * (query_width + 2 * kv_width)
+        slot = load_integer(args.slots + 8 * token) * kv_width
+        rotation = args.rotation + 4 * token * head_dim if args.rotation else 0
+        target = args.query + token * query_width
+        _norm_and_rotate(source, args.query_norm, is_float, eps, rotation, args.num_heads, head_dim, target)
         source += query_width
-        target = told.keys + slot
-        _norm_and_rotate(source, told.key_norm, is_float, eps, rotation, told.num_kv_heads, head_dim, target)
-        _rotate(source + kv_width, 0, kv_width // 2, told.values + slot)
+        target = args.keys + slot
+        _norm_and_rotate(source, args.key_norm, is_float, eps, rotation, args.num_kv_heads, head_dim, target)
+        _rotate(source + kv_width, 0, kv_width // 2, args.values + slot)
         token = take_next(arguments)
 
 
@@ -202,12 +202,12 @@ def gate(arguments):
 
     arguments: the address of GateArguments.
     """
-    told = carray(pointer(arguments), 1, _GATE)[0]
-    width, token = told.width, take_next(arguments)
-    while token < told.num_tokens:
-        row, target = told.gate_up + 4 * token * width, told.out + 2 * token * width
+    args = carray(pointer(arguments), 1, _GATE)[0]
+    width, token = args.width, take_next(arguments)
+    while token < args.num_tokens:
+        row, target = args.gate_up + 4 * token * width, args.out + 2 * token * width
         for at in range(0, 2 * width, 2 * LANES):
-            store_rounded(target + at, _gated(load_widened(row + at), load_widened(row + 2 * width + at), told.is_gelu))
+            store_rounded(target + at, _gated(load_widened(row + at), load_widened(row + 2 * width + at), args.is_gelu))
         token = take_next(arguments)
 
 

@@ -223,9 +223,9 @@ def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, wi
 @cfunc(types.void(types.int64), cache=True)
 def multiply_quantized(arguments):
     """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
-    told = carray(pointer(arguments), 1, _ARGUMENTS)[0]
-    x, x_stride, num_rows, num_pairs = told.x, told.x_stride, told.num_rows, told.num_pairs
-    num_blocks, num_groups, is_int4 = told.num_blocks, told.num_groups, told.is_int4
+    args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
+    x, x_stride, num_rows, num_pairs = args.x, args.x_stride, args.num_rows, args.num_pairs
+    num_blocks, num_groups, is_int4 = args.num_blocks, args.num_groups, args.is_int4
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
     group_pairs = num_pairs // num_groups
     is_widened = not is_int4 and num_tiles > 1  # few rows' sums are the same without
@@ -237,10 +237,10 @@ def multiply_quantized(arguments):
     if is_int4:
         _sum_groups(x, x_stride, num_rows, num_groups, 2 * group_pairs, x_sums)
     block_bytes = num_pairs * (INT4_PAIR_BYTES if is_int4 else INT8_PAIR_BYTES)
-    block = take_next(arguments) * told.piece_blocks
+    block = take_next(arguments) * args.piece_blocks
     while block < num_blocks:
         clear_sums(sums, num_rows)
-        values, scales = told.values + block * block_bytes, told.scales + block * num_groups * GROUP_BYTES
+        values, scales = args.values + block * block_bytes, args.scales + block * num_groups * GROUP_BYTES
         if is_widened:
             _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened)
         first = 0
@@ -254,11 +254,11 @@ def multiply_quantized(arguments):
                 _int8_tile(some, tile_x, x_stride, values, scales, group_pairs, num_groups, tile_x_sums, tile_sums)
             first = end
         offset = 2 * block * BLOCK_OUTPUTS
-        bias = told.bias + offset if told.bias else 0
-        write_block(sums, num_rows, bias, told.out + offset, 2 * num_blocks * BLOCK_OUTPUTS)
+        bias = args.bias + offset if args.bias else 0
+        write_block(sums, num_rows, bias, args.out + offset, 2 * num_blocks * BLOCK_OUTPUTS)
         block += 1
-        if block % told.piece_blocks == 0:
-            block = take_next(arguments) * told.piece_blocks
+        if block % args.piece_blocks == 0:
+            block = take_next(arguments) * args.piece_blocks
     keep(memory)
     keep(x_sums)
 

@@ -366,27 +366,27 @@ def scratch_bytes(vocab_size):
 @cfunc(types.void(types.int64), cache=True)
 def sample_rows(arguments):
     """Take rows until none is left: any number of threads at once. arguments: the address of Arguments."""
-    told = carray(pointer(arguments), 1, _ARGUMENTS)[0]
-    vocab_size, num_slots = told.vocab_size, told.num_slots
-    logits = carray(pointer(told.logits), (told.num_rows, vocab_size), np.float32)
-    slots = carray(pointer(told.slots), told.num_rows, np.int64)
-    positions = carray(pointer(told.positions), told.num_rows, np.int64)
-    numbers = carray(pointer(told.numbers), (num_slots, _NUM_NUMBERS), np.int64)
-    factors = carray(pointer(told.factors), (num_slots, _NUM_FACTORS), np.float32)
-    bias_ids = carray(pointer(told.bias_ids), (num_slots, told.num_biases), np.int64)
-    biases = carray(pointer(told.biases), (num_slots, told.num_biases), np.float32)
-    stop_ids = carray(pointer(told.stop_ids), (num_slots, told.num_stop_ids), np.int64)
-    seen = carray(pointer(told.seen), (num_slots, vocab_size), np.int32)
-    token_ids = carray(pointer(told.token_ids), told.num_rows, np.int64)
-    finite = carray(pointer(told.is_finite), told.num_rows, np.uint8)
-    scratch = told.scratch + take_next(arguments + 8) * scratch_bytes(vocab_size)
+    args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
+    vocab_size, num_slots = args.vocab_size, args.num_slots
+    logits = carray(pointer(args.logits), (args.num_rows, vocab_size), np.float32)
+    slots = carray(pointer(args.slots), args.num_rows, np.int64)
+    positions = carray(pointer(args.positions), args.num_rows, np.int64)
+    numbers = carray(pointer(args.numbers), (num_slots, _NUM_NUMBERS), np.int64)
+    factors = carray(pointer(args.factors), (num_slots, _NUM_FACTORS), np.float32)
+    bias_ids = carray(pointer(args.bias_ids), (num_slots, args.num_biases), np.int64)
+    biases = carray(pointer(args.biases), (num_slots, args.num_biases), np.float32)
+    stop_ids = carray(pointer(args.stop_ids), (num_slots, args.num_stop_ids), np.int64)
+    seen = carray(pointer(args.seen), (num_slots, vocab_size), np.int32)
+    token_ids = carray(pointer(args.token_ids), args.num_rows, np.int64)
+    finite = carray(pointer(args.is_finite), args.num_rows, np.uint8)
+    scratch = args.scratch + take_next(arguments + 8) * scratch_bytes(vocab_size)
     weights = carray(pointer(scratch), vocab_size, np.int64)
     adjusted = carray(pointer(scratch + 8 * vocab_size), vocab_size, np.float32)
     values = carray(pointer(scratch + 12 * vocab_size), vocab_size, np.float32)
     tokens = carray(pointer(scratch + 16 * vocab_size), vocab_size, np.int32)
     maxima = carray(pointer(scratch + 20 * vocab_size), (vocab_size + SEGMENT - 1) // SEGMENT, np.float32)
     row = take_next(arguments)
-    while row < told.num_rows:
+    while row < args.num_rows:
         slot, of_row = slots[row], logits[row]
         features = numbers[slot, _FEATURES]
         top_segment, is_finite = _scan(of_row, maxima)
