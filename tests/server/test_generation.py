@@ -97,7 +97,7 @@ def test_what_a_generation_held_is_free_once_it_is_over(
     gc.disable()
     try:
         happens(server)
-        alive = [one for one in gc.get_objects() if isinstance(one, Generation | StreamedOutput | WholeOutput)]
+        alive = [one for one in gc.get_objects() if type(one) in (Generation, StreamedOutput, WholeOutput)]
     finally:
         gc.enable()
     assert alive == []
