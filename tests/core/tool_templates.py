@@ -1,6 +1,6 @@
 """Chat templates that render tool calls in the manner of the models', one for each format. Written for these tests."""
 
-from tests.core.chat_templates import LLAMA31, QWEN3, QWEN25
+from tests.core.chat_templates import LLAMA31, QWEN3
 
 
 def _template(calls: str, tools: str = "", head: str = "<|{}|>", end: str = "<|end|>", before: str = "\\n") -> str:
@@ -88,7 +88,6 @@ HARMONY = """\
 
 TOOL_TEMPLATES = {
     "hermes": QWEN3,
-    "hermes, objects alone": QWEN25,
     "xml": XML,
     "glm": GLM,
     "llama": LLAMA31,
