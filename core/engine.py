@@ -1,4 +1,5 @@
-"""Drives the steps: inbox, plan, forward, sample, collect, apply, deliver. Thread: engine; it starts none.
+"""Drives the steps: inbox, plan, forward, sample, collect, apply, deliver. Runs on the engine
+thread and starts no thread of its own.
 
 Where the runner allows two steps in flight, the next one is planned and sent before the oldest is collected, so that
 the device has work while the host reads and plans. What only a result shows (an end, a failed row) takes effect one

@@ -1,4 +1,4 @@
-"""The operators of a layer, by torch: the interface of the kernels, and their oracle. Thread: engine.
+"""torch's operators of a layer: the interface that kernels implement, and their test oracle. Thread: engine.
 
 They serve on every device. The kernels of cpu_kernels/ and kernels/ replace them one by one, and are tested against
 them. Norms and RoPE are computed in float32.

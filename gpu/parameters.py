@@ -1,4 +1,4 @@
-"""A model's parameters, fused as they are computed with, and which tensors of a checkpoint fill them.
+"""A model's parameters, in the fused layout used for computing, and which checkpoint tensors fill them.
 
 One pass allocates a layer's parameters and says where each tensor of the checkpoint goes, and what is rearranged on the
 way; it knows how the families name and store layers and experts. Thread: engine (at start).

@@ -1,4 +1,4 @@
-"""What computes what: known for a model and its machine, or measured and kept in one file. Thread: engine.
+"""Chooses what computes each operation, and on how many threads: by rule or by cached measurement. Thread: engine.
 
 | what                     | chosen by                                                                  |
 |--------------------------|----------------------------------------------------------------------------|

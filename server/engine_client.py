@@ -1,4 +1,4 @@
-"""The loop's side of the engine: requests go into its inbox, and the tokens that come back become text. Thread: loop.
+"""The event loop's client of the engine: posts requests to its inbox, turns its tokens into text. Thread: loop.
 
     step's rows ─▶ RequestSequence: text of a token ─▶ its writer, or its request's sink ─▶ the stream's frames
 

@@ -1,4 +1,4 @@
-"""Decodes request bodies: strict JSON (RFC 8259 without its liberties) into a struct; errors name the field's path.
+"""Decodes request bodies: strict, unambiguous JSON into a struct; errors name the field's path.
 
 Duplicate keys, NaN, lone surrogates and deep nesting are refused: two parsers may read them in two ways.
 Thread: loop, or wherever a long body is offloaded to.

@@ -1,4 +1,4 @@
-"""The body fields of OpenAI's API and of servers like it that this server does not serve as such: one table.
+"""One table of the request fields of OpenAI and other servers that this one refuses, ignores or renames.
 
 Each is refused, ignored, or another name of a field that is served (those are declared in fields.py and the surfaces'
 bodies). Bodies are decoded by this table, and docs/api.md shows it. A field in no row is ignored, counted and logged.

@@ -1,4 +1,4 @@
-"""The listener: accepts connections, bounds their number, and ends them in order. Thread: loop.
+"""The listener: accepts connections, bounds their number, and closes them gracefully. Thread: loop.
 
 A connection counts from its accept on: the TLS handshake is part of it.
 """

@@ -1,4 +1,4 @@
-"""HTTP/2's streams and windows, and what is sent on streams: heads at once, bodies as the peer's windows let them.
+"""HTTP/2 streams, flow-control windows, and sending: heads immediately, bodies as the windows allow.
 
 Sans-io. Thread: loop.
 """
