@@ -122,7 +122,13 @@ class PromptReader:
         if marks is not None:
             marks.enter(Stage.TEMPLATE)
         now = datetime.fromtimestamp(self.unix_clock())
-        text = self.chat_template.render(prompt.messages, now=now, tools=prompt.tools or None, param=prompt.param)
+        text = self.chat_template.render(
+            prompt.messages,
+            now=now,
+            tools=prompt.tools or None,
+            template_kwargs=prompt.template_kwargs,
+            param=prompt.param,
+        )
         if marks is not None:
             marks.enter(Stage.TOKENIZE)
         return tuple(self.tokenizer.encode_chat(text))

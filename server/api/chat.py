@@ -46,6 +46,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -58,7 +59,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         wire,
         model,
         defaults,
-        (chat_prompt(wire.messages, defaults.tool_style, tools),),
+        (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs),),
         tools=tools,
         max_tokens=max_tokens,
         num_logprobs=_num_logprobs(wire, defaults.limits),

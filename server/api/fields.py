@@ -46,11 +46,13 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     Args:
         param: the request's field that they came in.
         tools: that the prompt shows, in chat's form.
+        template_kwargs: more variables of the chat template.
     """
 
     messages: tuple[dict[str, Any], ...]
     param: str = "messages"
     tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: dict[str, Any] | None = None
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -392,6 +394,7 @@ def chat_prompt(
     tools: ToolWishes | None = None,
     param: str = "messages",
     params: list[str] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> ChatPrompt:
     """
     Args:
@@ -413,7 +416,7 @@ def chat_prompt(
                 where += ".tool_call_id" if param == "messages" else ".call_id"
                 raise InvalidRequest(f"{where} is of no call in an earlier message.", where)
             one.setdefault("name", names[call_id])
-    return ChatPrompt(tuple(made), param, () if tools is None else tuple(tools.for_template()))
+    return ChatPrompt(tuple(made), param, () if tools is None else tuple(tools.for_template()), template_kwargs)
 
 
 def flatten(content: Content, param: str) -> str:

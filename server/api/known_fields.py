@@ -167,7 +167,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(GENERATION, "do_sample", True),
         *_refused(GENERATION, "no_repeat_ngram_size", 0),
         *_refused(GENERATION, "top_a tfs_z", 0, 1),
-        *_rows(Does.CONTAINER, GENERATION | TOKENIZE, "chat_template_kwargs"),
+        *_rows(Does.CONTAINER, COMPLETIONS, "chat_template_kwargs"),
         *_rows(Does.CONTAINER, GENERATION, "extra_body options sampling_params parameters generation_config nvext"),
         *_ignored(GENERATION, "keep_alive"),
     ),

@@ -94,6 +94,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     tools: list[ResponsesTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -148,7 +149,7 @@ def _prompt(wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | No
         params.append(param)
     if len(messages) == num_before:
         raise InvalidRequest("input has no message: send at least one.", "input")
-    return chat_prompt(messages, style, tools, "input", params)
+    return chat_prompt(messages, style, tools, "input", params, wire.chat_template_kwargs)
 
 
 def _joined(turn: Message, more: Message) -> Message:

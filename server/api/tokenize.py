@@ -1,6 +1,7 @@
 """/tokenize and /detokenize: how the model reads a prompt. Thread: loop."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Message] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +42,7 @@ def parse_tokenize(body: bytes) -> tuple[TokenizeBody, TextPrompt | ChatPrompt, 
     if wire.add_special_tokens:
         message = "The chat template writes the special tokens of messages. Leave it out, or send false."
         raise InvalidRequest(message, "add_special_tokens", "unsupported_parameter")
-    return wire, chat_prompt(wire.messages or []), unknown_fields
+    return wire, chat_prompt(wire.messages or [], template_kwargs=wire.chat_template_kwargs), unknown_fields
 
 
 def tokenize_reply(ids: Sequence[int], max_model_len: int, token_strs: Sequence[str] | None) -> bytes:

@@ -72,3 +72,11 @@ def test_a_tenant_that_fills_the_cache_loses_its_own_grammars() -> None:
     assert cache.find(spec("x")) is cache.find(spec("y")) is made
     assert [i for i in range(100) if cache.find(spec(f"f{i}"))] == [94, 95, 96, 97, 98, 99]
     assert cache.find(GrammarSpec(GrammarKind.LARK, "x", "p")) is None
+
+
+def test_variables_of_the_template_reach_it(server: SimulatedServer) -> None:
+    refused = server.ask(chat(chat_template_kwargs={"messages": []}))
+    assert refusal_of(refused)[0] == 400
+    assert refused.json["error"]["param"] == "chat_template_kwargs"
+    plain, without = (server.ask(chat(chat_template_kwargs=one)) for one in ({}, {"bos_token": "<s>"}))
+    assert (plain.status, without.status) == (200, 200)

@@ -322,3 +322,9 @@ def test_items_of_earlier_turns_become_one_message_of_the_assistant() -> None:
         {"name": "now", "arguments": {}},
     ]
     assert [(one["content"], one["name"]) for one in messages[2:]] == [("sunny", "get_weather"), ("noon", "now")]
+
+
+def test_variables_of_the_template_come_with_the_prompt() -> None:
+    kwargs = {"enable_thinking": False}
+    assert prompt_of(parsed(chat_template_kwargs=kwargs)).template_kwargs == kwargs
+    assert prompt_of(response_call(chat_template_kwargs=kwargs)).template_kwargs == kwargs
