@@ -25,7 +25,7 @@ from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progres
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, tool_style_of
 from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import (
     ModelFiles,
@@ -244,6 +244,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "parameters": f"{format_count(plan.num_parameters)}, {plan.device.dtype_name}{layers}",
         "device": f"{plan.device.device}: {plan.device.device_reason}",
         "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
+        "tools": _shown_tools(files),
         "weights": format_size(plan.weights_bytes),
         "activations": f"{format_size(plan.activation_bytes)} at most",
         "KV cache": kv,
@@ -255,6 +256,13 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
     return tuple(Fact(name, value) for name, value in facts.items() if value is not None)
+
+
+def _shown_tools(files: ModelFiles) -> str:
+    style = tool_style_of(files.chat_template)
+    if style is None:
+        return "none: the chat template has no form for calls that is known"
+    return f"calls in the format {style.format}, found in the chat template"
 
 
 def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:

@@ -76,7 +76,7 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         defaults=GenerationDefaults(
             vocab_size=limits.vocab_size,
             limits=request_limits,
-            tool_style=_tool_style(files.chat_template),
+            tool_style=tool_style_of(files.chat_template),
             **files.recommended,
         ),
         unix_clock=clock.unix,
@@ -87,7 +87,9 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
     )
 
 
-def _tool_style(template: ChatTemplate) -> ToolStyle | None:
+def tool_style_of(template: ChatTemplate) -> ToolStyle | None:
+    """How the template writes calls; None: it has no form for them that is known."""
+
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         return template.render(messages, now=datetime.min, tools=tools, add_generation_prompt=False)
 
