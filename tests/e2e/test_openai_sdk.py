@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 from tests.e2e.conftest import API_KEY, MODEL
 from tests.e2e.server_process import ServerProcess
@@ -137,6 +138,26 @@ def test_responses_answer_whole_and_stream_in_the_full_order_of_events(client: O
     assert text == whole.output_text != ""
 
 
+class Answer(BaseModel):
+    name: str = Field(max_length=8)
+    number: int = Field(ge=0, le=99)
+    kind: Literal["a", "b"]
+
+
+def test_answers_in_a_form_are_parsed_by_the_package(client: OpenAI) -> None:
+    """Of random weights, whole and streamed, in chat and in responses."""
+    fields: Any = {"model": MODEL, "temperature": 1, "seed": 3}
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    whole = client.chat.completions.parse(messages=messages, response_format=Answer, max_tokens=200, **fields)
+    assert isinstance(whole.choices[0].message.parsed, Answer)
+    with client.chat.completions.stream(messages=messages, response_format=Answer, max_tokens=200, **fields) as stream:
+        stream.until_done()
+        assert stream.get_final_completion().choices[0].message.content == whole.choices[0].message.content
+    del fields["seed"]
+    response = client.responses.parse(input="Hi", text_format=Answer, max_output_tokens=200, **fields)
+    assert isinstance(response.output_parsed, Answer)
+
+
 def test_errors_are_the_packages_own_with_code_and_field(client: OpenAI, strict_server: ServerProcess) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "steploop"
@@ -146,17 +167,17 @@ def test_errors_are_the_packages_own_with_code_and_field(client: OpenAI, strict_
         chat(client, model="absent")
     with pytest.raises(openai.BadRequestError) as hot:
         chat(client, temperature=9)
-    with pytest.raises(openai.BadRequestError) as formatted:
-        chat(client, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError) as thinking:
+        chat(client, reasoning_effort="high")
     with (
         OpenAI(base_url=f"{strict_server.url}/v1", api_key="sk-other", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError) as refused,
     ):
         stranger.models.list()
-    assert [(caught.value.code, caught.value.param) for caught in (unknown, hot, formatted)] == [
+    assert [(caught.value.code, caught.value.param) for caught in (unknown, hot, thinking)] == [
         ("model_not_found", "model"),
         ("invalid_value", "temperature"),
-        ("unsupported_parameter", "response_format"),
+        ("unsupported_parameter", "reasoning_effort"),
     ]
     assert (absent.value.code, refused.value.code) == ("model_not_found", "invalid_api_key")
     with OpenAI(base_url=f"{strict_server.url}/v1", api_key=API_KEY, max_retries=0) as owner:
