@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6460, 22),
-    "server/api": (2960, 12),
+    "server": (6490, 22),
+    "server/api": (2990, 12),
     "server/commands": (1890, 11),
     "server/gate": (2495, 8),
     "server/ledger": (1570, 6),
@@ -30,7 +30,7 @@ BUDGETS = {
     "gpu/parallel": (755, 5),
     "bench": (7869, 30),
 }
-TEST_LINES = 52_200
+TEST_LINES = 52_400
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
