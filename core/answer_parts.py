@@ -292,6 +292,11 @@ class HarmonyParser(Parser):
         self.num_calls = 0
         super().__init__()
 
+    @property
+    def num_complete(self) -> int:
+        """Of the calls: each, as the token that ends one is not in the text."""
+        return self.num_calls
+
     def _parse(self) -> Step:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         try:
@@ -335,6 +340,7 @@ class ToolCallParser(Parser):
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Schema]) -> None:
         self.num_calls = 0
+        self.num_complete = 0  # of these
         self._format = form
         self._schemas = schemas
         super().__init__()
@@ -398,6 +404,7 @@ class ToolCallParser(Parser):
         call = self._format.call
         if isinstance(call, JsonCall):
             yield from self._json_call(begin)
+            self.num_complete += 1
         else:
             yield from self._named_call(call, begin)
 
@@ -461,6 +468,7 @@ class ToolCallParser(Parser):
                 yield from self._tagged_arguments(call.arguments, schema)
             case LiteralArguments():
                 yield from self._literal_arguments(call.arguments, schema)
+        self.num_complete += 1
         if call.end:
             yield from self._take_after_whitespace(call.end)
 

@@ -16,6 +16,13 @@ from core.errors import InvalidRequest
 MAX_SOURCE_BYTES = 512 * 1024
 MAX_DEPTH = 64
 MAX_CHOICES = 4096
+# The grammar library recurses as deep as schemas and grammars go, and its stack is not guarded: 1,000 references or
+# 3,000 rules, each in the next, end the process
+MAX_TOTAL_DEPTH = 256  # references followed
+MAX_GRAMMAR_BYTES = 128 * 1024
+MAX_RULES = 500
+MAX_BRACKETS = 64  # open at once, in a grammar
+MAX_WHOLE = 2**53  # beyond it the library rounds
 ANNOTATIONS = frozenset(
     re.findall(
         r"\S+",
@@ -66,11 +73,13 @@ class GrammarSpec:
     Args:
         source: a JSON schema as canonical JSON, a regular expression, or a grammar.
         param: the request's field that it came in, for refusals.
+        fallback: what holds less, and is used where this cannot be held.
     """
 
     kind: GrammarKind
     source: str
     param: str
+    fallback: "GrammarSpec | None" = None
 
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -81,9 +90,13 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
     Raises:
         InvalidRequest: it is no schema, is too large or too deep, or has a keyword that cannot be enforced.
     """
-    if not isinstance(schema, dict | bool):
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} must be a JSON schema: an object.", param)
+    check_depth(schema, param)
     for path, keyword, value in keywords_of(schema, param, 0):
+        _check_numbers(path, keyword, value, param)
         if keyword not in ANNOTATIONS | ENFORCED:
             hint = "Leave it out." if keyword.startswith("x-") else "It cannot be enforced. Leave it out."
             raise InvalidRequest(f"{path} has the keyword {keyword!r}. {hint}", param)
@@ -109,8 +122,81 @@ def choice(texts: Sequence[str], param: str) -> GrammarSpec:
 
 def client_grammar(source: str, param: str) -> GrammarSpec:
     """In Lark's notation, or in GBNF, which has a rule for root. Raises InvalidRequest: it is too long."""
+    if len(source.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{param} is larger than {MAX_GRAMMAR_BYTES // 1024} KiB.", param)
+    if len(re.findall(r"^\s*[?!]?[\w.\-]+[^\n:]*:", source, re.MULTILINE)) > MAX_RULES:
+        raise InvalidRequest(f"{param} has more than {MAX_RULES} rules.", param)
+    if "%json" in source:
+        raise InvalidRequest(f"{param} may not have %json. Send a schema by itself.", param)
+    num_open = deepest = 0
+    for bracket in re.findall(r"[(\[{)\]}]", source):
+        num_open += 1 if bracket in "([{" else -1
+        deepest = max(deepest, num_open)
+    if deepest > MAX_BRACKETS:
+        raise InvalidRequest(f"{param} has more than {MAX_BRACKETS} brackets open at once.", param)
     is_gbnf = re.search(r"^\s*root\s*::=", source, re.MULTILINE) is not None
     return _bounded(GrammarSpec(GrammarKind.GBNF if is_gbnf else GrammarKind.LARK, source, param))
+
+
+def check_depth(schema: Any, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest: the schema is too deep, references followed.
+    """
+    seen: dict[str, int] = {}  # the level at which a reference was followed last
+
+    def follow(one: Any, level: int) -> None:
+        if level > MAX_TOTAL_DEPTH:
+            raise InvalidRequest(f"{param} is nested deeper than {MAX_TOTAL_DEPTH} levels, references followed.", param)
+        if isinstance(one, list):
+            for item in one:
+                follow(item, level + 1)
+        if not isinstance(one, dict):
+            return
+        for name, item in one.items():
+            if name not in ("$defs", "definitions", "enum", "const", "default", "examples"):
+                follow(item, level + 1)
+        pointer = one.get("$ref")
+        if isinstance(pointer, str) and seen.get(pointer, -1) < level:
+            is_open = pointer in active
+            seen[pointer] = level
+            if not is_open:  # a schema that holds itself is unrolled as answers need it
+                active.add(pointer)
+                follow(_target(schema, pointer), level + 1)
+                active.discard(pointer)
+
+    active: set[str] = set()
+    follow(schema, 0)
+
+
+def _target(root: Any, pointer: str) -> Any:
+    """What a reference points to; None: nothing."""
+    for part in filter(None, pointer.removeprefix("#").split("/")):
+        name = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, dict) else None
+    return root
+
+
+def _check_numbers(path: str, keyword: str, value: Any, param: str) -> None:
+    """Raises InvalidRequest: the library would round a number."""
+    values = value if keyword == "enum" and isinstance(value, list) else [value]
+    if keyword in ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        for one in values:
+            if isinstance(one, int | float) and abs(one) > MAX_WHOLE:
+                raise InvalidRequest(f"{path}.{keyword} is beyond 2**53, and cannot be held.", param)
+
+
+def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
+    """Raises InvalidRequest: bounds that the library does not hold."""
+    least, most = (schema.get(name, ()) for name in ("exclusiveMinimum", "exclusiveMaximum"))
+    low, high = schema.get("minimum", least), schema.get("maximum", most)
+    is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
+    if (least != () or most != ()) and is_close:
+        raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
+    num_least, num_required = schema.get("minProperties", 0), len(schema.get("required", ()))
+    if isinstance(num_least, int) and num_least > max(1, num_required):
+        message = f"{path}.minProperties is more than what is required: it cannot be held, as keys may repeat."
+        raise InvalidRequest(message, param)
 
 
 def _bounded(spec: GrammarSpec) -> GrammarSpec:
@@ -134,6 +220,7 @@ def keywords_of(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str, 
         raise InvalidRequest(f"{path} is nested deeper than {MAX_DEPTH} levels.", path.partition(".")[0])
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{path} must be a schema: an object, true or false.", path.partition(".")[0])
+    _check_object(path, schema, path.partition(".")[0])
     for keyword, value in schema.items():
         yield path, keyword, value
         at = f"{path}.{keyword}"

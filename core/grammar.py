@@ -128,6 +128,14 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it cannot be read, contradicts itself, cannot be enforced, or is over the limits.
         """
+        try:
+            return self._compile(spec)
+        except InvalidRequest:
+            if spec.fallback is None:
+                raise
+            return self.compile(spec.fallback)
+
+    def _compile(self, spec: GrammarSpec) -> Grammar:
         source = spec.source
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:
@@ -145,7 +153,13 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise InvalidRequest(_refusal(spec, matcher.get_error()), spec.param)
-        return Grammar(matcher, self._num_words)
+        grammar = Grammar(matcher, self._num_words)
+        mask = np.zeros(self._num_words, np.int32)
+        state = grammar.start()
+        state.fill_mask(mask)
+        if state.fault is not None or not mask.any():
+            raise InvalidRequest(f"{spec.param} cannot be satisfied: no answer begins so.", spec.param)
+        return grammar
 
 
 def _refusal(spec: GrammarSpec, error: str) -> str:

@@ -52,20 +52,26 @@ class Tool:
 
 
 def required_calls(
-    form: ToolFormat, tools: Sequence[Tool], special: Container[str] = (), most_calls: int | None = None
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    special: Container[str] = (),
+    most_calls: int | None = None,
+    instead: Schema | None = None,
 ) -> str:
     """The grammar of answers that are calls and nothing else, at least one.
 
     Args:
         special: texts that are one special token of the model's vocabulary each.
         most_calls: None: any number.
+        instead: the schema of an answer that may come in the place of calls.
 
     Raises:
         CannotHold
     """
     writer = _Writer(form, special, most_calls)
     call = writer.call(tools)
-    return writer.grammar(writer.section(call, "" if form.opens_answer else writer.begin))
+    calls = writer.section(call, "" if form.opens_answer else writer.begin)
+    return writer.grammar(calls if instead is None else f"{calls} | {_inline_json(instead)}")
 
 
 def allowed_calls(
@@ -142,7 +148,7 @@ class _Writer:
             head = f'{{"name": {_json(tool.name)}, "{call.arguments_key}": '
             return f"{_quoted(head)} {_inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
         if not (tool.is_strict or isinstance(call.arguments, JsonArguments)):
-            tool = Tool(tool.name, _reduced(tool.schema))
+            tool = Tool(tool.name, reduced_schema(tool.schema))
         head = f"{_quoted(call.begin + tool.name)} {self.literal(call.name_end)}"
         match call.arguments:
             case TaggedArguments():
@@ -244,7 +250,7 @@ def _inline_json(schema: Schema, is_strict: bool = True) -> str:
     return f"%json {_json({**schema, 'x-guidance': {**JSON_STYLE, 'lenient': not is_strict}})}"
 
 
-def _reduced(schema: Any) -> Any:
+def reduced_schema(schema: Any) -> Any:
     """What any format can hold of a schema."""
     if not isinstance(schema, Mapping):
         return {}
@@ -252,10 +258,10 @@ def _reduced(schema: Any) -> Any:
     if isinstance(made.get("type"), list) or not ({"type", "enum", "const"} & made.keys()):
         made.pop("type", None)
     if "properties" in schema:
-        made["properties"] = {name: _reduced(one) for name, one in schema["properties"].items()}
+        made["properties"] = {name: reduced_schema(one) for name, one in schema["properties"].items()}
         made["required"] = [name for name in schema.get("required", ()) if name in made["properties"]]
     if "items" in schema:
-        made["items"] = _reduced(schema["items"])
+        made["items"] = reduced_schema(schema["items"])
     return made
 
 

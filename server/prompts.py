@@ -100,10 +100,7 @@ class PromptReader:
         """With what holds its calls."""
         if call.tools is None:
             return call
-        constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids)
-        if constraint is not None and call.constraint is not None and not call.tools.is_required:
-            message = "response_format and tools cannot hold one answer together. Leave one out, or send tool_choice."
-            raise InvalidRequest(message, "response_format")
+        constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint)
         return msgspec.structs.replace(call, constraint=constraint or call.constraint)
 
     def encode(self, prompt: Prompt, param: str = "prompt", marks: StageMarks | None = None) -> tuple[int, ...]:

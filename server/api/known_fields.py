@@ -71,6 +71,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(CHAT, "reasoning_effort", "none"),
         *_refused(RESPONSES, "reasoning.effort", "none"),
         *_refused(COMPLETIONS, "suffix", ""),
+        *_refused(RESPONSES, "response_format", {"type": "text"}),
         *_refused(RESPONSES, "previous_response_id conversation prompt image"),
         *_refused(RESPONSES, "background", False),
         *_refused(GENERATION, "context_management", []),

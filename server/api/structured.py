@@ -124,7 +124,7 @@ def _schema(schema: Any, param: str) -> GrammarSpec:
     if isinstance(schema, str):  # as vLLM and SGLang take it
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param} is not valid JSON: {error}.", param) from None
     return constraints.json_schema(schema, param)
 

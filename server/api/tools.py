@@ -7,17 +7,19 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from core.answer_parts import HarmonyParser, ToolCallParser
-from core.constraints import GrammarKind, GrammarSpec, json_schema
+from core.constraints import GrammarKind, GrammarSpec, check_depth, json_schema
 from core.errors import InvalidRequest
 from core.tool_detection import HARMONY, ToolStyle
 from core.tool_formats import FORMATS
-from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
+from core.tool_grammar import CannotHold, Tool, allowed_calls, reduced_schema, required_calls
+from server.api.decoding import parse_object
 
 MAX_TOOLS = 128
 NO_TOOLS = "This model's chat template has no form for tools. Leave tools out, or send tool_choice none."
@@ -70,7 +72,7 @@ class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        return {one.name: one.parameters or _NO_PARAMETERS for one in self.functions}
+        return {one.name: _parameters(one) for one in self.functions}
 
     def for_template(self) -> list[dict[str, Any]]:
         """As chat templates take them."""
@@ -80,7 +82,7 @@ class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
                 "function": {
                     "name": one.name,
                     "description": one.description or "",
-                    "parameters": one.parameters or dict(_NO_PARAMETERS),
+                    "parameters": dict(one.parameters or _NO_PARAMETERS),
                 },
             }
             for one in self.functions
@@ -120,7 +122,8 @@ def tool_wishes(
         if one.parameters is not None and one.parameters.get("type", "object") != "object":
             raise InvalidRequest(f'{param}.parameters must have "type": "object".', f"{param}.parameters")
         if one.strict:
-            json_schema(one.parameters or _NO_PARAMETERS, f"{param}.parameters")
+            json_schema(_parameters(one), f"{param}.parameters")
+        check_depth(one.parameters, f"{param}.parameters")
         by_name[one.name] = one
     mode, names = _chosen(choice, by_name)
     if mode == "none":
@@ -133,6 +136,13 @@ def tool_wishes(
         is_required=mode == "required",
         most_calls=1 if is_parallel is False or style.most_calls == 1 else None,
     )
+
+
+def _parameters(function: Function) -> Mapping[str, Any]:
+    """Where no parameter is named, none is meant."""
+    schema = function.parameters or _NO_PARAMETERS
+    is_open = schema.keys() & {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"}
+    return schema if schema.get("properties") or is_open else {**schema, **_NO_PARAMETERS}
 
 
 def _chosen(choice: Any, known: Mapping[str, Function]) -> tuple[str, set[str] | None]:
@@ -172,25 +182,49 @@ def _checked(names: set[str], known: Mapping[str, Function]) -> set[str]:
     return names
 
 
-def call_constraint(wishes: ToolWishes, special: Mapping[str, int], eos_ids: Iterable[int]) -> GrammarSpec | None:
+def call_constraint(
+    wishes: ToolWishes, special: Mapping[str, int], eos_ids: Iterable[int], text: GrammarSpec | None = None
+) -> GrammarSpec | None:
     """What holds an answer to its calls; None: nothing can.
 
     Args:
         special: the model's control tokens.
         eos_ids: those that end an answer.
+        text: what holds an answer without calls.
 
     Raises:
-        InvalidRequest: a strict schema cannot be held in the model's format of calls.
+        InvalidRequest: a strict schema cannot be held in the model's format of calls, or calls and text not together.
     """
     if wishes.style.format == HARMONY:
         return None
     form = FORMATS[wishes.style.format]
-    if not wishes.is_required and form.opens_answer:
+    if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
+        message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
+        raise InvalidRequest(message, text.param)
+    if not wishes.is_required and form.opens_answer and text is None:
         return None
-    tools = [Tool(one.name, one.parameters or _NO_PARAMETERS, bool(one.strict)) for one in wishes.functions]
+    tools = [Tool(one.name, _parameters(one), bool(one.strict)) for one in wishes.functions]
+    spec = _call_spec(wishes, tools, special, eos_ids, text)
+    if all(tool.is_strict for tool in tools):
+        return spec
+    # Of tools that are not strict what can be held is: less, where the library refuses a schema
+    reduced = [tool if tool.is_strict else Tool(tool.name, reduced_schema(tool.schema), False) for tool in tools]
+    return replace(spec, fallback=_call_spec(wishes, reduced, special, eos_ids, text))
+
+
+def _call_spec(
+    wishes: ToolWishes,
+    tools: list[Tool],
+    special: Mapping[str, int],
+    eos_ids: Iterable[int],
+    text: GrammarSpec | None,
+) -> GrammarSpec:
+    form = FORMATS[wishes.style.format]
     try:
         if wishes.is_required:
             source = required_calls(form, tools, special, wishes.most_calls)
+        elif text is not None:
+            source = required_calls(form, tools, special, wishes.most_calls, json.loads(text.source))
         else:
             free = sorted({*special.values()} - {*eos_ids} - {special[one] for one in form.begins if one in special})
             source = allowed_calls(form, tools, special, wishes.most_calls, free)
@@ -217,7 +251,8 @@ def id_of(reply_id: str, choice: int, index: int) -> str:
 
 def reason_of(reason: str | None, parser: CallParser) -> str | None:
     """The finish reason of an answer that may have calls."""
-    return "tool_calls" if reason == "stop" and parser.num_calls else reason
+    has_calls = 0 < parser.num_calls == parser.num_complete  # a stop string may end an answer within one
+    return "tool_calls" if reason == "stop" and has_calls else reason
 
 
 def template_calls(calls: list[ToolCall], style: ToolStyle | None, param: str) -> list[dict[str, Any]]:
@@ -245,11 +280,9 @@ def _arguments(given: str | dict[str, Any] | None, style: ToolStyle, param: str)
     arguments: Any = given or {}
     if isinstance(given, str) and given.strip():
         try:
-            arguments = json.loads(given)
-        except ValueError as error:
-            raise InvalidRequest(f"{param} must be a JSON object: {error}.", param) from None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{param} must be a JSON object.", param)
+            arguments = parse_object(given.encode("utf-8", "surrogatepass"))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{param} must be a JSON object: {error.message}", param) from None
     if style.has_text_arguments:
         return given if isinstance(given, str) and given.strip() else json.dumps(arguments, ensure_ascii=False)
     return arguments

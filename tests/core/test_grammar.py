@@ -15,6 +15,7 @@ from core.constraints import (
     MAX_CHOICES,
     MAX_DEPTH,
     MAX_SOURCE_BYTES,
+    MAX_TOTAL_DEPTH,
     GrammarKind,
     GrammarSpec,
     choice,
@@ -103,6 +104,15 @@ def nested(depth: int) -> dict[str, Any]:
     return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
 
 
+def chain(num_links: int) -> dict[str, Any]:
+    """Each definition holds the next."""
+    links = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
+        for i in range(num_links)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{num_links}": {"type": "boolean"}}}
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -122,6 +132,15 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
         ({"enum": ["x" * MAX_SOURCE_BYTES]}, "is larger than 512 KiB"),
+        (chain(MAX_TOTAL_DEPTH), f"nested deeper than {MAX_TOTAL_DEPTH} levels, references followed"),
+        ({**chain(2000), "type": "array", "items": {"$ref": "#/$defs/d1"}}, "references followed"),
+        ({"$ref": "#"}, "cannot be"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "cannot be"),
+        ({"type": "integer", "minimum": 2**63}, "response_format.minimum is beyond 2**53"),
+        ({"properties": {"a": {"enum": [1, 10**22]}}}, "response_format.properties.a.enum is beyond 2**53"),
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, "less than 1 apart"),
+        ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
+        (False, "must be a JSON schema"),
         ([], "must be a JSON schema"),
         (None, "must be a JSON schema"),
     ],
@@ -132,6 +151,10 @@ def test_what_cannot_be_held_is_refused_by_name(schema: Any, words: str) -> None
     assert refused.value.param == PARAM
 
 
+def rules(start: str, rule: str, count: int = 5000) -> str:
+    return start + "".join(rule.format(i, i + 1) for i in range(count))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -140,6 +163,14 @@ def test_what_cannot_be_held_is_refused_by_name(schema: Any, words: str) -> None
         (lambda: choice([], PARAM), "must have 1 to 4096 choices"),
         (lambda: choice(["x"] * (MAX_CHOICES + 1), PARAM), "must have 1 to 4096 choices"),
         (lambda: client_grammar("start: (", PARAM), "1 | start: ("),
+        (lambda: client_grammar("start: start", PARAM), "cannot be satisfied"),
+        (lambda: client_grammar("root ::= root", PARAM), "cannot be"),
+        (lambda: regex(r"[^\s\S]", PARAM), "cannot be"),
+        (lambda: client_grammar(rules("start: r0\n", 'r{}: "x" r{}\n'), PARAM), "more than 500 rules"),
+        (lambda: client_grammar(rules("root ::= r0\n", 'r{} ::= "x" r{}\n'), PARAM), "more than 500 rules"),
+        (lambda: client_grammar("start: " + "(" * 5000 + '"a"' + ")" * 5000, PARAM), "more than 64 brackets"),
+        (lambda: client_grammar("start: %json {}", PARAM), "may not have %json"),
+        (lambda: client_grammar('start: "' + "a" * 200_000 + '"', PARAM), "is larger than 128 KiB"),
         (lambda: client_grammar("root ::= (", PARAM), "cannot be read as GBNF"),
     ],
 )
@@ -269,3 +300,15 @@ def test_what_a_format_cannot_hold_is_named() -> None:
     with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'minimum'")):
         required_calls(TOOL_FORMATS["pythonic"], tools)
     required_calls(TOOL_FORMATS["hermes"], tools)
+
+
+def test_what_is_as_deep_as_allowed_is_compiled() -> None:
+    """Of a thread's stack the library needs the less."""
+    deep = MAX_TOTAL_DEPTH // 4
+    compiler().compile(json_schema(chain(deep), PARAM))
+    compiler().compile(client_grammar(rules("start: r0\n", 'r{}: "x" r{}\n', 490) + 'r490: "x"', PARAM))
+
+
+def test_what_holds_less_is_used_where_more_cannot_be_held() -> None:
+    spec = GrammarSpec(GrammarKind.REGEX, "(?=a)b", PARAM, fallback=GrammarSpec(GrammarKind.REGEX, "b", PARAM))
+    assert sampled(compiler().compile(spec), random.Random(1)) == "b"

@@ -14,6 +14,7 @@ from server.api import responses
 from server.api.chat import SURFACE
 from server.api.fields import ChatPrompt, GenerationCall
 from server.api.tools import MAX_TOOLS, call_constraint
+from tests.core.grammars import compiler
 from tests.server.api import wire
 from tests.server.api.wire import CONTEXT, DEFAULTS, read_events, say, sdk_reading
 
@@ -28,6 +29,7 @@ WEATHER: dict[str, Any] = {
     },
 }
 NOW = {"type": "function", "function": {"name": "now"}}
+DEEP_ARGUMENTS = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
 CALLS = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 MORE_CALLS = CALLS + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
@@ -229,6 +231,15 @@ def test_an_answer_without_calls_is_text() -> None:
         (
             {
                 "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP_ARGUMENTS}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+            "nested deeper than 64",
+        ),
+        (
+            {
+                "messages": [
                     {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
                     {"role": "tool", "tool_call_id": "b", "content": "x"},
                 ]
@@ -322,6 +333,52 @@ def test_items_of_earlier_turns_become_one_message_of_the_assistant() -> None:
         {"name": "now", "arguments": {}},
     ]
     assert [(one["content"], one["name"]) for one in messages[2:]] == [("sunny", "get_weather"), ("noon", "now")]
+
+
+def test_a_stop_string_within_a_call_is_no_end_of_calls() -> None:
+    cut_off = CALLS[: CALLS.index("Köln")]
+    call = parsed(tools=[WEATHER], stop=["Köln"])
+    (choice,) = wire.whole(SURFACE, call, (0, say(cut_off, FinishReason.STOP)))["choices"]
+    assert choice["finish_reason"] == "stop"
+    (streamed_reason,) = {
+        event["choices"][0]["finish_reason"]
+        for _, event in read_events(streamed(parsed(tools=[WEATHER]), cut_off, 5))[:-1]
+    } - {None}
+    assert streamed_reason == "stop"
+
+
+def source_of(call: GenerationCall) -> str:
+    assert call.tools is not None
+    spec = call_constraint(call.tools, {}, (), call.constraint)
+    assert spec is not None
+    return spec.source
+
+
+def test_a_form_may_stand_in_the_place_of_calls() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}}
+    assert '| %json {"type": "boolean"' in source_of(parsed(tools=[NOW], response_format=form))
+    required = source_of(parsed(tools=[NOW], response_format=form, tool_choice="required"))
+    assert "boolean" not in required
+    with pytest.raises(InvalidRequest, match="cannot hold one answer together"):
+        source_of(parsed(tools=[NOW], guided_regex="a+"))
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_gets_none(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+    assert '"additionalProperties": false' in source_of(parsed(tools=[tool]))
+
+
+def test_what_cannot_be_held_of_a_lenient_tool_is_left_free() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x)a"}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tools = parsed(tools=[tool]).tools
+    assert tools is not None
+    spec = call_constraint(tools, {}, ())
+    assert spec is not None
+    assert spec.fallback is not None
+    assert "pattern" not in spec.fallback.source
+    compiler().compile(spec)
 
 
 def test_variables_of_the_template_come_with_the_prompt() -> None:
