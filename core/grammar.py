@@ -32,6 +32,7 @@ LIMITS = LLParserLimits(
 # Between the tokens of JSON: nothing, a blank, or a line break with its indentation. Models that loop would otherwise
 # fill their context with blanks.
 JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}|\n\t{0,12}"}
+MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -164,7 +165,7 @@ class GrammarCompiler:
 
 def _refusal(spec: GrammarSpec, error: str) -> str:
     """The library's words, with the path where they name a keyword."""
-    error = error.partition("\n\n")[0].strip()
+    error = error.partition("\n\n")[0].strip()[:MAX_SHOWN]
     if spec.kind is GrammarKind.JSON_SCHEMA and (found := _UNIMPLEMENTED.search(error)):
         names = json.loads(f"[{found[1]}]")
         found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
