@@ -19,6 +19,9 @@ MAX_CHOICES = 4096
 # The grammar library recurses as deep as schemas and grammars go, and its stack is not guarded: 1,000 references or
 # 3,000 rules, each in the next, end the process
 MAX_TOTAL_DEPTH = 256  # references followed
+# It compares each of these with each: 1,000 patternProperties, or 32 patterns that hold together, take minutes
+MAX_PATTERN_PROPERTIES = 64
+MAX_INTERSECTED = 12  # schemas that hold together with another
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_RULES = 500
 MAX_BRACKETS = 64  # open at once, in a grammar
@@ -126,6 +129,8 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
         raise InvalidRequest(f"{param} is larger than {MAX_GRAMMAR_BYTES // 1024} KiB.", param)
     if len(re.findall(r"^\s*[?!]?[\w.\-]+[^\n:]*:", source, re.MULTILINE)) > MAX_RULES:
         raise InvalidRequest(f"{param} has more than {MAX_RULES} rules.", param)
+    if source.count("&") + source.count("~") > MAX_INTERSECTED:
+        raise InvalidRequest(f"{param} has more than {MAX_INTERSECTED} of & and ~.", param)
     if "%json" in source:
         raise InvalidRequest(f"{param} may not have %json. Send a schema by itself.", param)
     num_open = deepest = 0
@@ -141,8 +146,26 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
 def check_depth(schema: Any, param: str) -> None:
     """
     Raises:
-        InvalidRequest: the schema is too deep, references followed.
+        InvalidRequest: the schema is too deep, references followed, or has too much that is compared with one another.
     """
+    num_patterns = num_intersected = 0
+    unseen: list[Any] = [schema]
+    while unseen:
+        one = unseen.pop()
+        if isinstance(one, list):
+            unseen += one
+        if not isinstance(one, dict):
+            continue
+        unseen += one.values()
+        patterns, parts = one.get("patternProperties"), one.get("allOf")
+        num_patterns += len(patterns) if isinstance(patterns, dict) else 0
+        num_intersected += len(parts) if isinstance(parts, list) and len(parts) > 1 else 0
+        num_intersected += bool({"allOf", "$ref"} & one.keys() and {"pattern", "format"} & one.keys())
+    if num_patterns > MAX_PATTERN_PROPERTIES:
+        raise InvalidRequest(f"{param} has more than {MAX_PATTERN_PROPERTIES} patternProperties.", param)
+    if num_intersected > MAX_INTERSECTED:
+        message = f"{param} has more than {MAX_INTERSECTED} schemas in allOf, or with a pattern beside $ref."
+        raise InvalidRequest(message, param)
     seen: dict[str, int] = {}  # the level at which a reference was followed last
 
     def follow(one: Any, level: int) -> None:
