@@ -15,13 +15,14 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6490, 22),
+    "server": (7300, 24),
     "server/api": (3010, 12),
     "server/commands": (1890, 11),
     "server/gate": (2495, 8),
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
+    "server/upstream": (1300, 6),
     "server/wire": (4800, 14),
     "core": (9910, 29),
     "gpu": (7740, 28),
@@ -40,8 +41,9 @@ ROOMS = (
     ("gate",),
     ("api",),
     ("ledger", "observing"),
+    ("upstream",),
     ("config", "callers"),
-    ("prompts", "output", "engine_client", "engine_thread", "generation"),
+    ("prompts", "output", "engine_client", "engine_thread", "backend", "generation", "relay"),
     ("app", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),
