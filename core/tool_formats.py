@@ -3,7 +3,9 @@
 A format is found from what the model's chat template renders for a call. No I/O; frozen: any thread.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ _PYTHON = LiteralArguments(")", "=", ('"""', "'''", '"', "'"), has_escapes=True)
 _GEMMA = LiteralArguments("}", ":", ("<escape>",), has_escapes=False)
 _LIST = Brackets("[", ",", "]")
 
+HARMONY = "harmony"  # gpt-oss's messages: calls, thoughts and text in channels
+
 FORMATS = {
     one.name: one
     for one in (
@@ -157,3 +161,27 @@ THOUGHTS = {
     "mistral": ThoughtMarkers("[THINK]", "[/THINK]"),
     "seed": ThoughtMarkers("<seed:think>", "</seed:think>"),
 }
+
+
+def marker_texts(thought: str | None, tools: str | None) -> list[str]:
+    """What parsers look for in the answers of a model.
+
+    Args:
+        thought: a name of THOUGHTS, or HARMONY; None: it writes none.
+        tools: a name of FORMATS, or HARMONY; None: it writes no calls.
+    """
+    if HARMONY in (thought, tools):
+        return ["<|start|><|channel|><|constrain|><|message|><|end|><|call|><|return|>"]
+    found = list[str]() if thought is None else list(_texts(THOUGHTS[thought]))
+    return found if tools is None else found + list(_texts(FORMATS[tools]))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _texts(one)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _texts(getattr(value, field.name))
