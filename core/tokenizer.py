@@ -80,7 +80,9 @@ class Tokenizer:
         strings = [self._token_strs.get(token_id) for token_id in range(self.vocab_size)]
         all_bytes = [b"" if string is None else to_bytes(string) for string in strings]
         self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
-        self.table = self.table_with(frozenset())  # for answers: special tokens are empty
+        shown = [b"" if token_id in self.special_ids else data for token_id, data in enumerate(all_bytes)]
+        self.table = TokenTable(shown, strip_start)  # for answers: special tokens are empty
+        self._tables = {frozenset[str](): self.table}
         self._control = _ControlTokens(backend, "\n".join(templates), user_turn)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -131,11 +133,15 @@ class Tokenizer:
             )
         return ids
 
-    def table_with(self, shown_ids: Set[int]) -> TokenTable:
-        """For answers, with the names of these special tokens."""
-        hidden, full = self.special_ids - shown_ids, self.full_table
-        texts = [b"" if token_id in hidden else data for token_id, data in enumerate(full.token_bytes)]
-        return TokenTable(texts, full.strip_start)
+    def table_showing(self, names: Set[str]) -> TokenTable:
+        """That of answers in which these special tokens are shown by their names; takes a while at the first call."""
+        shown = frozenset(names & set(map(self.str_of, self.special_ids)))
+        if shown not in self._tables:
+            hidden = {token_id for token_id in self.special_ids if self.str_of(token_id) not in shown}
+            all_bytes = self.full_table.token_bytes
+            texts = [b"" if token_id in hidden else data for token_id, data in enumerate(all_bytes)]
+            self._tables[shown] = TokenTable(texts, self.table.strip_start)
+        return self._tables[shown]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; unknown ids are empty."""

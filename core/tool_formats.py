@@ -3,8 +3,7 @@
 A format is found from what the model's chat template renders for a call. No I/O; frozen: any thread.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -112,8 +111,6 @@ _PYTHON = LiteralArguments(")", "=", ('"""', "'''", '"', "'"), has_escapes=True)
 _GEMMA = LiteralArguments("}", ":", ("<escape>",), has_escapes=False)
 _LIST = Brackets("[", ",", "]")
 
-HARMONY = "harmony"  # gpt-oss's messages: calls, thoughts and text in channels
-
 FORMATS = {
     one.name: one
     for one in (
@@ -147,6 +144,26 @@ FORMATS = {
 }
 
 
+HARMONY = "harmony"  # gpt-oss's messages: calls, thoughts and text in channels
+_HARMONY_MARKERS = frozenset(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call"))
+
+
+def markers_of(name: str) -> frozenset[str]:
+    """What begins, divides and ends calls in a format. In some models these are special tokens."""
+    if name == HARMONY:
+        return _HARMONY_MARKERS
+    form = FORMATS[name]
+    parts: list[Any] = [*form.begins, form.end]
+    if isinstance(form.call, NamedCall):
+        parts += [form.call.begin, form.call.name_end, form.call.end, form.call.id_begin]
+        match form.call.arguments:
+            case TaggedArguments(key_begin, key_end, value_begin, value_end):
+                parts += [key_begin, key_end, value_begin, value_end]
+            case LiteralArguments(quotes=quotes):
+                parts += quotes
+    return frozenset(part.strip() for part in parts if part and part.strip())
+
+
 @dataclass(frozen=True, slots=True)
 class ThoughtMarkers:
     """Around a model's thought."""
@@ -163,25 +180,6 @@ THOUGHTS = {
 }
 
 
-def marker_texts(thought: str | None, tools: str | None) -> list[str]:
-    """What parsers look for in the answers of a model.
-
-    Args:
-        thought: a name of THOUGHTS, or HARMONY; None: it writes none.
-        tools: a name of FORMATS, or HARMONY; None: it writes no calls.
-    """
-    if HARMONY in (thought, tools):
-        return ["<|start|><|channel|><|constrain|><|message|><|end|><|call|><|return|>"]
-    found = list[str]() if thought is None else list(_texts(THOUGHTS[thought]))
-    return found if tools is None else found + list(_texts(FORMATS[tools]))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from _texts(one)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _texts(getattr(value, field.name))
+def thought_markers_of(name: str) -> frozenset[str]:
+    """What begins and ends a thought. In some models these are special tokens."""
+    return _HARMONY_MARKERS if name == HARMONY else frozenset((THOUGHTS[name].begin, THOUGHTS[name].end))

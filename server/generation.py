@@ -440,10 +440,10 @@ class Generation:
         if call.is_stream and call.tells_queue:
             self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not reported
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
-        table, follow = shared.reader.table_of(call), partial(shared.reader.follow_thought, call)
+        table, follow = self._prepared.table, partial(shared.reader.follow_thought, call)
         for i, request in enumerate(requests):
             first_choice, continues_text = i * call.num_sequences, self._prepared.continues_text
-            handle = engine.submit(request, self, continues_text, first_choice, forbidden, table, follow)
+            handle = engine.submit(request, self, table, continues_text, first_choice, forbidden, follow)
             self._handles.append(handle)
         self._timer.arm()
         if self._entry is None:

@@ -88,7 +88,7 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         fingerprint=_fingerprint(loaded),
     )
     for offered in (None, tools):
-        reader.table_with(thought, offered)
+        reader.table_with(thought, offered)  # made now: requests find it
     return reader
 
 

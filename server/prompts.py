@@ -18,7 +18,7 @@ from core.grammar import Grammar, GrammarCompiler
 from core.thoughts import ThoughtFollower, follower, thought_start
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
-from core.tool_formats import marker_texts
+from core.tool_formats import markers_of, thought_markers_of
 from core.types import Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
@@ -32,10 +32,11 @@ from server.observing.timing import Stage, StageMarks
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call, its prompts as token ids, and what holds its answers."""
+    """A call, its prompts as token ids, the text of its answers' tokens, and what holds them."""
 
     call: GenerationCall
     prompts: list[tuple[int, ...]]
+    table: TokenTable
     grammar: Grammar | None = None
 
     @property
@@ -66,7 +67,6 @@ class PromptReader:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
-    _tables: dict[tuple[str | None, str | None], TokenTable] = field(default_factory=dict)
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
@@ -100,7 +100,20 @@ class PromptReader:
         texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
         ids = [self._encode_checked(*one, text, marks) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
-        return Prepared(_with_thought_start(call, texts[0]), ids)
+        call = _with_thought_start(call, texts[0])
+        return Prepared(call, ids, self._table_of(call))
+
+    def _table_of(self, call: GenerationCall) -> TokenTable:
+        """The text that the answer's tokens have: with what its parsers read."""
+        if not call.sampling.skip_special_tokens:
+            return self.tokenizer.full_table
+        thought, tools = call.thought, call.tools
+        return self.table_with(thought.style if thought else None, tools.style if tools else None)
+
+    def table_with(self, thought: ThoughtStyle | None, tools: ToolStyle | None) -> TokenTable:
+        """The text of tokens, special ones by name where a parser of such thoughts or calls looks for them."""
+        names = frozenset[str]() if tools is None else markers_of(tools.format)
+        return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
 
     def _held(self, call: GenerationCall) -> GenerationCall:
         """With what holds its calls."""
@@ -203,24 +216,6 @@ class PromptReader:
             message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
-
-    def table_of(self, call: GenerationCall) -> TokenTable:
-        """The text of its answers' tokens."""
-        thought, tools = call.thought, call.tools
-        return self.table_with(thought.style if thought else None, tools.style if tools else None)
-
-    def table_with(self, thought: ThoughtStyle | None, tools: ToolStyle | None) -> TokenTable:
-        """The text of tokens, special ones by name where a parser of such thoughts or calls looks for them.
-
-        Made once; it takes some 50 ms where there are such tokens.
-        """
-        key = (thought.name if thought else None, tools.format if tools else None)
-        if key not in self._tables:
-            texts = marker_texts(*key)
-            names = [name for name in self.special_tokens if name and any(name in text for text in texts)]
-            shown = {self.special_tokens[name] for name in names} - {*self.eos_ids}
-            self._tables[key] = self.tokenizer.table_with(shown) if shown else self.tokenizer.table
-        return self._tables[key]
 
     def follow_thought(self, call: GenerationCall) -> ThoughtFollower | None:
         """What follows the thought of one of its answers."""

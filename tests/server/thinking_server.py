@@ -65,7 +65,6 @@ class ThinkingServer:
             special_tokens={TOKENIZER.str_of(token_id): token_id for token_id in TOKENIZER.special_ids},
             eos_ids=(EOS_ID,),
         )
-        server.client.table, server.client.full_table = TOKENIZER.table, TOKENIZER.full_table
 
     def ask(self, data: bytes, script: str | Sequence[int]) -> Any:
         """The answer, of a model that says the script."""
