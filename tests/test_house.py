@@ -24,7 +24,7 @@ BUDGETS = {
     "server/observing": (1730, 7),
     "server/wire": (4800, 14),
     "core": (10_600, 30),
-    "gpu": (7740, 28),
+    "gpu": (7775, 28),
     "gpu/cpu_kernels": (2520, 8),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (755, 5),
