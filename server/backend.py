@@ -4,9 +4,10 @@ Both read a body (`PromptSource`), and take what comes of it (`TokenSource`) for
 gate's work, the ledger, deadlines and timing are the generation's, and the same for both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from core.thoughts import ThoughtFollower
 from core.types import Cost, Demand, FinishReason
 from server.api.fields import GenerationCall
 from server.api.models import ServedModel
@@ -45,6 +46,9 @@ class Handle(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    @property
+    def num_thought_tokens(self) -> int: ...
+
     def cancel(self, reason: FinishReason) -> None: ...
 
     def finish(self, reason: FinishReason, now_s: float) -> None: ...
@@ -62,6 +66,9 @@ class Prompts(Protocol):
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]: ...
+
+    @property
+    def table(self) -> Any: ...
 
     @property
     def continues_text(self) -> bool: ...
@@ -85,6 +92,8 @@ class PromptSource(Protocol):
 
     def requests_of(self, prepared: Any, request_id: str, arrived_s: float, caller: Caller) -> Sequence[Demand]: ...
 
+    def follow_thought(self, call: GenerationCall) -> ThoughtFollower | None: ...
+
     def reply_context(self, prepared: Any, request_id: str) -> ReplyContext: ...
 
     def surface_of(self, surface: Surface) -> Surface:
@@ -102,9 +111,11 @@ class TokenSource(Protocol):
         self,
         request: Any,
         sink: DeltaSink,
+        table: Any,
         continues_text: bool,
         first_choice: int = 0,
         forbidden: Sequence[Matcher] = (),
+        follow: Callable[[], ThoughtFollower | None] = lambda: None,
     ) -> Handle: ...
 
 

@@ -13,7 +13,7 @@ text as a token: that is what is billed of an answer that is broken off.
 import asyncio
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.thoughts import ThoughtFollower
 from core.types import LOWEST_CLASS, TOP_CLASS, Cost, Delta, FinishReason, SamplingParams, Usage
 from server.api import chat, completions, responses
 from server.api.decoding import convert, parse_object
@@ -186,6 +187,7 @@ class Passed:
     num_prompt_tokens: int
     tells_tokens: bool
     prompts: tuple[tuple[int, ...], ...] = ()
+    table: None = None
     continues_text: bool = False
 
 
@@ -320,6 +322,9 @@ class Relay:
         unix = self.clock.unix
         return ReplyContext(request_id, int(unix()), prepared.call.model, unix, "", str, lambda token_id: b"")
 
+    def follow_thought(self, call: GenerationCall) -> None:
+        return None
+
     def surface_of(self, surface: Surface) -> Surface:
         return Surface(surface.parse, PassedStream, PassedWhole)  # type: ignore[arg-type]  # a WholeReply's methods
 
@@ -329,10 +334,13 @@ class Relay:
         self,
         request: RelayDemand,
         sink: DeltaSink,
+        table: None,
         continues_text: bool,
         first_choice: int = 0,
         forbidden: Sequence[Matcher] = (),
+        follow: Callable[[], ThoughtFollower | None] = lambda: None,
     ) -> "RelayHandle":
+        """Arguments beyond the sink are the engine's: an upstream does that by itself."""
         return RelayHandle(self, request, sink)
 
 
@@ -353,6 +361,7 @@ def _leaves(value: Any) -> Iterator[str | int]:
 
 class _Details(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -363,14 +372,21 @@ class _Usage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int | None = None
     output_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
 
     def usage(self) -> Usage:
-        details = self.prompt_tokens_details or self.input_tokens_details
         prompt = max(0, self.prompt_tokens or self.input_tokens or 0)
-        cached = (details and details.cached_tokens) or 0
         completion = max(0, self.completion_tokens or self.output_tokens or 0)
-        return Usage(prompt, completion, num_cached_tokens=min(max(0, cached), prompt))
+        of_prompt = self.prompt_tokens_details or self.input_tokens_details or _Details()
+        of_completion = self.completion_tokens_details or self.output_tokens_details or _Details()
+        return Usage(
+            num_prompt_tokens=prompt,
+            num_completion_tokens=completion,
+            num_cached_tokens=min(max(0, of_prompt.cached_tokens or 0), prompt),
+            num_thought_tokens=min(max(0, of_completion.reasoning_tokens or 0), completion),
+        )
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -491,6 +507,11 @@ class RelayHandle:
     @property
     def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """As far as the upstream has told."""
+        return 0 if self._usage is None else self._usage.num_thought_tokens
 
     # Called by its owner.
 
