@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-Name = Literal["chat", "completions", "responses", "tokenize"]
+Name = Literal["chat", "completions", "responses", "messages", "tokenize"]
 
 
 class Does(enum.StrEnum):
@@ -42,8 +42,9 @@ class Known:
 
 CHAT, COMPLETIONS = frozenset[Name]({"chat"}), frozenset[Name]({"completions"})
 RESPONSES, TOKENIZE = frozenset[Name]({"responses"}), frozenset[Name]({"tokenize"})
+MESSAGES = frozenset[Name]({"messages"})
 CHOICES = CHAT | COMPLETIONS
-GENERATION = CHOICES | RESPONSES
+GENERATION = CHOICES | RESPONSES | MESSAGES
 
 
 def _rows(does: Does, surfaces: frozenset[Name], names: str, *neutral: Any, target: str = "") -> tuple[Known, ...]:
@@ -60,7 +61,7 @@ def _alias(surfaces: frozenset[Name], target: str, names: str, *neutral: Any) ->
 # By the API that defines it; the first of them where several do.
 KNOWN: dict[str, tuple[Known, ...]] = {
     "OpenAI": (
-        *_refused(RESPONSES, "n", 1),
+        *_refused(RESPONSES | MESSAGES, "n", 1),
         *_alias(RESPONSES, "max_output_tokens", "max_tokens max_completion_tokens"),
         Known("tools", COMPLETIONS, Does.REFUSED, neutral=([],), unless=("tool_choice", "none")),
         Known("functions", CHAT, Does.REFUSED, neutral=([],), unless=("function_call", "none")),
@@ -74,7 +75,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(RESPONSES, "response_format", {"type": "text"}),
         *_refused(RESPONSES, "previous_response_id conversation prompt image"),
         *_refused(RESPONSES, "background", False),
-        *_refused(GENERATION, "context_management", []),
+        *_refused(CHOICES | RESPONSES, "context_management", []),
         *_refused(RESPONSES, "truncation", "disabled"),
         *_ignored(CHOICES, "user metadata safety_identifier prompt_cache_key"),
         *_ignored(GENERATION, "service_tier prompt_cache_options prompt_cache_retention verbosity store moderation"),
@@ -84,8 +85,11 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     ),
     "Anthropic": (
         *_alias(GENERATION, "stop", "stop_sequences"),
-        *_refused(GENERATION, "thinking", {"type": "disabled"}),
-        *_refused(GENERATION, "system output_config mcp_servers container"),
+        *_refused(CHOICES | RESPONSES, "thinking", {"type": "disabled"}),
+        *_refused(CHOICES | RESPONSES, "system output_config"),
+        *_refused(GENERATION, "mcp_servers", []),
+        *_refused(GENERATION, "container"),
+        *_ignored(MESSAGES, "metadata context_management betas"),
         *_ignored(GENERATION, "cache_control inference_geo diagnostics speed user_profile_id workspace_id"),
     ),
     "vLLM": (
