@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from urllib.parse import unquote
 
@@ -10,7 +10,7 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import EngineStats
-from server.api import chat, completions, messages, models, responses, tokenize
+from server.api import chat, completions, messages, models, ollama, responses, tokenize
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
@@ -163,6 +163,30 @@ def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
     return describe
 
 
+def listing(reply: Callable[[Sequence[ServedModel], ServerCard], bytes]) -> Handler:
+    """A handler that lists the models that the caller may use."""
+
+    async def list_all(exchange: Exchange) -> None:
+        card = exchange.server.card
+        assert card is not None, "it comes with the model"
+        exchange.send(reply(exchange.cards, card))
+
+    return list_all
+
+
+async def show_ollamas_model(exchange: Exchange) -> None:
+    card = exchange.server.card
+    assert card is not None, "it comes with the model"
+
+    def show(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+        name, unknown_fields = ollama.parse_show(body)
+        template = reader.chat_template.sources.get("default")
+        capabilities = ["tools"] if reader.defaults.tool_style is not None else []
+        return ollama.show_reply(find_model(cards, name), card, template, capabilities), unknown_fields
+
+    await computing(show)(exchange)
+
+
 async def show_tokenizer_info(exchange: Exchange) -> None:
     """The special tokens by name, the chat template and the context, for evaluation tools."""
     find_model(exchange.cards[:1], None)
@@ -287,6 +311,12 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/responses/input_tokens": {"POST": Route(COUNT_INPUT, ASKS, is_counted=True)},
     "/v1/messages": {"POST": _generation(messages.SURFACE, messages.ERRORS)},
     "/v1/messages/count_tokens": {"POST": Route(COUNT_MESSAGES, ASKS, is_counted=True, errors=messages.ERRORS)},
+    "/api/chat": {"POST": _generation(ollama.CHAT, ollama.ERRORS)},
+    "/api/generate": {"POST": _generation(ollama.GENERATE, ollama.ERRORS)},
+    "/api/tags": {"GET": Route(listing(ollama.tags_reply), ASKS, errors=ollama.ERRORS)},
+    "/api/ps": {"GET": Route(listing(ollama.running_reply), ASKS, errors=ollama.ERRORS)},
+    "/api/show": {"POST": Route(show_ollamas_model, ASKS, is_counted=True, errors=ollama.ERRORS)},
+    "/api/version": {"GET": Route(describing(models.version_reply), ASKS, errors=ollama.ERRORS)},
     "/tokenize": {"POST": Route(computing(tokenize_prompt), ASKS, is_counted=True)},
     "/detokenize": {"POST": Route(computing(detokenize, bounds_body=True), ASKS, is_counted=True)},
     "/v1/models": {"GET": Route(list_models, ASKS)},

@@ -61,17 +61,20 @@ _BOUNDED_TYPES: dict[str, type] = {
 }
 
 
-def decode(body: bytes, shape: type[T], rules: Rules, function_kind: str = "function") -> tuple[T, tuple[str, ...]]:
+def decode(
+    body: bytes | dict[str, Any], shape: type[T], rules: Rules, function_kind: str = "function"
+) -> tuple[T, tuple[str, ...]]:
     """The body as `shape`, and the names of its unknown top-level fields.
 
     Args:
+        body: or the object in it, which is changed.
         rules: what becomes of fields that the shape does not have.
         function_kind: the `type` of tools that are functions.
 
     Raises:
         InvalidRequest: not JSON, a wrong type or range, or an unsupported field with a value that asks for something.
     """
-    fields = parse_object(body)
+    fields = parse_object(body) if isinstance(body, bytes) else body
     _drop_foreign_tools(fields, function_kind)
     _refuse_unsupported(fields, rules)
     renamed = _rename(fields, rules)

@@ -114,6 +114,8 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
 
 # A surface.
 
+EVENTS = b"text/event-stream; charset=utf-8"
+
 
 class ReplyContext(msgspec.Struct, frozen=True):
     """What an answer needs beside the call.
@@ -229,11 +231,13 @@ class Surface(NamedTuple):
 
     Attributes:
         parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
+        media_type: of a stream; other types than events have no comments.
     """
 
     parse: Callable[[bytes, DefaultsOf], GenerationCall]
     stream: Callable[[GenerationCall, ReplyContext], StreamReply]
     whole: Callable[[GenerationCall, ReplyContext], WholeReply]
+    media_type: bytes = EVENTS
 
 
 # Parts of answers.

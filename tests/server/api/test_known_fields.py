@@ -10,7 +10,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from server.api import chat, completions, known_fields, messages, responses
+from server.api import chat, completions, known_fields, messages, ollama, responses
 from server.api.fields import StreamOptions
 from server.api.known_fields import KNOWN, Does, Known, Name
 from server.api.replies import Surface
@@ -23,6 +23,7 @@ BODIES: dict[Name, Any] = {
     "completions": completions.CompletionBody,
     "responses": responses.ResponsesBody,
     "messages": messages.MessagesBody,
+    "ollama": ollama.ChatBody,
     "tokenize": TokenizeBody,
 }
 PARSERS: dict[Name, tuple[Surface, dict[str, Any]]] = {
@@ -30,6 +31,7 @@ PARSERS: dict[Name, tuple[Surface, dict[str, Any]]] = {
     "completions": (completions.SURFACE, {"prompt": "Hi"}),
     "responses": (responses.SURFACE, {"input": "Hi"}),
     "messages": (messages.SURFACE, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+    "ollama": (ollama.CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
 }
 ROWS = [(surface, row) for rows in KNOWN.values() for row in rows for surface in sorted(row.surfaces)]
 OF_GENERATION = [(surface, row) for surface, row in ROWS if surface in PARSERS]
