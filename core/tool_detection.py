@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from core.answer_parts import Arguments, CallBegin, HarmonyParser, Parser, Text, ToolCallParser
 from core.errors import InvalidRequest
-from core.tool_formats import FORMATS
+from core.tool_formats import FORMATS, HARMONY
 
-HARMONY = "harmony"
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 _MARK = "Zq7"

@@ -383,8 +383,6 @@ class EngineClient:
 
     Args:
         post: puts a message into the engine's inbox.
-        table: the text of the model's tokens.
-        full_table: likewise, special tokens by their names.
         output: flushed after each slice.
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
@@ -396,8 +394,6 @@ class EngineClient:
     """
 
     post: Callable[[Message], None]
-    table: TokenTable
-    full_table: TokenTable
     output: WriteQueue
     call_soon: Callable[[Callable[[], None]], object]
     clock: Callable[[], float]
@@ -417,6 +413,7 @@ class EngineClient:
         self,
         request: Request,
         sink: DeltaSink,
+        table: TokenTable,
         continues_text: bool,
         first_choice: int = 0,
         forbidden: Sequence[Matcher] = (),
@@ -424,6 +421,7 @@ class EngineClient:
         """Queue the request.
 
         Args:
+            table: the text of the model's tokens.
             continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
             first_choice: the number of its first sequence; the others follow.
             forbidden: ends the text of a sequence where it matches, with content_filter.
@@ -434,7 +432,6 @@ class EngineClient:
         if self._error is not None:
             raise self._error
         sampling = request.sampling
-        table = self.table if sampling.skip_special_tokens else self.full_table
         sequences = []
         detokenizer: Detokenizer | ScreenedDetokenizer
         for i in range(request.num_sequences):

@@ -442,7 +442,10 @@ class Generation:
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
         for i, request in enumerate(requests):
             first_choice = i * call.num_sequences
-            self._handles.append(engine.submit(request, self, self._prepared.continues_text, first_choice, forbidden))
+            handle = engine.submit(
+                request, self, self._prepared.table, self._prepared.continues_text, first_choice, forbidden
+            )
+            self._handles.append(handle)
         self._timer.arm()
         if self._entry is None:
             self._on(Event.RESERVED)

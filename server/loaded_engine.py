@@ -13,6 +13,7 @@ from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
 from core.tokenizer import Tokenizer
 from core.tool_detection import ToolStyle, detect
+from core.tool_formats import markers_of
 from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.fields import GenerationDefaults, RequestLimits
@@ -61,6 +62,9 @@ LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], No
 def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
+    style = tool_style_of(files.chat_template)
+    if style is not None:
+        files.tokenizer.table_showing(markers_of(style.format))  # made now: requests find it
     card = ServedModel(
         id=facts.model_name,
         created_s=int(clock.unix()),
@@ -76,7 +80,7 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         defaults=GenerationDefaults(
             vocab_size=limits.vocab_size,
             limits=request_limits,
-            tool_style=tool_style_of(files.chat_template),
+            tool_style=style,
             **files.recommended,
         ),
         unix_clock=clock.unix,

@@ -12,6 +12,7 @@ from datetime import datetime
 import msgspec
 
 from core.chat_template import ChatTemplate, max_text_chars
+from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
 from core.tokenizer import Tokenizer
@@ -28,10 +29,11 @@ from server.observing.timing import Stage, StageMarks
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call, its prompts as token ids, and what holds its answers."""
+    """A call, its prompts as token ids, the text of its answers' tokens, and what holds them."""
 
     call: GenerationCall
     prompts: list[tuple[int, ...]]
+    table: TokenTable
     grammar: Grammar | None = None
 
     @property
@@ -94,7 +96,13 @@ class PromptReader:
             raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
         ids = [self._encode_checked(prompt, param, marks) for prompt, param in prompts]
         marks.enter(Stage.OFFLOAD)
-        return Prepared(call, ids)
+        return Prepared(call, ids, self._table_of(call))
+
+    def _table_of(self, call: GenerationCall) -> TokenTable:
+        """The text that the answer's tokens have: with what its parser reads."""
+        if not call.sampling.skip_special_tokens:
+            return self.tokenizer.full_table
+        return self.tokenizer.table if call.tools is None else self.tokenizer.table_showing(call.tools.markers)
 
     def _held(self, call: GenerationCall) -> GenerationCall:
         """With what holds its calls."""

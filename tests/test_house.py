@@ -23,14 +23,14 @@ BUDGETS = {
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
     "server/wire": (4800, 14),
-    "core": (10_030, 29),
-    "gpu": (7740, 28),
+    "core": (10_235, 29),
+    "gpu": (7775, 28),
     "gpu/cpu_kernels": (2520, 8),
-    "gpu/kernels": (2820, 7),
+    "gpu/kernels": (2825, 7),
     "gpu/parallel": (755, 5),
     "bench": (7869, 30),
 }
-TEST_LINES = 52_900
+TEST_LINES = 53_800
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -16,8 +16,8 @@ from msgspec import Meta
 from core.answer_parts import HarmonyParser, ToolCallParser
 from core.constraints import GrammarKind, GrammarSpec, check_depth, json_schema
 from core.errors import InvalidRequest
-from core.tool_detection import HARMONY, ToolStyle
-from core.tool_formats import FORMATS
+from core.tool_detection import ToolStyle
+from core.tool_formats import FORMATS, HARMONY, markers_of
 from core.tool_grammar import CannotHold, Tool, allowed_calls, reduced_schema, required_calls
 from server.api.decoding import parse_object
 
@@ -73,6 +73,11 @@ class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         return {one.name: _parameters(one) for one in self.functions}
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Of calls: what the parser must see."""
+        return markers_of(self.style.format)
 
     def for_template(self) -> list[dict[str, Any]]:
         """As chat templates take them."""
