@@ -29,9 +29,10 @@ from server.api.fields import (
     missing_field,
 )
 from server.api.known_fields import rules_of
+from server.api.reasoning import answer_parser, thought_wishes
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply
 from server.api.structured import ResponseFormat
-from server.api.tools import CalledFunction, Function, ToolCall, id_of, parser_of, tool_wishes
+from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
 from server.wire import sse
 from server.wire.messages import TextFrame
 
@@ -159,7 +160,13 @@ def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: Defa
     except InvalidRequest as error:  # whose path is that of responses
         message, param = (text.replace("].parameters", "].input_schema") for text in (error.message, error.param or ""))
         raise InvalidRequest(message, param, error.code or "") from None
+    if wire.thinking is not None and wire.thinking.type != "adaptive" and defaults.thought_style is not None:
+        message = 'thinking cannot be switched here yet. Leave it out, or send {"type": "adaptive"}.'
+        raise InvalidRequest(message, "thinking", "unsupported_parameter")
     config = wire.output_config or OutputConfig()
+    if config.effort is not None and defaults.thought_style is not None:
+        message = "output_config.effort cannot be set here yet. Leave it out."
+        raise InvalidRequest(message, "output_config.effort", "unsupported_parameter")
     where = "output_config.format" if config.format is not None else "output_format"
     return generation_call(
         wire,
@@ -167,6 +174,7 @@ def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: Defa
         defaults,
         (_prompt(wire, defaults, tools),),
         tools=tools,
+        thought=thought_wishes(defaults.thought_style),
         max_tokens=wire.max_tokens,
         num_logprobs=None,
         text_format=config.format or wire.output_format,
@@ -374,7 +382,7 @@ class _Blocks:
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self.all: list[_Block] = []
-        self.parser = None if call.tools is None else parser_of(call.tools)
+        self.parser = answer_parser(call.thought, call.tools)
         self._reply_id = context.reply_id
 
     def parts(self, text: str, is_end: bool) -> Sequence[Part]:
@@ -405,7 +413,7 @@ class _Blocks:
         reason = _STOP_REASONS.get(delta.finish_reason, "end_turn")
         if delta.stop_string is not None:
             reason = "stop_sequence"
-        elif reason == "end_turn" and self.parser is not None and 0 < self.parser.num_calls == self.parser.num_complete:
+        elif reason == "end_turn" and self.parser is not None and self.parser.has_complete_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": delta.stop_string}
 
@@ -416,7 +424,7 @@ _NO_STOP: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None}
 class MessageStream:
     """Implements replies.StreamReply: blocks one after the other. No [DONE]: message_stop ends it.
 
-    Without tools the one text block is open from the start.
+    Without tools and thoughts the one text block is open from the start.
     """
 
     __slots__ = ("_blocks", "_call", "_context", "_stop", "_text_head")
@@ -515,6 +523,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.num_cached_tokens,
         "output_tokens": usage.num_completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.num_thought_tokens},
     }
 
 

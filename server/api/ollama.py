@@ -27,8 +27,9 @@ from server.api.fields import (
 )
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel, ServerCard
+from server.api.reasoning import answer_parser, thought_wishes
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, status_of
-from server.api.tools import CalledFunction, FunctionTool, ToolCall, parser_of, tool_wishes
+from server.api.tools import CalledFunction, FunctionTool, ToolCall, tool_wishes
 from server.wire import sse
 
 RULES = rules_of("ollama")
@@ -76,7 +77,8 @@ def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, defaults.tool_style)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(wire.messages)]
     prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs)
-    return _call(wire, generation_call(wire, model, defaults, (prompt,), tools=tools, **_own(wire, unknown_fields)))
+    own = {"tools": tools, "thought": thought_wishes(defaults.thought_style)} | _own(wire, unknown_fields)
+    return _call(wire, generation_call(wire, model, defaults, (prompt,), **own))
 
 
 def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -89,7 +91,8 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         system = [Message(role="system", content=wire.system)] if wire.system else []
         turn = Message(role="user", content=wire.prompt)
         prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=wire.chat_template_kwargs)
-    return _call(wire, generation_call(wire, model, defaults, (prompt,), **_own(wire, unknown_fields)))
+    thought = None if wire.raw else thought_wishes(defaults.thought_style)
+    return _call(wire, generation_call(wire, model, defaults, (prompt,), thought=thought, **_own(wire, unknown_fields)))
 
 
 def _decode(body: bytes, shape: type[Any]) -> tuple[Any, tuple[str, ...]]:
@@ -146,7 +149,7 @@ class _Lines:
         prompt = call.prompts[0]
         self.is_chat = isinstance(prompt, ChatPrompt) and prompt.param == "messages"
         self._context = context
-        self._parser = None if call.tools is None else parser_of(call.tools)
+        self._parser = answer_parser(call.thought, call.tools)
         self._name = ""
         self._arguments: list[str] | None = None
 

@@ -170,6 +170,7 @@ def test_what_is_streamed_is_what_the_whole_answer_says(name: str, has_tools: bo
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 4,
         "output_tokens": 2,
+        "output_tokens_details": {"thinking_tokens": 0},
     }
     if has_tools and not said:  # a stream that has no text has no block
         whole["content"] = []
