@@ -24,13 +24,13 @@ BUDGETS = {
     "server/observing": (1730, 7),
     "server/wire": (4800, 14),
     "core": (9910, 29),
-    "gpu": (7740, 28),
-    "gpu/cpu_kernels": (2520, 8),
-    "gpu/kernels": (2820, 7),
+    "gpu": (8010, 29),
+    "gpu/cpu_kernels": (3320, 9),
+    "gpu/kernels": (2825, 7),
     "gpu/parallel": (755, 5),
-    "bench": (7869, 30),
+    "bench": (7925, 30),
 }
-TEST_LINES = 52_400
+TEST_LINES = 52_520
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
