@@ -42,6 +42,7 @@ from server.listening.sockets import (
     unix_mode_value,
 )
 from server.observing.slo import NO_PROMISES, SloRules
+from server.upstream.settings import ModelSettings
 from server.values import (
     HubId,
     choice_of,
@@ -283,6 +284,12 @@ class ServerConfig:
     )
     threads: int | None = _ENGINE(
         None, _count(1, 4096), "compute threads on a CPU (default: measured, by the tokens of a step)"
+    )
+    forced_tokens: str = _RARE_ENGINE(
+        "on",
+        _Kind(choice_of("on", "off"), "MODE"),
+        "where a schema or grammar leaves one way to go on, append that text as the tokenizer writes it, many tokens a"
+        " step; off: the model chooses each token, and how the text is cut into tokens",
     )
     overlap: str = _RARE_ENGINE(
         "auto",
@@ -586,11 +593,19 @@ class ServerConfig:
     slo: SloRules = NO_PROMISES
     """[slo]"""
 
+    models: tuple[ModelSettings, ...] = ()
+    """[[models]]"""
+
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, variable or key of the file that set it."""
 
     warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """What the operator should change before the next release."""
+
+    @property
+    def has_engine(self) -> bool:
+        """A model is computed in this process: the one that is named, or the embedded one if there are no others."""
+        return self.model is not None or not self.models
 
     @property
     def context_origin(self) -> str:
