@@ -260,12 +260,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
 }
 
 
-def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB") -> Path:
-    """Save a random float32 model of a family, its biases and norms random too."""
+def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB", **sizes: int) -> Path:
+    """Save a random float32 model of a family, of these sizes beside its own, its biases and norms random too."""
     logging.disable_progress_bar()
     model_class, config_class, differences = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
-    model = model_class(config_class(**{**_SMALL, **differences}))
+    model = model_class(config_class(**{**_SMALL, **differences, **sizes}))
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, std=0.2)
