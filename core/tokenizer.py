@@ -82,6 +82,7 @@ class Tokenizer:
         self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
         shown = [b"" if token_id in self.special_ids else data for token_id, data in enumerate(all_bytes)]
         self.table = TokenTable(shown, strip_start)  # for answers: special tokens are empty
+        self._tables = {frozenset[str](): self.table}
         self._control = _ControlTokens(backend, "\n".join(templates), user_turn)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -131,6 +132,16 @@ class Tokenizer:
                 f"does not: its ids end at {self._num_computable - 1}. Leave it out."
             )
         return ids
+
+    def table_showing(self, names: Set[str]) -> TokenTable:
+        """That of answers in which these special tokens are shown by their names; takes a while at the first call."""
+        shown = frozenset(names & set(map(self.str_of, self.special_ids)))
+        if shown not in self._tables:
+            hidden = {token_id for token_id in self.special_ids if self.str_of(token_id) not in shown}
+            all_bytes = self.full_table.token_bytes
+            texts = [b"" if token_id in hidden else data for token_id, data in enumerate(all_bytes)]
+            self._tables[shown] = TokenTable(texts, self.table.strip_start)
+        return self._tables[shown]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; unknown ids are empty."""

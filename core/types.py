@@ -146,11 +146,13 @@ class Usage(msgspec.Struct, frozen=True):
         num_prompt_tokens: computed or cached, counted once: less than the whole prompt if the request ended before.
         num_completion_tokens: sampled and kept, an ending stop id included.
         num_cached_tokens: of the prompt's, those that an earlier request had computed.
+        num_thought_tokens: of the completion's, those of the model's thought, its markers included.
     """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
+    num_thought_tokens: int = 0
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -251,6 +253,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_rows: int = 0  # of these, those that computed some of a prompt
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
+    num_forced_tokens: int = 0  # of these, not sampled: a grammar left no choice
     num_preemptions: int = 0
     num_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache
     num_cache_hits: int = 0  # of these, found: the sum of Usage.num_cached_tokens

@@ -182,8 +182,6 @@ class Server:
         config = self._config
         client = EngineClient(
             self._engine_thread.post,
-            loaded.files.tokenizer.table,
-            loaded.files.tokenizer.full_table,
             self.listener.batch,
             self._loop.call_soon,
             self._clock.monotonic,

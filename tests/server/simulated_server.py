@@ -256,8 +256,6 @@ class SimulatedServer:
     def _new_client(self) -> EngineClient:
         return EngineClient(
             self.engine.post,
-            TOKENIZER.table,
-            TOKENIZER.full_table,
             self.network.listener.batch,
             self.loop.call_soon,
             self.loop.time,
