@@ -8,7 +8,7 @@ A token's rotary angle must be a function of its position alone, so that what wa
 sequence grows. transformers has two kinds that choose their frequencies by the length of the whole sequence, anew at
 every step. They are served as far as a fixed choice agrees with them: "dynamic" as the plain embedding up to
 max_position_embeddings, "longrope" with its short factors up to original_max_position_embeddings, where the context
-then ends.
+then ends, or, where the operator asks for a longer one, with its long factors for all sequences.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from core.config_fields import (
     unsupported_field,
 )
 from core.errors import UnsupportedModel
-from core.families import FAMILIES, Family, Traits
+from core.families import FAMILIES, TEXT_TOWERS, Family, Traits
 from core.prequantized import Fp8Config, PackedConfig, parse_fp8, parse_packed, refuse_other_methods
 
 BLOCK_SIZE = 16  # tokens per KV block
@@ -51,6 +51,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
     "use_bidirectional_attention": (False, None),
 }
+
+# Of a model of texts and images, where text_config does not have them
+_SHARED_FIELDS = "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +253,7 @@ class ModelConfig(Traits):
     @property
     def _attention_parameters(self) -> int:
         qkv = self.query_size + 2 * self.kv_size
-        norms = 2 * (self.has_pre_norm + self.has_post_norm) * self.hidden_size  # the MLP's too
+        norms = sum(map(bool, self.norms)) * self.hidden_size  # the MLP's too
         qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
         sinks = self.num_heads * self.has_sinks
@@ -258,8 +261,9 @@ class ModelConfig(Traits):
 
     @property
     def _mlp_parameters(self) -> int:
-        biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return 3 * self.hidden_size * self.intermediate_size + biases
+        inner = (1 + self.has_gate) * self.intermediate_size
+        biases = (inner + self.hidden_size) * self.mlp_bias
+        return (inner + self.intermediate_size) * self.hidden_size + biases
 
     @property
     def _expert_parameters(self) -> int:
@@ -271,29 +275,35 @@ class ModelConfig(Traits):
         return self.experts.num_experts * (expert + self.hidden_size + self.experts.has_bias)
 
 
-def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
+def parse_model_config(config: Mapping[str, Any], context: int | None = None) -> ModelConfig:
     """Parse a model's config.json.
+
+    Args:
+        context: tokens that sequences may have; None: as many as the model is served for by default. Longrope has long
+            factors where it is more than the original context.
 
     Raises:
         UnsupportedModel: the architecture, or a field that would change the output, is not computed here.
         BadCheckpoint: a field is missing, of the wrong type, or contradicts another.
     """
+    config = text_config(config)
     family = _family(config)
     config = {**family.defaults, **config}
     _refuse_output_changing_fields(config, family)
     sizes = _sizes(config, family)
     max_position = positive_int(config, "max_position_embeddings", DEFAULT_POSITIONS)
-    rope, local_rope = _ropes(config, family, max_position, sizes["head_dim"])
+    rope, local_rope = _ropes(config, family, max_position, sizes["head_dim"], context)
+    biased = {part for name, parts in family.biases.items() if not name or read_bool(config, name) for part in parts}
     return ModelConfig(
         architecture=family.architecture,
         **sizes,
-        max_position=_served_positions(config, rope, max_position),
+        max_position=_served_positions(config, rope, max_position, context),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
         layers=_layers(config, family, sizes["num_layers"], rope, local_rope),
-        qkv_bias=family.has_qkv_bias or read_bool(config, "attention_bias"),
-        output_bias=read_bool(config, "attention_bias"),
-        mlp_bias=read_bool(config, "mlp_bias"),
+        qkv_bias="qkv" in biased,
+        output_bias="output" in biased,
+        mlp_bias="mlp" in biased,
         **{trait.name: getattr(family, trait.name) for trait in dataclasses.fields(Traits)},
         experts=_experts(config, family),
         activation=_activation(config, family),
@@ -313,7 +323,38 @@ def stated_context(config: Mapping[str, Any]) -> int:
     Raises:
         UnsupportedModel, BadCheckpoint: as parse_model_config.
     """
-    return positive_int({**_family(config).defaults, **config}, "max_position_embeddings", DEFAULT_POSITIONS)
+    return positive_int(stated_fields(config), "max_position_embeddings", DEFAULT_POSITIONS)
+
+
+def stated_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's fields in config.json, with its family's defaults.
+
+    Raises:
+        UnsupportedModel, BadCheckpoint: as parse_model_config.
+    """
+    config = text_config(config)
+    return {**_family(config).defaults, **config}
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json as if its language model were the whole; see TextTower.
+
+    Raises:
+        UnsupportedModel: the language model is not computed here.
+    """
+    names = config.get("architectures") or [config.get("model_type")]
+    named = names[0] if isinstance(names, list) else None
+    tower = next((tower for name, tower in TEXT_TOWERS.items() if named in (name, tower.model_type)), None)
+    if tower is None:
+        return config
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, Mapping) else {**config, "model_type": tower.texts[0]}
+    model_type = text.get("model_type", tower.texts[0])
+    if model_type not in tower.texts:
+        raise unsupported_field("text_config.model_type", model_type, tower.texts)
+    shared = {name: config[name] for name in _SHARED_FIELDS if config.get(name) is not None}
+    ties = {"tie_word_embeddings": tower.ties_embeddings}
+    return {**ties, **shared, **text, "model_type": model_type, "architectures": None}
 
 
 def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -352,7 +393,9 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) -> None:
-    neutral = {name: values for name, values in _NEUTRAL.items() if name not in family.reads}
+    neutral = {name: values for name, values in _NEUTRAL.items() if name not in family.biases}
+    if family.has_partial_rope:
+        del neutral["partial_rotary_factor"]
     neutral |= family.neutral
     if family.windows == "none":
         neutral["use_sliding_window"] = (False, None)
@@ -381,14 +424,16 @@ def _scales(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "residual_scale": positive_float(config, "residual_multiplier", 1.0),
             "logits_scale": 1 / positive_float(config, "logits_scaling", 1.0),
         }
-    if family.model_type in ("gemma2", "gemma3_text"):
-        return {
+    scales: dict[str, Any] = {}
+    if family.has_scaled_embedding:
+        scales["embedding_scale"] = positive_int(config, "hidden_size") ** 0.5
+    if "query_pre_attn_scalar" in family.defaults:
+        scales |= {
             "attention_scale": positive_float(config, "query_pre_attn_scalar") ** -0.5,
             "attention_cap": _optional_float(config, "attn_logit_softcapping"),
             "logits_cap": _optional_float(config, "final_logit_softcapping"),
-            "embedding_scale": positive_int(config, "hidden_size") ** 0.5,
         }
-    return {}
+    return scales
 
 
 def _rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -400,7 +445,7 @@ def _rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ropes(
-    config: Mapping[str, Any], family: Family, max_position: int, head_dim: int
+    config: Mapping[str, Any], family: Family, max_position: int, head_dim: int, context: int | None
 ) -> tuple[RopeConfig, RopeConfig]:
     """Of layers without a window, and of those with one; transformers 5 nests them by layer type."""
     given = _rope_fields(config)
@@ -412,23 +457,30 @@ def _ropes(
     def parse(part: Mapping[str, Any]) -> RopeConfig:
         merged = {"rope_theta": 10_000.0, **beside, **part}
         neutral = _NEUTRAL["partial_rotary_factor"]
-        if "partial_rotary_factor" not in family.reads and merged.get("partial_rotary_factor") not in neutral:
+        if not family.has_partial_rope and merged.get("partial_rotary_factor") not in neutral:
             raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
-        return _rope(config, merged, max_position, head_dim, is_phi=family.model_type == "phi3")
+        if family.has_mrope and merged.get("rope_type", merged.get("type")) == "mrope":
+            merged["rope_type"] = "default"
+        return _rope(config, merged, max_position, head_dim, context, is_phi=family.model_type == "phi3")
 
     if not family.has_local_rope:
         return parse(given), parse(given)
     full, local = (given.get(name) or {} for name in LAYER_TYPES) if is_nested else (given, {})
-    return parse(full), parse({"rope_theta": config["rope_local_base_freq"], **local})
+    theta = config.get("rope_local_base_freq", config.get("rope_theta", 10_000.0))
+    return parse(full), parse({"rope_theta": theta, **local})
 
 
-def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int) -> int:
-    """Yarn stretches the original context it names; longrope is computed exactly within the original one."""
+def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int, context: int | None) -> int:
+    """Yarn stretches the original context it names; longrope's short factors are for the original one."""
     if rope.kind == "yarn" and "original_max_position_embeddings" in {**config, **_rope_fields(config)}:
         return max(max_position, int(min(rope.original_max_position * rope.factor, MAX_COUNT)))
-    if rope.kind == "longrope":
+    if rope.kind == "longrope" and not _is_long(rope, context):
         return min(max_position, rope.original_max_position)
     return max_position
+
+
+def _is_long(rope: RopeConfig, context: int | None) -> bool:
+    return context is not None and context > rope.original_max_position
 
 
 def _optional_float(config: Mapping[str, Any], name: str) -> float | None:
@@ -549,13 +601,19 @@ def _is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
 
 
 def _rope(
-    config: Mapping[str, Any], given: Mapping[str, Any], max_position: int, head_dim: int, is_phi: bool = False
+    config: Mapping[str, Any],
+    given: Mapping[str, Any],
+    max_position: int,
+    head_dim: int,
+    context: int | None,
+    is_phi: bool = False,
 ) -> RopeConfig:
     """Parse one rope configuration, in the spelling of transformers 5 or an earlier one.
 
     Args:
         config: the whole config.json, for fields beside it.
         given: rope_theta and its scaling.
+        context: see parse_model_config.
         is_phi: Phi-3 says "su" and "yarn" for what was later called "longrope".
     Source: transformers 5, modeling_rope_utils.py.
     """
@@ -580,7 +638,9 @@ def _rope(
     if kind == "llama3":
         return _llama3(merged, rope)
     rope = replace(rope, factor=positive_float(merged, "factor", max_position / original))
-    return _yarn(merged, rope) if kind == "yarn" else _longrope(merged, rope, rope.rotary_dim(head_dim) // 2)
+    if kind == "yarn":
+        return _yarn(merged, rope)
+    return _longrope(merged, rope, rope.rotary_dim(head_dim) // 2, "long" if _is_long(rope, context) else "short")
 
 
 def _llama3(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:
@@ -612,11 +672,12 @@ def _yarn(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:
     )
 
 
-def _longrope(given: Mapping[str, Any], rope: RopeConfig, num_factors: int) -> RopeConfig:
-    """Source: LongRoPE (arXiv:2402.13753), of which only the short factors are used."""
-    factors, factor, original = given.get("short_factor"), rope.factor, rope.original_max_position
+def _longrope(given: Mapping[str, Any], rope: RopeConfig, num_factors: int, kind: str) -> RopeConfig:
+    """kind: "short" or "long". Source: LongRoPE (arXiv:2402.13753)."""
+    name, factor, original = f"{kind}_factor", rope.factor, rope.original_max_position
+    factors = given.get(name)
     if not isinstance(factors, list) or len(factors) != num_factors:
-        raise bad_field(f"rope: short_factor is not a list of {num_factors} numbers.")
-    short = tuple(positive_float({"short_factor": factor}, "short_factor") for factor in factors)
+        raise bad_field(f"rope: {name} is not a list of {num_factors} numbers.")
+    of_pairs = tuple(positive_float({name: number}, name) for number in factors)
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
-    return replace(rope, factors=short, attention_factor=positive_float(given, "attention_factor", attention_factor))
+    return replace(rope, factors=of_pairs, attention_factor=positive_float(given, "attention_factor", attention_factor))

@@ -1,6 +1,6 @@
 """The parts of a layer beside attention: MLP, experts and rotary position embedding (RoPE). Thread: engine.
 
-The MLP is gated: one, or several experts of which each token goes through a few. RoPE has its frequencies made at
+An MLP is one, or several experts of which each token goes through a few. RoPE has its frequencies made at
 start, its rotation once a step, and one multiplication a layer. The two numbers of a rotated pair lie side by side
 (parameters.interleave_halves); dimensions that are not rotated have the frequency 0, so that a partial rotation costs
 what a whole one does.
@@ -19,7 +19,8 @@ from gpu.parameters import ExpertWeights
 from gpu.quant import Weight
 
 Gated = Callable[[Tensor], Tensor]
-"""[tokens, 2 * width], all of gate and then all of up, to [tokens, width]; may write into it."""
+"""[tokens, 2 * width], all of gate and then all of up, to [tokens, width]; without a gate from [tokens, width]. It may
+write into its input."""
 Block = Callable[[Tensor], Tensor]
 """[tokens, hidden], normed, to what a layer adds to them, [tokens, hidden]"""
 MakeLinear = Callable[[Weight, Tensor | None], Linear]
@@ -50,7 +51,13 @@ def clamped_gated(gate_up: Tensor) -> Tensor:
     return torch.sigmoid(gate * SWIGLU_SLOPE).mul_(gate).mul_(up.add_(1))
 
 
+def relu_squared(up: Tensor) -> Tensor:
+    """Of an MLP without a gate (arXiv:2109.08668, section 3.1)."""
+    return F.relu(up).square_()
+
+
 GATED: dict[str, Gated] = {
+    "relu2": relu_squared,
     "silu": silu_gated,
     "gelu_pytorch_tanh": gelu_gated,
     "clamped_swiglu": clamped_gated,
@@ -58,10 +65,10 @@ GATED: dict[str, Gated] = {
 
 
 class Mlp:
-    """One gated MLP.
+    """One MLP.
 
     Args:
-        gate_up: hidden -> 2 * intermediate.
+        gate_up: hidden -> 2 * intermediate, or without a gate to intermediate.
         down: intermediate -> hidden.
     """
 

@@ -156,10 +156,10 @@ class ExpertWeights:
 
 @dataclass(slots=True)
 class MlpWeights:
-    """One gated MLP; families without biases have None."""
+    """One MLP; families without biases have None."""
 
-    gate_up: Weight  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None  # [2 * intermediate]
+    gate_up: Weight  # [2 * intermediate, hidden], or without a gate [intermediate, hidden]
+    gate_up_bias: Tensor | None  # one for each row
     down: Weight  # [hidden, intermediate]
     down_bias: Tensor | None  # [hidden]
 
@@ -239,6 +239,7 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
     """A layer's parameters, as `empty` makes them, and the checkpoint's tensors that fill them."""
     hidden, head_dim = config.hidden_size, config.head_dim
     rotary_dim = config.rope.rotary_dim(head_dim)  # RoPE rotates q and k, not v
+    reordered = None if config.are_pairs_adjacent else head_dim
     targets: Targets = {}
 
     def norm(name: str, *shape: int, head_dim: int | None = None) -> Tensor:
@@ -246,6 +247,9 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
         offset = _norm_offset(config)
         targets[f"{name}.weight"] = Target(into.view(-1), head_dim, rotary_dim, offset=offset)
         return into
+
+    def layer_norm(name: str) -> Tensor | None:
+        return norm(name, hidden) if name else None
 
     def whole(name: str, *shape: int, matrix: str | None = None) -> Tensor:
         into = empty(shape)
@@ -255,18 +259,19 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
     def qkv(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
         sizes = [config.query_size, config.kv_size, config.kv_size]
         into = empty((sum(sizes), *inputs))
-        if config.has_fused_weights:
+        if config.has_fused_qkv:
             num_reordered = config.query_size + config.kv_size
-            targets[f"self_attn.qkv_proj.{suffix}"] = Target(into, head_dim, rotary_dim, num_reordered, matrix=matrix)
+            targets[f"self_attn.qkv_proj.{suffix}"] = Target(into, reordered, rotary_dim, num_reordered, matrix=matrix)
             return into
         for name, rows in zip("qkv", into.split_with_sizes(sizes), strict=True):
-            reordered = None if name == "v" else head_dim
-            targets[f"self_attn.{name}_proj.{suffix}"] = Target(rows, reordered, rotary_dim, matrix=matrix)
+            own = None if name == "v" else reordered
+            targets[f"self_attn.{name}_proj.{suffix}"] = Target(rows, own, rotary_dim, matrix=matrix)
         return into
 
     def gate_up(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
-        into = empty((2 * config.intermediate_size, *inputs))
-        names = ("gate_up",) if config.has_fused_weights else ("gate", "up")
+        names = ("gate", "up") if config.has_gate else ("up",)
+        into = empty((len(names) * config.intermediate_size, *inputs))
+        names = ("gate_up",) if config.has_fused_gate_up else names
         for name, rows in zip(names, into.chunk(len(names)), strict=True):
             targets[f"mlp.{name}_proj.{suffix}"] = Target(rows, matrix=matrix)
         return into
@@ -287,20 +292,20 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
 
     has_head_norms = config.qk_norm != "none"
     query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
-    mlp_norm = "pre_feedforward_layernorm" if config.has_post_norm else "post_attention_layernorm"
+    norms = [layer_norm(name) for name in config.norms]
     layer = LayerWeights(
-        attention_norm=norm("input_layernorm", hidden) if config.has_pre_norm else None,
+        attention_norm=norms[0],
         qkv=qkv("weight", hidden, matrix="qkv"),
         qkv_bias=qkv("bias") if config.qkv_bias else None,
-        query_norm=norm("self_attn.q_norm", *query_heads, head_dim, head_dim=head_dim) if has_head_norms else None,
-        key_norm=norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=head_dim) if has_head_norms else None,
+        query_norm=norm("self_attn.q_norm", *query_heads, head_dim, head_dim=reordered) if has_head_norms else None,
+        key_norm=norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=reordered) if has_head_norms else None,
         sinks=whole("self_attn.sinks", config.num_heads) if config.has_sinks else None,
         output=whole("self_attn.o_proj.weight", hidden, config.query_size, matrix="output"),
         output_bias=whole("self_attn.o_proj.bias", hidden) if config.output_bias else None,
-        attention_post_norm=norm("post_attention_layernorm", hidden) if config.has_post_norm else None,
-        mlp_norm=norm(mlp_norm, hidden) if config.has_pre_norm else None,
+        attention_post_norm=norms[1],
+        mlp_norm=norms[2],
         mlp=experts() if config.layer(index).is_sparse else mlp(),
-        mlp_post_norm=norm("post_feedforward_layernorm", hidden) if config.has_post_norm else None,
+        mlp_post_norm=norms[3],
     )
     return layer, {f"model.layers.{index}.{name}": target for name, target in targets.items()}
 

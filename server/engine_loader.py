@@ -80,7 +80,7 @@ def served_name(config: ServerConfig) -> str:
 
 def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig]:
     files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
-    return files, parse_config(path, files.config)
+    return files, parse_config(path, files.config, config.max_model_len)
 
 
 # Loading.
@@ -204,7 +204,7 @@ def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
     model = None
     with suppress(StartupError):  # the model is not here, or its configuration is not supported
         path = model_path(config, fetches=False)
-        model = parse_config(path, read_model_config(path))
+        model = parse_config(path, read_model_config(path), config.max_model_len)
     measured = measured_here(choice, model)
     total, free = total_memory_bytes(choice.device), free_memory_bytes(choice.device)
     return (
@@ -277,7 +277,7 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
     from gpu.tune import forget_measured
 
     path, engine = model_path(config, fetches=False), replace(config.to_engine_config(), tensor_parallel=1)
-    model = parse_config(path, read_model_config(path))
+    model = parse_config(path, read_model_config(path), config.max_model_len)
     choice = choose_device(engine)
     if choice.device.type == "cpu":
         forget_measured(choice, model)

@@ -221,6 +221,8 @@ class TritonOperators(Operators):
         return partial(embed_rows, table) if table.is_contiguous() else super().embedding(table)
 
     def gated(self, activation: str) -> Gated:
+        if activation not in ACTIVATIONS:
+            return super().gated(activation)
         return partial(self._gated, activation)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
