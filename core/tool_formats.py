@@ -145,6 +145,7 @@ FORMATS = {
 
 
 HARMONY = "harmony"
+ANY_FORMAT = "auto"  # as the chat template has it
 _HARMONY_MARKERS = frozenset(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call"))
 
 

@@ -191,7 +191,7 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
-        reader = prompt_reader(loaded, self._clock, config.request_limits)
+        reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format)
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         limits = QueueLimits(
             max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes

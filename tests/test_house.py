@@ -15,15 +15,15 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6500, 22),
-    "server/api": (3010, 12),
+    "server": (6530, 22),
+    "server/api": (3150, 12),
     "server/commands": (1890, 11),
     "server/gate": (2495, 8),
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
     "server/wire": (4800, 14),
-    "core": (10_235, 29),
+    "core": (10_300, 29),
     "gpu": (7775, 28),
     "gpu/cpu_kernels": (2520, 8),
     "gpu/kernels": (2825, 7),

@@ -5,7 +5,8 @@ from typing import Any
 
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import InvalidRequest
-from core.types import Delta, TokenLogprobs, Usage
+from core.tool_detection import ToolStyle
+from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api.decoding import decode
 from server.api.fields import (
     ChoiceFields,
@@ -30,7 +31,16 @@ from server.api.replies import (
     usage_object,
     wire_reason,
 )
-from server.api.tools import FunctionTool, id_of, parser_of, reason_of, tool_wishes
+from server.api.tools import (
+    Function,
+    FunctionTool,
+    ToolWishes,
+    id_of,
+    old_wishes,
+    parser_of,
+    reason_of,
+    tool_wishes,
+)
 from server.wire.messages import TextFrame
 
 RULES = rules_of("chat")
@@ -46,6 +56,8 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = None  # tools' old name, with function_call for tool_choice
+    function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -53,8 +65,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = decode(body, ChatBody, RULES)
     model, defaults = defaults_of(wire.model)
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
-    functions = [tool.function for tool in wire.tools or ()]
-    tools = tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, defaults.tool_style)
+    tools = _tools(wire, defaults.tool_style)
     return generation_call(
         wire,
         model,
@@ -65,6 +76,15 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         num_logprobs=_num_logprobs(wire, defaults.limits),
         unknown_fields=unknown_fields,
     )
+
+
+def _tools(wire: ChatBody, style: ToolStyle | None) -> ToolWishes | None:
+    if wire.functions or wire.function_call not in (None, "none", "auto"):
+        if wire.tools:
+            raise InvalidRequest("Send tools or functions, which is its old name; not both.", "functions")
+        return old_wishes(wire.functions or [], wire.function_call, style)
+    functions = [tool.function for tool in wire.tools or ()]
+    return tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, style)
 
 
 def _num_logprobs(wire: ChatBody, limits: RequestLimits) -> int | None:
@@ -96,8 +116,14 @@ class ChatStream(ChunkStream):
     def text_frame(self, choice: int) -> TextFrame | None:
         return super().text_frame(choice) if self._parsers is None else None
 
+    @property
+    def _known_tools(self) -> ToolWishes:
+        assert self._call.tools is not None
+        return self._call.tools
+
     def _parts(self, choice: int, parts: list[Part]) -> bytes:
-        deltas = (delta_of(part, self._context.reply_id, choice) for part in parts)
+        is_old = self._known_tools.is_old
+        deltas = (delta_of(part, self._context.reply_id, choice, is_old) for part in parts)
         return b"".join(self._chunk(choice, self._line(choice, delta, None, [], None)) for delta in deltas)
 
     def start(self) -> bytes:
@@ -117,9 +143,10 @@ class ChatStream(ChunkStream):
         text, reason = delta.text, wire_reason(delta.finish_reason)
         if self._parsers is not None:
             parser = self._parsers[choice]
-            parts = parser.feed(text) + (parser.close() if delta.finish_reason is not None else [])
+            ended = delta.finish_reason
+            parts = parser.feed(text) + (parser.close(ended is FinishReason.LENGTH) if ended is not None else [])
             events, text = self._parts(choice, parts), ""
-            reason = reason_of(reason, parser)
+            reason = reason_of(reason, parser, self._known_tools)
         if text or delta.logprobs:
             line = self._line(choice, {"content": text}, delta.logprobs, ids[:num_told], None)
             events += self._chunk(choice, line)
@@ -161,11 +188,12 @@ class ChatDocument(WholeReply):
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None}
         if self._call.tools is not None:
             parser = parser_of(self._call.tools)
-            content, calls = collected(parser.feed(message["content"]) + parser.close(), self._context.reply_id, choice)
+            parts = parser.feed(message["content"]) + parser.close(self._reasons[choice] is FinishReason.LENGTH)
+            content, calls = collected(parts, self._context.reply_id, choice)
             message["content"] = content or (None if calls else "")
             if calls:
-                message["tool_calls"] = calls
-            reason = reason_of(reason, parser)
+                message |= {"function_call": calls[0]["function"]} if self._call.tools.is_old else {"tool_calls": calls}
+            reason = reason_of(reason, parser, self._call.tools)
         line = {
             "index": choice,
             "message": message,
@@ -175,8 +203,11 @@ class ChatDocument(WholeReply):
         return line | {"token_ids": self._ids[choice]} if wishes.returns_ids else line
 
 
-def delta_of(part: Part, reply_id: str, choice: int) -> dict[str, Any]:
+def delta_of(part: Part, reply_id: str, choice: int, is_old: bool = False) -> dict[str, Any]:
     """What a part of the answer adds to the message."""
+    if is_old and isinstance(part, CallBegin | Arguments):  # there is one call
+        named = {"name": part.name, "arguments": ""} if isinstance(part, CallBegin) else {"arguments": part.text}
+        return {"function_call": named}
     match part:
         case Text(text):
             return {"content": text}

@@ -1,9 +1,10 @@
 """/v1/responses: text in, text out, as items and named events; nothing is stored. Thread: loop."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from core.answer_parts import Arguments, CallBegin, Part, Text
 from core.errors import ErrorKind, InvalidRequest, ServiceError
@@ -90,7 +91,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -105,7 +106,12 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     num_logprobs = wire.top_logprobs or 0
     check_range("top_logprobs", num_logprobs, 0, defaults.limits.num_top_logprobs)
     tools = tool_wishes(
-        list(wire.tools or ()), wire.tool_choice, wire.parallel_tool_calls, defaults.tool_style, "tools[{}]"
+        list(wire.tools or ()),
+        wire.tool_choice,
+        wire.parallel_tool_calls,
+        defaults.tool_style,
+        "tools[{}]",
+        wire.max_tool_calls,
     )
     has_logprobs = num_logprobs or INCLUDE_LOGPROBS in (wire.include or ())
     return generation_call(
@@ -293,8 +299,8 @@ class ResponseStream:
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
         if self._parser is not None:
-            ends = delta.finish_reason is not None
-            return self._parts(self._parser.feed(delta.text) + (self._parser.close() if ends else []))
+            ends, is_cut = delta.finish_reason is not None, delta.finish_reason is FinishReason.LENGTH
+            return self._parts(self._parser.feed(delta.text) + (self._parser.close(is_cut) if ends else []))
         if not delta.logprobs:
             return self.text(choice, delta.text) if delta.text else b""
         entries = logprob_entries(delta.logprobs, self._context)
@@ -401,7 +407,7 @@ class ResponseDocument(WholeReply):
             item.texts, item.logprobs = texts, logprobs
         else:
             parser = parser_of(self._call.tools)
-            for part in parser.feed("".join(texts)) + parser.close():
+            for part in parser.feed("".join(texts)) + parser.close(reason is FinishReason.LENGTH):
                 if isinstance(part, CallBegin):
                     items.open(part)
                     continue
