@@ -7,6 +7,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+from core.thoughts import ThoughtFollower
 from core.types import FinishReason
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -67,6 +68,7 @@ class Detokenizer:
         min_tokens: a stop string within so many tokens does not end the text, and is part of it.
         continues_text: the tokens continue a text (raw completions) and keep their leading space; a text of its own (a
             chat's answer) loses the space that the tokenizer adds.
+        thought: that the answer begins with, or may: stop strings are searched behind it.
 
     Attributes:
         is_plain: nothing is held or to be stripped: the next token's text is its entry in plain_texts.
@@ -84,6 +86,7 @@ class Detokenizer:
         "_stop_firsts",
         "_table",
         "_texts",
+        "_thought",
         "is_plain",
         "is_stopped",
         "num_tokens_kept",
@@ -93,7 +96,12 @@ class Detokenizer:
     stop_reason = FinishReason.STOP  # of a sequence whose text is stopped
 
     def __init__(
-        self, table: TokenTable, stop: tuple[str, ...] = (), continues_text: bool = False, min_tokens: int = 0
+        self,
+        table: TokenTable,
+        stop: tuple[str, ...] = (),
+        continues_text: bool = False,
+        min_tokens: int = 0,
+        thought: ThoughtFollower | None = None,
     ) -> None:
         self.is_stopped = False  # a stop string was completed
         self.num_tokens_kept = 0
@@ -106,8 +114,14 @@ class Detokenizer:
         self._held = ""  # decoded, but may yet become a stop string
         self._num_to_strip = 0 if continues_text else table.strip_start
         self._decoder = _new_utf8_decoder(errors="replace")
-        self.is_plain = not self._num_to_strip
+        self._thought = thought
+        self.is_plain = not self._num_to_strip and thought is None
         self.plain_texts: PlainTexts = _TextsWithout(table.texts, self._stop_firsts) if stop else table.texts
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of the tokens kept."""
+        return 0 if self._thought is None else self._thought.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the sequence's next tokens; return the text that is safe to emit now. Empty once it is stopped."""
@@ -132,6 +146,10 @@ class Detokenizer:
         rest = self._strip(self._decoder.decode(b"", final=True))
         if not self._stop:
             return rest
+        if self._thought is not None and not self._thought.is_over:
+            if self._thought.is_inside:
+                return rest
+            rest, self._held = self._held + rest, ""
         text = self._emit(rest) + self._held
         self._held = ""
         return text
@@ -143,9 +161,27 @@ class Detokenizer:
         text = self._decode(token_id)
         if self._num_to_strip:
             text = self._strip(text)
-        if self._stop and text:
+        is_thinking = self._thought is not None and not self._thought.is_over
+        if is_thinking:
+            text = self._follow(token_id, text)
+        elif self._stop and text:
             text = self._emit(text)
-        self.is_plain = not (self._num_to_strip or self._is_in_character or self._held or self.is_stopped)
+        is_held = self._num_to_strip or self._is_in_character or self._held or self.is_stopped
+        self.is_plain = not (is_held or is_thinking)
+        return text
+
+    def _follow(self, token_id: int, text: str) -> str:
+        """The text of a token of the thought, or of one that may begin it."""
+        assert self._thought is not None, "there is one"
+        after = self._thought.push(token_id)
+        if not self._stop:
+            return text
+        text, self._held = self._held + text, ""
+        if self._thought.is_over:
+            end = max(0, len(text) - len(after.decode("utf-8", "ignore")))
+            return text[:end] + (self._emit(text[end:]) if end < len(text) else "")
+        if not self._thought.is_inside:  # it may be the answer
+            text, self._held = "", text
         return text
 
     def _decode(self, token_id: int) -> str:

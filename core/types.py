@@ -146,11 +146,13 @@ class Usage(msgspec.Struct, frozen=True):
         num_prompt_tokens: computed or cached, counted once: less than the whole prompt if the request ended before.
         num_completion_tokens: sampled and kept, an ending stop id included.
         num_cached_tokens: of the prompt's, those that an earlier request had computed.
+        num_thought_tokens: of the completion's, those of the model's thought, its markers included.
     """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
+    num_thought_tokens: int = 0
 
 
 class Cost(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progres
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, tool_style_of
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, thought_style_of, tool_style_of
 from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import (
     ModelFiles,
@@ -247,6 +247,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "device": f"{plan.device.device}: {plan.device.device_reason}",
         "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
         "tools": _shown_tools(files, config.tool_format),
+        "thoughts": _shown_thoughts(files),
         "weights": format_size(plan.weights_bytes),
         "activations": f"{format_size(plan.activation_bytes)} at most",
         "KV cache": kv,
@@ -266,6 +267,15 @@ def _shown_tools(files: ModelFiles, tool_format: str) -> str:
         return "none: the chat template has no form for calls that is known"
     origin = "found in the chat template" if tool_format == ANY_FORMAT else "as --tool-format says"
     return f"calls in the format {style.format}, {origin}"
+
+
+def _shown_thoughts(files: ModelFiles) -> str:
+    style = thought_style_of(files.chat_template)
+    if style is None:
+        return "none: the chat template has none that is known"
+    switch = f", turned on and off by {style.switch}" if style.switch else ""
+    effort = ", with reasoning_effort" if style.takes_effort else ""
+    return f"in the form {style.name}, found in the chat template{switch}{effort}"
 
 
 def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:

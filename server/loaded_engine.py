@@ -12,8 +12,8 @@ from core.engine import Engine
 from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
 from core.tokenizer import Tokenizer
-from core.tool_detection import ToolStyle, detect
-from core.tool_formats import ANY_FORMAT, markers_of
+from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
+from core.tool_formats import ANY_FORMAT
 from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.fields import GenerationDefaults, RequestLimits
@@ -64,16 +64,14 @@ def prompt_reader(
 ) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
-    style = tool_style_of(files.chat_template, tool_format)
-    if style is not None:
-        files.tokenizer.table_showing(markers_of(style.format))  # made now: requests find it
     card = ServedModel(
         id=facts.model_name,
         created_s=int(clock.unix()),
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
-    return PromptReader(
+    tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
+    reader = PromptReader(
         cards=(card,),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
@@ -82,7 +80,8 @@ def prompt_reader(
         defaults=GenerationDefaults(
             vocab_size=limits.vocab_size,
             limits=request_limits,
-            tool_style=style,
+            tool_style=tools,
+            thought_style=thought,
             **files.recommended,
         ),
         unix_clock=clock.unix,
@@ -91,6 +90,9 @@ def prompt_reader(
         make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids)),
         fingerprint=_fingerprint(loaded),
     )
+    for offered in (None, tools):
+        reader.table_with(thought, offered)  # made now: requests find it
+    return reader
 
 
 def tool_style_of(template: ChatTemplate, tool_format: str = ANY_FORMAT) -> ToolStyle | None:
@@ -104,6 +106,15 @@ def tool_style_of(template: ChatTemplate, tool_format: str = ANY_FORMAT) -> Tool
         return template.render(messages, now=datetime.min, tools=tools, add_generation_prompt=False)
 
     return detect(render, None if tool_format == ANY_FORMAT else tool_format)
+
+
+def thought_style_of(template: ChatTemplate) -> ThoughtStyle | None:
+    """How the model thinks before it answers, by its template; None: it does not, or in a way that is not known."""
+
+    def render(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        return template.render(messages, now=datetime.min, template_kwargs=variables)
+
+    return detect_thought(render)
 
 
 def compiler_of(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> GrammarCompiler:

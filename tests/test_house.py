@@ -15,22 +15,22 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6530, 22),
-    "server/api": (3150, 12),
+    "server": (6620, 22),
+    "server/api": (3420, 13),
     "server/commands": (1890, 11),
     "server/gate": (2495, 8),
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
     "server/wire": (4800, 14),
-    "core": (10_300, 29),
+    "core": (10_660, 30),
     "gpu": (7775, 28),
     "gpu/cpu_kernels": (2520, 8),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (755, 5),
     "bench": (7869, 30),
 }
-TEST_LINES = 53_800
+TEST_LINES = 54_500
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -20,6 +20,7 @@ from server.api.fields import (
     generation_call,
 )
 from server.api.known_fields import rules_of
+from server.api.reasoning import answer_parser, thought_wishes
 from server.api.replies import (
     ChunkStream,
     ReplyContext,
@@ -31,16 +32,7 @@ from server.api.replies import (
     usage_object,
     wire_reason,
 )
-from server.api.tools import (
-    Function,
-    FunctionTool,
-    ToolWishes,
-    id_of,
-    old_wishes,
-    parser_of,
-    reason_of,
-    tool_wishes,
-)
+from server.api.tools import Function, FunctionTool, ToolWishes, id_of, is_old, old_wishes, reason_of, tool_wishes
 from server.wire.messages import TextFrame
 
 RULES = rules_of("chat")
@@ -72,6 +64,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         defaults,
         (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs),),
         tools=tools,
+        thought=thought_wishes(defaults.thought_style),
         max_tokens=max_tokens,
         num_logprobs=_num_logprobs(wire, defaults.limits),
         unknown_fields=unknown_fields,
@@ -106,24 +99,18 @@ class ChatStream(ChunkStream):
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         chunk = envelope(context, ID_PREFIX, "chat.completion.chunk")
         super().__init__(call, context, chunk, b'"delta":{"content":', b"}")
-        self._parsers = None if call.tools is None else [parser_of(call.tools) for _ in range(call.num_sequences)]
+        self._parsers = [answer_parser(call.thought, call.tools) for _ in range(call.num_sequences)]
 
     def text(self, choice: int, text: str) -> bytes:
-        if self._parsers is None:
-            return super().text(choice, text)
-        return self._parts(choice, self._parsers[choice].feed(text))
+        parser = self._parsers[choice]
+        return super().text(choice, text) if parser is None else self._parts(choice, parser.feed(text))
 
     def text_frame(self, choice: int) -> TextFrame | None:
-        return super().text_frame(choice) if self._parsers is None else None
-
-    @property
-    def _known_tools(self) -> ToolWishes:
-        assert self._call.tools is not None
-        return self._call.tools
+        return super().text_frame(choice) if self._parsers[choice] is None else None
 
     def _parts(self, choice: int, parts: list[Part]) -> bytes:
-        is_old = self._known_tools.is_old
-        deltas = (delta_of(part, self._context.reply_id, choice, is_old) for part in parts)
+        has_old = is_old(self._call.tools)
+        deltas = (delta_of(part, self._context.reply_id, choice, has_old) for part in parts)
         return b"".join(self._chunk(choice, self._line(choice, delta, None, [], None)) for delta in deltas)
 
     def start(self) -> bytes:
@@ -141,12 +128,12 @@ class ChatStream(ChunkStream):
         num_told = len(ids) - len(stop)
         self._nums_tokens[choice] += delta.num_tokens - len(stop)
         text, reason = delta.text, wire_reason(delta.finish_reason)
-        if self._parsers is not None:
-            parser = self._parsers[choice]
+        parser = self._parsers[choice]
+        if parser is not None:
             ended = delta.finish_reason
             parts = parser.feed(text) + (parser.close(ended is FinishReason.LENGTH) if ended is not None else [])
             events, text = self._parts(choice, parts), ""
-            reason = reason_of(reason, parser, self._known_tools)
+            reason = reason_of(reason, parser, self._call.tools)
         if text or delta.logprobs:
             line = self._line(choice, {"content": text}, delta.logprobs, ids[:num_told], None)
             events += self._chunk(choice, line)
@@ -186,13 +173,10 @@ class ChatDocument(WholeReply):
     def _choice(self, choice: int) -> dict[str, Any]:
         wishes, reason = self._call.tokens, wire_reason(self._reasons[choice])
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None}
-        if self._call.tools is not None:
-            parser = parser_of(self._call.tools)
+        parser = answer_parser(self._call.thought, self._call.tools)
+        if parser is not None:
             parts = parser.feed(message["content"]) + parser.close(self._reasons[choice] is FinishReason.LENGTH)
-            content, calls = collected(parts, self._context.reply_id, choice)
-            message["content"] = content or (None if calls else "")
-            if calls:
-                message |= {"function_call": calls[0]["function"]} if self._call.tools.is_old else {"tool_calls": calls}
+            message |= collected(parts, self._context.reply_id, choice, is_old(self._call.tools))
             reason = reason_of(reason, parser, self._call.tools)
         line = {
             "index": choice,
@@ -203,9 +187,9 @@ class ChatDocument(WholeReply):
         return line | {"token_ids": self._ids[choice]} if wishes.returns_ids else line
 
 
-def delta_of(part: Part, reply_id: str, choice: int, is_old: bool = False) -> dict[str, Any]:
+def delta_of(part: Part, reply_id: str, choice: int, has_old: bool = False) -> dict[str, Any]:
     """What a part of the answer adds to the message."""
-    if is_old and isinstance(part, CallBegin | Arguments):  # there is one call
+    if has_old and isinstance(part, CallBegin | Arguments):  # there is one call
         named = {"name": part.name, "arguments": ""} if isinstance(part, CallBegin) else {"arguments": part.text}
         return {"function_call": named}
     match part:
@@ -221,20 +205,22 @@ def delta_of(part: Part, reply_id: str, choice: int, is_old: bool = False) -> di
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def collected(parts: list[Part], reply_id: str, choice: int) -> tuple[str, list[dict[str, Any]]]:
-    """The text, and the calls, of a whole answer."""
-    content: list[str] = []
+def collected(parts: list[Part], reply_id: str, choice: int, has_old: bool = False) -> dict[str, Any]:
+    """What the parts of a whole answer are in its message."""
+    content, thought = ("".join(part.text for part in parts if isinstance(part, kind)) for kind in (Text, Reasoning))
     calls: list[dict[str, Any]] = []
     for part in parts:
-        match part:
-            case Text(text):
-                content.append(text)
-            case CallBegin(index, name, call_id):
-                call_id = call_id or id_of(reply_id, choice, index)
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
-            case Arguments(index, text):
-                calls[index]["function"]["arguments"] += text
-    return "".join(content), calls
+        if isinstance(part, CallBegin):
+            call_id = part.id or id_of(reply_id, choice, part.index)
+            calls.append({"id": call_id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        elif isinstance(part, Arguments):
+            calls[part.index]["function"]["arguments"] += part.text
+    message: dict[str, Any] = {"content": content or (None if calls or thought else "")}
+    if thought:
+        message |= {"reasoning": thought, "reasoning_content": thought}
+    if calls:
+        message |= {"function_call": calls[0]["function"]} if has_old else {"tool_calls": calls}
+    return message
 
 
 def _logprobs_object(entries: list[dict[str, Any]]) -> dict[str, Any]:

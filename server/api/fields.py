@@ -16,9 +16,10 @@ from msgspec import UNSET, Meta, UnsetType
 
 from core.constraints import GrammarSpec
 from core.errors import InvalidRequest
-from core.tool_detection import ToolStyle
+from core.tool_detection import ThoughtStyle, ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
+from server.api.reasoning import ThoughtWishes
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_calls, template_id
 from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
@@ -109,6 +110,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     suppressed_ids: tuple[int, ...] = ()  # never sampled, whatever a request asks
     limits: RequestLimits = RequestLimits()
     tool_style: ToolStyle | None = None  # of the model's template; None: it has no form for tools
+    thought_style: ThoughtStyle | None = None  # likewise; None: it writes no thoughts
 
 
 # The defaults of the model of this name, and the name under which it is served; None: the only model. Raises
@@ -129,6 +131,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     is_stream: bool = False
     constraint: GrammarSpec | None = None  # that the answer is held to
     tools: ToolWishes | None = None
+    thought: ThoughtWishes | None = None  # None: all of the answer is its text
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
     tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream

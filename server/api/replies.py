@@ -229,7 +229,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     """As chat and completions write it."""
     return partial_usage(usage.num_prompt_tokens, usage.num_completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
     }
 
 
