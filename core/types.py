@@ -333,6 +333,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the ending id, which has no text, when asked for.
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
+        stop_string: with finish_reason: the stop string that ends the text.
     """
 
     text: str
@@ -341,3 +342,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop_logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None

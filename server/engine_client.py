@@ -179,7 +179,12 @@ class RequestSequence:
             self.logprobs.clear()
         num_new, self.num_unreported = self.num_unreported, 0
         return Delta(
-            text=text, num_tokens=num_new, logprobs=logprobs, stop_logprobs=stop_logprobs, finish_reason=reason
+            text=text,
+            num_tokens=num_new,
+            logprobs=logprobs,
+            stop_logprobs=stop_logprobs,
+            finish_reason=reason,
+            stop_string=None if reason is None else self.detokenizer.stopped_by,
         )
 
 

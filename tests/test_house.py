@@ -15,10 +15,10 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6620, 22),
-    "server/api": (3420, 13),
+    "server": (6680, 22),
+    "server/api": (4130, 15),
     "server/commands": (1890, 11),
-    "server/gate": (2495, 8),
+    "server/gate": (2505, 8),
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
@@ -30,7 +30,7 @@ BUDGETS = {
     "gpu/parallel": (760, 5),
     "bench": (7869, 30),
 }
-TEST_LINES = 54_500
+TEST_LINES = 54_950
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -6,7 +6,7 @@ from typing import Any
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
-from core.types import Delta, FinishReason, TokenLogprobs, Usage
+from core.types import Delta, TokenLogprobs, Usage
 from server.api.decoding import decode
 from server.api.fields import (
     ChoiceFields,
@@ -20,7 +20,7 @@ from server.api.fields import (
     generation_call,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import answer_parser, parts_of, thought_wishes
 from server.api.replies import (
     ChunkStream,
     ReplyContext,
@@ -130,9 +130,7 @@ class ChatStream(ChunkStream):
         text, reason = delta.text, wire_reason(delta.finish_reason)
         parser = self._parsers[choice]
         if parser is not None:
-            ended = delta.finish_reason
-            parts = parser.feed(text) + (parser.close(ended is FinishReason.LENGTH) if ended is not None else [])
-            events, text = self._parts(choice, parts), ""
+            events, text = self._parts(choice, parts_of(parser, text, delta.finish_reason)), ""
             reason = reason_of(reason, parser, self._call.tools)
         if text or delta.logprobs:
             line = self._line(choice, {"content": text}, delta.logprobs, ids[:num_told], None)
@@ -175,7 +173,7 @@ class ChatDocument(WholeReply):
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None}
         parser = answer_parser(self._call.thought, self._call.tools)
         if parser is not None:
-            parts = parser.feed(message["content"]) + parser.close(self._reasons[choice] is FinishReason.LENGTH)
+            parts = parts_of(parser, message["content"], self._reasons[choice])
             message |= collected(parts, self._context.reply_id, choice, is_old(self._call.tools))
             reason = reason_of(reason, parser, self._call.tools)
         line = {

@@ -5,10 +5,11 @@ Thread: loop, or wherever a long body is parsed.
 
 import msgspec
 
-from core.answer_parts import AnswerParser, HarmonyParser, ThoughtParser, ToolCallParser
+from core.answer_parts import AnswerParser, HarmonyParser, Part, ThoughtParser, ToolCallParser
 from core.thoughts import ThoughtStart
 from core.tool_detection import ThoughtStyle
 from core.tool_formats import FORMATS, HARMONY, THOUGHTS
+from core.types import FinishReason
 from server.api.tools import ToolWishes
 
 
@@ -27,6 +28,11 @@ class ThoughtWishes(msgspec.Struct, frozen=True, kw_only=True):
 def thought_wishes(style: ThoughtStyle | None) -> ThoughtWishes | None:
     """What a request says of the model's thought; None: the model has none."""
     return None if style is None else ThoughtWishes(style=style)
+
+
+def parts_of(parser: AnswerParser, text: str, reason: FinishReason | None) -> list[Part]:
+    """What more of an answer's text says, all of it where the answer has ended for a reason."""
+    return parser.feed(text) + ([] if reason is None else parser.close(is_cut=reason is FinishReason.LENGTH))
 
 
 def answer_parser(thought: ThoughtWishes | None, tools: ToolWishes | None) -> AnswerParser | None:

@@ -27,7 +27,7 @@ from server.api.fields import (
     missing_field,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import answer_parser, parts_of, thought_wishes
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, ToolWishes, id_of, tool_wishes
@@ -330,9 +330,8 @@ class ResponseStream:
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
         if self._parser is not None:
-            ends, is_cut = delta.finish_reason is not None, delta.finish_reason is FinishReason.LENGTH
             self._logprobs += logprob_entries(delta.logprobs or (), self._context)
-            return self._parts(self._parser.feed(delta.text) + (self._parser.close(is_cut) if ends else []))
+            return self._parts(parts_of(self._parser, delta.text, delta.finish_reason))
         if not delta.logprobs:
             return self.text(choice, delta.text) if delta.text else b""
         entries = logprob_entries(delta.logprobs, self._context)
@@ -444,14 +443,13 @@ class ResponseDocument(WholeReply):
         items, parser = _Items(self._context), answer_parser(self._call.thought, self._call.tools)
         entries = self._entries or [[] for _ in texts]
         waiting: list[dict[str, Any]] = []
-        is_cut = reason is FinishReason.LENGTH
         if parser is None:
             items.open().texts = texts
             items.items[0].logprobs = [one for some in entries for one in some]
         else:
-            for text, some in [*zip(texts, entries, strict=True), (None, [])]:
+            for text, some, end in [*((*one, None) for one in zip(texts, entries, strict=True)), ("", [], reason)]:
                 waiting += some
-                for part in parser.close(is_cut) if text is None else parser.feed(text):
+                for part in parts_of(parser, text, end):
                     if (kind := items.begins(part)) is not None:
                         items.open(kind, part if isinstance(part, CallBegin) else None)
                     if not isinstance(part, CallBegin):
