@@ -116,6 +116,10 @@ class Server:
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._pools = [Pool(one, self._loop) for one in config.models]
+        self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
+        self._metrics.upstreams = lambda: {
+            f"{pool.settings.name} {one.url}": one for pool in self._pools for one in pool.upstreams
+        }
         self._relaying: asyncio.Task[None] | None = None  # where no engine is loaded: until upstreams have been asked
         self._client: EngineClient | None = None  # once the engine is loaded
         self._ready: asyncio.Future[None] = self._loop.create_future()

@@ -78,6 +78,10 @@ class Upstream:
     def url(self) -> str:
         return self.settings.url
 
+    @property
+    def num_connections(self) -> int:
+        return sum(not one.is_closed for one in self.connections)
+
     def is_in(self, now_s: float) -> bool:
         return self.is_healthy and now_s >= self._ejected_until_s
 
@@ -280,6 +284,7 @@ class Pool:
         self._waiting: list[Slot] = []  # in order of arrival
         self._num_active: dict[str, int] = {}  # by tenant
         self._retries = float(MAX_RETRIES)
+        self.num_retries = 0
         self._probes: list[asyncio.Task[None]] = []
 
     @property
@@ -448,6 +453,7 @@ class Pool:
                 return None
             upstream = failed
         self._retries -= 1
+        self.num_retries += 1
         self._exit(slot)
         self._enter(slot, upstream)
         return upstream

@@ -349,6 +349,9 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             assert answer.status == status
             assert [one.num_active for one in pool.upstreams] == [0, 0]
             assert pool.upstreams[1].num_requests == (status == 200)
+            page = (await ask(front.server, closing(request("GET", "/metrics")))).body.decode()
+            assert f'steploop_upstream_retries_total{{model_name="big",model="big"}} {int(status == 200)}' in page
+            assert f'upstream="big {bad}"}} 1' in page
 
 
 async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last() -> None:
