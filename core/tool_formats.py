@@ -144,7 +144,7 @@ FORMATS = {
 }
 
 
-HARMONY = "harmony"
+HARMONY = "harmony"  # gpt-oss's messages: calls, thoughts and text in channels
 _HARMONY_MARKERS = frozenset(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call"))
 
 
@@ -178,3 +178,8 @@ THOUGHTS = {
     "mistral": ThoughtMarkers("[THINK]", "[/THINK]"),
     "seed": ThoughtMarkers("<seed:think>", "</seed:think>"),
 }
+
+
+def thought_markers_of(name: str) -> frozenset[str]:
+    """What begins and ends a thought. In some models these are special tokens."""
+    return _HARMONY_MARKERS if name == HARMONY else frozenset((THOUGHTS[name].begin, THOUGHTS[name].end))

@@ -148,11 +148,13 @@ class Usage(msgspec.Struct, frozen=True):
         num_prompt_tokens: computed or cached, counted once: less than the whole prompt if the request ended before.
         num_completion_tokens: sampled and kept, an ending stop id included.
         num_cached_tokens: of the prompt's, those that an earlier request had computed.
+        num_thought_tokens: of the completion's, those of the model's thought, its markers included.
     """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
+    num_thought_tokens: int = 0
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -335,6 +337,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the ending id, which has no text, when asked for.
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
+        stop_string: with finish_reason: the stop string that ends the text.
     """
 
     text: str
@@ -343,3 +346,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop_logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None

@@ -15,7 +15,7 @@ from server.values import format_count, format_size
 if TYPE_CHECKING:
     from server.loaded_engine import EngineFacts
 
-SURFACES = "/v1/chat/completions /v1/completions /v1/responses /metrics"
+SURFACES = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /api/chat /metrics"
 WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 SAMPLE_PATH = "/v1/chat/completions"
 SAMPLE_QUESTION = "What is a KV cache?"

@@ -23,6 +23,7 @@ import msgspec
 
 from core.detokenizer import Detokenizer, PlainTexts, TokenTable
 from core.errors import ErrorKind, ServiceError
+from core.thoughts import ThoughtFollower
 from core.types import (
     Cancel,
     ClearCache,
@@ -178,7 +179,12 @@ class RequestSequence:
             self.logprobs.clear()
         num_new, self.num_unreported = self.num_unreported, 0
         return Delta(
-            text=text, num_tokens=num_new, logprobs=logprobs, stop_logprobs=stop_logprobs, finish_reason=reason
+            text=text,
+            num_tokens=num_new,
+            logprobs=logprobs,
+            stop_logprobs=stop_logprobs,
+            finish_reason=reason,
+            stop_string=None if reason is None else self.detokenizer.stopped_by,
         )
 
 
@@ -210,6 +216,11 @@ class RequestHandle:
     def num_tokens(self) -> int:
         """Tokens of its completions that have come and are kept."""
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of these."""
+        return sum(sequence.detokenizer.num_thought_tokens for sequence in self.sequences)
 
     # Called by its owner.
 
@@ -268,7 +279,8 @@ class RequestHandle:
         """
         assert chunk.usage is not None, "it is terminal"
         self.cost = chunk.cost
-        self._end(msgspec.structs.replace(chunk.usage, num_completion_tokens=self.num_tokens), self._error)
+        counts = {"num_completion_tokens": self.num_tokens, "num_thought_tokens": self.num_thought_tokens}
+        self._end(msgspec.structs.replace(chunk.usage, **counts), self._error)
 
     def fail(self, message: str) -> None:
         """End here: the engine is gone, and no terminal chunk will come."""
@@ -277,7 +289,7 @@ class RequestHandle:
         num_kept = self.num_tokens
         # If tokens have come, the prompt was computed; otherwise an unknown part of it
         num_prompt = len(self.request.prompt_ids) if num_kept else 0
-        self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
+        self._end(Usage(num_prompt, num_kept, num_thought_tokens=self.num_thought_tokens), message)
 
     def break_off(self) -> None:
         """Cancel it for the exception that is being handled, which writing its answer has raised."""
@@ -412,6 +424,7 @@ class EngineClient:
         continues_text: bool,
         first_choice: int = 0,
         forbidden: Sequence[Matcher] = (),
+        follow: Callable[[], ThoughtFollower | None] = lambda: None,
     ) -> RequestHandle:
         """Queue the request.
 
@@ -420,6 +433,7 @@ class EngineClient:
             continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
             first_choice: the number of its first sequence; the others follow.
             forbidden: ends the text of a sequence where it matches, with content_filter.
+            follow: makes what follows the thought of a sequence.
 
         Raises:
             ServiceError: the engine has failed.
@@ -432,7 +446,7 @@ class EngineClient:
         for i in range(request.num_sequences):
             choice = first_choice + i
             logprobs: list[TokenLogprobs] | None = None if sampling.num_logprobs is None else []
-            detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens)
+            detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens, follow())
             if forbidden:
                 detokenizer = ScreenedDetokenizer(detokenizer, TextScreen(forbidden))
             sequences.append(RequestSequence(i, choice, detokenizer, logprobs, sink.on_mark(choice, 0)))

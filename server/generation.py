@@ -440,11 +440,10 @@ class Generation:
         if call.is_stream and call.tells_queue:
             self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not reported
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
+        table, follow = self._prepared.table, partial(shared.reader.follow_thought, call)
         for i, request in enumerate(requests):
-            first_choice = i * call.num_sequences
-            handle = engine.submit(
-                request, self, self._prepared.table, self._prepared.continues_text, first_choice, forbidden
-            )
+            first_choice, continues_text = i * call.num_sequences, self._prepared.continues_text
+            handle = engine.submit(request, self, table, continues_text, first_choice, forbidden, follow)
             self._handles.append(handle)
         self._timer.arm()
         if self._entry is None:
@@ -765,6 +764,7 @@ class Generation:
             num_prompt_tokens=num_prompt_tokens,
             num_completion_tokens=sum(handle.num_tokens for handle in self._handles),
             num_cached_tokens=min(num_prompt_tokens, self._timings.num_cached_tokens),
+            num_thought_tokens=sum(handle.num_thought_tokens for handle in self._handles),
         )
 
     def _on_durable(self, event: Event, is_durable: bool) -> None:
@@ -810,6 +810,7 @@ def total_usage(usages: list[Usage]) -> Usage:
         num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
         num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+        num_thought_tokens=sum(usage.num_thought_tokens for usage in usages),
     )
 
 

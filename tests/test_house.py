@@ -15,22 +15,22 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6500, 22),
-    "server/api": (3010, 12),
+    "server": (6680, 22),
+    "server/api": (4130, 15),
     "server/commands": (1890, 11),
-    "server/gate": (2495, 8),
+    "server/gate": (2505, 8),
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
     "server/wire": (4800, 14),
-    "core": (10_150, 29),
-    "gpu": (7740, 28),
+    "core": (10_715, 30),
+    "gpu": (7890, 28),
     "gpu/cpu_kernels": (2520, 8),
-    "gpu/kernels": (2820, 7),
-    "gpu/parallel": (755, 5),
+    "gpu/kernels": (2825, 7),
+    "gpu/parallel": (760, 5),
     "bench": (7869, 30),
 }
-TEST_LINES = 53_800
+TEST_LINES = 54_950
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
