@@ -7,7 +7,7 @@ EngineSnapshot in answer to an Inspect.
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -89,6 +89,43 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     grammar: "Grammar | None" = None
     speculates: bool = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.sampling.max_tokens
+
+
+class Demand(Protocol):
+    """What the gate must know of a request, whoever computes it: see Request."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Counted, or estimated."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Of each of its sequences."""
+        ...
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def share(self) -> int: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def deadline_s(self) -> float | None: ...
 
 
 class Submit(msgspec.Struct, frozen=True):

@@ -91,7 +91,7 @@ class Exchange(Account):
     @property
     def cards(self) -> tuple[ServedModel, ...]:
         """The models that the caller may use."""
-        return self.server.served.reader.cards_for(self.known_caller.tenant)
+        return self.server.served.cards_for(self.known_caller.tenant)
 
     def enter(self, stage: Stage) -> None:
         self.timings.enter(stage, self.server.clock.monotonic())

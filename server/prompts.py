@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import ClassVar
 
 import msgspec
 
@@ -38,6 +39,7 @@ class Prepared:
     prompts: list[tuple[int, ...]]
     table: TokenTable
     grammar: Grammar | None = None
+    tells_tokens: ClassVar[bool] = True
 
     @property
     def continues_text(self) -> bool:
@@ -216,6 +218,9 @@ class PromptReader:
             message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+
+    def surface_of(self, surface: Surface) -> Surface:
+        return surface
 
     def follow_thought(self, call: GenerationCall) -> ThoughtFollower | None:
         """What follows the thought of one of its answers."""

@@ -265,7 +265,8 @@ async def show_readiness(exchange: Exchange) -> None:
 
 async def show_metrics(exchange: Exchange) -> None:
     server = exchange.server
-    stats = server.generations.engine.stats if server.generations is not None else EngineStats()
+    own = None if server.generations is None else server.generations.own
+    stats = EngineStats() if own is None else own.engine.stats
     listener = server.known_listener
     body = server.metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
     exchange.send(body, media_type=CONTENT_TYPE)

@@ -77,14 +77,24 @@ def decode(
     fields = parse_object(body) if isinstance(body, bytes) else body
     _drop_foreign_tools(fields, function_kind)
     _refuse_unsupported(fields, rules)
-    renamed = _rename(fields, rules)
-    try:
-        value = msgspec.convert(fields, shape)
-    except msgspec.ValidationError as error:
-        raise _field_error(str(error), fields, renamed, shape) from None
+    value = convert(fields, shape, _rename(fields, rules))
     shaped = getattr(shape, "__struct_fields__", ())
     unknown = [name for name in fields if name not in shaped and name not in rules]
     return value, tuple(unknown[:MAX_UNKNOWN_FIELDS])
+
+
+def convert(fields: dict[str, Any], shape: type[T], renamed: Mapping[str, str]) -> T:
+    """
+    Args:
+        renamed: names of the shape, with those that the client has used for them.
+
+    Raises:
+        InvalidRequest: a wrong type or range.
+    """
+    try:
+        return msgspec.convert(fields, shape)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), fields, renamed, shape) from None
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -276,7 +286,7 @@ def _rename(fields: dict[str, Any], rules: Rules) -> dict[str, str]:
     return renamed
 
 
-def _field_error(message: str, fields: dict[str, Any], renamed: dict[str, str], shape: type) -> InvalidRequest:
+def _field_error(message: str, fields: dict[str, Any], renamed: Mapping[str, str], shape: type) -> InvalidRequest:
     """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", in the words and the path of the API."""
     match = _VALIDATION.fullmatch(message)
     what, inner = (match["what"], (match["path"] or "").lstrip(".")) if match else (message, "")

@@ -33,6 +33,7 @@ STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.CANCELLED: (499, "invalid_request_error"),  # nginx's; a status that no SDK retries
     ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.ENGINE: (500, "server_error"),
+    ErrorKind.UPSTREAM: (502, "server_error"),
     ErrorKind.UNAVAILABLE: (503, "service_unavailable_error"),
     ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
