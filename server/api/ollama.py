@@ -68,6 +68,7 @@ class ChatBody(OllamaFields, frozen=True, kw_only=True):
 class GenerateBody(OllamaFields, frozen=True, kw_only=True):
     prompt: str
     system: str | None = None
+    suffix: str | None = None
     raw: bool | None = None
 
 
@@ -85,13 +86,13 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = _decode(body, GenerateBody)
     model, defaults = defaults_of(_name(wire.model))
     prompt: ChatPrompt | TextPrompt
-    if wire.raw:
-        prompt = TextPrompt(wire.prompt)
+    if wire.raw or wire.suffix:
+        prompt = TextPrompt(wire.prompt, suffix=wire.suffix or None)
     else:
         system = [Message(role="system", content=wire.system)] if wire.system else []
         turn = Message(role="user", content=wire.prompt)
         prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=wire.chat_template_kwargs)
-    thought = None if wire.raw else thought_wishes(defaults.thought_style)
+    thought = None if wire.raw or wire.suffix else thought_wishes(defaults.thought_style)
     return _call(wire, generation_call(wire, model, defaults, (prompt,), thought=thought, **_own(wire, unknown_fields)))
 
 
