@@ -48,6 +48,7 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "quantize": "int8",
     "forced-tokens": "off",
     "speculation": "off",
+    "tool-format": "xml",
     "overlap": "on",
     "graphs": "off",
     "log-level": "debug",
