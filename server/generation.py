@@ -15,7 +15,7 @@ import enum
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -365,9 +365,9 @@ class Generation:
             prepared = await work
         finally:
             self._timings.take_over(marks)
-        if prepared.call.constraint is None:
-            return prepared
-        return replace(prepared, grammar=await self._shared.grammar_of(prepared.call.constraint, tenant.name))
+        constraint = prepared.call.constraint
+        grammar = None if constraint is None else await self._shared.grammar_of(constraint, tenant.name)
+        return reader.held(prepared, grammar)
 
     def _open_answer(self) -> None:
         shared, call, stream = self._shared, self._prepared.call, self._stream

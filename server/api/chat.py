@@ -19,7 +19,7 @@ from server.api.fields import (
     generation_call,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, thought_wishes
 from server.api.replies import (
     ChunkStream,
     ReplyContext,
@@ -47,6 +47,12 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Budget | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -56,13 +62,14 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     functions = [tool.function for tool in wire.tools or ()]
     tools = tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, defaults.tool_style)
+    thought, variables = thought_wishes(wire, defaults.thought_style)
     return generation_call(
         wire,
         model,
         defaults,
-        (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs),),
+        (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=variables),),
         tools=tools,
-        thought=thought_wishes(defaults.thought_style),
+        thought=thought,
         max_tokens=max_tokens,
         num_logprobs=_num_logprobs(wire, defaults.limits),
         unknown_fields=unknown_fields,
