@@ -23,6 +23,7 @@ from core.config_fields import (
     MAX_LAYERS,
     MAX_WIDTH,
     bad_field,
+    count,
     positive_float,
     positive_int,
     read_bool,
@@ -117,6 +118,7 @@ class RopeConfig:
         factors: of "longrope", one per frequency.
         attention_factor: what the turned q and k are multiplied by, each.
         partial: the part of each head that turns, its first dimensions.
+        query_growth: queries are multiplied by 1 + query_growth * log(1 + position // original_max_position).
     """
 
     theta: float
@@ -131,6 +133,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
     partial: float = 1.0
+    query_growth: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """Dimensions of a head that turn."""
@@ -159,10 +162,18 @@ class ExpertsConfig:
     Args:
         num_active: experts per token, the router's likeliest.
         intermediate_size: width of one.
-        is_normalized: the weights of the active ones are scaled to sum to 1.
+        layout: how the checkpoint stores them: the model_type of a family that does so.
+        is_normalized: the shares of the active ones are scaled to sum to 1.
         has_bias: router and experts have biases.
-        layout: how the checkpoint stores them: "mixtral", "qwen3_moe" or "gpt_oss".
         is_mxfp4: they are stored as four-bit blocks, as in "gpt_oss".
+        scoring: what the router's outputs become, and so the shares: their "softmax", or the "sigmoid" of each.
+        has_choice_bias: a number for each expert is added to its score where experts are chosen, not to shares.
+        is_router_float: scores are computed in float32.
+        num_groups, num_active_groups: experts are chosen from the best groups, by the sum of a group's two best scores,
+            or without a choice bias by the best one.
+        scale: a factor of the shares.
+        shared_size: width of an expert that all tokens go through; 0: none.
+        has_shared_gate: its output is multiplied by a sigmoid of its own.
     """
 
     num_experts: int
@@ -172,6 +183,14 @@ class ExpertsConfig:
     is_normalized: bool = True
     has_bias: bool = False
     is_mxfp4: bool = False
+    scoring: str = "softmax"
+    has_choice_bias: bool = False
+    is_router_float: bool = False
+    num_groups: int = 1
+    num_active_groups: int = 1
+    scale: float = 1.0
+    shared_size: int = 0
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +204,7 @@ class ModelConfig(Traits):
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
+        num_draft_layers: further layers of the checkpoint, which predict later tokens; they are left out.
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
         eos_token_ids: from config.json (generation_config.json may name more).
     """
@@ -215,6 +235,7 @@ class ModelConfig(Traits):
     tie_embeddings: bool = False
     packed: PackedConfig | None = None
     fp8: Fp8Config | None = None
+    num_draft_layers: int = 0
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -272,7 +293,9 @@ class ModelConfig(Traits):
             return 0
         width = self.experts.intermediate_size
         expert = 3 * self.hidden_size * width + (2 * width + self.hidden_size) * self.experts.has_bias
-        return self.experts.num_experts * (expert + self.hidden_size + self.experts.has_bias)
+        router = self.hidden_size + self.experts.has_bias + self.experts.has_choice_bias
+        shared = 3 * self.hidden_size * self.experts.shared_size + self.hidden_size * self.experts.has_shared_gate
+        return self.experts.num_experts * (expert + router) + shared
 
 
 def parse_model_config(config: Mapping[str, Any], context: int | None = None) -> ModelConfig:
@@ -304,17 +327,25 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
         qkv_bias="qkv" in biased,
         output_bias="output" in biased,
         mlp_bias="mlp" in biased,
-        **{trait.name: getattr(family, trait.name) for trait in dataclasses.fields(Traits)},
+        **_traits(config, family),
         experts=_experts(config, family),
         activation=_activation(config, family),
         **_scales(config, family),
         tie_embeddings=read_bool(config, "tie_word_embeddings"),
         packed=parse_packed(config),
         fp8=parse_fp8(config),
+        num_draft_layers=count(config, "num_nextn_predict_layers"),
         dtype=_dtype(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
         eos_token_ids=token_ids(config, "eos_token_id"),
     )
+
+
+def _traits(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    traits = {trait.name: getattr(family, trait.name) for trait in dataclasses.fields(Traits)}
+    if family.qk_norm_field and not read_bool(config, family.qk_norm_field):
+        traits["qk_norm"] = "none"
+    return traits
 
 
 def stated_context(config: Mapping[str, Any]) -> int:
@@ -461,7 +492,7 @@ def _ropes(
             raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
         if family.has_mrope and merged.get("rope_type", merged.get("type")) == "mrope":
             merged["rope_type"] = "default"
-        return _rope(config, merged, max_position, head_dim, context, is_phi=family.model_type == "phi3")
+        return _rope(config, merged, family, max_position, head_dim, context)
 
     if not family.has_local_rope:
         return parse(given), parse(given)
@@ -562,9 +593,17 @@ def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: l
 
 
 def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """Qwen3-MoE: every decoder_sparse_step-th layer, except mlp_only_layers."""
-    if family.model_type != "qwen3_moe":
-        return [family.expert_width is not None] * num_layers
+    """See ExpertFields.dense."""
+    if family.experts is None or family.experts.dense == "none":
+        return [family.experts is not None] * num_layers
+    if family.experts.dense == "first":
+        first = count(config, "first_k_dense_replace")
+        return [index >= first for index in range(num_layers)]
+    if family.experts.dense == "ernie":
+        first, end = count(config, "moe_layer_start_index"), config.get("moe_layer_end_index")
+        last = num_layers - 1 if end == -1 else count(config, "moe_layer_end_index")
+        step = positive_int(config, "moe_layer_interval")
+        return [first <= index <= last and (index + 1) % step == 0 for index in range(num_layers)]
     dense, step = config.get("mlp_only_layers") or [], positive_int(config, "decoder_sparse_step")
     if not isinstance(dense, list):
         raise bad_field(f"mlp_only_layers={dense!r} is not a list of layers.")
@@ -572,26 +611,53 @@ def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -
 
 
 def _experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
-    if family.expert_width is None:
+    if family.experts is None:
         return None
-    field = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    fields = family.experts
+    field = next((name for name in fields.count if config.get(name) is not None), fields.count[-1])
     num_experts = positive_int(config, field, at_most=MAX_EXPERTS)
-    num_active = positive_int(config, "num_experts_per_tok")
+    num_active = positive_int(config, fields.active)
     if num_active > num_experts:
-        raise bad_field(f"num_experts_per_tok={num_active} is more than {field}={num_experts}.")
+        raise bad_field(f"{fields.active}={num_active} is more than {field}={num_experts}.")
+    width = positive_int(config, fields.width, at_most=MAX_WIDTH)
+    shared_size = 0
+    if fields.shared_width:
+        shared_size = positive_int(config, fields.shared_width, at_most=MAX_WIDTH)
+    elif fields.shared_count:
+        shared_size = width * count(config, fields.shared_count)
     experts = ExpertsConfig(
         num_experts,
         num_active,
-        positive_int(config, family.expert_width, at_most=MAX_WIDTH),
+        width,
         layout=family.model_type,
-        is_normalized=family.model_type != "qwen3_moe" or read_bool(config, "norm_topk_prob"),
+        is_normalized=not fields.normalized or read_bool(config, fields.normalized),
         has_bias=family.model_type == "gpt_oss",
         is_mxfp4=_is_mxfp4(config, family),
+        scoring=fields.scoring,
+        has_choice_bias=fields.has_choice_bias,
+        is_router_float=fields.is_router_float,
+        scale=positive_float(config, fields.scale, 1.0) if fields.scale else 1.0,
+        shared_size=shared_size,
+        has_shared_gate=fields.has_shared_gate,
+        **(_groups(config, num_experts, num_active) if fields.has_groups else {}),
     )
     widths = (positive_int(config, "hidden_size"), experts.intermediate_size)
     if experts.is_mxfp4 and any(width % 32 for width in widths):
         raise bad_field(f"mxfp4 blocks of 32 do not divide hidden_size and intermediate_size={widths}.")
     return experts
+
+
+def _groups(config: Mapping[str, Any], num_experts: int, num_active: int) -> dict[str, int]:
+    num_groups = positive_int(config, "n_group", 1)
+    num_active_groups = positive_int(config, "topk_group", 1)
+    if num_experts % num_groups or not num_active <= num_active_groups * (num_experts // num_groups) <= num_experts:
+        raise bad_field(
+            f"n_group={num_groups} and topk_group={num_active_groups} do not divide {num_experts} experts, or leave "
+            f"fewer than {num_active} to choose from."
+        )
+    if num_groups > 1 and num_experts // num_groups < 2:
+        raise bad_field(f"n_group={num_groups} leaves one expert in a group.")
+    return {"num_groups": num_groups, "num_active_groups": num_active_groups}
 
 
 def _is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
@@ -603,10 +669,10 @@ def _is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
 def _rope(
     config: Mapping[str, Any],
     given: Mapping[str, Any],
+    family: Family,
     max_position: int,
     head_dim: int,
     context: int | None,
-    is_phi: bool = False,
 ) -> RopeConfig:
     """Parse one rope configuration, in the spelling of transformers 5 or an earlier one.
 
@@ -614,14 +680,16 @@ def _rope(
         config: the whole config.json, for fields beside it.
         given: rope_theta and its scaling.
         context: see parse_model_config.
-        is_phi: Phi-3 says "su" and "yarn" for what was later called "longrope".
     Source: transformers 5, modeling_rope_utils.py.
     """
     kind = given.get("rope_type", given.get("type", "default"))
-    if is_phi and kind in ("su", "yarn"):
+    if family.model_type == "phi3" and kind in ("su", "yarn"):  # it was called so at first
         kind = "longrope"
     if kind not in ROPE_KINDS:
         raise unsupported_field("rope_type", kind, ROPE_KINDS)
+    growth = positive_float(given, "llama_4_scaling_beta") if given.get("llama_4_scaling_beta") else 0.0
+    if family.has_query_scale and growth and kind != "yarn":
+        raise unsupported_field("llama_4_scaling_beta", growth, (None,))
     theta = positive_float(given, "rope_theta")
     partial = positive_float(given, "partial_rotary_factor", 1.0)
     if partial > 1 or int(head_dim * partial) % 2 or int(head_dim * partial) == 0:
@@ -639,7 +707,7 @@ def _rope(
         return _llama3(merged, rope)
     rope = replace(rope, factor=positive_float(merged, "factor", max_position / original))
     if kind == "yarn":
-        return _yarn(merged, rope)
+        return replace(_yarn(merged, rope), query_growth=growth if family.has_query_scale else 0.0)
     return _longrope(merged, rope, rope.rotary_dim(head_dim) // 2, "long" if _is_long(rope, context) else "short")
 
 

@@ -34,6 +34,38 @@ class Traits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFields:
+    """How a family routes tokens to experts, and which fields of config.json say it.
+
+    Args:
+        count: the first of these fields that is set.
+        active, width: of the experts that a token goes through; of one expert.
+        shared_width: of the expert that all tokens go through; "": none, or shared_count of `width`.
+        has_shared_gate: its output is scaled by a sigmoid of its own.
+        normalized: whether the shares of a token sum to 1; "": they always do.
+        scale: a factor of the shares; "": none.
+        scoring, has_choice_bias, is_router_float: see core.config.ExpertsConfig.
+        has_groups: experts are chosen within the best topk_group of n_group.
+        dense: which layers have a plain MLP: "none"; "first" (first_k_dense_replace); "steps" (all but every
+            decoder_sparse_step-th, and mlp_only_layers); "ernie" (moe_layer_start_index, _end_index, _interval).
+    """
+
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    active: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    shared_width: str = ""
+    shared_count: str = ""
+    has_shared_gate: bool = False
+    normalized: str = ""
+    scale: str = ""
+    scoring: str = "softmax"
+    has_choice_bias: bool = False
+    is_router_float: bool = False
+    has_groups: bool = False
+    dense: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family(Traits):
     """How an architecture's config.json is read, beyond the fields that all architectures have.
 
@@ -42,13 +74,15 @@ class Family(Traits):
         biases: optional fields, and what has biases where they are true: "qkv", "output", "mlp"; "": always.
         neutral: further fields that change the output, and the values under which they do not.
         has_partial_rope: partial_rotary_factor is computed.
+        has_query_scale: queries grow with their position: llama_4_scaling_beta of the rope.
         has_mrope: rope_type may be "mrope", whose three positions are one where all is text.
         has_local_rope: layers with a window have a rope of their own: rope_local_base_freq, or rope_theta unscaled.
         has_scaled_embedding: by the square root of its width.
         windows: which layers have a sliding window where layer_types does not say: "none"; "all", if sliding_window
             is set; with use_sliding_window "switched" (all), "late" (from max_window_layers) or "unrotated" (those
             without RoPE); "pattern" (all except every n-th: sliding_window_pattern).
-        expert_width: the name of the field with an expert's width; None: no experts.
+        experts: None: no experts.
+        qk_norm_field: whether q and k are normed as qk_norm says; "": always.
         activation_field: which field names the activation; `activation`: where no field does.
     """
 
@@ -58,11 +92,13 @@ class Family(Traits):
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     has_partial_rope: bool = False
+    has_query_scale: bool = False
     has_mrope: bool = False
     has_local_rope: bool = False
     has_scaled_embedding: bool = False
     windows: str = "none"
-    expert_width: str | None = None
+    experts: ExpertFields | None = None
+    qk_norm_field: str = ""
     activation_field: str = "hidden_act"
     activation: str | None = None
 
@@ -99,6 +135,17 @@ _GLM: dict[str, Any] = {
     "has_fused_gate_up": True,
     "are_pairs_adjacent": True,
 }
+_DEEPSEEK_EXPERTS = ExpertFields(
+    count=("n_routed_experts", "num_local_experts"),
+    shared_count="n_shared_experts",
+    normalized="norm_topk_prob",
+    scale="routed_scaling_factor",
+    scoring="sigmoid",
+    has_choice_bias=True,
+    is_router_float=True,
+    has_groups=True,
+    dense="first",
+)
 
 FAMILIES = (
     Family(architecture="LlamaForCausalLM", model_type="llama", biases=_BIASES),
@@ -144,6 +191,27 @@ FAMILIES = (
         architecture="MistralForCausalLM",
         model_type="mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        windows="all",
+    ),
+    Family(
+        architecture="Ministral3ForCausalLM",
+        model_type="ministral3",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        has_query_scale=True,
         windows="all",
     ),
     Family(
@@ -297,7 +365,7 @@ FAMILIES = (
             "num_experts_per_tok": 2,
         },
         windows="all",
-        expert_width="intermediate_size",
+        experts=ExpertFields(width="intermediate_size"),
     ),
     Family(
         architecture="Qwen3MoeForCausalLM",
@@ -313,7 +381,76 @@ FAMILIES = (
         biases=_ATTENTION_BIAS,
         qk_norm="head",
         windows="switched",
-        expert_width="moe_intermediate_size",
+        experts=ExpertFields(normalized="norm_topk_prob", dense="steps"),
+    ),
+    Family(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32_768,
+            "qkv_bias": True,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "decoder_sparse_step": 1,
+        },
+        biases={"qkv_bias": ("qkv",)},
+        experts=ExpertFields(
+            shared_width="shared_expert_intermediate_size",
+            has_shared_gate=True,
+            normalized="norm_topk_prob",
+            dense="steps",
+        ),
+    ),
+    Family(
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        biases={"attention_bias": ("qkv",)},
+        qk_norm="head",
+        qk_norm_field="use_qk_norm",
+        has_partial_rope=True,
+        experts=_DEEPSEEK_EXPERTS,
+    ),
+    Family(
+        architecture="Ernie4_5_MoeForCausalLM",
+        model_type="ernie4_5_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+        biases={"use_bias": ("qkv", "output", "mlp")},
+        are_pairs_adjacent=True,
+        experts=ExpertFields(
+            count=("moe_num_experts", "num_experts"),
+            active="moe_k",
+            shared_count="moe_num_shared_experts",
+            has_choice_bias=True,
+            is_router_float=True,
+            dense="ernie",
+        ),
     ),
     Family(
         architecture="GptOssForCausalLM",
@@ -342,7 +479,7 @@ FAMILIES = (
         neutral={"swiglu_alpha": (1.702, None), "swiglu_limit": (7, 7.0, None)},
         has_sinks=True,
         windows="pattern",
-        expert_width="intermediate_size",
+        experts=ExpertFields(width="intermediate_size"),
         activation="clamped_swiglu",
     ),
 )
@@ -366,7 +503,7 @@ class TextTower:
 
 TEXT_TOWERS = {
     "Gemma3ForConditionalGeneration": TextTower("gemma3", ("gemma3_text",), True),
-    "Mistral3ForConditionalGeneration": TextTower("mistral3", ("mistral",), True),
+    "Mistral3ForConditionalGeneration": TextTower("mistral3", ("mistral", "ministral3"), True),
     "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2_5_vl", ("qwen2_5_vl_text",), False),
     "Qwen3VLForConditionalGeneration": TextTower("qwen3_vl", ("qwen3_vl_text",), False),
 }

@@ -435,7 +435,8 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
 
 def _layer_width(model: ModelConfig) -> int:
     """Numbers per token in all tensors of a layer."""
-    return 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
+    inner = max(model.intermediate_size, model.experts.shared_size if model.experts is not None else 0)
+    return 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * inner
 
 
 def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:

@@ -20,14 +20,31 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 MXFP4_SCALE_BIAS = 127  # a scale is 2 ** (byte - 127): section 5.4.1, E8M0
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-MATRICES = ("qkv", "output", "gate_up", "down")  # may be quantised; routers stay: their choices matter more than bytes
+# May be quantised; routers stay: their choices matter more than bytes.
+ATTENTION_MATRICES = ("qkv", "output")
+MLP_MATRICES = ("gate_up", "down", "shared_gate_up", "shared_down")  # the last two of experts alone
 Empty = Callable[[tuple[int, ...]], Tensor]
 
-# family -> the router, and of each expert gate, up and down
+
+@dataclass(frozen=True, slots=True)
+class _ExpertNames:
+    """What checkpoints call the parts of a mixture of experts; projections are gate, up and down."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts.{}.{}"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+
+
+# by ExpertsConfig.layout
 _NAMES = {
-    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp.gate", "mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": _ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
+    "qwen2_moe": _ExpertNames(shared="mlp.shared_expert"),
+    "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
 }
+_USUAL_NAMES = _ExpertNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +62,7 @@ class Target:
         stored_shape: the checkpoint's tensor; None: the shape of `into`.
         is_packed: stored as bytes, not as floats.
         is_scale: multiplies what another tensor has written, so it is read last.
-        matrix: which of MATRICES the rows belong to; None: none, or a bias.
+        matrix: which matrix (see matrices) the rows belong to; None: none, or a bias.
     """
 
     into: Tensor
@@ -144,14 +161,18 @@ def write_mxfp4_scales(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """A router and its experts; families without biases have None."""
+    """A router and its experts; what the family lacks is None."""
 
-    router: Tensor  # [experts, hidden]
+    router: Tensor  # [experts, hidden]; see ExpertsConfig.is_router_float
     router_bias: Tensor | None  # [experts]
     gate_up: Weight  # [experts, 2 * width, hidden]
     gate_up_bias: Tensor | None  # [experts, 2 * width]
     down: Weight  # [experts, hidden, width]
     down_bias: Tensor | None  # [experts, hidden]
+    choice_bias: Tensor | None = None  # [experts], float32
+    shared_gate_up: Weight | None = None  # [2 * shared width, hidden]
+    shared_down: Weight | None = None  # [hidden, shared width]
+    shared_gate: Tensor | None = None  # [1, hidden]
 
 
 @dataclass(slots=True)
@@ -312,25 +333,41 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
 
 def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWeights:
     num_experts, width = config.num_experts, config.intermediate_size
+    router, shared = empty((num_experts, hidden)), config.shared_size
     return ExpertWeights(
-        router=empty((num_experts, hidden)),
+        router=router.float() if config.is_router_float else router,
         router_bias=empty((num_experts,)) if config.has_bias else None,
         gate_up=empty((num_experts, 2 * width, hidden)),
         gate_up_bias=empty((num_experts, 2 * width)) if config.has_bias else None,
         down=empty((num_experts, hidden, width)),
         down_bias=empty((num_experts, hidden)) if config.has_bias else None,
+        choice_bias=empty((num_experts,)).float() if config.has_choice_bias else None,
+        shared_gate_up=empty((2 * shared, hidden)) if shared else None,
+        shared_down=empty((hidden, shared)) if shared else None,
+        shared_gate=empty((1, hidden)) if config.has_shared_gate else None,
     )
 
 
 def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
     if config.layout == "gpt_oss":
         return _gpt_oss_targets(config, weights)
-    router, form, names = _NAMES[config.layout]
-    targets = {f"{router}.weight": Target(weights.router)}
+    names = _NAMES.get(config.layout, _USUAL_NAMES)
+    targets = {f"{names.router}.weight": Target(weights.router)}
     for expert in range(config.num_experts):
         rows = (*floats(weights.gate_up)[expert].chunk(2), floats(weights.down)[expert])
-        for name, into, matrix in zip(names, rows, ("gate_up", "gate_up", "down"), strict=True):
-            targets[f"{form.format(expert, name)}.weight"] = Target(into, matrix=matrix)
+        for name, into, matrix in zip(names.projections, rows, ("gate_up", "gate_up", "down"), strict=True):
+            targets[f"{names.experts.format(expert, name)}.weight"] = Target(into, matrix=matrix)
+    if weights.choice_bias is not None:
+        # ERNIE's is [1, experts]
+        into = weights.choice_bias.unsqueeze(0) if config.layout == "ernie4_5_moe" else weights.choice_bias
+        targets[names.choice_bias] = Target(into)
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        rows = (*floats(weights.shared_gate_up).chunk(2), floats(weights.shared_down))
+        matrices = ("shared_gate_up", "shared_gate_up", "shared_down")
+        for name, into, matrix in zip(names.projections, rows, matrices, strict=True):
+            targets[f"{names.shared}.{name}.weight"] = Target(into, matrix=matrix)
+    if weights.shared_gate is not None:
+        targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)
     return targets
 
 
@@ -357,5 +394,6 @@ def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
 
 
 def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | MlpWeights | ExpertWeights, str]]:
-    """What may be quantised: owner and attribute, in the order of MATRICES."""
-    return list(zip((layer, layer, layer.mlp, layer.mlp), MATRICES, strict=True))
+    """What may be quantised: owner and attribute."""
+    mlp = [(layer.mlp, name) for name in MLP_MATRICES if getattr(layer.mlp, name, None) is not None]
+    return [*((layer, name) for name in ATTENTION_MATRICES), *mlp]

@@ -147,7 +147,8 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
         raise bad_checkpoint(f"{checkpoint.path}: {len(missing)} tensors are missing: {named_tensors(missing)}.")
     tied = {HEAD} if config.tie_embeddings else set()
     extra_biases = _extra_biases(checkpoint, wanted)
-    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - extra_biases
+    drafts = {name for name in checkpoint.tensors if name.startswith(_draft_prefixes(config))}
+    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - extra_biases - drafts
     buffers = sorted(name for name in unwanted if is_buffer(name, checkpoint.tensors[name].shape))
     unexpected = sorted(unwanted.difference(buffers))
     if unexpected:
@@ -166,6 +167,12 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
                 f"{header.file}: {name} is stored as {header.format}, which is not the format config.json says."
             )
     return extra_biases
+
+
+def _draft_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Of layers that predict later tokens: behind the others, or ERNIE's."""
+    layers = range(config.num_layers, config.num_layers + config.num_draft_layers)
+    return (*(f"model.layers.{index}." for index in layers), *(("model.mtp_",) if layers else ()))
 
 
 def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch.device) -> str | None:

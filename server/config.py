@@ -42,6 +42,7 @@ from server.listening.sockets import (
     unix_mode_value,
 )
 from server.observing.slo import NO_PROMISES, SloRules
+from server.upstream.settings import ModelSettings
 from server.values import (
     HubId,
     choice_of,
@@ -586,11 +587,19 @@ class ServerConfig:
     slo: SloRules = NO_PROMISES
     """[slo]"""
 
+    models: tuple[ModelSettings, ...] = ()
+    """[[models]]"""
+
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, variable or key of the file that set it."""
 
     warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """What the operator should change before the next release."""
+
+    @property
+    def has_engine(self) -> bool:
+        """A model is computed in this process: the one that is named, or the embedded one if there are no others."""
+        return self.model is not None or not self.models
 
     @property
     def context_origin(self) -> str:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import ClassVar
 
 import msgspec
 
@@ -39,6 +40,7 @@ class Prepared:
     prompts: list[tuple[int, ...]]
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
+    tells_tokens: ClassVar[bool] = True
 
     @property
     def continues_text(self) -> bool:
@@ -233,6 +235,9 @@ class PromptReader:
         if grammar is not None or thought.most_tokens is not None:
             held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens)
         return replace(prepared, grammar=held)
+
+    def surface_of(self, surface: Surface) -> Surface:
+        return surface
 
     def follow_thought(self, call: GenerationCall) -> ThoughtFollower | None:
         """What follows the thought of one of its answers."""

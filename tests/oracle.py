@@ -199,6 +199,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             },
         },
     ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        "Ministral3Config",
+        {
+            **_HEADS,
+            "head_dim": 24,
+            "rope_parameters": {
+                **_YARN_ROPE,
+                "original_max_position_embeddings": 24,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_HEADS, "head_dim": 24}),
     "olmo3": (
         "Olmo3ForCausalLM",
@@ -266,6 +281,41 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {
+            **_HEADS,
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        {
+            **_HEADS,
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": 0,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {**_HEADS, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2, "num_hidden_layers": 3},
+    ),
     "gpt_oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -296,7 +346,7 @@ def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB")
     torch.manual_seed(sum(map(ord, family)))
     config = getattr(transformers, config_class)(**{**_SMALL, **differences})
     model = getattr(transformers, model_class)(config)
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, std=0.2)
         elif "norm" in name:

@@ -509,7 +509,7 @@ class GroupedExperts:
 
     def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, router: Linear) -> None:
         self._config = config
-        self._router = router
+        self._router, self._choice_bias = router, weights.choice_bias
         self._gated = gated
         self._gate_up = as_matrix(weights.gate_up, weights.gate_up_bias)
         self._down = as_matrix(weights.down, weights.down_bias)
@@ -520,7 +520,7 @@ class GroupedExperts:
         num_active, num_tokens = self._config.num_active, x.shape[0]
         if not num_tokens:
             return x
-        shares, chosen = shares_of(self._router(x), num_active, self._config.is_normalized)
+        shares, chosen = shares_of(self._router(x), self._config, self._choice_bias)
         by_expert, pairs = chosen.flatten().sort(stable=True)  # [tokens * active]: expert, index of (token, choice)
         ends = torch.searchsorted(by_expert, self._experts, right=True)  # [experts]: where each one's pairs end
         inner = self._multiply(x, self._gate_up, pairs, ends, num_active)

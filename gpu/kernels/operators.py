@@ -20,7 +20,7 @@ from gpu.kernels.matmul import GroupedExperts, Matmul, can_group, can_multiply, 
 from gpu.kernels.rows import DeviceRows, embed_rows
 from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, HEAD_WARPS, heads_at_once, next_power_of_two, row_warps
 from gpu.kv_cache import LayerKV
-from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
+from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated, router_of
 from gpu.linear import Embed, Linear, MatmulChoices, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parameters import ExpertWeights
@@ -212,7 +212,7 @@ class TritonOperators(Operators):
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         if not can_group(weights):
             return super().experts(config, weights, gated)
-        return GroupedExperts(config, weights, gated, self.linear(weights.router, weights.router_bias))
+        return GroupedExperts(config, weights, gated, router_of(config, weights, self.linear))
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         return self.embedding(embedding), self.linear(embedding, None)

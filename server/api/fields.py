@@ -214,6 +214,7 @@ def generation_call(
     num_logprobs: int | None,
     echo: bool = False,
     text_format: ResponseFormat | None = None,
+    format_param: str = "text.format",
     **own: Any,
 ) -> GenerationCall:
     """The call that a surface's fields ask for, with the model's defaults where they are silent.
@@ -221,7 +222,7 @@ def generation_call(
     Args:
         max_tokens: None: as many as the model's defaults or the context allow.
         num_logprobs: asked for beside each token; None: no logprobs.
-        text_format: responses' text.format.
+        text_format, format_param: what the answer's text is held to, where a surface has its own field for it.
         own: fields of GenerationCall that only this surface has.
 
     Raises:
@@ -231,7 +232,7 @@ def generation_call(
     options = fields.stream_options or StreamOptions()
     includes_usage = bool(options.include_usage)
     wishes = TokenWishes(num_logprobs, counts_usage=includes_usage and bool(options.continuous_usage_stats))
-    constraint = constraint_of(fields, text_format, "text.format")
+    constraint = constraint_of(fields, text_format, format_param)
     if isinstance(fields, ChoiceFields):
         _check_prompt_logprobs(fields, num_logprobs if echo else None, limits)
         constraint = constraint_of(fields, fields.response_format)

@@ -53,6 +53,12 @@ class ThinkingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Budget | None = None
+    display: str | None = None
+
+    @property
+    def is_on(self) -> bool | None:
+        """None: as the model has it."""
+        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class ThoughtFields(Protocol):
@@ -77,23 +83,24 @@ class ThoughtFields(Protocol):
 def thought_wishes(
     fields: ThoughtFields, style: ThoughtStyle | None
 ) -> tuple[ThoughtWishes | None, dict[str, Any] | None]:
-    """What a request says of the model's thought (None: the model has none), and the chat template's variables.
+    """What the fields ask of the model's thought.
 
     Raises:
         InvalidRequest: an unknown effort, or two fields that contradict each other.
+
+    Returns:
+        None: the model has none; the chat template's variables.
     """
     reasoning, thinking = fields.reasoning or ReasoningOptions(), fields.thinking
     efforts = {"reasoning_effort": fields.reasoning_effort, "reasoning.effort": reasoning.effort}
     effort = _only(efforts)
-    if effort is not None and effort not in EFFORTS:
-        param = next(param for param, value in efforts.items() if value == effort)
-        raise InvalidRequest(f"{param} must be one of {', '.join(EFFORTS)}.", param)
+    param = "reasoning_effort" if fields.reasoning_effort else "reasoning.effort"
     is_on = _only(
         {
             "enable_thinking": fields.enable_thinking,
-            "thinking.type": None if thinking is None else thinking.type != "disabled",
+            "thinking.type": None if thinking is None else thinking.is_on,
             "reasoning.enabled": reasoning.enabled,
-            "reasoning_effort" if fields.reasoning_effort else "reasoning.effort": effort and effort != "none",
+            param: None if effort is None else effort != "none",
         }
     )
     most_tokens = _only(
@@ -104,8 +111,30 @@ def thought_wishes(
         }
     )
     is_hidden = fields.include_reasoning is False or reasoning.exclude is True
+    return wishes_of(style, fields.chat_template_kwargs, is_on, effort, param, most_tokens, not is_hidden)
+
+
+def wishes_of(
+    style: ThoughtStyle | None,
+    given: dict[str, Any] | None,
+    is_on: bool | None = None,
+    effort: str | None = None,
+    param: str = "reasoning_effort",
+    most_tokens: int | None = None,
+    is_shown: bool = True,
+) -> tuple[ThoughtWishes | None, dict[str, Any] | None]:
+    """
+    Args:
+        given: variables of the template that the request names itself.
+        is_on: None: as the template has it.
+        param: the field that has the effort.
+
+    Raises, Returns: as thought_wishes.
+    """
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidRequest(f"{param} must be one of {', '.join(EFFORTS)}.", param)
     if style is None:
-        return None, fields.chat_template_kwargs
+        return None, given
     variables: dict[str, Any] = {}
     if is_on is not None and style.switch is not None:
         variables[style.switch] = is_on
@@ -113,8 +142,8 @@ def thought_wishes(
         most_tokens = 0  # the template cannot turn it off
     if effort is not None and style.takes_effort and (effort != "none" or style.name == HARMONY):
         variables["reasoning_effort"] = _HARMONY_EFFORTS.get(effort, effort) if style.name == HARMONY else effort
-    wishes = ThoughtWishes(style=style, is_shown=not is_hidden, most_tokens=most_tokens)
-    return wishes, variables | (fields.chat_template_kwargs or {}) or None
+    wishes = ThoughtWishes(style=style, is_shown=is_shown, most_tokens=most_tokens)
+    return wishes, variables | (given or {}) or None
 
 
 def _only(given: Mapping[str, T | None]) -> T | None:

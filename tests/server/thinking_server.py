@@ -71,7 +71,7 @@ class ThinkingServer:
             "tool_style": tool_style_of(chat_template),
             "thought_style": thought_style_of(chat_template),
         }
-        server.generations.reader = PromptReader(
+        made = PromptReader(
             cards=reader.cards,
             tokenizer=TOKENIZER,
             chat_template=chat_template,
@@ -84,6 +84,7 @@ class ThinkingServer:
             eos_ids=(EOS_ID,),
             thoughts=vocabulary_of(styles["thought_style"], TOKENIZER, (EOS_ID,)),
         )
+        server.generations.own = server.generations.known_own._replace(reader=made)
 
     def ask(self, data: bytes, script: str | Sequence[int] | None) -> Any:
         """The answer, of a model that says the script; None: anything."""
