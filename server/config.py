@@ -249,6 +249,12 @@ class ServerConfig:
         "quantize the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as"
         " they are. int4 is for few sequences at once. steploop doctor --quality measures what it costs",
     )
+    activations: str = _ENGINE(
+        "auto",
+        _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
+        "a GGUF file's quantized matrices on a CPU: int8 multiplies them as they are stored, with rows in 8 bits; bf16"
+        " turns them into the serving format while they load; auto is int8 where the CPU has the instructions",
+    )
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
     )

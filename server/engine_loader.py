@@ -39,6 +39,7 @@ from server.observing.logs import LoggedLines, LogHandler
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
+    from gpu.memory_plan import MemoryPlan
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
@@ -246,6 +247,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "device": f"{plan.device.device}: {plan.device.device_reason}",
         "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
         "tools": _shown_tools(files),
+        "formats": _shown_formats(files.path, part, plan) if files.path.is_file() else None,
         "thoughts": _shown_thoughts(files),
         "weights": format_size(plan.weights_bytes),
         "activations": f"{format_size(plan.activation_bytes)} at most",
@@ -258,6 +260,15 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
     return tuple(Fact(name, value) for name, value in facts.items() if value is not None)
+
+
+def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
+    from gpu.blocks import why_not_in_place
+    from gpu.checkpoint import open_checkpoint
+    from gpu.weights import describe_blocks
+
+    why_not = why_not_in_place(model, plan.engine, plan.device.device, plan.device.dtype)
+    return describe_blocks(open_checkpoint(file), why_not)
 
 
 def _shown_tools(files: ModelFiles) -> str:

@@ -33,8 +33,15 @@ _GREEDY_TEMPERATURE = 1e-4
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
+    """
+    Args:
+        adds_special_tokens: as the model wants them around a raw text.
+        suffix: the text behind the answer; None: the answer goes on with `text`.
+    """
+
     text: str
-    adds_special_tokens: bool = True  # as the model wants them around a raw text
+    adds_special_tokens: bool = True
+    suffix: str | None = None
 
 
 class IdsPrompt(msgspec.Struct, frozen=True):

@@ -70,6 +70,7 @@ class ChatBody(OllamaFields, frozen=True, kw_only=True):
 class GenerateBody(OllamaFields, frozen=True, kw_only=True):
     prompt: str
     system: str | None = None
+    suffix: str | None = None
     raw: bool | None = None
 
 
@@ -88,9 +89,10 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = _decode(body, GenerateBody)
     model, defaults = defaults_of(_name(wire.model))
     prompt: ChatPrompt | TextPrompt
-    thought, variables = _thought(wire, None if wire.raw else defaults.thought_style)
-    if wire.raw:
-        prompt = TextPrompt(wire.prompt)
+    is_raw = bool(wire.raw or wire.suffix)
+    thought, variables = _thought(wire, None if is_raw else defaults.thought_style)
+    if is_raw:
+        prompt = TextPrompt(wire.prompt, suffix=wire.suffix or None)
     else:
         system = [Message(role="system", content=wire.system)] if wire.system else []
         turn = Message(role="user", content=wire.prompt)
