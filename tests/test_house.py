@@ -22,7 +22,7 @@ BUDGETS = {
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
-    "server/upstream": (1560, 6),
+    "server/upstream": (1640, 6),
     "server/wire": (4800, 14),
     "core": (11_600, 31),
     "gpu": (8240, 29),
