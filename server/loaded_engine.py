@@ -7,10 +7,13 @@ from functools import cache, partial
 from hashlib import sha256
 from typing import Any
 
+from msgspec import structs
+
 from core.chat_template import ChatTemplate
 from core.engine import Engine
 from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
+from core.thought_grammar import ThoughtVocabulary
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
 from core.tool_formats import ANY_FORMAT
@@ -60,7 +63,11 @@ LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], No
 
 
 def prompt_reader(
-    loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits, tool_format: str = ANY_FORMAT
+    loaded: LoadedEngine,
+    clock: Clock,
+    request_limits: RequestLimits,
+    tool_format: str = ANY_FORMAT,
+    aliases: Sequence[str] = (),
 ) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
@@ -72,7 +79,7 @@ def prompt_reader(
     )
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
-        cards=(card,),
+        cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases)),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
         max_model_len=limits.max_model_len,
@@ -89,6 +96,7 @@ def prompt_reader(
         eos_ids=files.eos_ids,
         make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids)),
         fingerprint=_fingerprint(loaded),
+        thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
     for offered in (None, tools):
         reader.table_with(thought, offered)  # made now: requests find it
@@ -117,12 +125,19 @@ def thought_style_of(template: ChatTemplate) -> ThoughtStyle | None:
     return detect_thought(render)
 
 
+def vocabulary_of(thought: ThoughtStyle, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> ThoughtVocabulary:
+    """What the model's thoughts begin and end with, for a model whose answers end with any of these ids."""
+    return ThoughtVocabulary(thought.name, tokenizer.full_table.token_bytes, _encoder(tokenizer), eos_ids)
+
+
+def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
 def compiler_of(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> GrammarCompiler:
     """For a model whose answers end with any of these ids."""
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return GrammarCompiler(
-        token_bytes, tokenizer.special_ids, eos_ids, lambda text: tokenizer.encode(text, add_special_tokens=False)
-    )
+    return GrammarCompiler(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer))
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:

@@ -5,8 +5,8 @@ Nothing here waits or changes anything: a long body is read on another thread (G
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ClassVar
 
@@ -16,7 +16,8 @@ from core.chat_template import ChatTemplate, max_text_chars
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
-from core.thoughts import ThoughtFollower, follower, thought_start
+from core.thought_grammar import AfterThought, ThoughtVocabulary
+from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.tool_formats import markers_of, thought_markers_of
@@ -38,7 +39,7 @@ class Prepared:
     call: GenerationCall
     prompts: list[tuple[int, ...]]
     table: TokenTable
-    grammar: Grammar | None = None
+    grammar: Grammar | AfterThought | None = None
     tells_tokens: ClassVar[bool] = True
 
     @property
@@ -55,6 +56,7 @@ class PromptReader:
         cards: what /v1/models shows, one per name.
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
+        thoughts: of that vocabulary; None: the model writes none.
         fingerprint: of the model and of what computes it.
     """
 
@@ -69,10 +71,11 @@ class PromptReader:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
+    thoughts: ThoughtVocabulary | None = None
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
-        return tuple(card for card in self.cards if tenant.models is None or card.id in tenant.models)
+        return usable(self.cards, tenant)
 
     def prepare(self, surface: Surface, body: bytes, tenant: Tenant, marks: StageMarks) -> Prepared:
         """Parse and tokenize a request's body.
@@ -234,6 +237,20 @@ class PromptReader:
         own = {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), "stop_token_ids": stop_ids}
         return msgspec.structs.replace(call.sampling, **own)
 
+    def held(self, prepared: Prepared, grammar: Grammar | None) -> Prepared:
+        """With what holds the answers: a grammar begins where their thought ends.
+
+        Args:
+            grammar: compiled, of the call's constraint.
+        """
+        thought = prepared.call.thought
+        held: Grammar | AfterThought | None = grammar
+        if self.thoughts is None or thought is None or thought.start is ThoughtStart.CLOSED:
+            return replace(prepared, grammar=grammar)
+        if grammar is not None or thought.most_tokens is not None:
+            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens)
+        return replace(prepared, grammar=held)
+
     def surface_of(self, surface: Surface) -> Surface:
         return surface
 
@@ -277,18 +294,24 @@ def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCal
     return msgspec.structs.replace(call, thought=msgspec.structs.replace(call.thought, start=start))
 
 
+def usable(models: Iterable[ServedModel], tenant: Tenant) -> tuple[ServedModel, ...]:
+    """Those that the tenant may use, under the names that it may ask for: with a model, all of its names."""
+    allowed = tenant.models
+    return tuple(one for one in models if allowed is None or one.id in allowed or one.name in allowed)
+
+
 def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
     """The model that a request names.
 
     Args:
         models: those that its caller may use.
-        name: None: the only one.
+        name: None: the only one, by its own name.
 
     Raises:
         InvalidRequest: no name, and several models.
         ServiceError: none of the models has that name; the message lists them.
     """
-    if name is None and len(models) > 1:
+    if name is None and len({model.name for model in models}) > 1:
         names = ", ".join(model.id for model in models)
         raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
     for model in models:
@@ -302,6 +325,11 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
             f"{what} that you may use: your tenant may use none of the models that are served here. Ask the operator."
         )
     raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
+
+
+def own_name(models: Sequence[ServedModel], name: str) -> str:
+    """The model's own name, whichever of its names was asked for."""
+    return next(model.name for model in models if model.id == name)
 
 
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
