@@ -68,7 +68,7 @@ def computing(
 
     async def compute(exchange: Exchange) -> None:
         check_media_type(exchange.request)
-        served, cards, sharing_name = exchange.server.served, exchange.cards, exchange.known_caller.sharing_name
+        served, cards, sharing_name = exchange.server.served, exchange.own_cards, exchange.known_caller.sharing_name
         reader = served.reader
         most_bytes = BODY_BYTES + MAX_ID_BYTES * reader.max_model_len if bounds_body else math.inf
         exchange.enter(Stage.BODY)
@@ -158,7 +158,7 @@ def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
     async def describe(exchange: Exchange) -> None:
         card = exchange.server.card
         assert card is not None, "it comes with the model"
-        exchange.send(reply(structs.replace(card, model=find_model(exchange.cards[:1], None))))
+        exchange.send(reply(structs.replace(card, model=find_model(exchange.described_cards[:1], None))))
 
     return describe
 
@@ -190,7 +190,7 @@ async def show_ollamas_model(exchange: Exchange) -> None:
 
 async def show_tokenizer_info(exchange: Exchange) -> None:
     """The special tokens by name, the chat template and the context, for evaluation tools."""
-    find_model(exchange.cards[:1], None)
+    find_model(exchange.described_cards[:1], None)
     reader = exchange.server.served.reader
     template = reader.chat_template.sources.get("default")
     exchange.send(tokenize.tokenizer_info_reply(reader.tokenizer.special_tokens, template, reader.max_model_len))
