@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import ExpertsConfig, RopeConfig
+from core.config import ExpertsConfig, LatentConfig, RopeConfig
+from gpu.attention import multiply_in_company
 from gpu.linear import Linear, make_linear
-from gpu.parameters import ExpertWeights
+from gpu.parameters import ExpertWeights, LatentWeights
 from gpu.quant import Weight
 
 Gated = Callable[[Tensor], Tensor]
@@ -29,6 +30,7 @@ MakeLinear = Callable[[Weight, Tensor | None], Linear]
 # gpt-oss's swiglu_alpha and swiglu_limit
 SWIGLU_SLOPE = 1.702
 SWIGLU_LIMIT = 7.0
+LATENT_EPS = 1e-6  # of norms within latent attention, whatever rms_norm_eps: DeepSeek's modeling files
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
@@ -168,6 +170,52 @@ def _in_best_groups(choosing: Tensor, config: ExpertsConfig) -> Tensor:
 
 def _row(rows: Tensor | None, index: int) -> Tensor | None:
     return None if rows is None else rows[index]
+
+
+class Latent:
+    """What latent attention computes around the cache: see LatentConfig.
+
+    The matrices that would make every cached token's keys and values multiply the queries and what was attended to
+    instead, which gives the same scores and outputs: all heads attend over the cached vectors themselves.
+    """
+
+    def __init__(self, config: LatentConfig, weights: LatentWeights, make: MakeLinear) -> None:
+        self._config = config
+        self._query_norm, self._norm = weights.query_norm, weights.norm
+        self._query_up = None if weights.query_up is None else make(weights.query_up, None)
+        up = weights.up.view(-1, config.plain_dim + config.value_dim, config.rank)
+        self._key_up = up[:, : config.plain_dim].contiguous()  # [heads, plain_dim, rank]
+        self._value_up = up[:, config.plain_dim :].transpose(1, 2).contiguous()  # [heads, rank, value_dim]
+
+    def queries_and_cached(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            x: [tokens, query_rank or all query heads, and what is cached], of the layer's first matrix.
+            rotation: see Rope; of rope_dim.
+        Returns:
+            queries over what is cached, [tokens, heads, rank + rope_dim]; what is cached, [tokens, 1, rank + rope_dim].
+        """
+        config = self._config
+        query, vector, key = x.split_with_sizes(
+            [x.shape[1] - config.rank - config.rope_dim, config.rank, config.rope_dim], 1
+        )
+        if self._query_up is not None and self._query_norm is not None:
+            query = self._query_up(_latent_norm(query, self._query_norm))
+        query = query.reshape(len(x), -1, config.plain_dim + config.rope_dim)
+        plain, turning = query.split_with_sizes([config.plain_dim, config.rope_dim], 2)
+        over_vectors = multiply_in_company(plain.transpose(0, 1), self._key_up).transpose(0, 1)
+        turned = apply_rope(torch.cat([turning, key.unsqueeze(1)], 1), rotation)  # [tokens, heads + 1, rope_dim]
+        cached = torch.cat([_latent_norm(vector, self._norm).unsqueeze(1), turned[:, -1:]], 2)
+        return torch.cat([over_vectors, turned[:, :-1]], 2), cached
+
+    def values(self, attended: Tensor) -> Tensor:
+        """attended: [tokens, heads * rank]; returns [tokens, heads * value_dim]."""
+        by_head = attended.view(len(attended), -1, self._config.rank).transpose(0, 1)
+        return multiply_in_company(by_head, self._value_up).transpose(0, 1).reshape(len(attended), -1)
+
+
+def _latent_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, LATENT_EPS)
 
 
 class Rope:
