@@ -126,7 +126,7 @@ class WithSharedExpert:
         """x: [tokens, hidden], normed; also returned so."""
         added = self._shared(x)
         if self._gate is not None:
-            added = added * torch.sigmoid(self._gate(x))
+            added = added * sigmoid(self._gate(x))
         return added.add_(self._experts(x))
 
 
@@ -147,7 +147,8 @@ def shares_of(scores: Tensor, config: ExpertsConfig, choice_bias: Tensor | None 
     Source of groups: DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; of the bias and sigmoids: DeepSeek-V3
     (arXiv:2412.19437), section 2.1.2.
     """
-    likely = scores.float().sigmoid() if config.scoring == "sigmoid" else scores.float().softmax(-1)
+    scores = scores.float()
+    likely = sigmoid(scores) if config.scoring == "sigmoid" else scores.softmax(-1)
     choosing = likely if choice_bias is None else likely + choice_bias
     if config.num_active_groups < config.num_groups:
         choosing = _in_best_groups(choosing, config)
@@ -157,6 +158,11 @@ def shares_of(scores: Tensor, config: ExpertsConfig, choice_bias: Tensor | None 
     if config.is_normalized:
         shares = shares / shares.sum(-1, keepdim=True)
     return shares if config.scale == 1 else shares * config.scale, chosen
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The same bits in any company: torch's own computes what does not fill a vector by another function."""
+    return torch.stack([x, torch.zeros_like(x)], -1).softmax(-1)[..., 0]
 
 
 def _in_best_groups(choosing: Tensor, config: ExpertsConfig) -> Tensor:
