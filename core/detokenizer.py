@@ -74,6 +74,7 @@ class Detokenizer:
         is_plain: nothing is held or to be stripped: the next token's text is its entry in plain_texts.
         plain_texts: by id, texts that depend on no other token; None or IndexError: call push_token.
         num_tokens_kept: tokens up to the one that completed the stop string. Readers of plain_texts must count here.
+        stopped_by: the stop string that was completed.
     """
 
     __slots__ = (
@@ -91,6 +92,7 @@ class Detokenizer:
         "is_stopped",
         "num_tokens_kept",
         "plain_texts",
+        "stopped_by",
     )
 
     stop_reason = FinishReason.STOP  # of a sequence whose text is stopped
@@ -103,7 +105,8 @@ class Detokenizer:
         min_tokens: int = 0,
         thought: ThoughtFollower | None = None,
     ) -> None:
-        self.is_stopped = False  # a stop string was completed
+        self.is_stopped = False
+        self.stopped_by: str | None = None
         self.num_tokens_kept = 0
         self._min_tokens = min_tokens
         self._table = table
@@ -204,8 +207,9 @@ class Detokenizer:
             text = self._held + text
         elif not any(first in text for first in self._stop_firsts):
             return text
-        end = _first_stop(text, self._stop, num_held) if self.num_tokens_kept > self._min_tokens else None
-        if end is not None:
+        found = _first_stop(text, self._stop, num_held) if self.num_tokens_kept > self._min_tokens else None
+        if found is not None:
+            end, self.stopped_by = found
             self.is_stopped = True
             self._held = ""
             return text[:end]
@@ -225,15 +229,15 @@ def _num_leading_spaces(text: str, limit: int) -> int:
     return min(limit, len(text) - len(text.lstrip(" ")))
 
 
-def _first_stop(text: str, stop: tuple[str, ...], num_old: int) -> int | None:
-    """Where the stop string begins that is completed first, the longest of several; None without one.
+def _first_stop(text: str, stop: tuple[str, ...], num_old: int) -> tuple[int, str] | None:
+    """Where the stop string begins that is completed first, the longest of several, and which; None without one.
 
     Args:
         num_old: leading characters in which no stop string is completed.
     """
     starts = ((string, text.find(string, max(0, num_old - len(string) + 1))) for string in stop)
-    found = [(at + len(string), at) for string, at in starts if at >= 0]
-    return min(found)[1] if found else None
+    found = [(at + len(string), at, string) for string, at in starts if at >= 0]
+    return min(found)[1:] if found else None
 
 
 def _num_held_back(text: str, stop: tuple[str, ...]) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.config import ExpertsConfig, LatentConfig, ModelConfig
+from gpu.blocks import BlockWeight
 from gpu.quant import Weight, floats
 
 MXFP4_BLOCK = 32  # numbers that share a scale
@@ -221,10 +222,10 @@ class LayerWeights:
 class ModelWeights:
     """All parameters; the layers' matrices may be quantised."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | BlockWeight  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]; see LayerWeights
-    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    lm_head: Tensor | BlockWeight  # [vocab, hidden]; the embedding itself when tied
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[ModelWeights, Targets]:
@@ -394,8 +395,8 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
         targets[names.choice_bias] = Target(into)
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         rows = (*floats(weights.shared_gate_up).chunk(2), floats(weights.shared_down))
-        matrices = ("shared_gate_up", "shared_gate_up", "shared_down")
-        for name, into, matrix in zip(names.projections, rows, matrices, strict=True):
+        owners = ("shared_gate_up", "shared_gate_up", "shared_down")
+        for name, into, matrix in zip(names.projections, rows, owners, strict=True):
             targets[f"{names.shared}.{name}.weight"] = Target(into, matrix=matrix)
     if weights.shared_gate is not None:
         targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)

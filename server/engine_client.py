@@ -46,6 +46,7 @@ from core.types import (
 )
 from server.gate.text_rules import Matcher, ScreenedDetokenizer, TextScreen
 from server.observing.metrics import Histogram
+from server.observing.timing import Stage
 from server.wire.messages import TextWriter
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,14 @@ class DeltaSink(Protocol):
 
     def on_engine_mark(self, mark: EngineMark) -> None:
         """One of its requests has passed a stage before its first token."""
+        ...
+
+    def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
+        """Likewise, of one that an upstream answers."""
+        ...
+
+    def fail(self, error: ServiceError) -> None:
+        """The answer breaks off; on_end still comes."""
         ...
 
     def on_end(self, usage: Usage, error: str | None) -> None:
@@ -179,7 +188,12 @@ class RequestSequence:
             self.logprobs.clear()
         num_new, self.num_unreported = self.num_unreported, 0
         return Delta(
-            text=text, num_tokens=num_new, logprobs=logprobs, stop_logprobs=stop_logprobs, finish_reason=reason
+            text=text,
+            num_tokens=num_new,
+            logprobs=logprobs,
+            stop_logprobs=stop_logprobs,
+            finish_reason=reason,
+            stop_string=None if reason is None else self.detokenizer.stopped_by,
         )
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import ClassVar
 
 import msgspec
 
@@ -38,6 +39,7 @@ class Prepared:
     prompts: list[tuple[int, ...]]
     table: TokenTable
     grammar: Grammar | None = None
+    tells_tokens: ClassVar[bool] = True
 
     @property
     def continues_text(self) -> bool:
@@ -131,9 +133,18 @@ class PromptReader:
         if isinstance(prompt, IdsPrompt):
             return prompt.ids
         if isinstance(prompt, TextPrompt):
-            self._check_length(prompt.text, param)
+            self._check_length(prompt.text + (prompt.suffix or ""), param)
+            if prompt.suffix is not None:
+                return self._encode_around(prompt, prompt.suffix)
             return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
         return tuple(self.tokenizer.encode_chat(self._rendered(prompt)))
+
+    def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
+        ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens)
+        if ids is None:
+            message = "This model's tokenizer has no marks for a text between two others. Leave suffix out."
+            raise InvalidRequest(message, "suffix", "unsupported_parameter")
+        return tuple(ids)
 
     def _rendered(self, prompt: ChatPrompt, marks: StageMarks | None = None) -> str:
         """The text that the chat template makes of the prompt."""
@@ -177,7 +188,9 @@ class PromptReader:
         if isinstance(prompt, ChatPrompt):
             texts = [text for message in prompt.messages for name, text in message.items() if name != "role"]
             return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
-        return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
+        if isinstance(prompt, TextPrompt):
+            return [prompt.text] if prompt.suffix is None else [prompt.text, prompt.suffix]
+        return [self.tokenizer.decode(prompt.ids)]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:
         """The engine's requests, one for each prompt.
@@ -215,7 +228,14 @@ class PromptReader:
             but = f"min_tokens is {min_tokens}, and the prompt of {num_prompt_tokens} leaves {max_tokens}"
             message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
-        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+        prompt, stop_ids = call.prompts[0], call.sampling.stop_token_ids
+        if isinstance(prompt, TextPrompt) and prompt.suffix is not None and not call.sampling.ignore_eos:
+            stop_ids = (*stop_ids, *self.tokenizer.fill_end_ids)
+        own = {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), "stop_token_ids": stop_ids}
+        return msgspec.structs.replace(call.sampling, **own)
+
+    def surface_of(self, surface: Surface) -> Surface:
+        return surface
 
     def follow_thought(self, call: GenerationCall) -> ThoughtFollower | None:
         """What follows the thought of one of its answers."""

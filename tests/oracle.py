@@ -382,12 +382,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB") -> Path:
-    """Save a random float32 model of a family, its biases and norms random too."""
+def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB", **sizes: int) -> Path:
+    """Save a random float32 model of a family, of these sizes beside its own, its biases and norms random too."""
     logging.disable_progress_bar()
     model_class, config_class, differences = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
-    config = getattr(transformers, config_class)(**{**_SMALL, **differences})
+    config = getattr(transformers, config_class)(**{**_SMALL, **differences, **sizes})
     model = getattr(transformers, model_class)(config)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("bias", "sinks")):

@@ -15,22 +15,23 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6600, 22),
-    "server/api": (3300, 13),
+    "server": (7860, 24),
+    "server/api": (4145, 15),
     "server/commands": (1890, 11),
-    "server/gate": (2495, 8),
+    "server/gate": (2505, 8),
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
+    "server/upstream": (1640, 6),
     "server/wire": (4800, 14),
-    "core": (10_705, 30),
-    "gpu": (7890, 28),
-    "gpu/cpu_kernels": (2520, 8),
+    "core": (10_975, 30),
+    "gpu": (8270, 29),
+    "gpu/cpu_kernels": (3320, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
-    "bench": (7869, 30),
+    "bench": (7930, 30),
 }
-TEST_LINES = 54_500
+TEST_LINES = 55_650
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
@@ -40,8 +41,9 @@ ROOMS = (
     ("gate",),
     ("api",),
     ("ledger", "observing"),
+    ("upstream",),
     ("config", "callers"),
-    ("prompts", "output", "engine_client", "engine_thread", "generation"),
+    ("prompts", "output", "engine_client", "engine_thread", "backend", "generation", "relay"),
     ("app", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),

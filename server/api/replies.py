@@ -33,6 +33,7 @@ STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.CANCELLED: (499, "invalid_request_error"),  # nginx's; a status that no SDK retries
     ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.ENGINE: (500, "server_error"),
+    ErrorKind.UPSTREAM: (502, "server_error"),
     ErrorKind.UNAVAILABLE: (503, "service_unavailable_error"),
     ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
@@ -73,6 +74,23 @@ def _error_body(message: str, error_type: str, param: str | None, code: str | No
     return sse.json_line({"error": {"message": message, "type": error_type, "param": param, "code": code}})
 
 
+class ErrorForm(NamedTuple):
+    """How the errors of one API are written.
+
+    Attributes:
+        status: of the error's kind.
+        body: of the error and the request's id.
+        id_header: that has the request's id, beside x-request-id; None: no other.
+    """
+
+    status: Callable[[ServiceError], int]
+    body: Callable[[ServiceError, str], bytes]
+    id_header: bytes | None = None
+
+
+OPENAI_ERRORS = ErrorForm(status_of, lambda error, request_id: error_body(error))
+
+
 def error_event(error: ServiceError) -> bytes:
     """The last event of a stream that breaks off; no [DONE] follows."""
     return sse.event(error_body(error))
@@ -96,6 +114,8 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
 
 
 # A surface.
+
+EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class ReplyContext(msgspec.Struct, frozen=True):
@@ -212,11 +232,13 @@ class Surface(NamedTuple):
 
     Attributes:
         parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
+        media_type: of a stream; other types than events have no comments.
     """
 
     parse: Callable[[bytes, DefaultsOf], GenerationCall]
     stream: Callable[[GenerationCall, ReplyContext], StreamReply]
     whole: Callable[[GenerationCall, ReplyContext], WholeReply]
+    media_type: bytes = EVENTS
 
 
 # Parts of answers.

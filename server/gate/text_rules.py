@@ -263,6 +263,10 @@ class ScreenedDetokenizer:
         self._inner.num_tokens_kept = num_tokens
 
     @property
+    def stopped_by(self) -> str | None:
+        return None if self._screen.is_hit else self._inner.stopped_by
+
+    @property
     def num_thought_tokens(self) -> int:
         return self._inner.num_thought_tokens
 
