@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (7860, 24),
-    "server/api": (4145, 15),
+    "server": (8000, 24),
+    "server/api": (4400, 15),
     "server/commands": (1890, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1570, 6),
@@ -24,7 +24,7 @@ BUDGETS = {
     "server/observing": (1730, 7),
     "server/upstream": (1640, 6),
     "server/wire": (4800, 14),
-    "core": (10_975, 30),
+    "core": (11_240, 30),
     "gpu": (8270, 29),
     "gpu/cpu_kernels": (3320, 9),
     "gpu/kernels": (2825, 7),
