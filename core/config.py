@@ -77,6 +77,7 @@ class EngineConfig:
         inter_token_target: a step with prompts may take so many times as long as its decodes alone, by the step-cost
             model, unless the prompts arrived together with all that decode (core/queue.py); None: no limit.
         forced_tokens: "on": where a grammar leaves one way to go on, its tokens are not sampled one by one; "off".
+        speculation: "auto": drafts of a sequence's next tokens are computed where that saves time, on a CPU; "off".
         overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
         tensor_parallel: devices of this machine that compute the model together.
         graphs: "on": steps are captured as CUDA graphs at start; "lazy": when first needed; "off"; "auto": at start, on
@@ -99,6 +100,7 @@ class EngineConfig:
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
     forced_tokens: str = "on"
+    speculation: str = "auto"
     overlap: str = "auto"
     tensor_parallel: int = 1
     graphs: str = "auto"
