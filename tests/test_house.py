@@ -19,7 +19,7 @@ BUDGETS = {
     "server/api": (4400, 15),
     "server/commands": (1890, 11),
     "server/gate": (2505, 8),
-    "server/ledger": (1570, 6),
+    "server/ledger": (1580, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
     "server/upstream": (1640, 6),
