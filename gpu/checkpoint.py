@@ -10,7 +10,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from core.gguf import BLOCKS, GgufTensor, parse_gguf
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf_model import hugging_face_tensors, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
+from gpu.blocks import PackedBlocks
 from gpu.parameters import Target
 from gpu.prequantized import (
     FP8_FORMAT,
@@ -291,6 +292,21 @@ class TensorSource:
         tensor: torch.Tensor = self._reader(found.file).get_tensor(found.name)
         return tensor
 
+    def blocks(self, name: str, target: Target) -> PackedBlocks:
+        """A GGUF file's quantised matrix, its rows in the target's order, packed."""
+        header = self.checkpoint.tensors[name]
+        stored: Tensor = self._reader(header.file).get_blocks(name)
+        if target.head_dim is not None:
+            into = torch.empty_like(stored)
+            replace(target, into=into).fill(stored)
+            stored = into
+        from gpu.cpu_kernels.block_matmul import pack_blocks  # compiles for seconds, once
+
+        packed = pack_blocks(header.format, stored)
+        del stored  # it may hold pages of the file
+        self._advance(header)
+        return packed
+
     def unpacked(self, name: str) -> UnpackedWeight | Fp8Weight:
         """A prequantized matrix."""
         assert self.checkpoint.packing is not None
@@ -443,11 +459,22 @@ class GgufReader:
         tensor = self._floats(self.tensors[name])
         if is_norm_shifted(name, self._metadata):
             tensor = tensor - 1
+        return self._in_order(name, tensor)
+
+    def get_blocks(self, name: str) -> Tensor:
+        """A quantised matrix as it is stored: [out, bytes of a row]."""
+        found = self.tensors[name]
+        return self._in_order(name, self._content(found).view(found.shape[0], -1))
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
         heads = num_turned_heads(name, self._metadata)
-        return tensor if heads is None else part_halves(tensor, heads)
+        return rows if heads is None else part_halves(rows, heads)
+
+    def _content(self, found: GgufTensor) -> Tensor:
+        return self._bytes[found.offset : found.offset + found.size_bytes]
 
     def _floats(self, found: GgufTensor) -> Tensor:
-        content = self._bytes[found.offset : found.offset + found.size_bytes]
+        content = self._content(found)
         if found.format in FLOATS:
             return _aligned(content).view(FLOATS[found.format]).view(found.shape)
         dequantise = DEQUANTISERS[found.format]

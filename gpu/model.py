@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
 from gpu.attention import RaggedRows, Scores
+from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.layers import Block, Experts, Mlp, Rope, WithSharedExpert
 from gpu.linear import Embed, Linear, make_linear
@@ -181,6 +182,9 @@ class Model:
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
     """Embedding and head; a tied embedding is deleted where its rows are read from the head."""
     embedding, lm_head = weights.embedding, weights.lm_head
+    if isinstance(embedding, BlockWeight):
+        blocks = operators.blocks(embedding, None)
+        return blocks.rows, blocks if lm_head is embedding else operators.linear(lm_head, None)
     if lm_head is embedding:
         del weights.embedding, weights.lm_head
         return operators.tied(embedding)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
+from gpu.blocks import BlockWeight
 from gpu.quant import Weight, floats
 
 MXFP4_BLOCK = 32  # numbers that share a scale
@@ -210,10 +211,10 @@ class LayerWeights:
 class ModelWeights:
     """All parameters; the layers' matrices may be quantised."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | BlockWeight  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]; see LayerWeights
-    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    lm_head: Tensor | BlockWeight  # [vocab, hidden]; the embedding itself when tied
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[ModelWeights, Targets]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
+from core.tool_formats import ANY_FORMAT, FORMATS, HARMONY
 from server.api.fields import RequestLimits
 from server.gate.cross_origin import origin_value
 from server.gate.identity import WAYS, way_value
@@ -222,6 +223,12 @@ class ServerConfig:
         None, _Kind(text_value, "NAME"), "name that clients ask for (default: the directory's, file's or hub's name)"
     )
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
+    tool_format: str = _MODEL(
+        ANY_FORMAT,
+        _Kind(choice_of(ANY_FORMAT, *FORMATS, HARMONY), "NAME"),
+        f"how the model writes calls of tools: {ANY_FORMAT} finds it in the chat template; {', '.join(FORMATS)} or"
+        f" {HARMONY}",
+    )
     max_model_len: int | None = _MODEL(
         None,
         _count(16, 10_000_000, "TOKENS"),
@@ -248,6 +255,12 @@ class ServerConfig:
         _Kind(choice_of(*QUANTIZE_SCHEMES), "SCHEME"),
         "quantize the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as"
         " they are. int4 is for few sequences at once. steploop doctor --quality measures what it costs",
+    )
+    activations: str = _ENGINE(
+        "auto",
+        _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
+        "a GGUF file's quantized matrices on a CPU: int8 multiplies them as they are stored, with rows in 8 bits; bf16"
+        " turns them into the serving format while they load; auto is int8 where the CPU has the instructions",
     )
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"

@@ -20,6 +20,7 @@ from core.engine import Engine
 from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
+from core.tool_formats import ANY_FORMAT
 from core.types import StepDelivery
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
@@ -39,6 +40,7 @@ from server.observing.logs import LoggedLines, LogHandler
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
+    from gpu.memory_plan import MemoryPlan
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
@@ -245,7 +247,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "parameters": f"{format_count(plan.num_parameters)}, {plan.device.dtype_name}{layers}",
         "device": f"{plan.device.device}: {plan.device.device_reason}",
         "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
-        "tools": _shown_tools(files),
+        "tools": _shown_tools(files, config.tool_format),
+        "formats": _shown_formats(files.path, part, plan) if files.path.is_file() else None,
         "thoughts": _shown_thoughts(files),
         "weights": format_size(plan.weights_bytes),
         "activations": f"{format_size(plan.activation_bytes)} at most",
@@ -260,11 +263,21 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     return tuple(Fact(name, value) for name, value in facts.items() if value is not None)
 
 
-def _shown_tools(files: ModelFiles) -> str:
-    style = tool_style_of(files.chat_template)
+def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
+    from gpu.blocks import why_not_in_place
+    from gpu.checkpoint import open_checkpoint
+    from gpu.weights import describe_blocks
+
+    why_not = why_not_in_place(model, plan.engine, plan.device.device, plan.device.dtype)
+    return describe_blocks(open_checkpoint(file), why_not)
+
+
+def _shown_tools(files: ModelFiles, tool_format: str) -> str:
+    style = tool_style_of(files.chat_template, tool_format)
     if style is None:
         return "none: the chat template has no form for calls that is known"
-    return f"calls in the format {style.format}, found in the chat template"
+    origin = "found in the chat template" if tool_format == ANY_FORMAT else "as --tool-format says"
+    return f"calls in the format {style.format}, {origin}"
 
 
 def _shown_thoughts(files: ModelFiles) -> str:

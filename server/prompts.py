@@ -6,7 +6,7 @@ Nothing here waits or changes anything: a long body is read on another thread (G
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ClassVar
 
@@ -16,7 +16,8 @@ from core.chat_template import ChatTemplate, max_text_chars
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
-from core.thoughts import ThoughtFollower, follower, thought_start
+from core.thought_grammar import AfterThought, ThoughtVocabulary
+from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.tool_formats import markers_of, thought_markers_of
@@ -38,7 +39,7 @@ class Prepared:
     call: GenerationCall
     prompts: list[tuple[int, ...]]
     table: TokenTable
-    grammar: Grammar | None = None
+    grammar: Grammar | AfterThought | None = None
     tells_tokens: ClassVar[bool] = True
 
     @property
@@ -55,6 +56,7 @@ class PromptReader:
         cards: what /v1/models shows, one per name.
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
+        thoughts: of that vocabulary; None: the model writes none.
         fingerprint: of the model and of what computes it.
     """
 
@@ -69,6 +71,7 @@ class PromptReader:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
+    thoughts: ThoughtVocabulary | None = None
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
@@ -133,9 +136,18 @@ class PromptReader:
         if isinstance(prompt, IdsPrompt):
             return prompt.ids
         if isinstance(prompt, TextPrompt):
-            self._check_length(prompt.text, param)
+            self._check_length(prompt.text + (prompt.suffix or ""), param)
+            if prompt.suffix is not None:
+                return self._encode_around(prompt, prompt.suffix)
             return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
         return tuple(self.tokenizer.encode_chat(self._rendered(prompt)))
+
+    def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
+        ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens)
+        if ids is None:
+            message = "This model's tokenizer has no marks for a text between two others. Leave suffix out."
+            raise InvalidRequest(message, "suffix", "unsupported_parameter")
+        return tuple(ids)
 
     def _rendered(self, prompt: ChatPrompt, marks: StageMarks | None = None) -> str:
         """The text that the chat template makes of the prompt."""
@@ -179,7 +191,9 @@ class PromptReader:
         if isinstance(prompt, ChatPrompt):
             texts = [text for message in prompt.messages for name, text in message.items() if name != "role"]
             return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
-        return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
+        if isinstance(prompt, TextPrompt):
+            return [prompt.text] if prompt.suffix is None else [prompt.text, prompt.suffix]
+        return [self.tokenizer.decode(prompt.ids)]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:
         """The engine's requests, one for each prompt.
@@ -217,7 +231,25 @@ class PromptReader:
             but = f"min_tokens is {min_tokens}, and the prompt of {num_prompt_tokens} leaves {max_tokens}"
             message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
-        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+        prompt, stop_ids = call.prompts[0], call.sampling.stop_token_ids
+        if isinstance(prompt, TextPrompt) and prompt.suffix is not None and not call.sampling.ignore_eos:
+            stop_ids = (*stop_ids, *self.tokenizer.fill_end_ids)
+        own = {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), "stop_token_ids": stop_ids}
+        return msgspec.structs.replace(call.sampling, **own)
+
+    def held(self, prepared: Prepared, grammar: Grammar | None) -> Prepared:
+        """With what holds the answers: a grammar begins where their thought ends.
+
+        Args:
+            grammar: compiled, of the call's constraint.
+        """
+        thought = prepared.call.thought
+        held: Grammar | AfterThought | None = grammar
+        if self.thoughts is None or thought is None or thought.start is ThoughtStart.CLOSED:
+            return replace(prepared, grammar=grammar)
+        if grammar is not None or thought.most_tokens is not None:
+            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens)
+        return replace(prepared, grammar=held)
 
     def surface_of(self, surface: Surface) -> Surface:
         return surface

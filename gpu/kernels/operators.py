@@ -24,7 +24,7 @@ from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated, router_of
 from gpu.linear import Embed, Linear, MatmulChoices, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parameters import ExpertWeights
-from gpu.quant import QuantizedWeight, SlabLinear, Weight
+from gpu.quant import DeviceWeight, QuantizedWeight, SlabLinear, Weight, floats
 
 SILU = tl.constexpr(0)
 GELU_TANH = tl.constexpr(1)
@@ -196,12 +196,13 @@ class TritonOperators(Operators):
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         if isinstance(weight, QuantizedWeight):
             return self.quantized_linear(weight, bias)
+        weight = floats(weight)
         return self._chosen(weight, bias, make_linear(weight, bias, None))
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         return self._chosen(weight, bias, SlabLinear(weight, bias))
 
-    def _chosen(self, weight: Weight, bias: Tensor | None, by_torch: Linear) -> Linear:
+    def _chosen(self, weight: DeviceWeight, bias: Tensor | None, by_torch: Linear) -> Linear:
         """By the kernel or by torch, as gpu/tune.py measures."""
         if not can_multiply(weight):
             return by_torch
