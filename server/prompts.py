@@ -5,7 +5,7 @@ Nothing here waits or changes anything: a long body is read on another thread (G
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ClassVar
@@ -31,6 +31,8 @@ from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 
+_END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -45,7 +47,8 @@ class Prepared:
     @property
     def continues_text(self) -> bool:
         """The output goes on with the prompt's text, rather than being one of its own."""
-        return not isinstance(self.call.prompts[0], ChatPrompt)
+        prompt = self.call.prompts[0]
+        return not isinstance(prompt, ChatPrompt) or prompt.continues_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class PromptReader:
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
-        return tuple(card for card in self.cards if tenant.models is None or card.id in tenant.models)
+        return usable(self.cards, tenant)
 
     def prepare(self, surface: Surface, body: bytes, tenant: Tenant, marks: StageMarks) -> Prepared:
         """Parse and tokenize a request's body.
@@ -153,13 +156,24 @@ class PromptReader:
         """The text that the chat template makes of the prompt."""
         if marks is not None:
             marks.enter(Stage.TEMPLATE)
-        return self.chat_template.render(
-            prompt.messages,
+        messages = prompt.messages
+        if prompt.continues_last:
+            last = messages[-1]
+            messages = (*messages[:-1], last | {"content": last["content"] + _END_MARK})
+        text = self.chat_template.render(
+            messages,
             now=datetime.fromtimestamp(self.unix_clock()),
             tools=prompt.tools or None,
             template_kwargs=prompt.template_kwargs,
             param=prompt.param,
+            add_generation_prompt=prompt.begins_answer,
         )
+        if not prompt.continues_last:
+            return text
+        if (end := text.rfind(_END_MARK)) < 0:
+            where = f"{prompt.param}[{len(messages) - 1}]"
+            raise InvalidRequest(f"{where} cannot be continued: the model's chat template leaves it out.", where)
+        return text[:end]
 
     def _encode_checked(self, prompt: Prompt, param: str, text: str | None, marks: StageMarks) -> tuple[int, ...]:
         """
@@ -290,8 +304,18 @@ def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCal
     """
     if call.thought is None or text is None:
         return call
-    start = thought_start(call.thought.style.name, text)
+    prompt, turn = call.prompts[0], None
+    if isinstance(prompt, ChatPrompt) and prompt.continues_last:
+        begun = prompt.messages[-1]["content"].lstrip()  # templates trim the beginning
+        turn = text.rfind(begun) if begun else len(text)
+    start = thought_start(call.thought.style.name, text, turn)
     return msgspec.structs.replace(call, thought=msgspec.structs.replace(call.thought, start=start))
+
+
+def usable(models: Iterable[ServedModel], tenant: Tenant) -> tuple[ServedModel, ...]:
+    """Those that the tenant may use, under the names that it may ask for: with a model, all of its names."""
+    allowed = tenant.models
+    return tuple(one for one in models if allowed is None or one.id in allowed or one.name in allowed)
 
 
 def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
@@ -299,13 +323,13 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
     Args:
         models: those that its caller may use.
-        name: None: the only one.
+        name: None: the only one, by its own name.
 
     Raises:
         InvalidRequest: no name, and several models.
         ServiceError: none of the models has that name; the message lists them.
     """
-    if name is None and len(models) > 1:
+    if name is None and len({model.name for model in models}) > 1:
         names = ", ".join(model.id for model in models)
         raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
     for model in models:
@@ -319,6 +343,11 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
             f"{what} that you may use: your tenant may use none of the models that are served here. Ask the operator."
         )
     raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
+
+
+def own_name(models: Sequence[ServedModel], name: str) -> str:
+    """The model's own name, whichever of its names was asked for."""
+    return next(model.name for model in models if model.id == name)
 
 
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
