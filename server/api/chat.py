@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
@@ -51,6 +53,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     functions: list[Function] | None = None  # tools' old name, with function_call for tool_choice
     function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -58,11 +61,12 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     model, defaults = defaults_of(wire.model)
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     tools = _tools(wire, defaults.tool_style)
+    prompt = chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs)
     return generation_call(
         wire,
         model,
         defaults,
-        (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs),),
+        (msgspec.structs.replace(prompt, documents=tuple(wire.documents or ())),),
         tools=tools,
         thought=thought_wishes(defaults.thought_style),
         max_tokens=max_tokens,

@@ -55,12 +55,14 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         param: the request's field that they came in.
         tools: that the prompt shows, in chat's form.
         template_kwargs: more variables of the chat template.
+        documents: that the prompt shows.
     """
 
     messages: tuple[dict[str, Any], ...]
     param: str = "messages"
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] | None = None
+    documents: tuple[dict[str, Any], ...] = ()
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -381,7 +383,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | UnsetType | None = UNSET
 
 
-Content = str | list[Part] | None | UnsetType
+Content = str | list[Part | str] | None | UnsetType
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -457,7 +459,9 @@ def missing_field(param: str) -> InvalidRequest:
     return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
 
 
-def _part_text(part: Part, param: str) -> str:
+def _part_text(part: Part | str, param: str) -> str:
+    if isinstance(part, str):
+        return part
     field = _TEXT_FIELDS.get(part.type)
     if field is None:
         raise InvalidRequest(

@@ -169,7 +169,7 @@ def _thought(item: InputItem, param: str) -> str:
     """The text of a reasoning item, which the chat template may show, without summaries and encrypted content."""
     content = item.content
     if isinstance(content, list):
-        content = [part for part in content if part.type == "reasoning_text"]
+        content = [part for part in content if not isinstance(part, str) and part.type == "reasoning_text"]
     return flatten(content, f"{param}.content") if content else ""
 
 
