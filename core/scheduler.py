@@ -632,6 +632,8 @@ class Scheduler:
             logger.error("%s: its grammar failed: %s", sequence.request_id, grammar.fault)
             self.states.finish(sequence, FinishReason.ERROR, GRAMMAR_FAILED)
             return
+        if grammar is not None and grammar.is_free:
+            sequence.grammar = None
         self._counts.num_generated_tokens += 1
         reason = sequence.end_after_last_token()
         if reason is FinishReason.STOP:

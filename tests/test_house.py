@@ -15,17 +15,17 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (7860, 24),
-    "server/api": (4145, 15),
+    "server": (8000, 24),
+    "server/api": (4400, 15),
     "server/commands": (1890, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
-    "server/upstream": (1560, 6),
+    "server/upstream": (1640, 6),
     "server/wire": (4800, 14),
-    "core": (10_900, 30),
-    "gpu": (8170, 29),
+    "core": (11_600, 31),
+    "gpu": (8240, 29),
     "gpu/cpu_kernels": (3320, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
