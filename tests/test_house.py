@@ -24,14 +24,14 @@ BUDGETS = {
     "server/observing": (1730, 7),
     "server/upstream": (1640, 6),
     "server/wire": (4800, 14),
-    "core": (11_600, 31),
-    "gpu": (8240, 29),
+    "core": (11_640, 32),
+    "gpu": (8300, 29),
     "gpu/cpu_kernels": (3320, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
     "bench": (7930, 30),
 }
-TEST_LINES = 55_650
+TEST_LINES = 56_600
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

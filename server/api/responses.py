@@ -89,7 +89,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
