@@ -17,9 +17,9 @@ PACKAGES = ("server", "core", "gpu")
 BUDGETS = {
     "server": (8000, 24),
     "server/api": (4400, 15),
-    "server/commands": (1890, 11),
+    "server/commands": (1900, 11),
     "server/gate": (2505, 8),
-    "server/ledger": (1570, 6),
+    "server/ledger": (1580, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
     "server/upstream": (1640, 6),
