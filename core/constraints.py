@@ -22,6 +22,7 @@ MAX_TOTAL_DEPTH = 256  # references followed
 # It compares each of these with each: 1,000 patternProperties, or 32 patterns that hold together, take minutes
 MAX_PATTERN_PROPERTIES = 64
 MAX_INTERSECTED = 12  # schemas that hold together with another
+MAX_OPTIONAL = 480  # properties of an object: any of them may be the next, and the library follows 2,000 rules at once
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_RULES = 500
 MAX_BRACKETS = 64  # open at once, in a grammar
@@ -216,7 +217,10 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
-    num_least, num_required = schema.get("minProperties", 0), len(schema.get("required", ()))
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    if isinstance(properties, dict) and len(properties) - len(required) > MAX_OPTIONAL:
+        raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
+    num_least, num_required = schema.get("minProperties", 0), len(required)
     if isinstance(num_least, int) and num_least > max(1, num_required):
         message = f"{path}.minProperties is more than what is required: it cannot be held, as keys may repeat."
         raise InvalidRequest(message, param)

@@ -113,6 +113,12 @@ def chain(num_links: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{num_links}": {"type": "boolean"}}}
 
 
+def optional(count: int) -> dict[str, Any]:
+    """An object of so many properties that may be left out."""
+    names = {f"a{i}": {"type": "integer"} for i in range(count)}
+    return {"type": "object", "properties": names, "additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -145,6 +151,8 @@ def chain(num_links: int) -> dict[str, Any]:
         ({"properties": {"a": {"enum": [1, 10**22]}}}, "response_format.properties.a.enum is beyond 2**53"),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, "less than 1 apart"),
         ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
+        ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
+        ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
         (False, "must be a JSON schema"),
         ([], "must be a JSON schema"),
         (None, "must be a JSON schema"),

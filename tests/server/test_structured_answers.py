@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.constraints import GrammarKind, GrammarSpec, regex
-from core.grammar import Grammar, GrammarCache
+from core.grammar import Grammar, GrammarCache, GrammarCompiler
 from tests.server.simulated_server import STREAM, SimulatedServer, chat, completion, refusal_of
 
 SCHEMA = {
@@ -80,3 +80,16 @@ def test_variables_of_the_template_reach_it(server: SimulatedServer) -> None:
     assert refused.json["error"]["param"] == "chat_template_kwargs"
     plain, without = (server.ask(chat(chat_template_kwargs=one)) for one in ({}, {"bos_token": "<s>"}))
     assert (plain.status, without.status) == (200, 200)
+
+
+def test_what_is_found_too_complex_in_mid_answer_is_refused(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GrammarCompiler, "_probe", lambda *_: None)
+    names = {f"a{i}": {"type": "integer"} for i in range(400)}
+    schema = {"anyOf": [{"type": "object", "properties": {**names, name: {}}} for name in "bc"]}
+    refused = server.ask(chat(guided_json=schema))
+    assert (refusal_of(refused)[0], refused.json["error"]["code"]) == (400, "grammar_too_complex")
+    streamed = server.ask(chat(guided_json=schema, **STREAM))
+    assert b"grammar_too_complex" in streamed.body
+    assert server.ask(completion(guided_regex="ab?")).text() in ("a", "ab")
