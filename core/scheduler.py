@@ -40,9 +40,7 @@ from core.types import (
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_FAILED = (
-    "What holds this answer became too complex to follow. Use a simpler schema or grammar: fewer alternatives."
-)
+GRAMMAR_FAILED = "The server failed to hold this answer to its form. The fault is not in the request."
 ASK_EVERY_STEPS = 8  # whether a running sequence gives way to the queue's head: all of them are looked at
 LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
@@ -593,10 +591,8 @@ class Scheduler:
         if grammar is not None and grammar.fault is not None:
             sequence.token_ids.pop()
             logger.error("%s: its grammar failed: %s", sequence.request_id, grammar.fault)
-            too_complex = grammar.is_too_complex
-            self.states.finish(
-                sequence, FinishReason.TOO_COMPLEX if too_complex else FinishReason.ERROR, GRAMMAR_FAILED
-            )
+            failed = FinishReason.TOO_COMPLEX if grammar.is_too_complex else FinishReason.ERROR
+            self.states.finish(sequence, failed, GRAMMAR_FAILED)
             return
         self._counts.num_generated_tokens += 1
         reason = sequence.end_after_last_token()

@@ -90,7 +90,8 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
         message = "The request's deadline has passed. Ask for fewer tokens or allow more time."
         return ServiceError(ErrorKind.DEADLINE_EXCEEDED, cause or message, "deadline_exceeded")
     if reason is FinishReason.TOO_COMPLEX:
-        return InvalidRequest(cause or "What holds the answer is too complex.", code="grammar_too_complex")
+        message = "What holds the answer became too complex to follow. Use fewer alternatives, or optional properties."
+        return InvalidRequest(message, code="grammar_too_complex")
     if reason is FinishReason.ERROR:
         message = "The engine failed on this request. Try again; if it fails again, tell the operator."
         return ServiceError(ErrorKind.ENGINE, cause or message, "engine_error")
