@@ -70,6 +70,7 @@ class EngineConfig:
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: a step with prompts may take so many times as long as its decodes alone, by the step-cost
             model, unless the prompts arrived together with all that decode (core/queue.py); None: no limit.
+        forced_tokens: "on": where a grammar leaves one way to go on, its tokens are not sampled one by one; "off".
         overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
         tensor_parallel: devices of this machine that compute the model together.
         graphs: "on": steps are captured as CUDA graphs at start; "lazy": when first needed; "off"; "auto": at start, on
@@ -90,6 +91,7 @@ class EngineConfig:
     quantize_cache_bytes: int = 0
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
+    forced_tokens: str = "on"
     overlap: str = "auto"
     tensor_parallel: int = 1
     graphs: str = "auto"

@@ -91,8 +91,12 @@ class GrammarState:
         self.num_accepted -= num_tokens
 
     def forced(self) -> list[int]:
-        """Tokens that have to come next, none of them accepted yet."""
-        return list(self._matcher.compute_ff_tokens())
+        """Tokens that have to come next, as the tokenizer writes their text, none of them accepted yet.
+
+        Not those at the end that another text behind them could join.
+        """
+        token_ids = self._matcher.compute_ff_tokens()
+        return list(token_ids[: self._matcher.validate_tokens(token_ids)]) if token_ids else []
 
     @property
     def is_complete(self) -> bool:

@@ -421,14 +421,13 @@ class Charges:
         rows = flight.sequences
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
         fixed_s /= len(rows)
-        sampled_s = fixed_s + token_s
         block_s = (self._model.predict(flight.work) if self._model.is_ready else step_s) / self._num_blocks
         parts_s: list[float] = []  # of the step, as predicted
         held: list[int] = []  # blocks
         for sequence, start, length in zip(
             rows, flight.plan.starts.tolist(), flight.plan.lengths.tolist(), strict=True
         ):
-            owed_s = part_s = sampled_s + kv_s * start
+            owed_s = part_s = fixed_s + length * (token_s + kv_s * start)
             if start < sequence.prepaid_end:
                 owed_s, part_s = fixed_s, fixed_s + self._use_prepaid(sequence, start, length)
             num_blocks = len(sequence.table.blocks)

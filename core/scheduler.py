@@ -11,13 +11,13 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
 
-from core.config import INTER_TOKEN_TARGET
+from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
 from core.plan import Flight, Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
@@ -41,6 +41,7 @@ from core.types import (
 logger = logging.getLogger(__name__)
 
 GRAMMAR_FAILED = "The server failed to hold this answer to its form. The fault is not in the request."
+MOST_FORCED = BLOCK_SIZE  # tokens of a sequence in one step: what a slow reader is given at once stays bounded
 ASK_EVERY_STEPS = 8  # whether a running sequence gives way to the queue's head: all of them are looked at
 LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
@@ -55,6 +56,7 @@ class _Counts:
     num_prefill_rows: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_forced_tokens: int = 0
     num_preemptions: int = 0
     num_cache_queries: int = 0
     num_cache_hits: int = 0
@@ -71,6 +73,7 @@ class Scheduler:
         seeds: gives a 64-bit seed for a request that names none.
         has_prefix_cache: requests use what others of their domain have computed.
         inter_token_target: see EngineConfig.
+        forces_tokens: where a grammar leaves one way to go on, its tokens are appended without being sampled.
         stored: see HostBlocks.
 
     Attributes:
@@ -85,6 +88,7 @@ class Scheduler:
         seeds: Callable[[], int],
         has_prefix_cache: bool = True,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
+        forces_tokens: bool = True,
         stored: Iterable[tuple[int, BlockLabel]] = (),
     ) -> None:
         self.limits = limits
@@ -102,6 +106,7 @@ class Scheduler:
         self._seeds = seeds
         self._num_groups = 0  # since the start
         self._inter_token_target = inter_token_target
+        self._forces_tokens = forces_tokens
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
         self._is_short = False  # of blocks or slots that sequences in flight may have to give up
@@ -163,6 +168,10 @@ class Scheduler:
         max_length = min(num_tokens + sampling.max_tokens, self._max_length)
         group.leader, *siblings = [group.add(stop_ids, max_length) for _ in range(request.num_sequences)]
         group.unforked = {sibling.index: sibling for sibling in siblings}
+        if self._forces_tokens:
+            for sequence in group.sequences:
+                if sequence.grammar is not None:
+                    sequence.forced.extend(sequence.grammar.forced())
         return group
 
     def cancel(
@@ -236,8 +245,10 @@ class Scheduler:
         builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
         self._make_room(builder, now)
         plain, others, behind = self._ready()
-        if len(others) <= self.pool.num_free:  # each needs a block at most
-            self._add_decodes(builder, plain, others)
+        forced = [s for s in others if len(s.token_ids) - s.num_computed_tokens > 1]
+        if len(others) + len(forced) <= self.pool.num_free:  # each needs a block at most, with forced tokens two
+            self._add_decodes(builder, plain, [s for s in others if s not in forced] if forced else others)
+            self._add_forced(builder, forced)
         elif has_flights:
             return None
         else:  # likely victims last, so that they are not in the plan before the sequences that need their blocks
@@ -265,16 +276,23 @@ class Scheduler:
             if sequence.num_computed_tokens < sequence.plain_end:
                 plain.append(sequence)
             elif not (sequence.is_paused or (sequence.num_in_flight and self._has_to_land(sequence))):
-                is_decode = len(sequence.token_ids) + sequence.num_pending == sequence.num_computed_tokens + 1
-                (others if is_decode else behind).append(sequence)
+                num_behind = len(sequence.token_ids) + sequence.num_pending - sequence.num_computed_tokens
+                (others if num_behind == 1 or self._is_forced(sequence) else behind).append(sequence)
         return plain, others, behind
+
+    def _is_forced(self, sequence: Sequence) -> bool:
+        """Whether it decodes, with forced tokens to compute beside its newest sampled one."""
+        num_behind = len(sequence.token_ids) - sequence.num_computed_tokens
+        is_answering = sequence.num_computed_tokens >= sequence.num_prompt_tokens
+        return sequence.grammar is not None and is_answering and num_behind <= MOST_FORCED + 1
 
     def _has_to_land(self, sequence: Sequence) -> bool:
         """Whether a sequence in flight must come back before it is computed further.
 
-        It ends with the steps in flight, or computes them again, or its siblings fork from it at its current position.
+        It ends with the steps in flight, or computes them again, or its siblings fork from it at its current position,
+        or the token that is being sampled and those after it are forced: then they are computed together.
         """
-        if sequence.is_lost or sequence.cancel_reason is not None:
+        if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced:
             return True
         if sequence.num_computed_tokens < sequence.num_prompt_tokens:
             return False
@@ -314,6 +332,18 @@ class Scheduler:
             others.sort(key=_NUM_COMPUTED_TOKENS)
         for sequence in others:
             self._add_row(builder, sequence)
+
+    def _add_forced(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
+        """Add a row for each, with the forced tokens that the inter-token target leaves to them beside the others."""
+        decodes, num_neighbours = replace(builder.work), len(builder.sequences)
+        for sequence in sequences:
+            decodes.add(sequence.num_computed_tokens, sequence.num_computed_tokens + 1, 0)
+        is_alone = num_neighbours + len(sequences) == 1
+        allowance = allow_prefill(self.step_cost, None if is_alone else self._inter_token_target, decodes, 0)
+        for waiting, sequence in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
+            start = sequence.num_computed_tokens
+            most = min(len(sequence.token_ids) - start, builder.budget - waiting)
+            self._add_row(builder, sequence, length=allowance.own_tokens(start, most))
 
     def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
         """As _add_decodes, request by request, the first victims last."""
@@ -393,18 +423,25 @@ class Scheduler:
         assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
         self.states.requeue(victim)
 
-    def _add_row(self, builder: PlanBuilder, sequence: Sequence, allowance: PrefillAllowance | None = None) -> None:
+    def _add_row(
+        self,
+        builder: PlanBuilder,
+        sequence: Sequence,
+        allowance: PrefillAllowance | None = None,
+        length: int = 1,
+    ) -> None:
         """Add a row for as much of the sequence as the allowance and the free blocks permit.
 
         Args:
-            allowance: None: it needs one token.
+            allowance: None: it needs so many tokens.
         """
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
-        start, length = sequence.num_computed_tokens, 1
+        start = sequence.num_computed_tokens
         is_published = self.states.publish(sequence, start)  # the block that it has filled since the last check
         if allowance is not None or not is_published:
             start = self.states.skip_cached(sequence)
+            length = min(length, len(sequence.token_ids) + sequence.num_pending - start)
         if allowance is not None:
             length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
             if length == 0:
@@ -573,6 +610,8 @@ class Scheduler:
                 or sequence.grammar is not None
             ):
                 self._take_notable_token(sequence, token_id, logprobs.get(i))
+                if sequence.grammar is not None and self._forces_tokens:
+                    self._take_forced(sequence)
             else:
                 told.append(sequence)
                 told_ids.append(token_id)
@@ -611,6 +650,25 @@ class Scheduler:
             reason = FinishReason.STOP
         if reason is not None:
             self.states.finish(sequence, reason)
+
+    def _take_forced(self, sequence: Sequence) -> None:
+        """After a token, append those that the grammar now forces, where they need not be sampled.
+
+        They are the same at any load: what is not appended here is sampled, with nothing else allowed.
+        """
+        forced, grammar, num_taken = sequence.forced, sequence.grammar, 0
+        assert grammar is not None
+        while sequence.state is SequenceState.RUNNING and sequence.cancel_reason is None:
+            if forced:
+                forced.popleft()
+            if not forced:
+                forced.extend(grammar.forced())
+            if not forced or num_taken == MOST_FORCED or not sequence.takes_forced:
+                return
+            sequence.token_ids.append(forced[0])
+            self._take_notable_token(sequence, forced[0], None)
+            self._counts.num_forced_tokens += 1
+            num_taken += 1
 
     def _look_ahead(self, now: float) -> None:
         """Renew the outlook, once enough steps were measured. Called seldom: it looks at all running sequences."""
@@ -659,7 +717,12 @@ class Scheduler:
         masks = np.full((len(plan.masked_rows), -(-self.limits.vocab_size // 32)), -1, np.int32)
         for mask, slot in zip(masks, plan.slots[plan.masked_rows].tolist(), strict=True):
             sequence = self.states.occupants[slot]
-            if sequence is not None and sequence.grammar is not None and sequence.state is SequenceState.RUNNING:
+            if sequence is None or sequence.grammar is None or sequence.state is not SequenceState.RUNNING:
+                continue
+            if sequence.forced:
+                mask[:] = 0
+                mask.view(np.uint32)[sequence.forced[0] // 32] = 1 << sequence.forced[0] % 32
+            else:
                 sequence.grammar.fill_mask(mask)
         return masks
 

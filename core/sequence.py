@@ -6,6 +6,7 @@ State only: the scheduler decides who changes it, and when.
 import enum
 import math
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,7 @@ class Sequence:
         prepaid_end: ... and up to which position it was charged.
         device_s, kv_block_s: what it has taken, as in Cost.
         grammar: that its own tokens follow.
+        forced: its next tokens, where the grammar leaves no choice. Those already appended are not among them.
     """
 
     request_id: str
@@ -160,11 +162,23 @@ class Sequence:
     device_s: float = 0.0
     kv_block_s: float = 0.0
     grammar: "GrammarState | None" = None
+    forced: deque[int] = field(default_factory=deque)
 
     @property
     def has_deadline(self) -> bool:
         """Whether its first token is still to come and has a deadline."""
         return self.due_order[0] < math.inf and self.num_own_tokens == 0
+
+    @property
+    def takes_forced(self) -> bool:
+        """Whether forced tokens may be appended now without being sampled.
+
+        Not those whose logprobs are asked for, nor those that the sampler counts for penalties: these are sampled, with
+        nothing else allowed.
+        """
+        sampling = self.sampling
+        has_penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+        return not (self.num_in_flight or self.is_lost or has_penalties or sampling.num_logprobs is not None)
 
     @property
     def num_own_tokens(self) -> int:

@@ -136,6 +136,18 @@ class StepCostModel:
         work.add(start, end, num_prompt_tokens)
         return row_cost_s(self.coefficients_s, work) - self.coefficients_s[1] * min(num_few, end - start)
 
+    def own_s(self, start: int, end: int, num_few: int) -> float:
+        """What positions `start` to `end` - 1 of a sequence, its own tokens, add to a step.
+
+        Meaningless before is_ready.
+
+        Args:
+            num_few: how many tokens the step still has below the few.
+        """
+        _, a, _, c, d = self._fit
+        num_tokens = end - start
+        return a * max(0, num_tokens - num_few) + c * num_tokens + d * (end * (end + 1) - start * (start + 1)) / 2
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step; one of no duration is ignored."""
         self._has_prompt = work.prompt_tokens > 0
@@ -257,6 +269,25 @@ class PrefillAllowance:
 
     def use_up(self) -> None:
         self._seconds, self._is_due = 0.0, False
+
+    def own_tokens(self, start: int, most: int) -> int:
+        """How many of a sequence's own tokens may be computed from `start` on, at most so many.
+
+        The first one may be in any case: it is among the decodes that the allowance is beside. Before the model is
+        ready, LEAST_TOKENS.
+        """
+        if math.isinf(self._seconds):
+            return most
+        if not self._model.is_ready:
+            return min(most, LEAST_TOKENS)
+
+        def cost_s(num_more: int) -> float:
+            return self._model.own_s(start + 1, start + 1 + num_more, self._num_few)
+
+        num_more = bisect_right(range(1, most), self._seconds, key=cost_s)
+        self._seconds -= cost_s(num_more)
+        self._num_few = max(0, self._num_few - num_more)
+        return 1 + num_more
 
     def chunk(self, start: int, end: int, num_prompt_tokens: int, max_tokens: int) -> int:
         """How many tokens from `start` on, of those up to `end`, may be computed now.

@@ -252,6 +252,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_rows: int = 0  # of these, those that computed some of a prompt
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
+    num_forced_tokens: int = 0  # of these, not sampled: a grammar left no choice
     num_preemptions: int = 0
     num_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache
     num_cache_hits: int = 0  # of these, found: the sum of Usage.num_cached_tokens

@@ -278,6 +278,12 @@ class ServerConfig:
     threads: int | None = _ENGINE(
         None, _count(1, 4096), "compute threads on a CPU (default: measured, by the tokens of a step)"
     )
+    forced_tokens: str = _RARE_ENGINE(
+        "on",
+        _Kind(choice_of("on", "off"), "MODE"),
+        "where a schema or grammar leaves one way to go on, append that text as the tokenizer writes it, many tokens a"
+        " step; off: the model chooses each token, and how the text is cut into tokens",
+    )
     overlap: str = _RARE_ENGINE(
         "auto",
         _Kind(choice_of("auto", "on", "off"), "MODE"),

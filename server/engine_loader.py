@@ -123,6 +123,7 @@ def _load(
         seeds=lambda: random.SystemRandom().getrandbits(64),
         has_prefix_cache=engine.has_prefix_cache,
         inter_token_target=engine.inter_token_target,
+        forces_tokens=engine.forced_tokens == "on",
         stored=() if runner.offload is None else runner.offload.stored,
     )
     memory = runner.memory

@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6490, 22),
+    "server": (6500, 22),
     "server/api": (3010, 12),
     "server/commands": (1890, 11),
     "server/gate": (2495, 8),
@@ -23,14 +23,14 @@ BUDGETS = {
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
     "server/wire": (4800, 14),
-    "core": (10080, 29),
+    "core": (10_180, 29),
     "gpu": (7740, 28),
     "gpu/cpu_kernels": (2520, 8),
     "gpu/kernels": (2820, 7),
     "gpu/parallel": (755, 5),
     "bench": (8050, 31),
 }
-TEST_LINES = 52_400
+TEST_LINES = 52_900
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

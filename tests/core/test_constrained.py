@@ -1,5 +1,6 @@
 """Sequences under grammars: the same tokens in any company, valid whatever happens to them, faults their own."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 from core.constraints import choice, json_schema, regex
 from core.grammar import Grammar, GrammarCompiler
 from core.plan import RunnerLimits
-from core.types import Cancel, FinishReason, Pause, Request, Resume, Submit
+from core.types import Cancel, FinishReason, Pause, Request, Resume, SamplingParams, Submit
 from tests.core.grammars import compiler, tokenizer
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
@@ -154,3 +155,89 @@ def test_a_grammar_that_fails_ends_its_sequence_alone(is_too_complex: bool, monk
     assert (terminal.finish_reason, terminal.usage and terminal.usage.num_completion_tokens) == (reason, 0)
     for request in crowd:
         assert under_test.log.tokens(request.request_id) == alone(request)
+
+
+KEYS = {
+    "type": "object",
+    "properties": {
+        "the_first_of_the_long_names": {"enum": ["alpha", "beta"]},
+        "the_second_of_the_long_names": {"type": "integer", "minimum": 0, "maximum": 9},
+        "nested": {"const": "a text that is longer than one block of tokens, which is forced from its first word on"},
+    },
+    "required": ["the_first_of_the_long_names", "the_second_of_the_long_names", "nested"],
+    "additionalProperties": False,
+}
+
+
+def forcing(name: str, **fields: object) -> Request:
+    by_schema = compiler().compile(json_schema(KEYS, "schema"))
+    return constrained(name, by_schema, **{"max_tokens": 140, "seed": len(name), **fields})
+
+
+def one_by_one(request: Request) -> list[int]:
+    """The reference: with logprobs each forced token is sampled, with nothing else allowed."""
+    return alone(msgspec.structs.replace(request, sampling=replaced(request, num_logprobs=0)))
+
+
+def replaced(request: Request, **fields: object) -> SamplingParams:
+    return msgspec.structs.replace(request.sampling, **fields)
+
+
+def test_forced_tokens_are_computed_together_and_are_the_same_as_one_by_one() -> None:
+    under_test = engine(limits(max_batch_tokens=64))
+    request = forcing("a", num_sequences=2)
+    under_test.send(Submit(request))
+    under_test.run()
+    stats = under_test.scheduler.stats()
+    assert stats.num_forced_tokens > stats.num_generated_tokens / 2
+    assert stats.num_rows < 1 + stats.num_generated_tokens - stats.num_forced_tokens * 0.7
+    tokens = under_test.log.tokens("a")
+    assert json.loads(tokenizer().decode(tokens))["the_first_of_the_long_names"] in ("alpha", "beta")
+    assert tokens == one_by_one(request)
+    usage = under_test.log.terminal("a").usage
+    assert usage is not None
+    assert usage.num_completion_tokens == len(tokens) + len(under_test.log.tokens("a", 1))
+
+
+@pytest.mark.parametrize("num_blocks", [400, 40])
+@pytest.mark.parametrize("max_batch_tokens", [8, 64])
+def test_forced_tokens_are_the_same_in_any_company(num_blocks: int, max_batch_tokens: int) -> None:
+    under_test = engine(limits(num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, max_sequences=8))
+    crowd = [forcing("f" * i, seed=i, max_tokens=20 + 40 * i) for i in range(1, 4)]
+    crowd += [make_request(f"plain{i}", max_tokens=60, seed=i) for i in range(3)]
+    under_test.send(*map(Submit, crowd))
+    under_test.step(4)
+    under_test.send(Pause("ff"))
+    under_test.step(8)
+    under_test.send(Resume("ff"))
+    under_test.run()
+    assert (under_test.scheduler.stats().num_preemptions > 0) == (num_blocks == 40)
+    for request in crowd:
+        tokens = under_test.log.tokens(request.request_id)
+        assert tokens == one_by_one(request)
+        assert len(tokens) <= request.sampling.max_tokens
+
+
+def test_penalties_count_forced_tokens() -> None:
+    """Their sampler counts what it samples: they are sampled one by one."""
+    under_test = engine(limits(max_batch_tokens=64))
+    request = forcing("a", frequency_penalty=0.5)
+    under_test.send(Submit(request))
+    under_test.run()
+    assert under_test.scheduler.stats().num_forced_tokens == 0
+    assert under_test.log.tokens("a") == one_by_one(request)
+
+
+def test_a_stop_id_and_the_limit_end_a_run_of_forced_tokens() -> None:
+    whole = one_by_one(forcing("a"))
+    for fields, end in (
+        ({"max_tokens": 7}, 7),
+        ({"stop_token_ids": (whole[12],)}, 1 + whole.index(whole[12])),
+    ):
+        under_test = engine(limits(max_batch_tokens=64))
+        under_test.send(Submit(forcing("a", **fields)))
+        under_test.run()
+        usage = under_test.log.terminal("a").usage
+        assert usage is not None
+        assert usage.num_completion_tokens == end
+        assert under_test.log.tokens("a") == whole[: end - ("stop_token_ids" in fields)]

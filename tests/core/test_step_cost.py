@@ -13,6 +13,7 @@ from core.step_cost import (
     PrefillAllowance,
     StepCostModel,
     StepWork,
+    allow_prefill,
 )
 from tests.call_counter import CallCounter
 
@@ -239,3 +240,15 @@ def test_steps_that_take_no_time_make_no_bare_decode_wanted() -> None:
     model = StepCostModel()
     model.observe(StepWork(prompt_tokens=9, prompt_kv=64), 0.0)
     assert not model.wants_bare_decode
+
+
+def test_own_tokens_of_a_decode_are_bound_by_what_is_left() -> None:
+    model = trained(2000)
+    decodes = StepWork(own_tokens=16, own_kv=16 * 500)
+    unbound = allow_prefill(model, None, decodes, 0)
+    assert unbound.own_tokens(500, 17) == 17
+    bound = allow_prefill(model, 1.2, decodes, 0)
+    first = bound.own_tokens(500, 17)
+    assert 1 < first < 17
+    assert bound.own_tokens(500, 17) == 1
+    assert allow_prefill(StepCostModel(), 1.2, decodes, 0).own_tokens(500, 17) == LEAST_TOKENS
