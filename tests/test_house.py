@@ -25,7 +25,7 @@ BUDGETS = {
     "server/wire": (4800, 14),
     "core": (10_180, 29),
     "gpu": (7740, 28),
-    "gpu/cpu_kernels": (2520, 8),
+    "gpu/cpu_kernels": (2560, 8),
     "gpu/kernels": (2820, 7),
     "gpu/parallel": (755, 5),
     "bench": (8050, 31),
