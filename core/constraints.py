@@ -6,9 +6,10 @@ frozen. Thread: any.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 from typing import Any
 
 from core.errors import InvalidRequest
@@ -39,9 +40,12 @@ ENFORCED = frozenset(
         r"\S+",
         "type enum const anyOf oneOf allOf $ref items prefixItems minItems maxItems properties additionalProperties"
         " patternProperties required minProperties maxProperties minLength maxLength pattern format minimum maximum"
-        " exclusiveMinimum exclusiveMaximum multipleOf",
+        " exclusiveMinimum exclusiveMaximum multipleOf nullable",
     )
 )
+_EXTENSION = re.compile(r"x-(?!guidance)")  # annotations of OpenAPI's; x-guidance has options for the library
+MAX_SHOWN = 200  # characters of what a refusal repeats
+MAX_SUBSETS = 128  # of an object's properties, to hold how many of the optional ones there are
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _DATE = (
     r"[1-9][0-9]{3}-"
@@ -101,14 +105,15 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
     check_depth(schema, param)
     for path, keyword, value in keywords_of(schema, param, 0):
         _check_numbers(path, keyword, value, param)
-        if keyword not in ANNOTATIONS | ENFORCED:
-            hint = "Leave it out." if keyword.startswith("x-") else "It cannot be enforced. Leave it out."
-            raise InvalidRequest(f"{path} has the keyword {keyword!r}. {hint}", param)
+        if keyword not in ANNOTATIONS | ENFORCED and not _EXTENSION.match(keyword):
+            message = f"{path} has the keyword {keyword!r}. It cannot be enforced. Leave it out."
+            raise InvalidRequest(message, param)
         if keyword == "$ref" and not (isinstance(value, str) and value.startswith("#")):
-            raise InvalidRequest(f"{path}.$ref must point into the same schema, as '#/$defs/NAME' does.", param)
+            message = f"{path}.$ref is {str(value)[:MAX_SHOWN]!r}. It must point into the same schema: '#/$defs/NAME'."
+            raise InvalidRequest(message, param)
         if keyword == "format" and value not in FORMATS:
             raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
-    source = json.dumps(_with_formats(schema), ensure_ascii=False, separators=(",", ":"))
+    source = json.dumps(_as_held(schema), ensure_ascii=False, separators=(",", ":"))
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
@@ -210,8 +215,40 @@ def _check_numbers(path: str, keyword: str, value: Any, param: str) -> None:
                 raise InvalidRequest(f"{path}.{keyword} is beyond 2**53, and cannot be held.", param)
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (lambda value: isinstance(value, str) or (_are_names(value) and value != []), "a type, or a list of types"),
+    "enum": (lambda value: isinstance(value, list) and value != [], "a list of values"),
+    "required": (_are_names, "a list of names"),
+    "pattern": (lambda value: isinstance(value, str), "a regular expression"),
+    "nullable": (lambda value: isinstance(value, bool), "true or false"),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), (_is_number, "a number")),
+    **{
+        least + what: (_is_whole, "a whole number, at least 0")
+        for least in ("min", "max")
+        for what in ("Items", "Length", "Properties")
+    },
+}
+
+
 def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
-    """Raises InvalidRequest: bounds that the library does not hold."""
+    """Raises InvalidRequest: values of the wrong type, or bounds that the library does not hold."""
+    for keyword in schema.keys() & _VALUES.keys():
+        is_fit, what = _VALUES[keyword]
+        if not is_fit(schema[keyword]):
+            raise InvalidRequest(f"{path}.{keyword} must be {what}.", param)
     least, most = (schema.get(name, ()) for name in ("exclusiveMinimum", "exclusiveMaximum"))
     low, high = schema.get("minimum", least), schema.get("maximum", most)
     is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
@@ -220,8 +257,19 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
     properties, required = schema.get("properties", {}), schema.get("required", ())
     if isinstance(properties, dict) and len(properties) - len(required) > MAX_OPTIONAL:
         raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
-    num_least, num_required = schema.get("minProperties", 0), len(required)
-    if isinstance(num_least, int) and num_least > max(1, num_required):
+    if isinstance(properties, dict) and _counts_optional(schema):
+        known = {"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"}
+        is_closed = schema.get("type") == "object" and schema.get("additionalProperties") is False
+        num_subsets = 2 ** (len(properties) - len(required))
+        if not is_closed or schema.keys() - known - ANNOTATIONS or num_subsets > MAX_SUBSETS:
+            message = (
+                f"{path}.minProperties and .maxProperties are held where at most 7 properties are optional, no other"
+            )
+            raise InvalidRequest(
+                f"{message} names are allowed (additionalProperties: false), and type is object.", param
+            )
+        return
+    if schema.get("minProperties", 0) > max(1, len(required)):
         message = f"{path}.minProperties is more than what is required: it cannot be held, as keys may repeat."
         raise InvalidRequest(message, param)
 
@@ -265,22 +313,45 @@ def keywords_of(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str, 
             yield from keywords_of(value, at, depth + 1)
 
 
-def _with_formats(schema: Any) -> Any:
-    """Each format as what it is held by."""
+def _as_held(schema: Any) -> Any:
+    """The schema in the library's keywords: without annotations, each format as what it is held by."""
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
-    for keyword, value in schema.items():
+    made = {keyword: value for keyword, value in schema.items() if not _EXTENSION.match(keyword)}
+    for keyword, value in made.items():
         if keyword in _SCHEMAS_BY_NAME:
-            made[keyword] = {name: _with_formats(one) for name, one in value.items()}
+            made[keyword] = {name: _as_held(one) for name, one in value.items()}
         elif keyword in _SCHEMA_LISTS:
-            made[keyword] = [_with_formats(one) for one in value]
+            made[keyword] = [_as_held(one) for one in value]
         elif keyword in _SCHEMAS:
-            made[keyword] = _with_formats(value)
+            made[keyword] = _as_held(value)
     if "format" in made:
         held_by = FORMATS[made.pop("format")]
         if made.keys() & held_by.keys():
             made["allOf"] = [*made.get("allOf", ()), {"type": "string", **held_by}]
         else:
             made |= held_by
+    if _counts_optional(made):
+        made = {"anyOf": list(_subsets(made))}
+    if made.pop("nullable", False) and isinstance(made.get("type"), str):
+        made["type"] = [made["type"], "null"]
     return made
+
+
+def _counts_optional(schema: Mapping[str, Any]) -> bool:
+    """Whether it says how many of its optional properties there are, which the library cannot hold by itself."""
+    num_optional = len(schema.get("properties", {})) - len(schema.get("required", ()))
+    return num_optional > 0 and ("maxProperties" in schema or schema.get("minProperties", 0) > 1)
+
+
+def _subsets(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The same object with each choice of its optional properties."""
+    required, properties = schema.get("required", ()), schema["properties"]
+    optional = [name for name in properties if name not in required]
+    least, most = (schema.get(name) for name in ("minProperties", "maxProperties"))
+    for count in range(len(optional) + 1):
+        if (least or 0) <= count + len(required) <= (len(properties) if most is None else most):
+            for chosen in combinations(optional, count):
+                names = [name for name in properties if name in required or name in chosen]
+                kept = {keyword: schema[keyword] for keyword in ("type", "additionalProperties")}
+                yield {**kept, "properties": {name: properties[name] for name in names}, "required": names}

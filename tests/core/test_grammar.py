@@ -69,6 +69,29 @@ def test_every_finished_answer_is_valid(is_bounded: bool) -> None:
     assert num_finished >= (248 if is_bounded else 200)
 
 
+def optional(count: int) -> dict[str, Any]:
+    """An object of so many properties that may be left out."""
+    names = {f"a{i}": {"type": "integer"} for i in range(count)}
+    return {"type": "object", "properties": names, "additionalProperties": False}
+
+
+def test_how_many_of_the_optional_properties_there_are_is_held() -> None:
+    for bounds in (
+        {"minProperties": 2},
+        {"maxProperties": 1},
+        {"required": ["a2"], "minProperties": 3, "maxProperties": 3},
+    ):
+        grammar = compiler().compile(json_schema({**optional(4), **bounds}, PARAM))
+        for seed in range(10):
+            check(sampled(grammar, random.Random(seed)) or "{}", {**optional(4), **bounds})
+
+
+def test_what_openapi_adds_is_taken() -> None:
+    schema = {"type": "integer", "minimum": 3, "maximum": 4, "nullable": True, "x-order": 3, "example": 4}
+    grammar = compiler().compile(json_schema(schema, PARAM))
+    assert {sampled(grammar, random.Random(seed)) for seed in range(40)} == {"3", "4", "null"}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_held(name: str) -> None:
     for extra in ({}, {"maxLength": 40, "pattern": "[0-9a-zA-Z]$"}):
@@ -113,19 +136,26 @@ def chain(num_links: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{num_links}": {"type": "boolean"}}}
 
 
-def optional(count: int) -> dict[str, Any]:
-    """An object of so many properties that may be left out."""
-    names = {f"a{i}": {"type": "integer"} for i in range(count)}
-    return {"type": "object", "properties": names, "additionalProperties": False}
-
-
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
         ({"type": "object", "properties": {"a": {"not": {}}}}, "response_format.properties.a has the keyword 'not'"),
         ({"anyOf": [{}, {"uniqueItems": True}]}, "response_format.anyOf[1] has the keyword 'uniqueItems'"),
         ({"colour": "red"}, "response_format has the keyword 'colour'"),
-        ({"$ref": "https://example.org/s.json"}, "response_format.$ref must point into the same schema"),
+        ({"$ref": "https://example.org/s.json"}, "response_format.$ref is 'https://example.org/s.json'. It must point"),
+        ({"x-guidance": {"lenient": True}}, "response_format has the keyword 'x-guidance'"),
+        ({"properties": {"a": {"required": None}}}, "response_format.properties.a.required must be a list of names"),
+        ({"required": [1]}, "response_format.required must be a list of names"),
+        ({"minItems": "1"}, "response_format.minItems must be a whole number, at least 0"),
+        ({"maxLength": True}, "response_format.maxLength must be a whole number, at least 0"),
+        ({"minimum": []}, "response_format.minimum must be a number"),
+        ({"multipleOf": 0}, "response_format.multipleOf must be a number above 0"),
+        ({"enum": []}, "response_format.enum must be a list of values"),
+        ({"type": []}, "response_format.type must be a type, or a list of types"),
+        ({"pattern": 3}, "response_format.pattern must be a regular expression"),
+        ({"nullable": "yes"}, "response_format.nullable must be true or false"),
+        ({**optional(8), "minProperties": 2}, "are held where at most 7 properties are optional"),
+        ({**optional(3), "maxProperties": 2, "additionalProperties": {}}, "are held where at most 7 properties"),
         ({"type": "string", "format": "iban"}, "response_format.format must be one of date, date-time"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
