@@ -33,7 +33,7 @@ from gpu.layers import GATED, Experts, Rope
 from gpu.linear import Linear
 from gpu.operators import Operators
 from gpu.parameters import ExpertWeights
-from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
+from gpu.quant import FP8, MAX_FP8, DeviceWeight, QuantizedWeight, Weight, dequantize, floats, quantize
 from gpu.rows import DeviceTables, RowOperators, StepInputs
 from gpu.sampler import LaunchedSampler, Sampler, SamplingSlots
 
@@ -283,7 +283,7 @@ def matmul(draw: Draw, matrix: str, form: str, rows: int, bias: bool = True, **s
     )
 
 
-def stored(draw: Draw, form: str, *shape: int) -> Weight:
+def stored(draw: Draw, form: str, *shape: int) -> DeviceWeight:
     """A matrix, or a stack of them, of numbers of about 1 / sqrt(inputs).
 
     Args:
@@ -306,7 +306,7 @@ def stored(draw: Draw, form: str, *shape: int) -> Weight:
 
 
 def _exact(weight: Weight) -> Tensor:
-    return dequantize(weight, torch.float32) if isinstance(weight, QuantizedWeight) else weight.float()
+    return dequantize(weight, torch.float32) if isinstance(weight, QuantizedWeight) else floats(weight).float()
 
 
 @builder

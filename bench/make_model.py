@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from core.gguf import BLOCKS
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.parameters import EMBEDDING, HEAD, interleave_halves
 
@@ -259,11 +260,15 @@ class CannotConvert(Exception):
     """Not a model that this writes, or the package `gguf` is missing."""
 
 
-def write_gguf(directory: Path, path: Path) -> None:
-    """Write a dense model's weights as one GGUF file, the same numbers, tensor by tensor.
+def write_gguf(directory: Path, path: Path, mix: str = "BF16") -> None:
+    """Write a dense model's weights as one GGUF file, tensor by tensor.
 
-    Matrices stay bfloat16; vectors become float32, as llama.cpp wants them. Source: llama.cpp's conversion scripts:
-    Llama's q and k are reordered for its RoPE, Qwen's are not.
+    Vectors become float32, as llama.cpp wants them. Source: llama.cpp's conversion scripts: Llama's q and k are
+    reordered for its RoPE, Qwen's are not.
+
+    Args:
+        mix: formats of the matrices, of MIXES. BF16 are the directory's numbers; in the others blocks are drawn, with
+            scales that give them about the same size.
 
     Raises:
         CannotConvert: the model, or the package gguf.
@@ -278,27 +283,71 @@ def write_gguf(directory: Path, path: Path) -> None:
     if architecture is None:
         raise CannotConvert(f"{config['architectures'][0]} is none of {', '.join(GGUF_ARCHITECTURES)}")
     writer: Any = gguf.GGUFWriter(None, architecture)
-    _add_shape(writer, config, gguf)
+    _add_shape(writer, config, getattr(gguf.LlamaFileType, f"MOSTLY_{mix}"))
     _add_tokenizer(writer, directory, config, gguf)
     checkpoint = open_checkpoint(directory)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
+    formats = {
+        name: _format_in(mix, name, config) if len(header.shape) > 1 else "F32"
+        for name, header in checkpoint.tensors.items()
+    }
     for name, header in checkpoint.tensors.items():
-        types = gguf.GGMLQuantizationType
-        number_type, width = (types.BF16, 2) if len(header.shape) > 1 else (types.F32, 4)
+        number_type = getattr(gguf.GGMLQuantizationType, formats[name])
+        elements, size_bytes = BLOCKS[formats[name]]
+        if header.shape[-1] % elements:
+            raise CannotConvert(f"{name}: rows of {header.shape[-1]} are not of whole {formats[name]} blocks")
         # a row's bytes, where the shape is that of numbers: how the package takes formats that numpy lacks
-        shape = (*header.shape[:-1], header.shape[-1] * width)
+        shape = (*header.shape[:-1], header.shape[-1] // elements * size_bytes)
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor_info(gguf_name, shape, np.dtype(np.uint8), math.prod(shape), number_type)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name in checkpoint.tensors:
-        writer.write_tensor_data(_gguf_bytes(checkpoint, name, config, architecture))
+    for name, header in checkpoint.tensors.items():
+        if formats[name] in ("BF16", "F32"):
+            writer.write_tensor_data(_gguf_bytes(checkpoint, name, config, architecture))
+        else:
+            writer.write_tensor_data(draw_blocks(name, header.shape, formats[name]))
     writer.close()
 
 
-def _add_shape(writer: Any, config: Mapping[str, Any], gguf: Any) -> None:
+MIXES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")
+
+
+def _format_in(mix: str, name: str, config: Mapping[str, Any]) -> str:
+    """Source: llama.cpp, src/llama-quant.cpp: Q4_K_M has Q6_K in the head, and in half of the v and down matrices."""
+    if mix != "Q4_K_M":
+        return mix if mix != "Q4_0" or name != (EMBEDDING if config["tie_word_embeddings"] else HEAD) else "Q6_K"
+    num_layers = config["num_hidden_layers"]
+    if name == (EMBEDDING if config["tie_word_embeddings"] else HEAD):
+        return "Q6_K"
+    if name.endswith((".v_proj.weight", ".down_proj.weight")):
+        index, eighth = int(name.split(".")[2]), num_layers // 8
+        if index < eighth or index >= 7 * num_layers // 8 or (index - eighth) % 3 == 2:
+            return "Q6_K"
+    return "Q4_K"
+
+
+# Where a block's float16 scales lie, and the largest number that one multiplies: K formats' scales have scales.
+_SCALES = {"Q8_0": ((0, 127),), "Q4_0": ((0, 8),), "Q4_K": ((0, 63 * 8), (2, 63)), "Q6_K": ((208, 128 * 32),)}
+
+
+def draw_blocks(name: str, shape: tuple[int, ...], number_format: str, seed: int = 0) -> Any:
+    """Random blocks of numbers of about SCALE, as bytes; special tokens have zeros: see draw_tensor."""
+    elements, size_bytes = BLOCKS[number_format]
+    source = np.random.default_rng(name_hash(name) ^ seed)
+    blocks = source.integers(0, 256, (math.prod(shape) // elements, size_bytes), np.uint8)
+    for offset, most in _SCALES[number_format]:
+        blocks[:, offset : offset + 2] = np.full((1, 1), 2 * SCALE / most, np.float16).view(np.uint8)
+    if name in (EMBEDDING, HEAD):
+        per_row = shape[-1] // elements
+        for offset, _ in _SCALES[number_format]:
+            blocks[: len(SPECIAL_TOKENS) * per_row, offset : offset + 2] = 0
+    return blocks
+
+
+def _add_shape(writer: Any, config: Mapping[str, Any], file_type: int) -> None:
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     writer.add_context_length(config["max_position_embeddings"])
@@ -313,7 +362,7 @@ def _add_shape(writer: Any, config: Mapping[str, Any], gguf: Any) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(file_type)
     if config.get("rope_scaling"):
         raise CannotConvert(f"rope_scaling is not written: {config['rope_scaling']}")
 

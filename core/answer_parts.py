@@ -659,25 +659,40 @@ class AnswerParser:
     Args:
         thought: None: the model does not think, or what it writes of it is text.
         tools: None: the request offers none.
+        shows_thought: otherwise it is left out.
     """
 
-    def __init__(self, thought: ThoughtParser | None, tools: ToolCallParser | None) -> None:
+    def __init__(
+        self,
+        thought: ThoughtParser | None,
+        tools: "ToolCallParser | HarmonyParser | None",
+        shows_thought: bool = True,
+    ) -> None:
         self._thought = thought
         self._tools = tools
+        self._shows_thought = shows_thought
+
+    @property
+    def has_complete_calls(self) -> bool:
+        """There are calls, and each of them is complete: a stop string may end an answer within one."""
+        return self._tools is not None and 0 < self._tools.num_calls == self._tools.num_complete
 
     def feed(self, text: str) -> list[Part]:
-        return self._without_thought([Text(text)] if self._thought is None else self._thought.feed(text))
+        return self._parts([Text(text)] if self._thought is None else self._thought.feed(text))
 
     def close(self) -> list[Part]:
         """The answer is complete."""
-        events = [] if self._thought is None else self._thought.close()
-        return self._without_thought(events) + ([] if self._tools is None else self._tools.close())
+        found = self._parts([] if self._thought is None else self._thought.close())
+        return found + ([] if self._tools is None else self._shown(self._tools.close()))
 
-    def _without_thought(self, events: list[Part]) -> list[Part]:
+    def _parts(self, events: list[Part]) -> list[Part]:
         tools = self._tools
-        if tools is None:
-            return events
-        return [part for one in events for part in (tools.feed(one.text) if isinstance(one, Text) else [one])]
+        if tools is not None:
+            events = [part for one in events for part in (tools.feed(one.text) if isinstance(one, Text) else [one])]
+        return self._shown(events)
+
+    def _shown(self, events: list[Part]) -> list[Part]:
+        return events if self._shows_thought else [one for one in events if not isinstance(one, Reasoning)]
 
 
 def _num_held(text: str, literals: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ A token's rotary angle must be a function of its position alone, so that what wa
 sequence grows. transformers has two kinds that choose their frequencies by the length of the whole sequence, anew at
 every step. They are served as far as a fixed choice agrees with them: "dynamic" as the plain embedding up to
 max_position_embeddings, "longrope" with its short factors up to original_max_position_embeddings, where the context
-then ends.
+then ends, or, where the operator asks for a longer one, with its long factors for all sequences.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from core.config_fields import (
     MAX_LAYERS,
     MAX_WIDTH,
     bad_field,
+    count,
     positive_float,
     positive_int,
     read_bool,
@@ -30,7 +31,7 @@ from core.config_fields import (
     unsupported_field,
 )
 from core.errors import UnsupportedModel
-from core.families import FAMILIES, Family, Traits
+from core.families import FAMILIES, TEXT_TOWERS, Family, Traits
 from core.prequantized import Fp8Config, PackedConfig, parse_fp8, parse_packed, refuse_other_methods
 
 BLOCK_SIZE = 16  # tokens per KV block
@@ -52,6 +53,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
 }
 
+# Of a model of texts and images, where text_config does not have them
+_SHARED_FIELDS = "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -66,6 +70,8 @@ class EngineConfig:
         max_sequences: that run at once.
         threads: compute threads on a CPU.
         quantize: the layers' matrices to one of QUANTIZE_SCHEMES while they load; None: as they are.
+        activations: "bf16": a file's quantised blocks become the serving format while they load; "int8": they stay as
+            stored, and rows become 8-bit integers to multiply them; "auto": int8 where the CPU has kernels for it.
         quantize_cache_bytes: limit of quantised weights kept on disk; 0: none are.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: a step with prompts may take so many times as long as its decodes alone, by the step-cost
@@ -88,6 +94,7 @@ class EngineConfig:
     max_sequences: int = 64
     threads: int | None = None
     quantize: str | None = None
+    activations: str = "auto"
     quantize_cache_bytes: int = 0
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
@@ -114,6 +121,7 @@ class RopeConfig:
         factors: of "longrope", one per frequency.
         attention_factor: what the turned q and k are multiplied by, each.
         partial: the part of each head that turns, its first dimensions.
+        query_growth: queries are multiplied by 1 + query_growth * log(1 + position // original_max_position).
     """
 
     theta: float
@@ -128,6 +136,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
     partial: float = 1.0
+    query_growth: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """Dimensions of a head that turn."""
@@ -156,10 +165,18 @@ class ExpertsConfig:
     Args:
         num_active: experts per token, the router's likeliest.
         intermediate_size: width of one.
-        is_normalized: the weights of the active ones are scaled to sum to 1.
+        layout: how the checkpoint stores them: the model_type of a family that does so.
+        is_normalized: the shares of the active ones are scaled to sum to 1.
         has_bias: router and experts have biases.
-        layout: how the checkpoint stores them: "mixtral", "qwen3_moe" or "gpt_oss".
         is_mxfp4: they are stored as four-bit blocks, as in "gpt_oss".
+        scoring: what the router's outputs become, and so the shares: their "softmax", or the "sigmoid" of each.
+        has_choice_bias: a number for each expert is added to its score where experts are chosen, not to shares.
+        is_router_float: scores are computed in float32.
+        num_groups, num_active_groups: experts are chosen from the best groups, by the sum of a group's two best scores,
+            or without a choice bias by the best one.
+        scale: a factor of the shares.
+        shared_size: width of an expert that all tokens go through; 0: none.
+        has_shared_gate: its output is multiplied by a sigmoid of its own.
     """
 
     num_experts: int
@@ -169,6 +186,14 @@ class ExpertsConfig:
     is_normalized: bool = True
     has_bias: bool = False
     is_mxfp4: bool = False
+    scoring: str = "softmax"
+    has_choice_bias: bool = False
+    is_router_float: bool = False
+    num_groups: int = 1
+    num_active_groups: int = 1
+    scale: float = 1.0
+    shared_size: int = 0
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +207,7 @@ class ModelConfig(Traits):
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
+        num_draft_layers: further layers of the checkpoint, which predict later tokens; they are left out.
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
         eos_token_ids: from config.json (generation_config.json may name more).
     """
@@ -212,6 +238,7 @@ class ModelConfig(Traits):
     tie_embeddings: bool = False
     packed: PackedConfig | None = None
     fp8: Fp8Config | None = None
+    num_draft_layers: int = 0
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -250,7 +277,7 @@ class ModelConfig(Traits):
     @property
     def _attention_parameters(self) -> int:
         qkv = self.query_size + 2 * self.kv_size
-        norms = 2 * (self.has_pre_norm + self.has_post_norm) * self.hidden_size  # the MLP's too
+        norms = sum(map(bool, self.norms)) * self.hidden_size  # the MLP's too
         qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
         sinks = self.num_heads * self.has_sinks
@@ -258,8 +285,9 @@ class ModelConfig(Traits):
 
     @property
     def _mlp_parameters(self) -> int:
-        biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return 3 * self.hidden_size * self.intermediate_size + biases
+        inner = (1 + self.has_gate) * self.intermediate_size
+        biases = (inner + self.hidden_size) * self.mlp_bias
+        return (inner + self.intermediate_size) * self.hidden_size + biases
 
     @property
     def _expert_parameters(self) -> int:
@@ -268,43 +296,59 @@ class ModelConfig(Traits):
             return 0
         width = self.experts.intermediate_size
         expert = 3 * self.hidden_size * width + (2 * width + self.hidden_size) * self.experts.has_bias
-        return self.experts.num_experts * (expert + self.hidden_size + self.experts.has_bias)
+        router = self.hidden_size + self.experts.has_bias + self.experts.has_choice_bias
+        shared = 3 * self.hidden_size * self.experts.shared_size + self.hidden_size * self.experts.has_shared_gate
+        return self.experts.num_experts * (expert + router) + shared
 
 
-def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
+def parse_model_config(config: Mapping[str, Any], context: int | None = None) -> ModelConfig:
     """Parse a model's config.json.
+
+    Args:
+        context: tokens that sequences may have; None: as many as the model is served for by default. Longrope has long
+            factors where it is more than the original context.
 
     Raises:
         UnsupportedModel: the architecture, or a field that would change the output, is not computed here.
         BadCheckpoint: a field is missing, of the wrong type, or contradicts another.
     """
+    config = text_config(config)
     family = _family(config)
     config = {**family.defaults, **config}
     _refuse_output_changing_fields(config, family)
     sizes = _sizes(config, family)
     max_position = positive_int(config, "max_position_embeddings", DEFAULT_POSITIONS)
-    rope, local_rope = _ropes(config, family, max_position, sizes["head_dim"])
+    rope, local_rope = _ropes(config, family, max_position, sizes["head_dim"], context)
+    biased = {part for name, parts in family.biases.items() if not name or read_bool(config, name) for part in parts}
     return ModelConfig(
         architecture=family.architecture,
         **sizes,
-        max_position=_served_positions(config, rope, max_position),
+        max_position=_served_positions(config, rope, max_position, context),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
         layers=_layers(config, family, sizes["num_layers"], rope, local_rope),
-        qkv_bias=family.has_qkv_bias or read_bool(config, "attention_bias"),
-        output_bias=read_bool(config, "attention_bias"),
-        mlp_bias=read_bool(config, "mlp_bias"),
-        **{trait.name: getattr(family, trait.name) for trait in dataclasses.fields(Traits)},
+        qkv_bias="qkv" in biased,
+        output_bias="output" in biased,
+        mlp_bias="mlp" in biased,
+        **_traits(config, family),
         experts=_experts(config, family),
         activation=_activation(config, family),
         **_scales(config, family),
         tie_embeddings=read_bool(config, "tie_word_embeddings"),
         packed=parse_packed(config),
         fp8=parse_fp8(config),
+        num_draft_layers=count(config, "num_nextn_predict_layers"),
         dtype=_dtype(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
         eos_token_ids=token_ids(config, "eos_token_id"),
     )
+
+
+def _traits(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    traits = {trait.name: getattr(family, trait.name) for trait in dataclasses.fields(Traits)}
+    if family.qk_norm_field and not read_bool(config, family.qk_norm_field):
+        traits["qk_norm"] = "none"
+    return traits
 
 
 def stated_context(config: Mapping[str, Any]) -> int:
@@ -313,7 +357,38 @@ def stated_context(config: Mapping[str, Any]) -> int:
     Raises:
         UnsupportedModel, BadCheckpoint: as parse_model_config.
     """
-    return positive_int({**_family(config).defaults, **config}, "max_position_embeddings", DEFAULT_POSITIONS)
+    return positive_int(stated_fields(config), "max_position_embeddings", DEFAULT_POSITIONS)
+
+
+def stated_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's fields in config.json, with its family's defaults.
+
+    Raises:
+        UnsupportedModel, BadCheckpoint: as parse_model_config.
+    """
+    config = text_config(config)
+    return {**_family(config).defaults, **config}
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json as if its language model were the whole; see TextTower.
+
+    Raises:
+        UnsupportedModel: the language model is not computed here.
+    """
+    names = config.get("architectures") or [config.get("model_type")]
+    named = names[0] if isinstance(names, list) else None
+    tower = next((tower for name, tower in TEXT_TOWERS.items() if named in (name, tower.model_type)), None)
+    if tower is None:
+        return config
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, Mapping) else {**config, "model_type": tower.texts[0]}
+    model_type = text.get("model_type", tower.texts[0])
+    if model_type not in tower.texts:
+        raise unsupported_field("text_config.model_type", model_type, tower.texts)
+    shared = {name: config[name] for name in _SHARED_FIELDS if config.get(name) is not None}
+    ties = {"tie_word_embeddings": tower.ties_embeddings}
+    return {**ties, **shared, **text, "model_type": model_type, "architectures": None}
 
 
 def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -352,7 +427,9 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) -> None:
-    neutral = {name: values for name, values in _NEUTRAL.items() if name not in family.reads}
+    neutral = {name: values for name, values in _NEUTRAL.items() if name not in family.biases}
+    if family.has_partial_rope:
+        del neutral["partial_rotary_factor"]
     neutral |= family.neutral
     if family.windows == "none":
         neutral["use_sliding_window"] = (False, None)
@@ -381,14 +458,16 @@ def _scales(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "residual_scale": positive_float(config, "residual_multiplier", 1.0),
             "logits_scale": 1 / positive_float(config, "logits_scaling", 1.0),
         }
-    if family.model_type in ("gemma2", "gemma3_text"):
-        return {
+    scales: dict[str, Any] = {}
+    if family.has_scaled_embedding:
+        scales["embedding_scale"] = positive_int(config, "hidden_size") ** 0.5
+    if "query_pre_attn_scalar" in family.defaults:
+        scales |= {
             "attention_scale": positive_float(config, "query_pre_attn_scalar") ** -0.5,
             "attention_cap": _optional_float(config, "attn_logit_softcapping"),
             "logits_cap": _optional_float(config, "final_logit_softcapping"),
-            "embedding_scale": positive_int(config, "hidden_size") ** 0.5,
         }
-    return {}
+    return scales
 
 
 def _rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -400,7 +479,7 @@ def _rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ropes(
-    config: Mapping[str, Any], family: Family, max_position: int, head_dim: int
+    config: Mapping[str, Any], family: Family, max_position: int, head_dim: int, context: int | None
 ) -> tuple[RopeConfig, RopeConfig]:
     """Of layers without a window, and of those with one; transformers 5 nests them by layer type."""
     given = _rope_fields(config)
@@ -412,23 +491,30 @@ def _ropes(
     def parse(part: Mapping[str, Any]) -> RopeConfig:
         merged = {"rope_theta": 10_000.0, **beside, **part}
         neutral = _NEUTRAL["partial_rotary_factor"]
-        if "partial_rotary_factor" not in family.reads and merged.get("partial_rotary_factor") not in neutral:
+        if not family.has_partial_rope and merged.get("partial_rotary_factor") not in neutral:
             raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
-        return _rope(config, merged, max_position, head_dim, is_phi=family.model_type == "phi3")
+        if family.has_mrope and merged.get("rope_type", merged.get("type")) == "mrope":
+            merged["rope_type"] = "default"
+        return _rope(config, merged, family, max_position, head_dim, context)
 
     if not family.has_local_rope:
         return parse(given), parse(given)
     full, local = (given.get(name) or {} for name in LAYER_TYPES) if is_nested else (given, {})
-    return parse(full), parse({"rope_theta": config["rope_local_base_freq"], **local})
+    theta = config.get("rope_local_base_freq", config.get("rope_theta", 10_000.0))
+    return parse(full), parse({"rope_theta": theta, **local})
 
 
-def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int) -> int:
-    """Yarn stretches the original context it names; longrope is computed exactly within the original one."""
+def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int, context: int | None) -> int:
+    """Yarn stretches the original context it names; longrope's short factors are for the original one."""
     if rope.kind == "yarn" and "original_max_position_embeddings" in {**config, **_rope_fields(config)}:
         return max(max_position, int(min(rope.original_max_position * rope.factor, MAX_COUNT)))
-    if rope.kind == "longrope":
+    if rope.kind == "longrope" and not _is_long(rope, context):
         return min(max_position, rope.original_max_position)
     return max_position
+
+
+def _is_long(rope: RopeConfig, context: int | None) -> bool:
+    return context is not None and context > rope.original_max_position
 
 
 def _optional_float(config: Mapping[str, Any], name: str) -> float | None:
@@ -510,9 +596,17 @@ def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: l
 
 
 def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """Qwen3-MoE: every decoder_sparse_step-th layer, except mlp_only_layers."""
-    if family.model_type != "qwen3_moe":
-        return [family.expert_width is not None] * num_layers
+    """See ExpertFields.dense."""
+    if family.experts is None or family.experts.dense == "none":
+        return [family.experts is not None] * num_layers
+    if family.experts.dense == "first":
+        first = count(config, "first_k_dense_replace")
+        return [index >= first for index in range(num_layers)]
+    if family.experts.dense == "ernie":
+        first, end = count(config, "moe_layer_start_index"), config.get("moe_layer_end_index")
+        last = num_layers - 1 if end == -1 else count(config, "moe_layer_end_index")
+        step = positive_int(config, "moe_layer_interval")
+        return [first <= index <= last and (index + 1) % step == 0 for index in range(num_layers)]
     dense, step = config.get("mlp_only_layers") or [], positive_int(config, "decoder_sparse_step")
     if not isinstance(dense, list):
         raise bad_field(f"mlp_only_layers={dense!r} is not a list of layers.")
@@ -520,26 +614,53 @@ def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -
 
 
 def _experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
-    if family.expert_width is None:
+    if family.experts is None:
         return None
-    field = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    fields = family.experts
+    field = next((name for name in fields.count if config.get(name) is not None), fields.count[-1])
     num_experts = positive_int(config, field, at_most=MAX_EXPERTS)
-    num_active = positive_int(config, "num_experts_per_tok")
+    num_active = positive_int(config, fields.active)
     if num_active > num_experts:
-        raise bad_field(f"num_experts_per_tok={num_active} is more than {field}={num_experts}.")
+        raise bad_field(f"{fields.active}={num_active} is more than {field}={num_experts}.")
+    width = positive_int(config, fields.width, at_most=MAX_WIDTH)
+    shared_size = 0
+    if fields.shared_width:
+        shared_size = positive_int(config, fields.shared_width, at_most=MAX_WIDTH)
+    elif fields.shared_count:
+        shared_size = width * count(config, fields.shared_count)
     experts = ExpertsConfig(
         num_experts,
         num_active,
-        positive_int(config, family.expert_width, at_most=MAX_WIDTH),
+        width,
         layout=family.model_type,
-        is_normalized=family.model_type != "qwen3_moe" or read_bool(config, "norm_topk_prob"),
+        is_normalized=not fields.normalized or read_bool(config, fields.normalized),
         has_bias=family.model_type == "gpt_oss",
         is_mxfp4=_is_mxfp4(config, family),
+        scoring=fields.scoring,
+        has_choice_bias=fields.has_choice_bias,
+        is_router_float=fields.is_router_float,
+        scale=positive_float(config, fields.scale, 1.0) if fields.scale else 1.0,
+        shared_size=shared_size,
+        has_shared_gate=fields.has_shared_gate,
+        **(_groups(config, num_experts, num_active) if fields.has_groups else {}),
     )
     widths = (positive_int(config, "hidden_size"), experts.intermediate_size)
     if experts.is_mxfp4 and any(width % 32 for width in widths):
         raise bad_field(f"mxfp4 blocks of 32 do not divide hidden_size and intermediate_size={widths}.")
     return experts
+
+
+def _groups(config: Mapping[str, Any], num_experts: int, num_active: int) -> dict[str, int]:
+    num_groups = positive_int(config, "n_group", 1)
+    num_active_groups = positive_int(config, "topk_group", 1)
+    if num_experts % num_groups or not num_active <= num_active_groups * (num_experts // num_groups) <= num_experts:
+        raise bad_field(
+            f"n_group={num_groups} and topk_group={num_active_groups} do not divide {num_experts} experts, or leave "
+            f"fewer than {num_active} to choose from."
+        )
+    if num_groups > 1 and num_experts // num_groups < 2:
+        raise bad_field(f"n_group={num_groups} leaves one expert in a group.")
+    return {"num_groups": num_groups, "num_active_groups": num_active_groups}
 
 
 def _is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
@@ -549,21 +670,29 @@ def _is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
 
 
 def _rope(
-    config: Mapping[str, Any], given: Mapping[str, Any], max_position: int, head_dim: int, is_phi: bool = False
+    config: Mapping[str, Any],
+    given: Mapping[str, Any],
+    family: Family,
+    max_position: int,
+    head_dim: int,
+    context: int | None,
 ) -> RopeConfig:
     """Parse one rope configuration, in the spelling of transformers 5 or an earlier one.
 
     Args:
         config: the whole config.json, for fields beside it.
         given: rope_theta and its scaling.
-        is_phi: Phi-3 says "su" and "yarn" for what was later called "longrope".
+        context: see parse_model_config.
     Source: transformers 5, modeling_rope_utils.py.
     """
     kind = given.get("rope_type", given.get("type", "default"))
-    if is_phi and kind in ("su", "yarn"):
+    if family.model_type == "phi3" and kind in ("su", "yarn"):  # it was called so at first
         kind = "longrope"
     if kind not in ROPE_KINDS:
         raise unsupported_field("rope_type", kind, ROPE_KINDS)
+    growth = positive_float(given, "llama_4_scaling_beta") if given.get("llama_4_scaling_beta") else 0.0
+    if family.has_query_scale and growth and kind != "yarn":
+        raise unsupported_field("llama_4_scaling_beta", growth, (None,))
     theta = positive_float(given, "rope_theta")
     partial = positive_float(given, "partial_rotary_factor", 1.0)
     if partial > 1 or int(head_dim * partial) % 2 or int(head_dim * partial) == 0:
@@ -580,7 +709,9 @@ def _rope(
     if kind == "llama3":
         return _llama3(merged, rope)
     rope = replace(rope, factor=positive_float(merged, "factor", max_position / original))
-    return _yarn(merged, rope) if kind == "yarn" else _longrope(merged, rope, rope.rotary_dim(head_dim) // 2)
+    if kind == "yarn":
+        return replace(_yarn(merged, rope), query_growth=growth if family.has_query_scale else 0.0)
+    return _longrope(merged, rope, rope.rotary_dim(head_dim) // 2, "long" if _is_long(rope, context) else "short")
 
 
 def _llama3(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:
@@ -612,11 +743,12 @@ def _yarn(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:
     )
 
 
-def _longrope(given: Mapping[str, Any], rope: RopeConfig, num_factors: int) -> RopeConfig:
-    """Source: LongRoPE (arXiv:2402.13753), of which only the short factors are used."""
-    factors, factor, original = given.get("short_factor"), rope.factor, rope.original_max_position
+def _longrope(given: Mapping[str, Any], rope: RopeConfig, num_factors: int, kind: str) -> RopeConfig:
+    """kind: "short" or "long". Source: LongRoPE (arXiv:2402.13753)."""
+    name, factor, original = f"{kind}_factor", rope.factor, rope.original_max_position
+    factors = given.get(name)
     if not isinstance(factors, list) or len(factors) != num_factors:
-        raise bad_field(f"rope: short_factor is not a list of {num_factors} numbers.")
-    short = tuple(positive_float({"short_factor": factor}, "short_factor") for factor in factors)
+        raise bad_field(f"rope: {name} is not a list of {num_factors} numbers.")
+    of_pairs = tuple(positive_float({name: number}, name) for number in factors)
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
-    return replace(rope, factors=short, attention_factor=positive_float(given, "attention_factor", attention_factor))
+    return replace(rope, factors=of_pairs, attention_factor=positive_float(given, "attention_factor", attention_factor))

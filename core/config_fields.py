@@ -32,6 +32,11 @@ def positive_int(config: Mapping[str, Any], name: str, default: int | None = Non
     return value
 
 
+def count(config: Mapping[str, Any], name: str) -> int:
+    """0 where the field is not set."""
+    return positive_int(config, name) if config.get(name) else 0
+
+
 def positive_float(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = config.get(name)
     value = default if value is None else value

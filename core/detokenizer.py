@@ -7,6 +7,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+from core.thoughts import ThoughtFollower
 from core.types import FinishReason
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -67,11 +68,13 @@ class Detokenizer:
         min_tokens: a stop string within so many tokens does not end the text, and is part of it.
         continues_text: the tokens continue a text (raw completions) and keep their leading space; a text of its own (a
             chat's answer) loses the space that the tokenizer adds.
+        thought: that the answer begins with, or may: stop strings are searched behind it.
 
     Attributes:
         is_plain: nothing is held or to be stripped: the next token's text is its entry in plain_texts.
         plain_texts: by id, texts that depend on no other token; None or IndexError: call push_token.
         num_tokens_kept: tokens up to the one that completed the stop string. Readers of plain_texts must count here.
+        stopped_by: the stop string that was completed.
     """
 
     __slots__ = (
@@ -84,18 +87,26 @@ class Detokenizer:
         "_stop_firsts",
         "_table",
         "_texts",
+        "_thought",
         "is_plain",
         "is_stopped",
         "num_tokens_kept",
         "plain_texts",
+        "stopped_by",
     )
 
     stop_reason = FinishReason.STOP  # of a sequence whose text is stopped
 
     def __init__(
-        self, table: TokenTable, stop: tuple[str, ...] = (), continues_text: bool = False, min_tokens: int = 0
+        self,
+        table: TokenTable,
+        stop: tuple[str, ...] = (),
+        continues_text: bool = False,
+        min_tokens: int = 0,
+        thought: ThoughtFollower | None = None,
     ) -> None:
-        self.is_stopped = False  # a stop string was completed
+        self.is_stopped = False
+        self.stopped_by: str | None = None
         self.num_tokens_kept = 0
         self._min_tokens = min_tokens
         self._table = table
@@ -106,8 +117,14 @@ class Detokenizer:
         self._held = ""  # decoded, but may yet become a stop string
         self._num_to_strip = 0 if continues_text else table.strip_start
         self._decoder = _new_utf8_decoder(errors="replace")
-        self.is_plain = not self._num_to_strip
+        self._thought = thought
+        self.is_plain = not self._num_to_strip and thought is None
         self.plain_texts: PlainTexts = _TextsWithout(table.texts, self._stop_firsts) if stop else table.texts
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of the tokens kept."""
+        return 0 if self._thought is None else self._thought.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the sequence's next tokens; return the text that is safe to emit now. Empty once it is stopped."""
@@ -132,6 +149,10 @@ class Detokenizer:
         rest = self._strip(self._decoder.decode(b"", final=True))
         if not self._stop:
             return rest
+        if self._thought is not None and not self._thought.is_over:
+            if self._thought.is_inside:
+                return rest
+            rest, self._held = self._held + rest, ""
         text = self._emit(rest) + self._held
         self._held = ""
         return text
@@ -143,9 +164,27 @@ class Detokenizer:
         text = self._decode(token_id)
         if self._num_to_strip:
             text = self._strip(text)
-        if self._stop and text:
+        is_thinking = self._thought is not None and not self._thought.is_over
+        if is_thinking:
+            text = self._follow(token_id, text)
+        elif self._stop and text:
             text = self._emit(text)
-        self.is_plain = not (self._num_to_strip or self._is_in_character or self._held or self.is_stopped)
+        is_held = self._num_to_strip or self._is_in_character or self._held or self.is_stopped
+        self.is_plain = not (is_held or is_thinking)
+        return text
+
+    def _follow(self, token_id: int, text: str) -> str:
+        """The text of a token of the thought, or of one that may begin it."""
+        assert self._thought is not None, "there is one"
+        after = self._thought.push(token_id)
+        if not self._stop:
+            return text
+        text, self._held = self._held + text, ""
+        if self._thought.is_over:
+            end = max(0, len(text) - len(after.decode("utf-8", "ignore")))
+            return text[:end] + (self._emit(text[end:]) if end < len(text) else "")
+        if not self._thought.is_inside:  # it may be the answer
+            text, self._held = "", text
         return text
 
     def _decode(self, token_id: int) -> str:
@@ -168,8 +207,9 @@ class Detokenizer:
             text = self._held + text
         elif not any(first in text for first in self._stop_firsts):
             return text
-        end = _first_stop(text, self._stop, num_held) if self.num_tokens_kept > self._min_tokens else None
-        if end is not None:
+        found = _first_stop(text, self._stop, num_held) if self.num_tokens_kept > self._min_tokens else None
+        if found is not None:
+            end, self.stopped_by = found
             self.is_stopped = True
             self._held = ""
             return text[:end]
@@ -189,15 +229,15 @@ def _num_leading_spaces(text: str, limit: int) -> int:
     return min(limit, len(text) - len(text.lstrip(" ")))
 
 
-def _first_stop(text: str, stop: tuple[str, ...], num_old: int) -> int | None:
-    """Where the stop string begins that is completed first, the longest of several; None without one.
+def _first_stop(text: str, stop: tuple[str, ...], num_old: int) -> tuple[int, str] | None:
+    """Where the stop string begins that is completed first, the longest of several, and which; None without one.
 
     Args:
         num_old: leading characters in which no stop string is completed.
     """
     starts = ((string, text.find(string, max(0, num_old - len(string) + 1))) for string in stop)
-    found = [(at + len(string), at) for string, at in starts if at >= 0]
-    return min(found)[1] if found else None
+    found = [(at + len(string), at, string) for string, at in starts if at >= 0]
+    return min(found)[1:] if found else None
 
 
 def _num_held_back(text: str, stop: tuple[str, ...]) -> int:

@@ -21,6 +21,7 @@ class ErrorKind(enum.StrEnum):
     CANCELLED = "cancelled"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ENGINE = "engine"
+    UPSTREAM = "upstream"  # a server that was to answer has failed
 
 
 class ServiceError(Exception):

@@ -14,18 +14,55 @@ class Traits:
 
     Args:
         qk_norm: RMSNorm of q and k before RoPE: "none", over each "head", or over "all" heads at once.
-        has_pre_norm, has_post_norm: RMSNorm before attention and MLP; after each, before the residual sum.
+        norms: the checkpoint's names of a layer's RMSNorms: before attention, after it (before the residual sum),
+            before the MLP, after it; "": there is none.
         has_norm_offset: a norm multiplies by 1 + weight.
         has_sinks: each head has a score of its own that takes a share of the softmax and brings no value.
-        has_fused_weights: the checkpoint stores q, k, v as one matrix, and gate and up as one.
+        has_gate: the MLP multiplies its activated half by the other; False: it activates all of one matrix.
+        has_fused_qkv, has_fused_gate_up: the checkpoint stores these as one matrix.
+        are_pairs_adjacent: RoPE rotates neighbouring numbers of a head; False: those half its rotated part apart.
     """
 
     qk_norm: str = "none"
-    has_pre_norm: bool = True
-    has_post_norm: bool = False
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     has_norm_offset: bool = False
     has_sinks: bool = False
-    has_fused_weights: bool = False
+    has_gate: bool = True
+    has_fused_qkv: bool = False
+    has_fused_gate_up: bool = False
+    are_pairs_adjacent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFields:
+    """How a family routes tokens to experts, and which fields of config.json say it.
+
+    Args:
+        count: the first of these fields that is set.
+        active, width: of the experts that a token goes through; of one expert.
+        shared_width: of the expert that all tokens go through; "": none, or shared_count of `width`.
+        has_shared_gate: its output is scaled by a sigmoid of its own.
+        normalized: whether the shares of a token sum to 1; "": they always do.
+        scale: a factor of the shares; "": none.
+        scoring, has_choice_bias, is_router_float: see core.config.ExpertsConfig.
+        has_groups: experts are chosen within the best topk_group of n_group.
+        dense: which layers have a plain MLP: "none"; "first" (first_k_dense_replace); "steps" (all but every
+            decoder_sparse_step-th, and mlp_only_layers); "ernie" (moe_layer_start_index, _end_index, _interval).
+    """
+
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    active: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    shared_width: str = ""
+    shared_count: str = ""
+    has_shared_gate: bool = False
+    normalized: str = ""
+    scale: str = ""
+    scoring: str = "softmax"
+    has_choice_bias: bool = False
+    is_router_float: bool = False
+    has_groups: bool = False
+    dense: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,32 +71,48 @@ class Family(Traits):
 
     Args:
         defaults: of fields that a config.json may leave out.
-        reads: optional fields that are computed: attention_bias (of q, k, v and the output), mlp_bias (of gate, up and
-            down), partial_rotary_factor.
+        biases: optional fields, and what has biases where they are true: "qkv", "output", "mlp"; "": always.
         neutral: further fields that change the output, and the values under which they do not.
-        has_qkv_bias: always.
-        has_local_rope: layers with a window have a rope of their own.
+        has_partial_rope: partial_rotary_factor is computed.
+        has_query_scale: queries grow with their position: llama_4_scaling_beta of the rope.
+        has_mrope: rope_type may be "mrope", whose three positions are one where all is text.
+        has_local_rope: layers with a window have a rope of their own: rope_local_base_freq, or rope_theta unscaled.
+        has_scaled_embedding: by the square root of its width.
         windows: which layers have a sliding window where layer_types does not say: "none"; "all", if sliding_window
             is set; with use_sliding_window "switched" (all), "late" (from max_window_layers) or "unrotated" (those
             without RoPE); "pattern" (all except every n-th: sliding_window_pattern).
-        expert_width: the name of the field with an expert's width; None: no experts.
+        experts: None: no experts.
+        qk_norm_field: whether q and k are normed as qk_norm says; "": always.
         activation_field: which field names the activation; `activation`: where no field does.
     """
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    reads: tuple[str, ...] = ()
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    has_qkv_bias: bool = False
+    has_partial_rope: bool = False
+    has_query_scale: bool = False
+    has_mrope: bool = False
     has_local_rope: bool = False
+    has_scaled_embedding: bool = False
     windows: str = "none"
-    expert_width: str | None = None
+    experts: ExpertFields | None = None
+    qk_norm_field: str = ""
     activation_field: str = "hidden_act"
     activation: str | None = None
 
 
-_BIASES = "attention_bias", "mlp_bias"
+_ATTENTION_BIAS = {"attention_bias": ("qkv", "output")}
+_BIASES = {**_ATTENTION_BIAS, "mlp_bias": ("mlp",)}
+_NORMS_AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_POST_NORMS_ALONE = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_GELU_TANH = ("gelu", "gelu_pytorch_tanh", None)  # Gemma's first files say gelu and mean its approximation
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -68,28 +121,97 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_GLM: dict[str, Any] = {
+    "defaults": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1.5625e-07,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
+    "biases": {"attention_bias": ("qkv",)},
+    "has_partial_rope": True,
+    "has_fused_gate_up": True,
+    "are_pairs_adjacent": True,
+}
+_DEEPSEEK_EXPERTS = ExpertFields(
+    count=("n_routed_experts", "num_local_experts"),
+    shared_count="n_shared_experts",
+    normalized="norm_topk_prob",
+    scale="routed_scaling_factor",
+    scoring="sigmoid",
+    has_choice_bias=True,
+    is_router_float=True,
+    has_groups=True,
+    dense="first",
+)
 
 FAMILIES = (
-    Family(architecture="LlamaForCausalLM", model_type="llama", reads=_BIASES),
+    Family(architecture="LlamaForCausalLM", model_type="llama", biases=_BIASES),
     Family(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
         defaults={"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
-        has_qkv_bias=True,
+        biases={"": ("qkv",)},
         windows="late",
     ),
     Family(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
         defaults={"head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
-        reads=("attention_bias",),
+        biases=_ATTENTION_BIAS,
         qk_norm="head",
         windows="late",
+    ),
+    Family(
+        architecture="Qwen2_5_VLTextModel",
+        model_type="qwen2_5_vl_text",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 4096,
+            "max_window_layers": 80,
+        },
+        biases={"": ("qkv",)},
+        has_mrope=True,
+        windows="late",
+    ),
+    Family(
+        architecture="Qwen3VLTextModel",
+        model_type="qwen3_vl_text",
+        defaults={"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
+        biases=_ATTENTION_BIAS,
+        qk_norm="head",
+        has_mrope=True,
     ),
     Family(
         architecture="MistralForCausalLM",
         model_type="mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        windows="all",
+    ),
+    Family(
+        architecture="Ministral3ForCausalLM",
+        model_type="ministral3",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        has_query_scale=True,
         windows="all",
     ),
     Family(
@@ -102,31 +224,92 @@ FAMILIES = (
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
         },
-        reads=_BIASES,
+        biases=_BIASES,
         windows="unrotated",
     ),
     Family(
         architecture="GraniteForCausalLM",
         model_type="granite",
         defaults={"attention_multiplier": 1.0},
-        reads=_BIASES,
+        biases=_BIASES,
     ),
     Family(
         architecture="Olmo2ForCausalLM",
         model_type="olmo2",
         defaults={"rms_norm_eps": 1e-5},
-        reads=("attention_bias",),
+        biases=_ATTENTION_BIAS,
         qk_norm="all",
-        has_pre_norm=False,
-        has_post_norm=True,
+        norms=_POST_NORMS_ALONE,
+    ),
+    Family(
+        architecture="Olmo3ForCausalLM",
+        model_type="olmo3",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+        biases=_ATTENTION_BIAS,
+        qk_norm="all",
+        norms=_POST_NORMS_ALONE,
+        has_local_rope=True,
+        windows="pattern",
+    ),
+    Family(
+        architecture="ArceeForCausalLM",
+        model_type="arcee",
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        biases=_BIASES,
+        neutral={"hidden_act": ("relu2", None)},
+        has_gate=False,
+        activation="relu2",
+    ),
+    Family(
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524_288,
+            "attention_bias": True,
+        },
+        biases={"attention_bias": ("qkv",), "attention_out_bias": ("output",), "mlp_bias": ("mlp",)},
+    ),
+    Family(
+        architecture="Ernie4_5ForCausalLM",
+        model_type="ernie4_5",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+        },
+        biases={"use_bias": ("qkv", "output", "mlp")},
+        are_pairs_adjacent=True,
+    ),
+    Family(architecture="GlmForCausalLM", model_type="glm", **_GLM),
+    Family(
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        **_GLM,
     ),
     Family(
         architecture="Phi3ForCausalLM",
         model_type="phi3",
         defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        has_fused_weights=True,
-        reads=("partial_rotary_factor",),
+        has_fused_qkv=True,
+        has_fused_gate_up=True,
+        has_partial_rope=True,
         windows="all",
+    ),
+    Family(
+        architecture="GemmaForCausalLM",
+        model_type="gemma",
+        defaults={"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+        biases=_ATTENTION_BIAS,
+        neutral={"hidden_act": _GELU_TANH, "hidden_activation": _GELU_TANH},
+        has_norm_offset=True,
+        has_scaled_embedding=True,
+        activation="gelu_pytorch_tanh",
     ),
     Family(
         architecture="Gemma2ForCausalLM",
@@ -138,9 +321,10 @@ FAMILIES = (
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        reads=("attention_bias",),
-        has_post_norm=True,
+        biases=_ATTENTION_BIAS,
+        norms=_NORMS_AROUND,
         has_norm_offset=True,
+        has_scaled_embedding=True,
         windows="pattern",
         activation_field="hidden_activation",
     ),
@@ -149,15 +333,21 @@ FAMILIES = (
         model_type="gemma3_text",
         defaults={
             **_GEMMA_DEFAULTS,
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
             "max_position_embeddings": 131_072,
             "sliding_window_pattern": 6,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
         },
-        reads=("attention_bias",),
+        biases=_ATTENTION_BIAS,
         qk_norm="head",
-        has_post_norm=True,
+        norms=_NORMS_AROUND,
         has_norm_offset=True,
+        has_scaled_embedding=True,
         neutral={"attn_logit_softcapping": (None,)},  # transformers reads it and does not apply it
         has_local_rope=True,
         windows="pattern",
@@ -175,7 +365,7 @@ FAMILIES = (
             "num_experts_per_tok": 2,
         },
         windows="all",
-        expert_width="intermediate_size",
+        experts=ExpertFields(width="intermediate_size"),
     ),
     Family(
         architecture="Qwen3MoeForCausalLM",
@@ -188,10 +378,79 @@ FAMILIES = (
             "moe_intermediate_size": 768,
             "decoder_sparse_step": 1,
         },
-        reads=("attention_bias",),
+        biases=_ATTENTION_BIAS,
         qk_norm="head",
         windows="switched",
-        expert_width="moe_intermediate_size",
+        experts=ExpertFields(normalized="norm_topk_prob", dense="steps"),
+    ),
+    Family(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32_768,
+            "qkv_bias": True,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "decoder_sparse_step": 1,
+        },
+        biases={"qkv_bias": ("qkv",)},
+        experts=ExpertFields(
+            shared_width="shared_expert_intermediate_size",
+            has_shared_gate=True,
+            normalized="norm_topk_prob",
+            dense="steps",
+        ),
+    ),
+    Family(
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        biases={"attention_bias": ("qkv",)},
+        qk_norm="head",
+        qk_norm_field="use_qk_norm",
+        has_partial_rope=True,
+        experts=_DEEPSEEK_EXPERTS,
+    ),
+    Family(
+        architecture="Ernie4_5_MoeForCausalLM",
+        model_type="ernie4_5_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+        biases={"use_bias": ("qkv", "output", "mlp")},
+        are_pairs_adjacent=True,
+        experts=ExpertFields(
+            count=("moe_num_experts", "num_experts"),
+            active="moe_k",
+            shared_count="moe_num_shared_experts",
+            has_choice_bias=True,
+            is_router_float=True,
+            dense="ernie",
+        ),
     ),
     Family(
         architecture="GptOssForCausalLM",
@@ -216,14 +475,38 @@ FAMILIES = (
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
         },
-        reads=("attention_bias",),
+        biases=_ATTENTION_BIAS,
         neutral={"swiglu_alpha": (1.702, None), "swiglu_limit": (7, 7.0, None)},
         has_sinks=True,
         windows="pattern",
-        expert_width="intermediate_size",
+        experts=ExpertFields(width="intermediate_size"),
         activation="clamped_swiglu",
     ),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TextTower:
+    """A model of texts and images, of which texts are served: its language model is one of FAMILIES.
+
+    Args:
+        model_type: of the whole.
+        texts: model_types that text_config may have; the first, where config.json has the fields of the language model
+            beside vision_config.
+        ties_embeddings: where config.json does not say.
+    """
+
+    model_type: str
+    texts: tuple[str, ...]
+    ties_embeddings: bool
+
+
+TEXT_TOWERS = {
+    "Gemma3ForConditionalGeneration": TextTower("gemma3", ("gemma3_text",), True),
+    "Mistral3ForConditionalGeneration": TextTower("mistral3", ("mistral", "ministral3"), True),
+    "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2_5_vl", ("qwen2_5_vl_text",), False),
+    "Qwen3VLForConditionalGeneration": TextTower("qwen3_vl", ("qwen3_vl_text",), False),
+}
 
 # The architectures of GGUF files, as llama.cpp's converter writes them (conversion/*.py); where a file is silent, as
 # llama.cpp computes them (src/models/*.cpp).

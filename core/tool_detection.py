@@ -1,4 +1,4 @@
-"""Finds how a model writes tool calls from what its chat template renders for one. No I/O. Thread: any.
+"""Finds how a model writes tool calls and thoughts from what its chat template renders. No I/O. Thread: any.
 
 Two conversations that differ only in the assistant's turn, one with text and one with calls, differ in what the
 template writes for the calls.
@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from core.answer_parts import Arguments, CallBegin, HarmonyParser, Parser, Text, ToolCallParser
 from core.errors import InvalidRequest
-from core.tool_formats import FORMATS
+from core.tool_formats import FORMATS, HARMONY, THOUGHTS
 
-HARMONY = "harmony"
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 _MARK = "Zq7"
@@ -57,6 +56,55 @@ def detect(render: Render) -> ToolStyle | None:
             found = None if region is None else _format_of(region, most_calls)
             if found is not None:
                 return ToolStyle(found, has_text_arguments, most_calls)
+    return None
+
+
+class ThoughtStyle(NamedTuple):
+    """How a model thinks before it answers.
+
+    Args:
+        name: a name of THOUGHTS, or HARMONY.
+        switch: the template's variable that turns thoughts on and off; None: it has none.
+        takes_effort: the template reads reasoning_effort.
+    """
+
+    name: str
+    switch: str | None
+    takes_effort: bool
+
+
+_SWITCHES = ("enable_thinking", "thinking")
+Prompt = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
+
+
+def detect_thought(render: Prompt) -> ThoughtStyle | None:
+    """
+    Args:
+        render: the prompt of messages under variables of the template; raises InvalidRequest where it refuses them.
+
+    Returns:
+        None: the template writes no thought, or in a way that is not known.
+    """
+    question = {"role": "user", "content": _MARK}
+    answer = {"role": "assistant", "content": _MARK, "reasoning_content": "Zq8"}
+
+    def prompt(*messages: Mapping[str, Any], **variables: Any) -> str:
+        try:
+            return render(messages or (question,), variables)
+        except InvalidRequest:
+            return ""
+
+    switch = next((one for one in _SWITCHES if prompt(**{one: True}) != prompt(**{one: False})), None)
+    switched = [prompt(**{switch: True}), prompt(**{switch: False})] if switch else []
+    texts = "".join([prompt(), prompt(question, answer), *switched])
+    takes_effort = prompt(reasoning_effort="low") != prompt(reasoning_effort="high")
+    if "<|channel|>final<|message|>" in texts:
+        return ThoughtStyle(HARMONY, switch, takes_effort)
+    for name, markers in THOUGHTS.items():
+        past = {"role": "assistant", "content": f"{markers.begin}Zq8{markers.end}Zq9"}
+        history = prompt(question, past, question)  # templates leave out the thoughts of earlier turns
+        if markers.begin in texts or markers.end in texts or ("Zq9" in history and "Zq8" not in history):
+            return ThoughtStyle(name, switch, takes_effort)
     return None
 
 

@@ -4,6 +4,7 @@ A format is found from what the model's chat template renders for a call. No I/O
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,26 @@ FORMATS = {
 }
 
 
+HARMONY = "harmony"  # gpt-oss's messages: calls, thoughts and text in channels
+_HARMONY_MARKERS = frozenset(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call"))
+
+
+def markers_of(name: str) -> frozenset[str]:
+    """What begins, divides and ends calls in a format. In some models these are special tokens."""
+    if name == HARMONY:
+        return _HARMONY_MARKERS
+    form = FORMATS[name]
+    parts: list[Any] = [*form.begins, form.end]
+    if isinstance(form.call, NamedCall):
+        parts += [form.call.begin, form.call.name_end, form.call.end, form.call.id_begin]
+        match form.call.arguments:
+            case TaggedArguments(key_begin, key_end, value_begin, value_end):
+                parts += [key_begin, key_end, value_begin, value_end]
+            case LiteralArguments(quotes=quotes):
+                parts += quotes
+    return frozenset(part.strip() for part in parts if part and part.strip())
+
+
 @dataclass(frozen=True, slots=True)
 class ThoughtMarkers:
     """Around a model's thought."""
@@ -157,3 +178,8 @@ THOUGHTS = {
     "mistral": ThoughtMarkers("[THINK]", "[/THINK]"),
     "seed": ThoughtMarkers("<seed:think>", "</seed:think>"),
 }
+
+
+def thought_markers_of(name: str) -> frozenset[str]:
+    """What begins and ends a thought. In some models these are special tokens."""
+    return _HARMONY_MARKERS if name == HARMONY else frozenset((THOUGHTS[name].begin, THOUGHTS[name].end))

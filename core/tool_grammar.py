@@ -5,8 +5,9 @@ reads as calls whose arguments fit the functions' schemas. No I/O. Thread: any.
 """
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, TaggedArguments, ToolFormat
@@ -22,7 +23,7 @@ _TERMINALS = r"""
 TEXT: /(?s:.*)/
 INTEGER: /-?(0|[1-9][0-9]{0,17})/
 NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
-PYTHON_STRING: /"([^"\\\x00-\x1f]|\\["'\\nrt])*"/
+PYTHON_STRING: /"([^"\\\x00-\x1f]|\\["'\\nrt])*"|'([^'\\\x00-\x1f]|\\["'\\nrt])*'/
 """
 
 
@@ -54,14 +55,14 @@ class Tool:
 def required_calls(
     form: ToolFormat,
     tools: Sequence[Tool],
-    special: Container[str] = (),
+    special: Mapping[str, int] = MappingProxyType({}),
     most_calls: int | None = None,
     instead: Schema | None = None,
 ) -> str:
     """The grammar of answers that are calls and nothing else, at least one.
 
     Args:
-        special: texts that are one special token of the model's vocabulary each.
+        special: the ids of the model's special tokens.
         most_calls: None: any number.
         instead: the schema of an answer that may come in the place of calls.
 
@@ -77,7 +78,7 @@ def required_calls(
 def allowed_calls(
     form: ToolFormat,
     tools: Sequence[Tool],
-    special: Container[str] = (),
+    special: Mapping[str, int] = MappingProxyType({}),
     most_calls: int | None = None,
     free_ids: Sequence[int] = (),
 ) -> str:
@@ -100,7 +101,7 @@ def allowed_calls(
 
 
 class _Writer:
-    def __init__(self, form: ToolFormat, special: Container[str], most_calls: int | None) -> None:
+    def __init__(self, form: ToolFormat, special: Mapping[str, int], most_calls: int | None) -> None:
         self.begin = next((one for one in form.begins if one in special), form.begins[0])
         self._form = form
         self._special = special
@@ -118,7 +119,7 @@ class _Writer:
     def literal(self, text: str) -> str:
         """Special tokens are no text to the grammar."""
         if text in self._special:
-            return text if text.startswith("<") else f"<{text}>"
+            return f"<[{self._special[text]}]>"
         return _quoted(text)
 
     def section(self, call: str, begin: str) -> str:

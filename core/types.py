@@ -7,7 +7,7 @@ EngineSnapshot in answer to an Inspect.
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -89,6 +89,43 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     grammar: "Grammar | None" = None
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.sampling.max_tokens
+
+
+class Demand(Protocol):
+    """What the gate must know of a request, whoever computes it: see Request."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Counted, or estimated."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Of each of its sequences."""
+        ...
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def share(self) -> int: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def deadline_s(self) -> float | None: ...
+
 
 class Submit(msgspec.Struct, frozen=True):
     """Queue a request. Exactly one terminal TokenChunk answers it, whatever happens."""
@@ -147,11 +184,13 @@ class Usage(msgspec.Struct, frozen=True):
         num_prompt_tokens: computed or cached, counted once: less than the whole prompt if the request ended before.
         num_completion_tokens: sampled and kept, an ending stop id included.
         num_cached_tokens: of the prompt's, those that an earlier request had computed.
+        num_thought_tokens: of the completion's, those of the model's thought, its markers included.
     """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
+    num_thought_tokens: int = 0
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -332,6 +371,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the ending id, which has no text, when asked for.
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
+        stop_string: with finish_reason: the stop string that ends the text.
     """
 
     text: str
@@ -340,3 +380,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop_logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None

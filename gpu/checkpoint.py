@@ -10,7 +10,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from core.gguf import BLOCKS, GgufTensor, parse_gguf
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf_model import hugging_face_tensors, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
+from gpu.blocks import PackedBlocks
 from gpu.parameters import Target
 from gpu.prequantized import (
     FP8_FORMAT,
@@ -55,6 +56,15 @@ BUFFER_SUFFIXES = (
     ".masked_bias",
     ".position_ids",
 )
+# Of models of texts and images: the language model's names, and what is left out.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+OTHER_TOWERS = tuple(
+    f"{outer}{name}." for outer in ("", "model.") for name in ("vision_tower", "visual", "multi_modal_projector")
+)
 MASK_SUFFIXES = (".attn.bias", ".self_attn.bias", ".attention.bias")  # causal masks: [1, 1, tokens, tokens]
 # A mapped file's pages count as resident until it is closed: at most so many stay beside the parameters and one tensor.
 RELEASE_BYTES = 64 * 1024**2
@@ -73,6 +83,7 @@ class TensorHeader:
     """What a file's header says about one tensor.
 
     Args:
+        name: in its file.
         parts: the tensors that a prequantized matrix is made of, by the last part of their names.
     """
 
@@ -80,6 +91,7 @@ class TensorHeader:
     shape: tuple[int, ...]
     format: str
     size_bytes: int
+    name: str
     parts: Mapping[str, "TensorHeader"] = field(default_factory=dict)
 
 
@@ -156,7 +168,7 @@ def _with_fp8(checkpoint: Checkpoint, packing: Fp8Config) -> Checkpoint:
             )
         parts = {"weight": values, scales[0]: scale}
         size_bytes = values.size_bytes + scale.size_bytes
-        tensors[name] = TensorHeader(values.file, values.shape, FP8_FORMAT, size_bytes, parts)
+        tensors[name] = TensorHeader(values.file, values.shape, FP8_FORMAT, size_bytes, name, parts)
     return Checkpoint(checkpoint.path, tensors, packing)
 
 
@@ -175,13 +187,14 @@ def _matrix(packing: PackedConfig, module: str, parts: dict[str, TensorHeader]) 
                 f"{header.file}: {module}.{name} is {found}; its qweight asks for {list(expected[name])}."
             )
     size_bytes = sum(header.size_bytes for header in parts.values())
-    return TensorHeader(qweight.file, shape, f"{packing.method.upper()} {packing.bits} bit", size_bytes, parts)
+    stored_as = f"{packing.method.upper()} {packing.bits} bit"
+    return TensorHeader(qweight.file, shape, stored_as, size_bytes, module, parts)
 
 
 def _open_gguf(file: Path) -> Checkpoint:
     with GgufReader(file) as reader:
         headers = {
-            name: TensorHeader(file, found.shape, found.format, found.size_bytes)
+            name: TensorHeader(file, found.shape, found.format, found.size_bytes, name)
             for name, found in reader.tensors.items()
         }
     return Checkpoint(file, headers)
@@ -193,14 +206,23 @@ def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
     for file in sorted(set(listed.values())) if listed else [directory / SINGLE_FILE]:
         with open_safetensors(file) as reader:
             for name in reader.keys():  # noqa: SIM118  (not a dict)
-                if listed.get(name, file) == file:
-                    tensors[name] = _safetensors_header(reader, name, file, has_fp8)
-    missing = sorted(listed.keys() - tensors.keys())
+                if listed.get(name, file) == file and not name.startswith(OTHER_TOWERS):
+                    tensors[text_name(name)] = _safetensors_header(reader, name, file, has_fp8)
+    wanted = {name: text_name(name) for name in listed if not name.startswith(OTHER_TOWERS)}
+    missing = sorted(name for name, own in wanted.items() if own not in tensors)
     if missing:
         raise bad_checkpoint(
             f"{directory / INDEX_FILE} lists tensors that their files do not hold: {named_tensors(missing)}."
         )
     return Checkpoint(directory, tensors)
+
+
+def text_name(name: str) -> str:
+    """A tensor's name in a model that has its language model alone."""
+    for prefix, own in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 class TensorSource:
@@ -266,14 +288,30 @@ class TensorSource:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as it is stored."""
-        tensor: torch.Tensor = self._reader(self.checkpoint.tensors[name].file).get_tensor(name)
+        found = self.checkpoint.tensors[name]
+        tensor: torch.Tensor = self._reader(found.file).get_tensor(found.name)
         return tensor
+
+    def blocks(self, name: str, target: Target) -> PackedBlocks:
+        """A GGUF file's quantised matrix, its rows in the target's order, packed."""
+        header = self.checkpoint.tensors[name]
+        stored: Tensor = self._reader(header.file).get_blocks(name)
+        if target.head_dim is not None:
+            into = torch.empty_like(stored)
+            replace(target, into=into).fill(stored)
+            stored = into
+        from gpu.cpu_kernels.block_matmul import pack_blocks  # compiles for seconds, once
+
+        packed = pack_blocks(header.format, stored)
+        del stored  # it may hold pages of the file
+        self._advance(header)
+        return packed
 
     def unpacked(self, name: str) -> UnpackedWeight | Fp8Weight:
         """A prequantized matrix."""
         assert self.checkpoint.packing is not None
         module, found = name.removesuffix(".weight"), self.checkpoint.tensors[name]
-        parts = {part: self._reader(header.file).get_tensor(f"{module}.{part}") for part, header in found.parts.items()}
+        parts = {part: self._reader(header.file).get_tensor(header.name) for part, header in found.parts.items()}
         packing = self.checkpoint.packing
         if isinstance(packing, Fp8Config):
             return Fp8Weight.of(packing, parts)
@@ -367,7 +405,7 @@ def _safetensors_header(reader: Any, name: str, file: Path, has_fp8: bool) -> Te
         )
     number_bytes = {**FLOAT_BYTES, BYTES: 1, INTEGERS: 4, FP8_FORMAT: 1}.get(number_format, 0)
     size_bytes = number_bytes * int(torch.Size(shape).numel())
-    return TensorHeader(file, shape, number_format, size_bytes)
+    return TensorHeader(file, shape, number_format, size_bytes, name)
 
 
 def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
@@ -421,11 +459,22 @@ class GgufReader:
         tensor = self._floats(self.tensors[name])
         if is_norm_shifted(name, self._metadata):
             tensor = tensor - 1
+        return self._in_order(name, tensor)
+
+    def get_blocks(self, name: str) -> Tensor:
+        """A quantised matrix as it is stored: [out, bytes of a row]."""
+        found = self.tensors[name]
+        return self._in_order(name, self._content(found).view(found.shape[0], -1))
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
         heads = num_turned_heads(name, self._metadata)
-        return tensor if heads is None else part_halves(tensor, heads)
+        return rows if heads is None else part_halves(rows, heads)
+
+    def _content(self, found: GgufTensor) -> Tensor:
+        return self._bytes[found.offset : found.offset + found.size_bytes]
 
     def _floats(self, found: GgufTensor) -> Tensor:
-        content = self._bytes[found.offset : found.offset + found.size_bytes]
+        content = self._content(found)
         if found.format in FLOATS:
             return _aligned(content).view(FLOATS[found.format]).view(found.shape)
         dequantise = DEQUANTISERS[found.format]

@@ -1,6 +1,6 @@
 """The parts of a layer beside attention: MLP, experts and rotary position embedding (RoPE). Thread: engine.
 
-The MLP is gated: one, or several experts of which each token goes through a few. RoPE has its frequencies made at
+An MLP is one, or several experts of which each token goes through a few. RoPE has its frequencies made at
 start, its rotation once a step, and one multiplication a layer. The two numbers of a rotated pair lie side by side
 (parameters.interleave_halves); dimensions that are not rotated have the frequency 0, so that a partial rotation costs
 what a whole one does.
@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import ExpertsConfig, RopeConfig
-from gpu.linear import Linear
+from gpu.linear import Linear, make_linear
 from gpu.parameters import ExpertWeights
 from gpu.quant import Weight
 
 Gated = Callable[[Tensor], Tensor]
-"""[tokens, 2 * width], all of gate and then all of up, to [tokens, width]; may write into it."""
+"""[tokens, 2 * width], all of gate and then all of up, to [tokens, width]; without a gate from [tokens, width]. It may
+write into its input."""
 Block = Callable[[Tensor], Tensor]
 """[tokens, hidden], normed, to what a layer adds to them, [tokens, hidden]"""
 MakeLinear = Callable[[Weight, Tensor | None], Linear]
@@ -50,7 +51,13 @@ def clamped_gated(gate_up: Tensor) -> Tensor:
     return torch.sigmoid(gate * SWIGLU_SLOPE).mul_(gate).mul_(up.add_(1))
 
 
+def relu_squared(up: Tensor) -> Tensor:
+    """Of an MLP without a gate (arXiv:2109.08668, section 3.1)."""
+    return F.relu(up).square_()
+
+
 GATED: dict[str, Gated] = {
+    "relu2": relu_squared,
     "silu": silu_gated,
     "gelu_pytorch_tanh": gelu_gated,
     "clamped_swiglu": clamped_gated,
@@ -58,10 +65,10 @@ GATED: dict[str, Gated] = {
 
 
 class Mlp:
-    """One gated MLP.
+    """One MLP.
 
     Args:
-        gate_up: hidden -> 2 * intermediate.
+        gate_up: hidden -> 2 * intermediate, or without a gate to intermediate.
         down: intermediate -> hidden.
     """
 
@@ -79,9 +86,8 @@ class Experts:
     """A router, and experts; each token goes through num_active of them, whatever its neighbours."""
 
     def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, make: MakeLinear) -> None:
-        self._num_active = config.num_active
-        self._is_normalized = config.is_normalized
-        self._router = make(weights.router, weights.router_bias)
+        self._config = config
+        self._router, self._choice_bias = router_of(config, weights, make), weights.choice_bias
         self.experts = [
             Mlp(
                 make(weights.gate_up[index], _row(weights.gate_up_bias, index)),
@@ -93,10 +99,10 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
-        shares, chosen = shares_of(self._router(x), self._num_active, self._is_normalized)
+        shares, chosen = shares_of(self._router(x), self._config, self._choice_bias)
         pairs = chosen.flatten()  # [tokens * active]: the expert of each (token, choice)
         order = pairs.argsort(stable=True)  # by expert
-        inputs = x.index_select(0, order // self._num_active)  # [tokens * active, hidden]
+        inputs = x.index_select(0, order // self._config.num_active)  # [tokens * active, hidden]
         outputs, first = [], 0
         for expert, count in zip(self.experts, pairs.bincount(minlength=len(self.experts)).tolist(), strict=True):
             if count:
@@ -106,12 +112,58 @@ class Experts:
         return torch.einsum("tah,ta->th", added.float().view(*chosen.shape, -1), shares).to(x.dtype)
 
 
-def shares_of(scores: Tensor, num_active: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
-    """(shares, float32, and experts) of each token's likeliest, [tokens, active] each. scores: [tokens, experts]"""
-    shares, chosen = scores.float().softmax(-1).topk(num_active)
-    if is_normalized:
-        shares /= shares.sum(-1, keepdim=True)
-    return shares, chosen
+class WithSharedExpert:
+    """Experts, and one more that all tokens go through. gate: hidden -> 1, its sigmoid scales that one; None: it counts
+    whole.
+    """
+
+    def __init__(self, experts: Block, shared: Mlp, gate: Linear | None) -> None:
+        self._experts, self._shared, self._gate = experts, shared, gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden], normed; also returned so."""
+        added = self._shared(x)
+        if self._gate is not None:
+            added = added * torch.sigmoid(self._gate(x))
+        return added.add_(self._experts(x))
+
+
+def router_of(config: ExpertsConfig, weights: ExpertWeights, make: MakeLinear) -> Linear:
+    """hidden -> experts."""
+    if not config.is_router_float:
+        return make(weights.router, weights.router_bias)
+    in_float = make_linear(weights.router, weights.router_bias, None)
+    return lambda x: in_float(x.float())
+
+
+def shares_of(scores: Tensor, config: ExpertsConfig, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(shares, float32, and experts) of each token's likeliest, [tokens, active] each.
+
+    Args:
+        scores: [tokens, experts], the router's.
+        choice_bias: [experts].
+    Source of groups: DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; of the bias and sigmoids: DeepSeek-V3
+    (arXiv:2412.19437), section 2.1.2.
+    """
+    likely = scores.float().sigmoid() if config.scoring == "sigmoid" else scores.float().softmax(-1)
+    choosing = likely if choice_bias is None else likely + choice_bias
+    if config.num_active_groups < config.num_groups:
+        choosing = _in_best_groups(choosing, config)
+    shares, chosen = choosing.topk(config.num_active)
+    if choice_bias is not None:
+        shares = likely.gather(1, chosen)
+    if config.is_normalized:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares if config.scale == 1 else shares * config.scale, chosen
+
+
+def _in_best_groups(choosing: Tensor, config: ExpertsConfig) -> Tensor:
+    """The scores by which experts are chosen, -inf outside of the best groups: [tokens, experts]."""
+    groups = choosing.view(len(choosing), config.num_groups, -1)
+    of_groups = groups.topk(2 if config.has_choice_bias else 1).values.sum(-1)  # [tokens, groups]
+    best = of_groups.topk(config.num_active_groups).indices
+    is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def _row(rows: Tensor | None, index: int) -> Tensor | None:
@@ -128,6 +180,7 @@ class Rope:
         lengths = torch.cat([torch.full((num_rotated,), config.attention_factor), unrotated + 1])
         self.inv_freq = frequencies.to(device)  # [head_dim / 2], radians per token
         self.lengths = lengths.to(device)  # [head_dim / 2]
+        self._growth, self._original = config.query_growth, config.original_max_position
 
     def rotation(self, positions: Tensor) -> Tensor:
         """The factors of each token's pairs: [tokens, 1, head_dim / 2], complex64.
@@ -137,6 +190,15 @@ class Rope:
         """
         angles = torch.outer(positions, self.inv_freq).unsqueeze(1)  # [tokens, 1, head_dim / 2]
         return torch.polar(self.lengths, angles)
+
+    def query_scale(self, positions: Tensor) -> Tensor | None:
+        """The factor of each token's queries: [tokens, 1, 1]; None: 1. positions: see rotation.
+
+        Source: Llama 4's attention temperature (llama-models, models/llama4/model.py).
+        """
+        if not self._growth:
+            return None
+        return (1 + self._growth * torch.log1p(positions.div(self._original).floor_())).view(-1, 1, 1)
 
 
 def apply_rope(x: Tensor, rotation: Tensor) -> Tensor:

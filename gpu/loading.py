@@ -13,6 +13,7 @@ from core.config import EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
 from core.types import SamplingParams
+from gpu.blocks import why_not_in_place
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
 from gpu.kv_cache import num_blocks_for
@@ -91,7 +92,9 @@ def load_planned(
     operators.ranks = ranks
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
-        form = MatrixForm(convert, prequantized_scheme(config, engine.quantize, choice.device) is not None)
+        is_prequantized = prequantized_scheme(config, engine.quantize, choice.device) is not None
+        has_blocks = shard is None and why_not_in_place(config, engine, choice.device, choice.dtype) is None
+        form = MatrixForm(convert, is_prequantized, has_blocks)
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
     runner = ModelRunner(part, engine, memory, weights, operators)

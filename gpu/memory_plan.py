@@ -14,17 +14,18 @@ import torch
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.attention import MAX_GATHERED_TOKENS, MAX_SCORES
+from gpu.blocks import why_not_in_place
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_gather, can_pack
-from gpu.parameters import LayerWeights, empty_layer, empty_weights, matrices
+from gpu.parameters import EMBEDDING, LayerWeights, empty_ends, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
 from gpu.sampler import piece_rows
 from gpu.step_shapes import max_decodes, step_shapes
 from gpu.streams import staged_bytes
-from gpu.weights import check_checkpoint, find_prequantized, prequantized_scheme
+from gpu.weights import check_checkpoint, ends_in_blocks, find_prequantized, names_in_blocks, prequantized_scheme
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
@@ -169,6 +170,8 @@ def plan_checkpoint(
 ) -> MemoryPlan:
     """plan_memory for a model whose headers have been read."""
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
+    if why_not_in_place(model, engine, device.device, device.dtype) is None:
+        weights_bytes += blocks_added_bytes(model, device.dtype, device.device, checkpoint)
     return plan_memory(model, engine, device, checkpoint.size_bytes, free_bytes, weights_bytes)
 
 
@@ -202,6 +205,8 @@ def memory_needed(
         checkpoint: see weights_size_bytes.
     """
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
+    if checkpoint is not None and why_not_in_place(model, engine, device.device, device.dtype) is None:
+        weights_bytes += blocks_added_bytes(model, device.dtype, device.device, checkpoint)
     plan = MemoryPlan(model, _with_length(model, engine), device, model.num_parameters, 0, weights_bytes, free_bytes=0)
     return max(plan.beside_kv_bytes + plan.least_kv_bytes, weights_bytes + plan.loading_bytes)
 
@@ -381,6 +386,24 @@ def weights_size_bytes(
     return size_bytes
 
 
+def blocks_added_bytes(model: ModelConfig, dtype: torch.dtype, device: torch.device, checkpoint: Checkpoint) -> int:
+    """What serving a GGUF file's blocks as they are stored adds to weights_size_bytes: a negative number, or 0."""
+    if not checkpoint.path.is_file():
+        return 0
+    _, ends = empty_ends(model, dtype, torch.device("meta"), model.vocab_size)
+    names, added = ends_in_blocks(ends, checkpoint), 0
+    shape = (model.vocab_size, model.hidden_size)
+    if EMBEDDING in names and model.tie_embeddings and can_pack(dtype, device) and not can_gather(shape):
+        added -= math.prod(shape) * dtype.itemsize  # it is not packed
+    for index in range(model.num_layers):
+        _, targets = empty_layer(model, index, dtype, torch.device("meta"))
+        names += [name for found in names_in_blocks(targets, checkpoint).values() for name in found]
+    for name in names:
+        stored = checkpoint.tensors[name]
+        added += stored.size_bytes - math.prod(stored.shape) * dtype.itemsize
+    return added
+
+
 def _added_bytes(
     layer: LayerWeights,
     kept: dict[str, int],
@@ -435,7 +458,8 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
 
 def _layer_width(model: ModelConfig) -> int:
     """Numbers per token in all tensors of a layer."""
-    return 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
+    inner = max(model.intermediate_size, model.experts.shared_size if model.experts is not None else 0)
+    return 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * inner
 
 
 def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:

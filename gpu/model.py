@@ -11,9 +11,10 @@ from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
 from gpu.attention import RaggedRows, Scores
+from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
-from gpu.layers import Block, Experts, Mlp, Rope
-from gpu.linear import Embed, Linear
+from gpu.layers import Block, Experts, Mlp, Rope, WithSharedExpert
+from gpu.linear import Embed, Linear, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
@@ -32,6 +33,17 @@ class Batch:
     tokens: StepTokens
     attending: dict[int | None, RaggedRows]
     asked: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A step's position embedding by one of the ropes; see Rope."""
+
+    factors: Tensor | None  # [tokens, 1, head_dim / 2], complex
+    query_scale: Tensor | None  # [tokens, 1, 1]
+
+
+UNROTATED = Rotation(None, None)
 
 
 @dataclass(slots=True)
@@ -77,7 +89,8 @@ class Model:
         x = self._embed(batch.tokens.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
-        rotations = [rope.rotation(batch.tokens.positions) for rope in self.ropes]  # [tokens, 1, head_dim / 2] each
+        positions = batch.tokens.positions
+        rotations = [Rotation(rope.rotation(positions), rope.query_scale(positions)) for rope in self.ropes]
         first_norm = self.layers[0].attention_norm
         normed = x if first_norm is None else self.operators.norm(x, first_norm)
         for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
@@ -137,12 +150,14 @@ class Model:
                 break
         return found
 
-    def _attention(self, layer: Layer, x: Tensor, rotations: list[Tensor], batch: Batch, kv: LayerKV) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, rotations: list[Rotation], batch: Batch, kv: LayerKV) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
         operators = self.operators
         qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-        rotation = None if layer.rope is None else rotations[layer.rope]
-        query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), rotation, kv, batch.tokens.kv_slots)
+        turned = UNROTATED if layer.rope is None else rotations[layer.rope]
+        query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), turned.factors, kv, batch.tokens.kv_slots)
+        if turned.query_scale is not None:
+            query = query.mul_(turned.query_scale)
         attending = batch.attending[layer.window]
         added = layer.output(operators.attention.attend(query, kv, attending, layer.scores))
         return added if operators.ranks is None else operators.ranks.sum(added)
@@ -167,6 +182,9 @@ class Model:
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
     """Embedding and head; a tied embedding is deleted where its rows are read from the head."""
     embedding, lm_head = weights.embedding, weights.lm_head
+    if isinstance(embedding, BlockWeight):
+        blocks = operators.blocks(embedding, None)
+        return blocks.rows, blocks if lm_head is embedding else operators.linear(lm_head, None)
     if lm_head is embedding:
         del weights.embedding, weights.lm_head
         return operators.tied(embedding)
@@ -198,6 +216,11 @@ def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Bl
     gated = operators.gated(config.activation)
     if isinstance(weights.mlp, ExpertWeights):
         assert config.experts is not None
-        return operators.experts(config.experts, weights.mlp, gated)
+        experts, mlp = operators.experts(config.experts, weights.mlp, gated), weights.mlp
+        if mlp.shared_gate_up is None or mlp.shared_down is None:
+            return experts
+        shared = Mlp(operators.linear(mlp.shared_gate_up, None), operators.linear(mlp.shared_down, None), gated)
+        gate = None if mlp.shared_gate is None else make_linear(mlp.shared_gate, None, None)
+        return WithSharedExpert(experts, shared, gate)
     gate_up = operators.linear(weights.mlp.gate_up, weights.mlp.gate_up_bias)
     return Mlp(gate_up, operators.linear(weights.mlp.down, weights.mlp.down_bias), gated)

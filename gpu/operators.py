@@ -5,6 +5,7 @@ them. Norms and RoPE are computed in float32.
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from core.config import ExpertsConfig
 from gpu.attention import AttentionKernels, TorchAttention
+from gpu.blocks import BlockWeight
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Block, Experts, Gated, apply_rope
 from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied, packed_linear
@@ -20,6 +22,9 @@ from gpu.parameters import ExpertWeights
 from gpu.quant import QuantizedWeight, SlabLinear, Weight
 from gpu.rows import RowOperators
 from gpu.sampler import MakeSampler
+
+if TYPE_CHECKING:
+    from gpu.cpu_kernels.block_matmul import BlockMatmul
 
 HeadNorms = tuple[Tensor, Tensor]
 """Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
@@ -46,6 +51,8 @@ class Operators:
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """A matmul with weight [out, in], plus bias [out] or None."""
+        if isinstance(weight, BlockWeight):
+            return self.blocks(weight, bias)
         if isinstance(weight, QuantizedWeight):
             return self.quantized_linear(weight, bias)
         return make_linear(weight, bias, self.packed_linear if self._is_packed else None)
@@ -56,6 +63,12 @@ class Operators:
     def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
         """See MakeMatmul."""
         return packed_linear(packed, weight, bias)
+
+    def blocks(self, weight: BlockWeight, bias: Tensor | None) -> "BlockMatmul":
+        """The same with a file's blocks, on any CPU; its rows can be read as well."""
+        from gpu.cpu_kernels.block_matmul import BlockMatmul  # compiles for seconds, once
+
+        return BlockMatmul(weight, bias)
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         """Embedding and head that share one matrix."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
+from gpu.blocks import BlockWeight
 from gpu.quant import Weight, floats
 
 MXFP4_BLOCK = 32  # numbers that share a scale
@@ -20,14 +21,31 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 MXFP4_SCALE_BIAS = 127  # a scale is 2 ** (byte - 127): section 5.4.1, E8M0
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-MATRICES = ("qkv", "output", "gate_up", "down")  # may be quantised; routers stay: their choices matter more than bytes
+# May be quantised; routers stay: their choices matter more than bytes.
+ATTENTION_MATRICES = ("qkv", "output")
+MLP_MATRICES = ("gate_up", "down", "shared_gate_up", "shared_down")  # the last two of experts alone
 Empty = Callable[[tuple[int, ...]], Tensor]
 
-# family -> the router, and of each expert gate, up and down
+
+@dataclass(frozen=True, slots=True)
+class _ExpertNames:
+    """What checkpoints call the parts of a mixture of experts; projections are gate, up and down."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts.{}.{}"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+
+
+# by ExpertsConfig.layout
 _NAMES = {
-    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp.gate", "mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": _ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
+    "qwen2_moe": _ExpertNames(shared="mlp.shared_expert"),
+    "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
 }
+_USUAL_NAMES = _ExpertNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +63,7 @@ class Target:
         stored_shape: the checkpoint's tensor; None: the shape of `into`.
         is_packed: stored as bytes, not as floats.
         is_scale: multiplies what another tensor has written, so it is read last.
-        matrix: which of MATRICES the rows belong to; None: none, or a bias.
+        matrix: which matrix (see matrices) the rows belong to; None: none, or a bias.
     """
 
     into: Tensor
@@ -144,22 +162,26 @@ def write_mxfp4_scales(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """A router and its experts; families without biases have None."""
+    """A router and its experts; what the family lacks is None."""
 
-    router: Tensor  # [experts, hidden]
+    router: Tensor  # [experts, hidden]; see ExpertsConfig.is_router_float
     router_bias: Tensor | None  # [experts]
     gate_up: Weight  # [experts, 2 * width, hidden]
     gate_up_bias: Tensor | None  # [experts, 2 * width]
     down: Weight  # [experts, hidden, width]
     down_bias: Tensor | None  # [experts, hidden]
+    choice_bias: Tensor | None = None  # [experts], float32
+    shared_gate_up: Weight | None = None  # [2 * shared width, hidden]
+    shared_down: Weight | None = None  # [hidden, shared width]
+    shared_gate: Tensor | None = None  # [1, hidden]
 
 
 @dataclass(slots=True)
 class MlpWeights:
-    """One gated MLP; families without biases have None."""
+    """One MLP; families without biases have None."""
 
-    gate_up: Weight  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None  # [2 * intermediate]
+    gate_up: Weight  # [2 * intermediate, hidden], or without a gate [intermediate, hidden]
+    gate_up_bias: Tensor | None  # one for each row
     down: Weight  # [hidden, intermediate]
     down_bias: Tensor | None  # [hidden]
 
@@ -189,10 +211,10 @@ class LayerWeights:
 class ModelWeights:
     """All parameters; the layers' matrices may be quantised."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | BlockWeight  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]; see LayerWeights
-    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    lm_head: Tensor | BlockWeight  # [vocab, hidden]; the embedding itself when tied
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[ModelWeights, Targets]:
@@ -239,6 +261,7 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
     """A layer's parameters, as `empty` makes them, and the checkpoint's tensors that fill them."""
     hidden, head_dim = config.hidden_size, config.head_dim
     rotary_dim = config.rope.rotary_dim(head_dim)  # RoPE rotates q and k, not v
+    reordered = None if config.are_pairs_adjacent else head_dim
     targets: Targets = {}
 
     def norm(name: str, *shape: int, head_dim: int | None = None) -> Tensor:
@@ -246,6 +269,9 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
         offset = _norm_offset(config)
         targets[f"{name}.weight"] = Target(into.view(-1), head_dim, rotary_dim, offset=offset)
         return into
+
+    def layer_norm(name: str) -> Tensor | None:
+        return norm(name, hidden) if name else None
 
     def whole(name: str, *shape: int, matrix: str | None = None) -> Tensor:
         into = empty(shape)
@@ -255,18 +281,19 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
     def qkv(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
         sizes = [config.query_size, config.kv_size, config.kv_size]
         into = empty((sum(sizes), *inputs))
-        if config.has_fused_weights:
+        if config.has_fused_qkv:
             num_reordered = config.query_size + config.kv_size
-            targets[f"self_attn.qkv_proj.{suffix}"] = Target(into, head_dim, rotary_dim, num_reordered, matrix=matrix)
+            targets[f"self_attn.qkv_proj.{suffix}"] = Target(into, reordered, rotary_dim, num_reordered, matrix=matrix)
             return into
         for name, rows in zip("qkv", into.split_with_sizes(sizes), strict=True):
-            reordered = None if name == "v" else head_dim
-            targets[f"self_attn.{name}_proj.{suffix}"] = Target(rows, reordered, rotary_dim, matrix=matrix)
+            own = None if name == "v" else reordered
+            targets[f"self_attn.{name}_proj.{suffix}"] = Target(rows, own, rotary_dim, matrix=matrix)
         return into
 
     def gate_up(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
-        into = empty((2 * config.intermediate_size, *inputs))
-        names = ("gate_up",) if config.has_fused_weights else ("gate", "up")
+        names = ("gate", "up") if config.has_gate else ("up",)
+        into = empty((len(names) * config.intermediate_size, *inputs))
+        names = ("gate_up",) if config.has_fused_gate_up else names
         for name, rows in zip(names, into.chunk(len(names)), strict=True):
             targets[f"mlp.{name}_proj.{suffix}"] = Target(rows, matrix=matrix)
         return into
@@ -287,45 +314,61 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
 
     has_head_norms = config.qk_norm != "none"
     query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
-    mlp_norm = "pre_feedforward_layernorm" if config.has_post_norm else "post_attention_layernorm"
+    norms = [layer_norm(name) for name in config.norms]
     layer = LayerWeights(
-        attention_norm=norm("input_layernorm", hidden) if config.has_pre_norm else None,
+        attention_norm=norms[0],
         qkv=qkv("weight", hidden, matrix="qkv"),
         qkv_bias=qkv("bias") if config.qkv_bias else None,
-        query_norm=norm("self_attn.q_norm", *query_heads, head_dim, head_dim=head_dim) if has_head_norms else None,
-        key_norm=norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=head_dim) if has_head_norms else None,
+        query_norm=norm("self_attn.q_norm", *query_heads, head_dim, head_dim=reordered) if has_head_norms else None,
+        key_norm=norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=reordered) if has_head_norms else None,
         sinks=whole("self_attn.sinks", config.num_heads) if config.has_sinks else None,
         output=whole("self_attn.o_proj.weight", hidden, config.query_size, matrix="output"),
         output_bias=whole("self_attn.o_proj.bias", hidden) if config.output_bias else None,
-        attention_post_norm=norm("post_attention_layernorm", hidden) if config.has_post_norm else None,
-        mlp_norm=norm(mlp_norm, hidden) if config.has_pre_norm else None,
+        attention_post_norm=norms[1],
+        mlp_norm=norms[2],
         mlp=experts() if config.layer(index).is_sparse else mlp(),
-        mlp_post_norm=norm("post_feedforward_layernorm", hidden) if config.has_post_norm else None,
+        mlp_post_norm=norms[3],
     )
     return layer, {f"model.layers.{index}.{name}": target for name, target in targets.items()}
 
 
 def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWeights:
     num_experts, width = config.num_experts, config.intermediate_size
+    router, shared = empty((num_experts, hidden)), config.shared_size
     return ExpertWeights(
-        router=empty((num_experts, hidden)),
+        router=router.float() if config.is_router_float else router,
         router_bias=empty((num_experts,)) if config.has_bias else None,
         gate_up=empty((num_experts, 2 * width, hidden)),
         gate_up_bias=empty((num_experts, 2 * width)) if config.has_bias else None,
         down=empty((num_experts, hidden, width)),
         down_bias=empty((num_experts, hidden)) if config.has_bias else None,
+        choice_bias=empty((num_experts,)).float() if config.has_choice_bias else None,
+        shared_gate_up=empty((2 * shared, hidden)) if shared else None,
+        shared_down=empty((hidden, shared)) if shared else None,
+        shared_gate=empty((1, hidden)) if config.has_shared_gate else None,
     )
 
 
 def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
     if config.layout == "gpt_oss":
         return _gpt_oss_targets(config, weights)
-    router, form, names = _NAMES[config.layout]
-    targets = {f"{router}.weight": Target(weights.router)}
+    names = _NAMES.get(config.layout, _USUAL_NAMES)
+    targets = {f"{names.router}.weight": Target(weights.router)}
     for expert in range(config.num_experts):
         rows = (*floats(weights.gate_up)[expert].chunk(2), floats(weights.down)[expert])
-        for name, into, matrix in zip(names, rows, ("gate_up", "gate_up", "down"), strict=True):
-            targets[f"{form.format(expert, name)}.weight"] = Target(into, matrix=matrix)
+        for name, into, matrix in zip(names.projections, rows, ("gate_up", "gate_up", "down"), strict=True):
+            targets[f"{names.experts.format(expert, name)}.weight"] = Target(into, matrix=matrix)
+    if weights.choice_bias is not None:
+        # ERNIE's is [1, experts]
+        into = weights.choice_bias.unsqueeze(0) if config.layout == "ernie4_5_moe" else weights.choice_bias
+        targets[names.choice_bias] = Target(into)
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        rows = (*floats(weights.shared_gate_up).chunk(2), floats(weights.shared_down))
+        matrices = ("shared_gate_up", "shared_gate_up", "shared_down")
+        for name, into, matrix in zip(names.projections, rows, matrices, strict=True):
+            targets[f"{names.shared}.{name}.weight"] = Target(into, matrix=matrix)
+    if weights.shared_gate is not None:
+        targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)
     return targets
 
 
@@ -352,5 +395,6 @@ def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
 
 
 def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | MlpWeights | ExpertWeights, str]]:
-    """What may be quantised: owner and attribute, in the order of MATRICES."""
-    return list(zip((layer, layer, layer.mlp, layer.mlp), MATRICES, strict=True))
+    """What may be quantised: owner and attribute."""
+    mlp = [(layer.mlp, name) for name in MLP_MATRICES if getattr(layer.mlp, name, None) is not None]
+    return [*((layer, name) for name in ATTENTION_MATRICES), *mlp]

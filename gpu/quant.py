@@ -36,6 +36,7 @@ from torch import Tensor
 
 from core.config import EngineConfig
 from core.errors import BadCheckpoint
+from gpu.blocks import BlockWeight
 from gpu.cache_files import cache_home
 
 # int4 takes the first that divides a row. Smaller groups are more exact: 64 cost 4.5 bits a weight, 32 cost 5.
@@ -91,7 +92,14 @@ class QuantizedWeight:
         return QuantizedWeight(self.dtype, self.values[index], self.scales[index], zeros)
 
 
-Weight = Tensor | QuantizedWeight
+DeviceWeight = Tensor | QuantizedWeight
+Weight = DeviceWeight | BlockWeight
+
+
+def for_device(weight: Weight) -> DeviceWeight:
+    """The weight, which must not be a file's blocks: those are for CPUs."""
+    assert not isinstance(weight, BlockWeight)
+    return weight
 
 
 def floats(weight: Weight) -> Tensor:

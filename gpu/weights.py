@@ -5,6 +5,7 @@ they can be; the others become floats while they load.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from core.config import ModelConfig
-from gpu.checkpoint import BYTES, Checkpoint, Progress, TensorSource, bad_checkpoint, is_buffer, named_tensors
+from gpu.blocks import FORMATS, BlockWeight
+from gpu.checkpoint import BYTES, FLOATS, Checkpoint, Progress, TensorSource, bad_checkpoint, is_buffer, named_tensors
 from gpu.parallel.ranks import Shard
 from gpu.parameters import (
     EMBEDDING,
@@ -42,10 +44,12 @@ class MatrixForm:
     Args:
         convert: quantises a matrix, as soon as its layer is full; None: matrices stay floats.
         serves_prequantized: keep what the checkpoint stores quantised where possible: see find_prequantized.
+        serves_blocks: keep a GGUF file's blocks where possible: see names_in_blocks.
     """
 
     convert: Callable[[Tensor], Weight] | None = None
     serves_prequantized: bool = False
+    serves_blocks: bool = False
 
 
 AS_THEY_ARE = MatrixForm()
@@ -104,19 +108,83 @@ def load_weights(
                 raise bad_checkpoint(
                     f"{checkpoint.path}: {name} is not zero, and the architecture has no such parameter."
                 )
+        if form.serves_blocks:
+            _load_blocks_of_ends(weights, targets, source, dtype)
         source.fill(targets)
         for index in range(part.num_layers):
             weights.layers.append(_load_layer(part, index, source, form, *empty_layer(part, index, dtype, device)))
         source.finish()
     if shard is not None and config.tie_embeddings:
-        weights.lm_head = weights.embedding[head_rows]
+        weights.lm_head = floats(weights.embedding)[head_rows]
     return weights
+
+
+def names_in_blocks(targets: Targets, checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """A layer's matrices whose tensors are all stored in blocks that are multiplied so -> their tensors, in order."""
+    found: dict[str, list[str]] = {}
+    for name, target in targets.items():
+        if target.matrix is not None:
+            found.setdefault(target.matrix, []).append(name)
+    return {
+        matrix: names
+        for matrix, names in found.items()
+        if all(checkpoint.tensors[name].format in FORMATS and targets[name].write is None for name in names)
+    }
+
+
+def ends_in_blocks(targets: Targets, checkpoint: Checkpoint) -> list[str]:
+    """Embedding and head, those of them that are stored so."""
+    return [name for name in (EMBEDDING, HEAD) if name in targets and checkpoint.tensors[name].format in FORMATS]
+
+
+def describe_blocks(checkpoint: Checkpoint, why_not: str | None) -> str:
+    """A GGUF file's formats, the largest first, and what becomes of them.
+
+    Args:
+        why_not: blocks become floats, as a phrase; None: those of FORMATS stay.
+    """
+    sizes = Counter[str]()
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.format] += tensor.size_bytes
+    total = max(1, sizes.total())
+    kept, others = list[str](), list[str]()
+    for name, size in sizes.most_common():
+        if name not in FLOATS:
+            (kept if name in FORMATS and why_not is None else others).append(f"{name} {size / total:.0%}")
+    said = [f"{', '.join(kept)} as stored, multiplied by rows in 8 bits"] if kept else []
+    if others:
+        said.append(f"{', '.join(others)} turned into floats while loading" + (f": {why_not}" if why_not else ""))
+    return "; ".join(said) or "floats"
+
+
+def _load_blocks_of_ends(weights: ModelWeights, targets: Targets, source: TensorSource, dtype: torch.dtype) -> None:
+    """Load what is stored in blocks, and take it from the targets."""
+    is_tied = weights.lm_head is weights.embedding
+    for name in ends_in_blocks(targets, source.checkpoint):
+        found = BlockWeight(dtype, (source.blocks(name, targets.pop(name)),))
+        if name == EMBEDDING:
+            weights.embedding = found
+        if name == HEAD or is_tied:
+            weights.lm_head = found
+
+
+def _load_blocks(layer: LayerWeights, targets: Targets, source: TensorSource, dtype: torch.dtype) -> None:
+    """Load a layer's matrices that are stored in blocks, and take them from the targets."""
+    found = names_in_blocks(targets, source.checkpoint)
+    for owner, matrix in matrices(layer):
+        if matrix in found:
+            shape = floats(getattr(owner, matrix)).shape
+            setattr(owner, matrix, torch.empty(0))  # nothing was written to it: it has taken no memory
+            parts = tuple(source.blocks(name, targets.pop(name)) for name in found[matrix])
+            setattr(owner, matrix, BlockWeight(dtype, parts, shape[0] if len(shape) > 2 else None))
 
 
 def _load_layer(
     config: ModelConfig, index: int, source: TensorSource, form: MatrixForm, layer: LayerWeights, targets: Targets
 ) -> LayerWeights:
     kept = find_prequantized(config, layer, targets, source.checkpoint) if form.serves_prequantized else {}
+    if form.serves_blocks:
+        _load_blocks(layer, targets, source, floats(layer.qkv).dtype)
     source.fill({name: target for name, target in targets.items() if target.matrix not in kept})
     if kept:
         targets.clear()  # the floats that they hold go, before the quantised matrices come
@@ -147,7 +215,8 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
         raise bad_checkpoint(f"{checkpoint.path}: {len(missing)} tensors are missing: {named_tensors(missing)}.")
     tied = {HEAD} if config.tie_embeddings else set()
     extra_biases = _extra_biases(checkpoint, wanted)
-    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - extra_biases
+    drafts = {name for name in checkpoint.tensors if name.startswith(_draft_prefixes(config))}
+    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - extra_biases - drafts
     buffers = sorted(name for name in unwanted if is_buffer(name, checkpoint.tensors[name].shape))
     unexpected = sorted(unwanted.difference(buffers))
     if unexpected:
@@ -166,6 +235,12 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
                 f"{header.file}: {name} is stored as {header.format}, which is not the format config.json says."
             )
     return extra_biases
+
+
+def _draft_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Of layers that predict later tokens: behind the others, or ERNIE's."""
+    layers = range(config.num_layers, config.num_layers + config.num_draft_layers)
+    return (*(f"model.layers.{index}." for index in layers), *(("model.mtp_",) if layers else ()))
 
 
 def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch.device) -> str | None:

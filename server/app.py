@@ -14,7 +14,7 @@ from secrets import token_hex
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
+from server.api.replies import OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
 from server.callers import Gate
 from server.clock import Clock
 from server.engine_client import EngineClient
@@ -73,12 +73,14 @@ class Exchange(Account):
 
     Args:
         argument: what the route's prefix leaves of the path, decoded.
+        errors: as the route has them.
     """
 
     stream: HttpStream
     server: "App"
     ticket: Ticket | None = None
     argument: str = ""
+    errors: ErrorForm = OPENAI_ERRORS
 
     @property
     def known_caller(self) -> Caller:
@@ -89,7 +91,7 @@ class Exchange(Account):
     @property
     def cards(self) -> tuple[ServedModel, ...]:
         """The models that the caller may use."""
-        return self.server.served.reader.cards_for(self.known_caller.tenant)
+        return self.server.served.cards_for(self.known_caller.tenant)
 
     def enter(self, stage: Stage) -> None:
         self.timings.enter(stage, self.server.clock.monotonic())
@@ -118,6 +120,7 @@ class Route:
         scope: the right that the caller must have; None: no caller is identified.
         is_counted: the caller's quotas bound it.
         needs_tokens: a generation, for which quotas of tokens count, too.
+        errors: how its errors are written.
     """
 
     handler: Handler
@@ -125,6 +128,7 @@ class Route:
     needs_model: bool = True
     is_counted: bool = False
     needs_tokens: bool = False
+    errors: ErrorForm = OPENAI_ERRORS
 
 
 class MethodNotAllowed(ServiceError):
@@ -288,7 +292,9 @@ class App:
             exchange.stream.end()
             return
         route, exchange.argument = self._find_route(exchange.request.path, exchange.request.method)
-        exchange.asks_generation = route.needs_tokens
+        exchange.asks_generation, exchange.errors = route.needs_tokens, route.errors
+        if route.errors.id_header is not None:
+            exchange.stream.common_headers += ((route.errors.id_header, exchange.request_id.encode()),)
         if route.scope is not None:
             exchange.caller = await self._gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
@@ -329,7 +335,7 @@ class App:
             headers += ((b"x-should-retry", b"false"),)  # its client's own deadline: SDKs would retry a 504 twice
         if error.retry_after_s is not None:
             headers += _retry_headers(error.retry_after_s)
-        exchange.send(error_body(error), status_of(error), headers)
+        exchange.send(exchange.errors.body(error, exchange.request_id), exchange.errors.status(error), headers)
 
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation and every wait for a body: the error is the answer, or ends the stream."""

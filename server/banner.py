@@ -1,4 +1,4 @@
-"""The banner: up to eight lines that the operator reads when the server is ready. Any thread."""
+"""The banner: up to nine lines that the operator reads when the server is ready. Any thread."""
 
 import json
 import shlex
@@ -15,7 +15,7 @@ from server.values import format_count, format_size
 if TYPE_CHECKING:
     from server.loaded_engine import EngineFacts
 
-SURFACES = "/v1/chat/completions /v1/completions /v1/responses /metrics"
+SURFACES = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /api/chat /metrics"
 WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 SAMPLE_PATH = "/v1/chat/completions"
 SAMPLE_QUESTION = "What is a KV cache?"
@@ -25,17 +25,25 @@ SAMPLE_QUESTION = "What is a KV cache?"
 class BannerFacts:
     """
     Args:
+        engine: None: every model is answered for by upstreams.
+        relayed: names of models that upstreams answer for, each with how many there are.
         num_api_keys: that are valid now.
         is_shut: every request is refused, since a credential is required and none is valid yet.
         needs_certificate: see Server.
     """
 
-    engine: "EngineFacts"
+    engine: "EngineFacts | None"
     config: ServerConfig
     endpoints: tuple["Endpoint", ...]
+    relayed: tuple[tuple[str, int], ...] = ()
     num_api_keys: int = 0
     is_shut: bool = False
     needs_certificate: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """For an example."""
+        return self.relayed[0][0] if self.engine is None else self.engine.model_name
 
     @property
     def jwt_issuer(self) -> str | None:
@@ -77,7 +85,19 @@ def endpoints_of(sockets: Sequence[ListeningSocket], has_certificate: bool) -> t
 
 def banner_lines(facts: BannerFacts) -> list[str]:
     """The last line is a command for a shell."""
-    engine, limits = facts.engine, facts.engine.limits
+    relayed = [f"{name}: {num} upstream{'s' if num > 1 else ''}" for name, num in facts.relayed]
+    return [
+        f"steploop {__version__}",
+        *([] if facts.engine is None else _engine_lines(facts.engine)),
+        *([f"  relayed  {', '.join(relayed)}"] if relayed else []),
+        f"  auth     {_auth(facts)}",
+        f"  URL      {', '.join(map(str, facts.endpoints))}  {SURFACES}",
+        f"  try      {_key_command(facts.config) if facts.is_shut else sample_curl(facts)}",
+    ]
+
+
+def _engine_lines(engine: "EngineFacts") -> list[str]:
+    limits = engine.limits
     model = f"{engine.model_name}, {format_count(engine.num_parameters)} parameters, {engine.dtype}"
     if engine.is_demonstration:
         model += " (demonstration model: a memorised LLM glossary)"
@@ -85,15 +105,11 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     num_full = num_tokens / limits.max_model_len
     host = f", {num_host_tokens:,} more in host memory" if num_host_tokens else ""
     return [
-        f"steploop {__version__}",
         f"  model    {model}",
         f"  device   {engine.device}: {engine.device_reason}",
         f"  KV       {num_tokens:,} tokens = {num_full:.1f} x {limits.max_model_len:,}"
         f" ({format_size(engine.kv_size_bytes)}){host}",
         f"  context  {limits.max_model_len:,} tokens: {engine.context_origin}",
-        f"  auth     {_auth(facts)}",
-        f"  URL      {', '.join(map(str, facts.endpoints))}  {SURFACES}",
-        f"  try      {_key_command(facts.config) if facts.is_shut else sample_curl(facts)}",
     ]
 
 
@@ -115,7 +131,7 @@ def configured_url(config: ServerConfig) -> str | None:
 
 def sample_curl(facts: BannerFacts) -> str:
     """A command that asks the server. It never shows a key: the environment variable or a placeholder stands for it."""
-    question = {"model": facts.engine.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
+    question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
     endpoint = min(
         facts.endpoints, key=lambda endpoint: (endpoint.takes_proxy, isinstance(endpoint.address, UnixAddress))
     )

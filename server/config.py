@@ -42,6 +42,7 @@ from server.listening.sockets import (
     unix_mode_value,
 )
 from server.observing.slo import NO_PROMISES, SloRules
+from server.upstream.settings import ModelSettings
 from server.values import (
     HubId,
     choice_of,
@@ -247,6 +248,12 @@ class ServerConfig:
         _Kind(choice_of(*QUANTIZE_SCHEMES), "SCHEME"),
         "quantize the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as"
         " they are. int4 is for few sequences at once. steploop doctor --quality measures what it costs",
+    )
+    activations: str = _ENGINE(
+        "auto",
+        _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
+        "a GGUF file's quantized matrices on a CPU: int8 multiplies them as they are stored, with rows in 8 bits; bf16"
+        " turns them into the serving format while they load; auto is int8 where the CPU has the instructions",
     )
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
@@ -586,11 +593,19 @@ class ServerConfig:
     slo: SloRules = NO_PROMISES
     """[slo]"""
 
+    models: tuple[ModelSettings, ...] = ()
+    """[[models]]"""
+
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, variable or key of the file that set it."""
 
     warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """What the operator should change before the next release."""
+
+    @property
+    def has_engine(self) -> bool:
+        """A model is computed in this process: the one that is named, or the embedded one if there are no others."""
+        return self.model is not None or not self.models
 
     @property
     def context_origin(self) -> str:

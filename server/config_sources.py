@@ -15,11 +15,12 @@ from server.config import ENVIRONMENT_PREFIX, OLD_OPTIONS, OPTIONS, REPLACED, Op
 from server.gate.tenants import parse_tenants
 from server.ledger.usage import parse_prices
 from server.observing.slo import parse_slo
+from server.upstream.settings import parse_models
 from server.values import BadValueError, MissingPathError, did_you_mean
 
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
-TENANTS, PRICES, SLO = "tenants", "prices", "slo"  # the file's tables
+TENANTS, PRICES, SLO, MODELS = "tenants", "prices", "slo", "models"  # the file's tables
 _BY_KEY = {option.toml_key: option for option in (*OPTIONS, *OLD_OPTIONS) if option.in_file}
 _BY_FIELD = {option.field_name: option for option in (*OPTIONS, *OLD_OPTIONS)}
 
@@ -48,6 +49,7 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
         path = config_file.value
         content = _read_toml(path)
         tables["tenants"] = parse_tenants(content.pop(TENANTS, []), path)
+        tables["models"] = parse_models(content.pop(MODELS, []), path)
         tables["slo"] = parse_slo(content.pop(SLO, {}), path)
         tables["prices"] = parse_prices(content.pop(PRICES, {}), path)
         given = _from_file(content, path) | given
@@ -116,7 +118,7 @@ def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
     for key, value in table.items():
         option = _BY_KEY.get(key)
         if option is None and isinstance(value, dict):
-            known = f"[[{TENANTS}]], [{PRICES}] and [{SLO}]"
+            known = f"[[{TENANTS}]], [[{MODELS}]], [{PRICES}] and [{SLO}]"
             fix = f"remove the line [{key}]: only {known} are tables; settings stand above them, as in port = 8080"
             raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:

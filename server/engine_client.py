@@ -23,6 +23,7 @@ import msgspec
 
 from core.detokenizer import Detokenizer, PlainTexts, TokenTable
 from core.errors import ErrorKind, ServiceError
+from core.thoughts import ThoughtFollower
 from core.types import (
     Cancel,
     ClearCache,
@@ -45,6 +46,7 @@ from core.types import (
 )
 from server.gate.text_rules import Matcher, ScreenedDetokenizer, TextScreen
 from server.observing.metrics import Histogram
+from server.observing.timing import Stage
 from server.wire.messages import TextWriter
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,14 @@ class DeltaSink(Protocol):
 
     def on_engine_mark(self, mark: EngineMark) -> None:
         """One of its requests has passed a stage before its first token."""
+        ...
+
+    def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
+        """Likewise, of one that an upstream answers."""
+        ...
+
+    def fail(self, error: ServiceError) -> None:
+        """The answer breaks off; on_end still comes."""
         ...
 
     def on_end(self, usage: Usage, error: str | None) -> None:
@@ -178,7 +188,12 @@ class RequestSequence:
             self.logprobs.clear()
         num_new, self.num_unreported = self.num_unreported, 0
         return Delta(
-            text=text, num_tokens=num_new, logprobs=logprobs, stop_logprobs=stop_logprobs, finish_reason=reason
+            text=text,
+            num_tokens=num_new,
+            logprobs=logprobs,
+            stop_logprobs=stop_logprobs,
+            finish_reason=reason,
+            stop_string=None if reason is None else self.detokenizer.stopped_by,
         )
 
 
@@ -210,6 +225,11 @@ class RequestHandle:
     def num_tokens(self) -> int:
         """Tokens of its completions that have come and are kept."""
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of these."""
+        return sum(sequence.detokenizer.num_thought_tokens for sequence in self.sequences)
 
     # Called by its owner.
 
@@ -268,7 +288,8 @@ class RequestHandle:
         """
         assert chunk.usage is not None, "it is terminal"
         self.cost = chunk.cost
-        self._end(msgspec.structs.replace(chunk.usage, num_completion_tokens=self.num_tokens), self._error)
+        counts = {"num_completion_tokens": self.num_tokens, "num_thought_tokens": self.num_thought_tokens}
+        self._end(msgspec.structs.replace(chunk.usage, **counts), self._error)
 
     def fail(self, message: str) -> None:
         """End here: the engine is gone, and no terminal chunk will come."""
@@ -277,7 +298,7 @@ class RequestHandle:
         num_kept = self.num_tokens
         # If tokens have come, the prompt was computed; otherwise an unknown part of it
         num_prompt = len(self.request.prompt_ids) if num_kept else 0
-        self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
+        self._end(Usage(num_prompt, num_kept, num_thought_tokens=self.num_thought_tokens), message)
 
     def break_off(self) -> None:
         """Cancel it for the exception that is being handled, which writing its answer has raised."""
@@ -378,8 +399,6 @@ class EngineClient:
 
     Args:
         post: puts a message into the engine's inbox.
-        table: the text of the model's tokens.
-        full_table: likewise, special tokens by their names.
         output: flushed after each slice.
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
@@ -391,8 +410,6 @@ class EngineClient:
     """
 
     post: Callable[[Message], None]
-    table: TokenTable
-    full_table: TokenTable
     output: WriteQueue
     call_soon: Callable[[Callable[[], None]], object]
     clock: Callable[[], float]
@@ -412,16 +429,20 @@ class EngineClient:
         self,
         request: Request,
         sink: DeltaSink,
+        table: TokenTable,
         continues_text: bool,
         first_choice: int = 0,
         forbidden: Sequence[Matcher] = (),
+        follow: Callable[[], ThoughtFollower | None] = lambda: None,
     ) -> RequestHandle:
         """Queue the request.
 
         Args:
+            table: the text of the model's tokens.
             continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
             first_choice: the number of its first sequence; the others follow.
             forbidden: ends the text of a sequence where it matches, with content_filter.
+            follow: makes what follows the thought of a sequence.
 
         Raises:
             ServiceError: the engine has failed.
@@ -429,13 +450,12 @@ class EngineClient:
         if self._error is not None:
             raise self._error
         sampling = request.sampling
-        table = self.table if sampling.skip_special_tokens else self.full_table
         sequences = []
         detokenizer: Detokenizer | ScreenedDetokenizer
         for i in range(request.num_sequences):
             choice = first_choice + i
             logprobs: list[TokenLogprobs] | None = None if sampling.num_logprobs is None else []
-            detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens)
+            detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens, follow())
             if forbidden:
                 detokenizer = ScreenedDetokenizer(detokenizer, TextScreen(forbidden))
             sequences.append(RequestSequence(i, choice, detokenizer, logprobs, sink.on_mark(choice, 0)))

@@ -25,7 +25,7 @@ from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progres
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, tool_style_of
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, thought_style_of, tool_style_of
 from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import (
     ModelFiles,
@@ -39,6 +39,7 @@ from server.observing.logs import LoggedLines, LogHandler
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
+    from gpu.memory_plan import MemoryPlan
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
@@ -80,7 +81,7 @@ def served_name(config: ServerConfig) -> str:
 
 def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig]:
     files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
-    return files, parse_config(path, files.config)
+    return files, parse_config(path, files.config, config.max_model_len)
 
 
 # Loading.
@@ -204,7 +205,7 @@ def machine_facts(config: ServerConfig) -> tuple[Fact, ...]:
     model = None
     with suppress(StartupError):  # the model is not here, or its configuration is not supported
         path = model_path(config, fetches=False)
-        model = parse_config(path, read_model_config(path))
+        model = parse_config(path, read_model_config(path), config.max_model_len)
     measured = measured_here(choice, model)
     total, free = total_memory_bytes(choice.device), free_memory_bytes(choice.device)
     return (
@@ -246,6 +247,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "device": f"{plan.device.device}: {plan.device.device_reason}",
         "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
         "tools": _shown_tools(files),
+        "formats": _shown_formats(files.path, part, plan) if files.path.is_file() else None,
+        "thoughts": _shown_thoughts(files),
         "weights": format_size(plan.weights_bytes),
         "activations": f"{format_size(plan.activation_bytes)} at most",
         "KV cache": kv,
@@ -259,11 +262,29 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     return tuple(Fact(name, value) for name, value in facts.items() if value is not None)
 
 
+def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
+    from gpu.blocks import why_not_in_place
+    from gpu.checkpoint import open_checkpoint
+    from gpu.weights import describe_blocks
+
+    why_not = why_not_in_place(model, plan.engine, plan.device.device, plan.device.dtype)
+    return describe_blocks(open_checkpoint(file), why_not)
+
+
 def _shown_tools(files: ModelFiles) -> str:
     style = tool_style_of(files.chat_template)
     if style is None:
         return "none: the chat template has no form for calls that is known"
     return f"calls in the format {style.format}, found in the chat template"
+
+
+def _shown_thoughts(files: ModelFiles) -> str:
+    style = thought_style_of(files.chat_template)
+    if style is None:
+        return "none: the chat template has none that is known"
+    switch = f", turned on and off by {style.switch}" if style.switch else ""
+    effort = ", with reasoning_effort" if style.takes_effort else ""
+    return f"in the form {style.name}, found in the chat template{switch}{effort}"
 
 
 def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
@@ -277,7 +298,7 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
     from gpu.tune import forget_measured
 
     path, engine = model_path(config, fetches=False), replace(config.to_engine_config(), tensor_parallel=1)
-    model = parse_config(path, read_model_config(path))
+    model = parse_config(path, read_model_config(path), config.max_model_len)
     choice = choose_device(engine)
     if choice.device.type == "cpu":
         forget_measured(choice, model)

@@ -14,23 +14,26 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from core.constraints import GrammarSpec
-from core.errors import ErrorKind, ServiceError
+from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import Grammar, GrammarCache
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
+from server.api.decoding import parse_object
+from server.api.models import ServedModel
 from server.api.replies import WIRE_REASONS, Surface, cut_short, status_of
+from server.backend import Backend, Handle, Prompts, SequenceTimes
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
-from server.engine_client import NOT_YET, EngineClient, RequestHandle, RequestSequence
+from server.engine_client import NOT_YET, EngineClient
 from server.gate.admission import Admission, Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
-from server.gate.tenants import Deadlines, OwnDeadlineExceeded
+from server.gate.tenants import Deadlines, OwnDeadlineExceeded, Tenant
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, Ledger, unavailable
@@ -39,7 +42,7 @@ from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, StreamedOutput, WholeOutput
-from server.prompts import Prepared, PromptReader
+from server.prompts import Prepared, PromptReader, find_model
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
@@ -139,31 +142,105 @@ class Offload(Protocol):
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
+class OwnBackend(NamedTuple):
+    """The engine of this process: see Backend."""
+
+    reader: PromptReader
+    engine: EngineClient
+    admission: Admission
+
+
 @dataclass(slots=True)
 class Generations:
     """What all generations share.
 
     Args:
+        own: the engine of this process; None: upstreams answer for every model.
         deadlines: of requests whose tenants have none of their own.
+        others: who answers for the other models, by the names that clients ask for.
         active: those that have been prepared, by our request id.
     """
 
-    reader: PromptReader
-    engine: EngineClient
+    own: OwnBackend | None
     clock: Clock
     offload: Offload
     metrics: Metrics
     max_body_bytes: int
-    admission: Admission
     deadlines: Deadlines
     idempotency: Idempotency
     ledger: Ledger | None = None
+    others: Mapping[str, Backend] = field(default_factory=dict)
     grammars: GrammarCache = field(default_factory=GrammarCache)
     active: dict[str, "Generation"] = field(default_factory=dict)
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:
         self.metrics.num_active = self.active.__len__
+
+    @property
+    def known_own(self) -> OwnBackend:
+        """
+        Raises:
+            ServiceError: no model is served by this process.
+        """
+        if self.own is None:
+            message = "This server passes requests on to others, and has no model of its own. Ask one of those."
+            raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
+        return self.own
+
+    @property
+    def reader(self) -> PromptReader:
+        return self.known_own.reader
+
+    @property
+    def engine(self) -> EngineClient:
+        return self.known_own.engine
+
+    @property
+    def admission(self) -> Admission:
+        return self.known_own.admission
+
+    def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
+        """The models that the tenant may use."""
+        own = () if self.own is None else self.own.reader.cards_for(tenant)
+        others = (card for name, one in self.others.items() for card in one.reader.cards if card.id == name)
+        return (*own, *(card for card in others if tenant.models is None or card.id in tenant.models))
+
+    @property
+    def backends(self) -> list[Backend]:
+        own = [] if self.own is None else [Backend(*self.own)]
+        return [*own, *self.others.values()]
+
+    def check_room(self, sharing_name: str, num_bytes: int) -> None:
+        """Before the body is read, and with it the model's name.
+
+        Raises:
+            ServiceError: no model has room for such a request.
+        """
+        refusal = None
+        for backend in self.backends:
+            try:
+                backend.admission.check(sharing_name, num_bytes)
+                return
+            except ServiceError as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
+
+    async def backend_of(self, body: bytes, tenant: Tenant) -> Backend:
+        """Who answers for the model that the body names.
+
+        Raises:
+            InvalidRequest: the body is no JSON object.
+            ServiceError: see find_model.
+        """
+        if not self.others:
+            return Backend(*self.known_own)
+        name = await self.compute(lambda: parse_object(body).get("model"), len(body))
+        if name is not None and not isinstance(name, str):
+            raise InvalidRequest("model must be a string.", "model", "invalid_type")
+        card = find_model(self.cards_for(tenant), name)
+        return self.others.get(card.id) or Backend(*self.known_own)
 
     async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
         """
@@ -177,7 +254,7 @@ class Generations:
             ClientDisconnected: the peer left.
         """
         declared = stream.request.header(b"content-length")
-        self.admission.check(sharing_name, 0 if declared is None else int(declared))
+        self.check_room(sharing_name, 0 if declared is None else int(declared))
         return await stream.read_body(round(min(self.max_body_bytes, most_bytes)), sharing_name)
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
@@ -247,11 +324,12 @@ class Generation:
         tenant: its owner's name.
     """
 
-    # Set once it is prepared
+    # Set once its model is known, and once it is prepared
+    _backend: Backend
     _output: Output
     _place: Place
     _deadlines: Deadlines
-    _prepared: Prepared
+    _prepared: Prompts
 
     def __init__(
         self,
@@ -276,7 +354,7 @@ class Generation:
         self._error: ServiceError | None = None  # that has broken it off
         # With the engine
         self._work_before = (0, 0.0)  # the loop's work on tokens of all requests, when this one was submitted
-        self._handles: list[RequestHandle] = []
+        self._handles: list[Handle] = []
         self._usages: list[Usage] = []  # of the handles that have ended
         self._reasons: list[FinishReason] = []  # of the choices that have ended
         self._withheld: list[tuple[int, str | Delta]] = []  # in RESERVING
@@ -315,7 +393,8 @@ class Generation:
         shared.check_open()
         # With the best class and deadline that the body may ask for
         contender = Contender(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
-        shared.admission.check_in_time(contender, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
+        if not shared.others:
+            shared.admission.check_in_time(contender, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
         self._timings.enter(Stage.BODY, self._clock())
         body = await shared.read_body(stream, sharing_name)
         self._on(Event.BODY_READ)
@@ -323,6 +402,7 @@ class Generation:
         if claim is None:
             return await self._answer(body)
         if claim.stored is not None:
+            self._backend = await shared.backend_of(body, tenant)
             await self._prepare(body)  # the call is checked by today's rules, too
             self._timings.enter(Stage.ANSWER, self._clock())
             replay(stream, claim.stored, answer_headers(self._timings))
@@ -339,8 +419,9 @@ class Generation:
 
     async def _answer(self, body: bytes) -> Outcome:
         shared = self._shared
+        self._backend = await shared.backend_of(body, self._ticket.caller.tenant)
         # It can refuse, as other requests came while the body did
-        self._place = shared.admission.enter(self._ticket.caller.sharing_name, len(body))
+        self._place = self._backend.admission.enter(self._ticket.caller.sharing_name, len(body))
         try:
             self._prepared = await self._prepare(body)
             self._timings.enter(Stage.QUOTA, self._clock())
@@ -356,8 +437,8 @@ class Generation:
         finally:
             self._place.leave(self._clock())
 
-    async def _prepare(self, body: bytes) -> Prepared:
-        reader, tenant = self._shared.reader, self._ticket.caller.tenant
+    async def _prepare(self, body: bytes) -> Prompts:
+        reader, tenant = self._backend.reader, self._ticket.caller.tenant
         marks = StageMarks(self._clock)
         self._timings.enter(Stage.OFFLOAD, self._clock())
         try:
@@ -365,7 +446,7 @@ class Generation:
             prepared = await work
         finally:
             self._timings.take_over(marks)
-        if prepared.call.constraint is None:
+        if prepared.call.constraint is None or not isinstance(prepared, Prepared):
             return prepared
         return replace(prepared, grammar=await self._shared.grammar_of(prepared.call.constraint, tenant.name))
 
@@ -374,9 +455,10 @@ class Generation:
         shared.metrics.count_unknown_fields(call.unknown_fields)
         tenants = shared.deadlines.replaced_by(self._ticket.caller.tenant.deadlines)
         self._deadlines = tenants.narrowed_by(call.deadlines)
-        context = shared.reader.reply_context(self._prepared, self._request_id)
+        reader = self._backend.reader
+        context = reader.reply_context(self._prepared, self._request_id)
         output_type = StreamedOutput if call.is_stream else WholeOutput
-        self._output = output_type(self._surface, call, context, stream, self._timings)
+        self._output = output_type(reader.surface_of(self._surface), call, context, stream, self._timings)
         stream.on_disconnect = partial(self._on, Event.CLIENT_GONE)
         stream.on_blocked, stream.on_unblocked = self.on_blocked, self.on_unblocked
         self._place.end = self.fail
@@ -425,8 +507,8 @@ class Generation:
                 cancels the requests that the engine has.
         """
         shared, ticket, call, timings = self._shared, self._ticket, self._prepared.call, self._timings
-        engine = shared.engine
-        requests = shared.reader.requests_of(self._prepared, self._request_id, timings.arrived_s, ticket.caller)
+        reader, engine, _ = self._backend
+        requests = reader.requests_of(self._prepared, self._request_id, timings.arrived_s, ticket.caller)
         self._place.admit(requests, timings.arrived_s + self._deadlines.ttft_s, self._clock())
         ticket.reserve(requests)
         if ticket.is_bounded:
@@ -440,9 +522,11 @@ class Generation:
         if call.is_stream and call.tells_queue:
             self._news_due_s = self._loop.time() + NEWS_EVERY_S  # a shorter wait is not reported
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
+        table, follow = self._prepared.table, partial(reader.follow_thought, call)
         for i, request in enumerate(requests):
-            first_choice = i * call.num_sequences
-            self._handles.append(engine.submit(request, self, self._prepared.continues_text, first_choice, forbidden))
+            first_choice, continues_text = i * call.num_sequences, self._prepared.continues_text
+            handle = engine.submit(request, self, table, continues_text, first_choice, forbidden, follow)
+            self._handles.append(handle)
         self._timer.arm()
         if self._entry is None:
             self._on(Event.RESERVED)
@@ -576,6 +660,9 @@ class Generation:
         else:
             self._timings.on_engine_mark(mark)
 
+    def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
+        self._timings.go_on(before, stage, now_s)
+
     def on_end(self, usage: Usage, error: str | None) -> None:
         self._usages.append(usage)
         is_last = self._has_ended
@@ -608,7 +695,7 @@ class Generation:
         timings, num_tokens = self._timings, sum(usage.num_completion_tokens for usage in self._usages)
         timings.end_s = self._clock()
         timings.enter(Stage.SETTLE, timings.end_s)
-        timings.detokenize_s = self._shared.engine.work.cost_s(self._work_before, num_tokens)
+        timings.detokenize_s = self._backend.engine.work.cost_s(self._work_before, num_tokens)
 
     @property
     def _has_ended(self) -> bool:
@@ -620,7 +707,7 @@ class Generation:
         """The ledger does not have the reservation yet."""
         return self._entry is not None and self._entry.state is EntryState.RESERVING
 
-    def _sequence(self, choice: int) -> RequestSequence:
+    def _sequence(self, choice: int) -> SequenceTimes:
         handle, i = divmod(choice, self._prepared.call.num_sequences)
         return self._handles[handle].sequences[i]
 
@@ -669,7 +756,9 @@ class Generation:
         head_s, limits = self._timings.arrived_s, self._deadlines
         is_silent = self._is_withheld or self._timings.first_token_s is None
         yield head_s + limits.total_s, "total_s"
-        if is_silent:  # for its client, withheld output is no first token
+        if is_silent and not self._prepared.tells_tokens:
+            pass
+        elif is_silent:  # for its client, withheld output is no first token
             yield head_s + limits.ttft_s, "ttft_s"
         elif self._paused_since_s is None:
             for sequence in self._decoding():
@@ -708,10 +797,10 @@ class Generation:
         error_type = OwnDeadlineExceeded if is_ours else ServiceError
         self.fail(error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded"))
 
-    def _sequences(self) -> Iterator[RequestSequence]:
+    def _sequences(self) -> Iterator[SequenceTimes]:
         return (sequence for handle in self._handles for sequence in handle.sequences)
 
-    def _decoding(self) -> Iterator[RequestSequence]:
+    def _decoding(self) -> Iterator[SequenceTimes]:
         """The choices that have begun and not ended."""
         return (one for one in self._sequences() if one.last_s != NOT_YET and not one.is_finished)
 
@@ -757,11 +846,12 @@ class Generation:
 
     def _progress(self) -> Usage:
         """The usage so far: a prompt whose completion has begun was computed."""
-        num_prompt_tokens = sum(len(one.request.prompt_ids) for one in self._handles if one.num_tokens)
+        num_prompt_tokens = sum(one.request.num_prompt_tokens for one in self._handles if one.num_tokens)
         return Usage(
             num_prompt_tokens=num_prompt_tokens,
             num_completion_tokens=sum(handle.num_tokens for handle in self._handles),
             num_cached_tokens=min(num_prompt_tokens, self._timings.num_cached_tokens),
+            num_thought_tokens=sum(handle.num_thought_tokens for handle in self._handles),
         )
 
     def _on_durable(self, event: Event, is_durable: bool) -> None:
@@ -807,6 +897,7 @@ def total_usage(usages: list[Usage]) -> Usage:
         num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
         num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+        num_thought_tokens=sum(usage.num_thought_tokens for usage in usages),
     )
 
 

@@ -12,7 +12,7 @@ from core.engine import Engine
 from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
 from core.tokenizer import Tokenizer
-from core.tool_detection import ToolStyle, detect
+from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
 from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.fields import GenerationDefaults, RequestLimits
@@ -67,7 +67,8 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
-    return PromptReader(
+    tools, thought = tool_style_of(files.chat_template), thought_style_of(files.chat_template)
+    reader = PromptReader(
         cards=(card,),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
@@ -76,7 +77,8 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         defaults=GenerationDefaults(
             vocab_size=limits.vocab_size,
             limits=request_limits,
-            tool_style=tool_style_of(files.chat_template),
+            tool_style=tools,
+            thought_style=thought,
             **files.recommended,
         ),
         unix_clock=clock.unix,
@@ -85,6 +87,9 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids)),
         fingerprint=_fingerprint(loaded),
     )
+    for offered in (None, tools):
+        reader.table_with(thought, offered)  # made now: requests find it
+    return reader
 
 
 def tool_style_of(template: ChatTemplate) -> ToolStyle | None:
@@ -94,6 +99,15 @@ def tool_style_of(template: ChatTemplate) -> ToolStyle | None:
         return template.render(messages, now=datetime.min, tools=tools, add_generation_prompt=False)
 
     return detect(render)
+
+
+def thought_style_of(template: ChatTemplate) -> ThoughtStyle | None:
+    """How the model thinks before it answers, by its template; None: it does not, or in a way that is not known."""
+
+    def render(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        return template.render(messages, now=datetime.min, template_kwargs=variables)
+
+    return detect_thought(render)
 
 
 def compiler_of(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> GrammarCompiler:

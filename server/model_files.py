@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
-from core.config import ModelConfig, parse_model_config, stated_context
+from core.config import ModelConfig, parse_model_config, stated_context, stated_fields, text_config
 from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
@@ -143,14 +143,17 @@ def read_model_config(path: Path) -> dict[str, Any]:
     return _gguf_config(path)[1]
 
 
-def parse_config(path: Path, config: Mapping[str, Any]) -> ModelConfig:
+def parse_config(path: Path, config: Mapping[str, Any], context: int | None = None) -> ModelConfig:
     """Parse what read_model_files or read_model_config read.
+
+    Args:
+        context: see parse_model_config.
 
     Raises:
         StartupError: as parse_model_config; it names the file, and a GGUF file's own keys.
     """
     try:
-        return parse_model_config(config)
+        return parse_model_config(config, context)
     except StartupError as error:
         raise _told_of(path, error, keys_of(_gguf_header(path)[0].metadata) if is_gguf(path) else {}) from error
 
@@ -185,7 +188,10 @@ class _Contents:
     @property
     def num_embeddings(self) -> int | None:
         """None: parse_config reports what is wrong with it."""
-        found = self.config.get("vocab_size")
+        try:
+            found = stated_fields(self.config).get("vocab_size")
+        except StartupError:
+            return None
         return found if isinstance(found, int) else None
 
     def recommended(self) -> dict[str, Any]:
@@ -254,7 +260,7 @@ class _Contents:
         """
         file, named = GENERATION_FILE, self.generation_config.get("eos_token_id")
         if named is None:
-            file, named = CONFIG_FILE, self.config.get("eos_token_id")
+            file, named = CONFIG_FILE, text_config(self.config).get("eos_token_id")
         ids = [] if named is None else named if isinstance(named, list) else [named]
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
             cause = f"{self.path / file}: eos_token_id is {named!r}, neither an id nor a list of ids"

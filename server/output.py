@@ -3,7 +3,7 @@
 from core.errors import ServiceError
 from core.types import Delta, Usage
 from server.api.fields import GenerationCall
-from server.api.replies import Extras, ReplyContext, Surface
+from server.api.replies import EVENTS, Extras, ReplyContext, Surface
 from server.observing.timing import Stage, StageClock, answer_headers
 from server.wire.messages import ResponseHead, TextWriter
 from server.wire.stream import HttpStream
@@ -19,6 +19,7 @@ class StreamedOutput:
     ) -> None:
         self._call = call
         self._reply = surface.stream(call, context)
+        self._media_type = surface.media_type
         self._stream = stream
         self._timings = timings
 
@@ -35,7 +36,7 @@ class StreamedOutput:
 
     def comment(self, line: bytes) -> None:
         """Send what parsers of events skip, unless the reader is behind anyway."""
-        if not self._stream.is_blocked:
+        if not self._stream.is_blocked and self._media_type == EVENTS:
             self._opened().send(line)
 
     def complete(self, usage: Usage, extras: Extras) -> None:
@@ -58,7 +59,7 @@ class StreamedOutput:
 
     def _open(self) -> None:
         headers = (
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", self._media_type),
             (b"x-accel-buffering", b"no"),
             *answer_headers(self._timings),
         )

@@ -12,12 +12,13 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
-from core.types import StepDelivery
+from core.types import EngineStats, StepDelivery
 from server.app import App, Readiness
+from server.backend import Backend
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
 from server.callers import Gate
 from server.clock import Clock
@@ -27,7 +28,7 @@ from server.engine_thread import EngineThread
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import DAY_S, UsedTokens
-from server.generation import Generations
+from server.generation import Generations, OwnBackend
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
 from server.ledger.ledger import MAX_SPILLED, Ledger
@@ -35,12 +36,15 @@ from server.ledger.store import MICRO
 from server.ledger.usage import ANY_MODEL
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
-from server.loaded_engine import LoadedEngine, LoadEngine, prompt_reader, server_card
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
+from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
+from server.upstream.pool import Pool
+from server.upstream.settings import refuse_same_names
 from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -111,10 +115,13 @@ class Server:
         )
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
+        self._pools = [Pool(one, self._loop) for one in config.models]
+        self._relaying: asyncio.Task[None] | None = None  # where no engine is loaded: until upstreams have been asked
         self._client: EngineClient | None = None  # once the engine is loaded
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stopping: asyncio.Future[float] = self._loop.create_future()  # seconds of grace
         self._failure: BaseException | None = None  # the engine's
+        self._served: set[str] = set()  # names of models, once they are
         self._had_terminal = False
 
     # Start.
@@ -143,11 +150,17 @@ class Server:
         except StartupError:
             await self.listener.drain(0)
             raise
-        logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
+        doing = "loading the model" if self._config.has_engine else "asking the upstreams"
+        logger.info("listening on %s, %s", shown_addresses(self.listener.sockets), doing)
         self._gate.start()
         if self._ledger is not None:
             self._ledger.start()
-        self._engine_thread.start()
+        for pool in self._pools:
+            pool.start()
+        if self._config.has_engine:
+            self._engine_thread.start()
+        else:
+            self._relaying = self._loop.create_task(self._begin_relaying())
         self._supervision.start()
 
     def install_signal_handlers(self) -> None:
@@ -179,11 +192,8 @@ class Server:
         """The engine is loaded: serve generations."""
         if self._stopping.done():
             return
-        config = self._config
         client = EngineClient(
             self._engine_thread.post,
-            loaded.files.tokenizer.table,
-            loaded.files.tokenizer.full_table,
             self.listener.batch,
             self._loop.call_soon,
             self._clock.monotonic,
@@ -193,22 +203,49 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
-        reader = prompt_reader(loaded, self._clock, config.request_limits)
+        reader = prompt_reader(loaded, self._clock, self._config.request_limits)
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
+        self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+
+    async def _begin_relaying(self) -> None:
+        """Serve without an engine, once each upstream has been asked."""
+        try:
+            for pool in self._pools:
+                await pool.wait_probed()
+            self._metrics.model_name = self._pools[0].settings.name
+            self._serve(None, None)
+        except Exception as error:
+            self.on_failed(error)
+
+    def _admission(self, stats: Callable[[], EngineStats]) -> Admission:
+        config = self._config
         limits = QueueLimits(
             max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
         )
-        self._app.generations = Generations(
-            reader=reader,
-            engine=client,
+        return Admission(limits, stats, time.monotonic)
+
+    def _backends(self, own: OwnBackend | None) -> dict[str, Backend]:
+        """Of the models that upstreams answer for, by each name."""
+        found: dict[str, Backend] = {}
+        for pool in self._pools:
+            relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits)
+            found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
+        if own is not None:
+            refuse_same_names([own.reader.cards[0].id, *found], "the configuration")
+        return found
+
+    def _serve(self, own: OwnBackend | None, facts: EngineFacts | None) -> None:
+        config = self._config
+        self._app.generations = generations = Generations(
+            own,
             clock=self._clock,
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=config.max_body_bytes,
-            admission=Admission(limits, lambda: client.stats, time.monotonic),
             deadlines=config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,
+            others=self._backends(own),
         )
         gc.collect()
         gc.freeze()
@@ -216,13 +253,20 @@ class Server:
         self._readiness.is_ready = True
         self._loop_lag.start()
         self._ready.set_result(None)
-        self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
-        warn_of_models(config, loaded.facts.model_name)
+        self._supervision.on_ready(1 if facts is None else facts.limits.max_batch_tokens)
+        self._served = {card.id for backend in generations.backends for card in backend.reader.cards}
+        warn_of_models(config, self._served)
         gate = self._gate
-        facts = BannerFacts(
-            loaded.facts, config, self._endpoints, gate.num_valid_keys, gate.is_shut, self._needs_certificate
+        shown = BannerFacts(
+            facts,
+            config,
+            self._endpoints,
+            tuple((pool.settings.name, len(pool.upstreams)) for pool in self._pools),
+            gate.num_valid_keys,
+            gate.is_shut,
+            self._needs_certificate,
         )
-        self._announce(banner_lines(facts))
+        self._announce(banner_lines(shown))
 
     def _offload(self, work: Callable[[], T], /) -> Awaitable[T]:
         return self._loop.run_in_executor(None, work)
@@ -269,7 +313,10 @@ class Server:
         self.stop(0.0)
 
     def ask_for_beat(self) -> None:
-        self._engine_thread.ask_for_beat()
+        if self._config.has_engine:
+            self._engine_thread.ask_for_beat()
+        else:
+            self._supervision.on_beat()
 
     @property
     def num_in_progress(self) -> int:
@@ -317,8 +364,8 @@ class Server:
                 self._tls.reload()
                 logger.info("the certificate is reloaded")
             apply()
-            if self._client is not None:
-                warn_of_models(config, self._metrics.model_name)
+            if self._served:
+                warn_of_models(config, self._served)
         except StartupError:
             self._gate.revoke()
             raise
@@ -369,8 +416,14 @@ class Server:
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
+        if self._relaying is not None:
+            self._relaying.cancel()
+        for pool in self._pools:
+            await pool.close()
         if self._ledger is not None:
             self._ledger.close()
+        if not self._config.has_engine:
+            return
         self._engine_thread.stop()
         if self._client is None or isinstance(self._failure, EngineLost):
             return  # it still loads, or hangs, and cannot be interrupted: the process ends without it
@@ -429,15 +482,16 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
     )
 
 
-def warn_of_models(config: ServerConfig, served: str) -> None:
+def warn_of_models(config: ServerConfig, served: Set[str]) -> None:
     """Log which models the configuration names that are not served."""
-    hint = f"the one that is served is {served}"
+    names = ", ".join(sorted(served))
+    hint = f"the one that is served is {names}" if len(served) == 1 else f"those that are served are {names}"
     for model, _ in config.prices.by_model:
-        if model not in (served, ANY_MODEL):
+        if model not in (*served, ANY_MODEL):
             logger.warning("[prices] has the model %r, and %s", model, hint)
     for tenant in config.tenants:
         for model in tenant.models or ():
-            if model != served:
+            if model not in served:
                 logger.warning("the tenant %s may use the model %r, and %s", tenant.name, model, hint)
 
 

@@ -8,13 +8,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import ClassVar
 
 import msgspec
 
 from core.chat_template import ChatTemplate, max_text_chars
+from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
+from core.thoughts import ThoughtFollower, follower, thought_start
 from core.tokenizer import Tokenizer
+from core.tool_detection import ThoughtStyle, ToolStyle
+from core.tool_formats import markers_of, thought_markers_of
 from core.types import Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
@@ -28,11 +33,13 @@ from server.observing.timing import Stage, StageMarks
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call, its prompts as token ids, and what holds its answers."""
+    """A call, its prompts as token ids, the text of its answers' tokens, and what holds them."""
 
     call: GenerationCall
     prompts: list[tuple[int, ...]]
+    table: TokenTable
     grammar: Grammar | None = None
+    tells_tokens: ClassVar[bool] = True
 
     @property
     def continues_text(self) -> bool:
@@ -92,9 +99,23 @@ class PromptReader:
                 rules.check_prompt(self._texts_of(prompt), param, is_echoed=call.echo)
         if call.num_sequences > self.max_sequences:
             raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
-        ids = [self._encode_checked(prompt, param, marks) for prompt, param in prompts]
+        texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
+        ids = [self._encode_checked(*one, text, marks) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
-        return Prepared(call, ids)
+        call = _with_thought_start(call, texts[0])
+        return Prepared(call, ids, self._table_of(call))
+
+    def _table_of(self, call: GenerationCall) -> TokenTable:
+        """The text that the answer's tokens have: with what its parsers read."""
+        if not call.sampling.skip_special_tokens:
+            return self.tokenizer.full_table
+        thought, tools = call.thought, call.tools
+        return self.table_with(thought.style if thought else None, tools.style if tools else None)
+
+    def table_with(self, thought: ThoughtStyle | None, tools: ToolStyle | None) -> TokenTable:
+        """The text of tokens, special ones by name where a parser of such thoughts or calls looks for them."""
+        names = frozenset[str]() if tools is None else markers_of(tools.format)
+        return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
 
     def _held(self, call: GenerationCall) -> GenerationCall:
         """With what holds its calls."""
@@ -103,7 +124,7 @@ class PromptReader:
         constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint)
         return msgspec.structs.replace(call, constraint=constraint or call.constraint)
 
-    def encode(self, prompt: Prompt, param: str = "prompt", marks: StageMarks | None = None) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
         """The ids of a prompt in any form.
 
         Raises:
@@ -112,31 +133,43 @@ class PromptReader:
         if isinstance(prompt, IdsPrompt):
             return prompt.ids
         if isinstance(prompt, TextPrompt):
-            self._check_length(prompt.text, param)
-            if marks is not None:
-                marks.enter(Stage.TOKENIZE)
+            self._check_length(prompt.text + (prompt.suffix or ""), param)
+            if prompt.suffix is not None:
+                return self._encode_around(prompt, prompt.suffix)
             return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
+        return tuple(self.tokenizer.encode_chat(self._rendered(prompt)))
+
+    def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
+        ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens)
+        if ids is None:
+            message = "This model's tokenizer has no marks for a text between two others. Leave suffix out."
+            raise InvalidRequest(message, "suffix", "unsupported_parameter")
+        return tuple(ids)
+
+    def _rendered(self, prompt: ChatPrompt, marks: StageMarks | None = None) -> str:
+        """The text that the chat template makes of the prompt."""
         if marks is not None:
             marks.enter(Stage.TEMPLATE)
-        now = datetime.fromtimestamp(self.unix_clock())
-        text = self.chat_template.render(
+        return self.chat_template.render(
             prompt.messages,
-            now=now,
+            now=datetime.fromtimestamp(self.unix_clock()),
             tools=prompt.tools or None,
             template_kwargs=prompt.template_kwargs,
             param=prompt.param,
         )
-        if marks is not None:
-            marks.enter(Stage.TOKENIZE)
-        return tuple(self.tokenizer.encode_chat(text))
 
-    def _encode_checked(self, prompt: Prompt, param: str, marks: StageMarks) -> tuple[int, ...]:
+    def _encode_checked(self, prompt: Prompt, param: str, text: str | None, marks: StageMarks) -> tuple[int, ...]:
         """
+        Args:
+            text: of a chat, rendered.
+
         Raises:
             InvalidRequest: the prompt has no token.
             ContextLengthExceeded: it leaves no room for a token of output.
         """
-        ids = self.encode(prompt, param, marks)
+        if not isinstance(prompt, IdsPrompt):
+            marks.enter(Stage.TOKENIZE)
+        ids = self.encode(prompt, param) if text is None else tuple(self.tokenizer.encode_chat(text))
         if not ids:
             raise InvalidRequest("The prompt is empty. Send at least one token.", param)
         if len(ids) >= self.max_model_len:
@@ -155,7 +188,9 @@ class PromptReader:
         if isinstance(prompt, ChatPrompt):
             texts = [text for message in prompt.messages for name, text in message.items() if name != "role"]
             return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
-        return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
+        if isinstance(prompt, TextPrompt):
+            return [prompt.text] if prompt.suffix is None else [prompt.text, prompt.suffix]
+        return [self.tokenizer.decode(prompt.ids)]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:
         """The engine's requests, one for each prompt.
@@ -193,7 +228,20 @@ class PromptReader:
             but = f"min_tokens is {min_tokens}, and the prompt of {num_prompt_tokens} leaves {max_tokens}"
             message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
-        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+        prompt, stop_ids = call.prompts[0], call.sampling.stop_token_ids
+        if isinstance(prompt, TextPrompt) and prompt.suffix is not None and not call.sampling.ignore_eos:
+            stop_ids = (*stop_ids, *self.tokenizer.fill_end_ids)
+        own = {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), "stop_token_ids": stop_ids}
+        return msgspec.structs.replace(call.sampling, **own)
+
+    def surface_of(self, surface: Surface) -> Surface:
+        return surface
+
+    def follow_thought(self, call: GenerationCall) -> ThoughtFollower | None:
+        """What follows the thought of one of its answers."""
+        if call.thought is None:
+            return None
+        return follower(call.thought.style.name, call.thought.start, self.tokenizer.bytes_of)
 
     def reply_context(self, prepared: Prepared, request_id: str) -> ReplyContext:
         call, prompts, tokenizer = prepared.call, tuple(prepared.prompts), self.tokenizer
@@ -216,6 +264,17 @@ class PromptReader:
             prompt_ids=prompts if call.echo or call.tokens.returns_ids else (),
             special_ids=tokenizer.special_ids if hides_special else frozenset(),
         )
+
+
+def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCall:
+    """
+    Args:
+        text: of its prompt, where that is a chat.
+    """
+    if call.thought is None or text is None:
+        return call
+    start = thought_start(call.thought.style.name, text)
+    return msgspec.structs.replace(call, thought=msgspec.structs.replace(call.thought, start=start))
 
 
 def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:

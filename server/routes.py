@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from urllib.parse import unquote
 
@@ -10,10 +10,10 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import EngineStats
-from server.api import chat, completions, models, responses, tokenize
-from server.api.fields import GenerationDefaults, checked_ids
+from server.api import chat, completions, messages, models, ollama, responses, tokenize
+from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import Surface
+from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
 from server.generation import Generation
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES = 4096  # of a body, beside its ids
 MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
-REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # ids of answers are accepted as they were shown
+REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # ids of answers are accepted as they were shown
 _SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
 
 
@@ -104,12 +104,16 @@ def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes
     return tokenize.detokenize_reply(reader.tokenizer.decode(ids, skip_special_tokens=False)), unknown_fields
 
 
-def count_input_tokens(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
-    def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
-        return find_model(cards, model).id, reader.defaults
+def counting(
+    parse: Callable[[bytes, DefaultsOf], GenerationCall], reply: Callable[[int], bytes]
+) -> Callable[[PromptReader, tuple[ServedModel, ...], bytes], Computed]:
+    """What counts the prompt's tokens of a generation's request."""
 
-    call = responses.parse(body, defaults_of)
-    return responses.input_tokens_reply(sum(len(reader.encode(prompt)) for prompt in call.prompts)), call.unknown_fields
+    def count(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+        call = parse(body, lambda model: (find_model(cards, model).id, reader.defaults))
+        return reply(sum(len(reader.encode(prompt)) for prompt in call.prompts)), call.unknown_fields
+
+    return count
 
 
 def check_media_type(request: HttpRequest) -> None:
@@ -157,6 +161,30 @@ def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
         exchange.send(reply(structs.replace(card, model=find_model(exchange.cards[:1], None))))
 
     return describe
+
+
+def listing(reply: Callable[[Sequence[ServedModel], ServerCard], bytes]) -> Handler:
+    """A handler that lists the models that the caller may use."""
+
+    async def list_all(exchange: Exchange) -> None:
+        card = exchange.server.card
+        assert card is not None, "it comes with the model"
+        exchange.send(reply(exchange.cards, card))
+
+    return list_all
+
+
+async def show_ollamas_model(exchange: Exchange) -> None:
+    card = exchange.server.card
+    assert card is not None, "it comes with the model"
+
+    def show(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+        name, unknown_fields = ollama.parse_show(body)
+        template = reader.chat_template.sources.get("default")
+        capabilities = ["tools"] if reader.defaults.tool_style is not None else []
+        return ollama.show_reply(find_model(cards, name), card, template, capabilities), unknown_fields
+
+    await computing(show)(exchange)
 
 
 async def show_tokenizer_info(exchange: Exchange) -> None:
@@ -237,7 +265,8 @@ async def show_readiness(exchange: Exchange) -> None:
 
 async def show_metrics(exchange: Exchange) -> None:
     server = exchange.server
-    stats = server.generations.engine.stats if server.generations is not None else EngineStats()
+    own = None if server.generations is None else server.generations.own
+    stats = EngineStats() if own is None else own.engine.stats
     listener = server.known_listener
     body = server.metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
     exchange.send(body, media_type=CONTENT_TYPE)
@@ -268,15 +297,27 @@ async def drain(exchange: Exchange) -> None:
 ASKS = Scope.INFERENCE
 
 
-def _generation(surface: Surface) -> Route:
-    return Route(generating(surface), ASKS, is_counted=True, needs_tokens=True)
+COUNT_INPUT = computing(counting(responses.parse, responses.input_tokens_reply))
+COUNT_MESSAGES = computing(counting(messages.parse_count, messages.count_reply))
+
+
+def _generation(surface: Surface, errors: ErrorForm = OPENAI_ERRORS) -> Route:
+    return Route(generating(surface), ASKS, is_counted=True, needs_tokens=True, errors=errors)
 
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _generation(chat.SURFACE)},
     "/v1/completions": {"POST": _generation(completions.SURFACE)},
     "/v1/responses": {"POST": _generation(responses.SURFACE)},
-    "/v1/responses/input_tokens": {"POST": Route(computing(count_input_tokens), ASKS, is_counted=True)},
+    "/v1/responses/input_tokens": {"POST": Route(COUNT_INPUT, ASKS, is_counted=True)},
+    "/v1/messages": {"POST": _generation(messages.SURFACE, messages.ERRORS)},
+    "/v1/messages/count_tokens": {"POST": Route(COUNT_MESSAGES, ASKS, is_counted=True, errors=messages.ERRORS)},
+    "/api/chat": {"POST": _generation(ollama.CHAT, ollama.ERRORS)},
+    "/api/generate": {"POST": _generation(ollama.GENERATE, ollama.ERRORS)},
+    "/api/tags": {"GET": Route(listing(ollama.tags_reply), ASKS, errors=ollama.ERRORS)},
+    "/api/ps": {"GET": Route(listing(ollama.running_reply), ASKS, errors=ollama.ERRORS)},
+    "/api/show": {"POST": Route(show_ollamas_model, ASKS, is_counted=True, errors=ollama.ERRORS)},
+    "/api/version": {"GET": Route(describing(models.version_reply), ASKS, errors=ollama.ERRORS)},
     "/tokenize": {"POST": Route(computing(tokenize_prompt), ASKS, is_counted=True)},
     "/detokenize": {"POST": Route(computing(detokenize, bounds_body=True), ASKS, is_counted=True)},
     "/v1/models": {"GET": Route(list_models, ASKS)},

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from core.gguf import GgufFile, parse_gguf
+from core.gguf import BLOCKS, GgufFile, parse_gguf
 
 Q = gguf.GGMLQuantizationType
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
@@ -198,3 +198,31 @@ def quantised_numbers(tensor: torch.Tensor, quantisation: Q) -> torch.Tensor:
     if tensor.ndim == 1 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[quantisation][0]:
         return tensor.float()
     return torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.float().numpy(), quantisation), quantisation))
+
+
+# Where a block's float16 numbers lie: any other bytes may be anything.
+HALVES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q5_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+
+
+def random_blocks(name: str, num_out: int, num_in: int) -> torch.Tensor:
+    """A matrix of blocks as a file stores it: bytes [out, bytes of a row]."""
+    elements, size_bytes = BLOCKS[name]
+    source = np.random.default_rng(num_out + num_in)
+    blocks = source.integers(0, 256, (num_out, num_in // elements, size_bytes), np.uint8)
+    for offset in HALVES.get(name, ()):
+        scales = source.standard_normal((*blocks.shape[:2], 1)) / 100
+        blocks[..., offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
+    return torch.from_numpy(blocks.reshape(num_out, -1))

@@ -5,36 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+import transformers
 from transformers.utils import logging
 
 _SMALL: dict[str, Any] = {
@@ -48,6 +19,7 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -72,12 +44,22 @@ _LONG_ROPE = {
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+
+
+def _tower(vision: dict[str, Any], **text: Any) -> dict[str, Any]:
+    """A model of texts and images, which is asked for texts."""
+    return {"vision_config": vision, "text_config": {**_SMALL, **_HEADS, **text}}
+
+
 # name -> (model class, config class, what it has beside _SMALL); group sizes 1, 3, 2, 7, 5
-FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
-    "llama2": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 4, "num_key_value_heads": 4}),
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama2": ("LlamaForCausalLM", "LlamaConfig", {"num_attention_heads": 4, "num_key_value_heads": 4}),
     "llama3": (
-        LlamaForCausalLM,
-        LlamaConfig,
+        "LlamaForCausalLM",
+        "LlamaConfig",
         {
             "hidden_size": 72,
             "num_attention_heads": 6,
@@ -87,8 +69,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "llama_linear": (
-        LlamaForCausalLM,
-        LlamaConfig,
+        "LlamaForCausalLM",
+        "LlamaConfig",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -97,18 +79,18 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "qwen2": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
         {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 56, "tie_word_embeddings": True},
     ),
     "qwen3": (
-        Qwen3ForCausalLM,
-        Qwen3Config,
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
         {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 24, "num_hidden_layers": 3},
     ),
     "llama_biased_yarn": (
-        LlamaForCausalLM,
-        LlamaConfig,
+        "LlamaForCausalLM",
+        "LlamaConfig",
         {
             "hidden_size": 48,
             "num_attention_heads": 6,
@@ -120,8 +102,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "qwen2_late_window_dynamic": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -132,13 +114,13 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "mistral": (
-        MistralForCausalLM,
-        MistralConfig,
+        "MistralForCausalLM",
+        "MistralConfig",
         {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "sliding_window": 27},
     ),
     "smollm3": (
-        SmolLM3ForCausalLM,
-        SmolLM3Config,
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
         {
             "num_attention_heads": 6,
             "num_key_value_heads": 2,
@@ -149,8 +131,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "granite": (
-        GraniteForCausalLM,
-        GraniteConfig,
+        "GraniteForCausalLM",
+        "GraniteConfig",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -161,10 +143,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
             "logits_scaling": 4.0,
         },
     ),
-    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "phi3": (
-        Phi3ForCausalLM,
-        Phi3Config,
+        "Phi3ForCausalLM",
+        "Phi3Config",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
@@ -173,8 +155,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "phi4_longrope": (
-        Phi3ForCausalLM,
-        Phi3Config,
+        "Phi3ForCausalLM",
+        "Phi3Config",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -186,8 +168,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config,
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -201,8 +183,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         },
     ),
     "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 1,
@@ -217,14 +199,76 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
             },
         },
     ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        "Ministral3Config",
+        {
+            **_HEADS,
+            "head_dim": 24,
+            "rope_parameters": {
+                **_YARN_ROPE,
+                "original_max_position_embeddings": 24,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_HEADS, "head_dim": 24}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        {
+            **_HEADS,
+            "num_hidden_layers": 4,
+            "sliding_window": 21,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": _YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "arcee": ("ArceeForCausalLM", "ArceeConfig", {**_HEADS, "intermediate_size": 208, "mlp_bias": True}),
+    "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig", {**_HEADS, "head_dim": 24}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_HEADS, "head_dim": 24, "use_bias": True}),
+    "glm": ("GlmForCausalLM", "GlmConfig", {**_HEADS, "head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {**_HEADS, "head_dim": 24, "pad_token_id": 0}),
+    "gemma3_vision": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        _tower({**_VISION, "image_size": 28, "patch_size": 14}, head_dim=16, sliding_window=25, num_hidden_layers=3)
+        | {"mm_tokens_per_image": 4},
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        _tower({**_VISION, "head_dim": 8}, model_type="mistral", head_dim=24, sliding_window=None)
+        | {"tie_word_embeddings": False},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        _tower({**_QWEN_VISION, "fullatt_block_indexes": [0]}, rope_parameters=_MROPE),
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        _tower(
+            {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            head_dim=16,
+            rope_parameters={**_MROPE, "mrope_interleaved": True},
+        )
+        | {"tie_word_embeddings": True},
+    ),
     "mixtral": (
-        MixtralForCausalLM,
-        MixtralConfig,
+        "MixtralForCausalLM",
+        "MixtralConfig",
         {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "num_local_experts": 5},
     ),
     "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
         {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -237,9 +281,44 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {
+            **_HEADS,
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        {
+            **_HEADS,
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": 0,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {**_HEADS, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2, "num_hidden_layers": 3},
+    ),
     "gpt_oss": (
-        GptOssForCausalLM,
-        GptOssConfig,
+        "GptOssForCausalLM",
+        "GptOssConfig",
         {
             "num_attention_heads": 6,
             "num_key_value_heads": 2,
@@ -260,13 +339,14 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
 }
 
 
-def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB") -> Path:
-    """Save a random float32 model of a family, its biases and norms random too."""
+def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB", **sizes: int) -> Path:
+    """Save a random float32 model of a family, of these sizes beside its own, its biases and norms random too."""
     logging.disable_progress_bar()
     model_class, config_class, differences = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
-    model = model_class(config_class(**{**_SMALL, **differences}))
-    for name, parameter in model.named_parameters():
+    config = getattr(transformers, config_class)(**{**_SMALL, **differences, **sizes})
+    model = getattr(transformers, model_class)(config)
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, std=0.2)
         elif "norm" in name:
@@ -284,7 +364,8 @@ class Oracle:
     """A model as transformers computes it: the whole sequence anew for each token, nothing cached."""
 
     def __init__(self, directory: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        model_class = getattr(transformers, read_config(directory)["architectures"][0])
+        self._model = model_class.from_pretrained(directory, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:

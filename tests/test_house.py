@@ -15,22 +15,23 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (6500, 22),
-    "server/api": (3010, 12),
+    "server": (7860, 24),
+    "server/api": (4145, 15),
     "server/commands": (1890, 11),
-    "server/gate": (2495, 8),
+    "server/gate": (2505, 8),
     "server/ledger": (1570, 6),
     "server/listening": (1195, 4),
     "server/observing": (1730, 7),
+    "server/upstream": (1560, 6),
     "server/wire": (4800, 14),
-    "core": (10_180, 29),
-    "gpu": (7740, 28),
-    "gpu/cpu_kernels": (2560, 8),
-    "gpu/kernels": (2820, 7),
-    "gpu/parallel": (755, 5),
-    "bench": (8050, 31),
+    "core": (11_050, 30),
+    "gpu": (8170, 29),
+    "gpu/cpu_kernels": (3360, 9),
+    "gpu/kernels": (2825, 7),
+    "gpu/parallel": (760, 5),
+    "bench": (8150, 31),
 }
-TEST_LINES = 52_900
+TEST_LINES = 55_800
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
@@ -40,8 +41,9 @@ ROOMS = (
     ("gate",),
     ("api",),
     ("ledger", "observing"),
+    ("upstream",),
     ("config", "callers"),
-    ("prompts", "output", "engine_client", "engine_thread", "generation"),
+    ("prompts", "output", "engine_client", "engine_thread", "backend", "generation", "relay"),
     ("app", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),

@@ -40,7 +40,7 @@ from gpu.kernels.sizes import (
 from gpu.layers import Gated, shares_of
 from gpu.linear import Linear
 from gpu.parameters import ExpertWeights
-from gpu.quant import FP8, LEAST_GROUP, Weight
+from gpu.quant import FP8, LEAST_GROUP, DeviceWeight, for_device
 
 # How weights are stored: in the rows' format; in 8 bits, integers or floats, with a scale per output; in 4 bits, with a
 # scale and a zero per group of inputs (gpu/quant.py); in 8 bits with a scale per group of inputs.
@@ -415,7 +415,7 @@ class Matrix:
         }
 
 
-def can_multiply(weight: Weight) -> bool:
+def can_multiply(weight: DeviceWeight) -> bool:
     """Whether the kernels know how it is stored, on its device."""
     if isinstance(weight, Tensor):
         return weight.is_contiguous()
@@ -426,7 +426,7 @@ def can_multiply(weight: Weight) -> bool:
     return all(part.is_contiguous() for part in parts) and (are_outputs_scaled or weight.group_size % LEAST_GROUP == 0)
 
 
-def stored_as(weight: Weight) -> tuple[str, int]:
+def stored_as(weight: DeviceWeight) -> tuple[str, int]:
     """(the name of its format, its bytes)."""
     if isinstance(weight, Tensor):
         return str(weight.dtype).removeprefix("torch."), weight.nbytes
@@ -436,7 +436,7 @@ def stored_as(weight: Weight) -> tuple[str, int]:
     return str(weight.values.dtype).removeprefix("torch.") + groups, weight.values.nbytes
 
 
-def as_matrix(weight: Weight, bias: Tensor | None) -> Matrix:
+def as_matrix(weight: DeviceWeight, bias: Tensor | None) -> Matrix:
     """Of a weight that it can_multiply; shares its memory."""
     num_out, num_in = weight.shape[-2:]
     if isinstance(weight, Tensor):
@@ -455,7 +455,7 @@ class Matmul:
         bias: [out], or None.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+    def __init__(self, weight: DeviceWeight, bias: Tensor | None) -> None:
         self._matrix = as_matrix(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -496,7 +496,7 @@ class Matmul:
 
 def can_group(weights: ExpertWeights) -> bool:
     """Whether the kernels know how the experts are stored."""
-    return can_multiply(weights.gate_up) and can_multiply(weights.down)
+    return can_multiply(for_device(weights.gate_up)) and can_multiply(for_device(weights.down))
 
 
 class GroupedExperts:
@@ -509,10 +509,10 @@ class GroupedExperts:
 
     def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, router: Linear) -> None:
         self._config = config
-        self._router = router
+        self._router, self._choice_bias = router, weights.choice_bias
         self._gated = gated
-        self._gate_up = as_matrix(weights.gate_up, weights.gate_up_bias)
-        self._down = as_matrix(weights.down, weights.down_bias)
+        self._gate_up = as_matrix(for_device(weights.gate_up), weights.gate_up_bias)
+        self._down = as_matrix(for_device(weights.down), weights.down_bias)
         self._experts = torch.arange(config.num_experts, device=weights.router.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -520,7 +520,7 @@ class GroupedExperts:
         num_active, num_tokens = self._config.num_active, x.shape[0]
         if not num_tokens:
             return x
-        shares, chosen = shares_of(self._router(x), num_active, self._config.is_normalized)
+        shares, chosen = shares_of(self._router(x), self._config, self._choice_bias)
         by_expert, pairs = chosen.flatten().sort(stable=True)  # [tokens * active]: expert, index of (token, choice)
         ends = torch.searchsorted(by_expert, self._experts, right=True)  # [experts]: where each one's pairs end
         inner = self._multiply(x, self._gate_up, pairs, ends, num_active)

@@ -20,11 +20,11 @@ from gpu.kernels.matmul import GroupedExperts, Matmul, can_group, can_multiply, 
 from gpu.kernels.rows import DeviceRows, embed_rows
 from gpu.kernels.sizes import COLUMN_WARPS, COLUMNS, HEAD_WARPS, heads_at_once, next_power_of_two, row_warps
 from gpu.kv_cache import LayerKV
-from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
+from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated, router_of
 from gpu.linear import Embed, Linear, MatmulChoices, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parameters import ExpertWeights
-from gpu.quant import QuantizedWeight, SlabLinear, Weight
+from gpu.quant import DeviceWeight, QuantizedWeight, SlabLinear, Weight, floats
 
 SILU = tl.constexpr(0)
 GELU_TANH = tl.constexpr(1)
@@ -196,12 +196,13 @@ class TritonOperators(Operators):
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         if isinstance(weight, QuantizedWeight):
             return self.quantized_linear(weight, bias)
+        weight = floats(weight)
         return self._chosen(weight, bias, make_linear(weight, bias, None))
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         return self._chosen(weight, bias, SlabLinear(weight, bias))
 
-    def _chosen(self, weight: Weight, bias: Tensor | None, by_torch: Linear) -> Linear:
+    def _chosen(self, weight: DeviceWeight, bias: Tensor | None, by_torch: Linear) -> Linear:
         """By the kernel or by torch, as gpu/tune.py measures."""
         if not can_multiply(weight):
             return by_torch
@@ -212,7 +213,7 @@ class TritonOperators(Operators):
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         if not can_group(weights):
             return super().experts(config, weights, gated)
-        return GroupedExperts(config, weights, gated, self.linear(weights.router, weights.router_bias))
+        return GroupedExperts(config, weights, gated, router_of(config, weights, self.linear))
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         return self.embedding(embedding), self.linear(embedding, None)
@@ -221,6 +222,8 @@ class TritonOperators(Operators):
         return partial(embed_rows, table) if table.is_contiguous() else super().embedding(table)
 
     def gated(self, activation: str) -> Gated:
+        if activation not in ACTIVATIONS:
+            return super().gated(activation)
         return partial(self._gated, activation)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -181,7 +181,11 @@ def part_of(whole: ModelConfig, num_ranks: int) -> ModelConfig:
     """A rank's part as a model of its own."""
     experts = whole.experts
     if experts is not None:
-        experts = replace(experts, intermediate_size=experts.intermediate_size // num_ranks)
+        experts = replace(
+            experts,
+            intermediate_size=experts.intermediate_size // num_ranks,
+            shared_size=experts.shared_size // num_ranks,
+        )
     return replace(
         whole,
         num_heads=whole.num_heads // num_ranks,
@@ -230,7 +234,11 @@ def _obstacles(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> Ite
         split_inputs.append(width)
         if width % num_ranks:
             yield f"experts of {width} do not split into {num_ranks} parts"
-        elif whole.experts.is_mxfp4 and width // num_ranks % MXFP4_BLOCK:
+        if whole.experts.shared_size:
+            split_inputs.append(whole.experts.shared_size)
+            if whole.experts.shared_size % num_ranks:
+                yield f"a shared expert of {whole.experts.shared_size} does not split into {num_ranks} parts"
+        if whole.experts.is_mxfp4 and width % num_ranks == 0 and width // num_ranks % MXFP4_BLOCK:
             yield f"experts of {width} do not split into {num_ranks} parts of whole blocks of {MXFP4_BLOCK} (mxfp4)"
     if is_prequantized:
         assert whole.packing is not None

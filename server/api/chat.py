@@ -19,6 +19,7 @@ from server.api.fields import (
     generation_call,
 )
 from server.api.known_fields import rules_of
+from server.api.reasoning import answer_parser, thought_wishes
 from server.api.replies import (
     ChunkStream,
     ReplyContext,
@@ -30,7 +31,7 @@ from server.api.replies import (
     usage_object,
     wire_reason,
 )
-from server.api.tools import FunctionTool, id_of, parser_of, reason_of, tool_wishes
+from server.api.tools import FunctionTool, id_of, reason_of, tool_wishes
 from server.wire.messages import TextFrame
 
 RULES = rules_of("chat")
@@ -61,6 +62,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         defaults,
         (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs),),
         tools=tools,
+        thought=thought_wishes(defaults.thought_style),
         max_tokens=max_tokens,
         num_logprobs=_num_logprobs(wire, defaults.limits),
         unknown_fields=unknown_fields,
@@ -86,15 +88,14 @@ class ChatStream(ChunkStream):
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         chunk = envelope(context, ID_PREFIX, "chat.completion.chunk")
         super().__init__(call, context, chunk, b'"delta":{"content":', b"}")
-        self._parsers = None if call.tools is None else [parser_of(call.tools) for _ in range(call.num_sequences)]
+        self._parsers = [answer_parser(call.thought, call.tools) for _ in range(call.num_sequences)]
 
     def text(self, choice: int, text: str) -> bytes:
-        if self._parsers is None:
-            return super().text(choice, text)
-        return self._parts(choice, self._parsers[choice].feed(text))
+        parser = self._parsers[choice]
+        return super().text(choice, text) if parser is None else self._parts(choice, parser.feed(text))
 
     def text_frame(self, choice: int) -> TextFrame | None:
-        return super().text_frame(choice) if self._parsers is None else None
+        return super().text_frame(choice) if self._parsers[choice] is None else None
 
     def _parts(self, choice: int, parts: list[Part]) -> bytes:
         deltas = (delta_of(part, self._context.reply_id, choice) for part in parts)
@@ -115,8 +116,8 @@ class ChatStream(ChunkStream):
         num_told = len(ids) - len(stop)
         self._nums_tokens[choice] += delta.num_tokens - len(stop)
         text, reason = delta.text, wire_reason(delta.finish_reason)
-        if self._parsers is not None:
-            parser = self._parsers[choice]
+        parser = self._parsers[choice]
+        if parser is not None:
             parts = parser.feed(text) + (parser.close() if delta.finish_reason is not None else [])
             events, text = self._parts(choice, parts), ""
             reason = reason_of(reason, parser)
@@ -159,12 +160,10 @@ class ChatDocument(WholeReply):
     def _choice(self, choice: int) -> dict[str, Any]:
         wishes, reason = self._call.tokens, wire_reason(self._reasons[choice])
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None}
-        if self._call.tools is not None:
-            parser = parser_of(self._call.tools)
-            content, calls = collected(parser.feed(message["content"]) + parser.close(), self._context.reply_id, choice)
-            message["content"] = content or (None if calls else "")
-            if calls:
-                message["tool_calls"] = calls
+        parser = answer_parser(self._call.thought, self._call.tools)
+        if parser is not None:
+            parts = parser.feed(message["content"]) + parser.close()
+            message |= collected(parts, self._context.reply_id, choice)
             reason = reason_of(reason, parser)
         line = {
             "index": choice,
@@ -190,20 +189,20 @@ def delta_of(part: Part, reply_id: str, choice: int) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def collected(parts: list[Part], reply_id: str, choice: int) -> tuple[str, list[dict[str, Any]]]:
-    """The text, and the calls, of a whole answer."""
-    content: list[str] = []
+def collected(parts: list[Part], reply_id: str, choice: int) -> dict[str, Any]:
+    """What the parts of a whole answer are in its message."""
+    content, thought = ("".join(part.text for part in parts if isinstance(part, kind)) for kind in (Text, Reasoning))
     calls: list[dict[str, Any]] = []
     for part in parts:
-        match part:
-            case Text(text):
-                content.append(text)
-            case CallBegin(index, name, call_id):
-                call_id = call_id or id_of(reply_id, choice, index)
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
-            case Arguments(index, text):
-                calls[index]["function"]["arguments"] += text
-    return "".join(content), calls
+        if isinstance(part, CallBegin):
+            call_id = part.id or id_of(reply_id, choice, part.index)
+            calls.append({"id": call_id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        elif isinstance(part, Arguments):
+            calls[part.index]["function"]["arguments"] += part.text
+    message: dict[str, Any] = {"content": content or (None if calls or thought else "")}
+    if thought:
+        message |= {"reasoning": thought, "reasoning_content": thought}
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _logprobs_object(entries: list[dict[str, Any]]) -> dict[str, Any]:

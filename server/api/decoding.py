@@ -61,26 +61,40 @@ _BOUNDED_TYPES: dict[str, type] = {
 }
 
 
-def decode(body: bytes, shape: type[T], rules: Rules) -> tuple[T, tuple[str, ...]]:
+def decode(
+    body: bytes | dict[str, Any], shape: type[T], rules: Rules, function_kind: str = "function"
+) -> tuple[T, tuple[str, ...]]:
     """The body as `shape`, and the names of its unknown top-level fields.
 
     Args:
+        body: or the object in it, which is changed.
         rules: what becomes of fields that the shape does not have.
+        function_kind: the `type` of tools that are functions.
 
     Raises:
         InvalidRequest: not JSON, a wrong type or range, or an unsupported field with a value that asks for something.
     """
-    fields = parse_object(body)
-    _drop_foreign_tools(fields)
+    fields = parse_object(body) if isinstance(body, bytes) else body
+    _drop_foreign_tools(fields, function_kind)
     _refuse_unsupported(fields, rules)
-    renamed = _rename(fields, rules)
-    try:
-        value = msgspec.convert(fields, shape)
-    except msgspec.ValidationError as error:
-        raise _field_error(str(error), fields, renamed, shape) from None
+    value = convert(fields, shape, _rename(fields, rules))
     shaped = getattr(shape, "__struct_fields__", ())
     unknown = [name for name in fields if name not in shaped and name not in rules]
     return value, tuple(unknown[:MAX_UNKNOWN_FIELDS])
+
+
+def convert(fields: dict[str, Any], shape: type[T], renamed: Mapping[str, str]) -> T:
+    """
+    Args:
+        renamed: names of the shape, with those that the client has used for them.
+
+    Raises:
+        InvalidRequest: a wrong type or range.
+    """
+    try:
+        return msgspec.convert(fields, shape)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), fields, renamed, shape) from None
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -202,20 +216,20 @@ def _too_much(what: str) -> InvalidRequest:
     return InvalidRequest(f"The body is more than the server reads: its JSON {what}.", code="json_too_large")
 
 
-def _drop_foreign_tools(fields: dict[str, Any]) -> None:
+def _drop_foreign_tools(fields: dict[str, Any], function_kind: str) -> None:
     """Drop tools other than functions (web_search, ...): they only widen what an answer may use."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return
-    kept = [tool for tool in tools if not _is_foreign(tool)]
-    if len(kept) < len(tools):
-        kinds = list(dict.fromkeys(escape(tool["type"][:MAX_SHOWN_KEY]) for tool in tools if _is_foreign(tool)))
+    foreign = [tool for tool in tools if _is_foreign(tool, function_kind)]
+    if foreign:
+        kinds = list(dict.fromkeys(escape(tool["type"][:MAX_SHOWN_KEY]) for tool in foreign))
         logger.warning("tools that are not functions were dropped: %s", ", ".join(kinds[:MAX_SHOWN_KINDS]))
-        fields["tools"] = kept
+        fields["tools"] = [tool for tool in tools if not _is_foreign(tool, function_kind)]
 
 
-def _is_foreign(tool: object) -> bool:
-    return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
+def _is_foreign(tool: object, function_kind: str) -> bool:
+    return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != function_kind
 
 
 def _refuse_unsupported(fields: dict[str, Any], rules: Rules) -> None:
@@ -272,7 +286,7 @@ def _rename(fields: dict[str, Any], rules: Rules) -> dict[str, str]:
     return renamed
 
 
-def _field_error(message: str, fields: dict[str, Any], renamed: dict[str, str], shape: type) -> InvalidRequest:
+def _field_error(message: str, fields: dict[str, Any], renamed: Mapping[str, str], shape: type) -> InvalidRequest:
     """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", in the words and the path of the API."""
     match = _VALIDATION.fullmatch(message)
     what, inner = (match["what"], (match["path"] or "").lstrip(".")) if match else (message, "")

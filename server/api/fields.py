@@ -16,9 +16,10 @@ from msgspec import UNSET, Meta, UnsetType
 
 from core.constraints import GrammarSpec
 from core.errors import InvalidRequest
-from core.tool_detection import ToolStyle
+from core.tool_detection import ThoughtStyle, ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
+from server.api.reasoning import ThoughtWishes
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from server.api.tools import ToolCall, ToolWishes, template_calls
 from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
@@ -32,8 +33,15 @@ _GREEDY_TEMPERATURE = 1e-4
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
+    """
+    Args:
+        adds_special_tokens: as the model wants them around a raw text.
+        suffix: the text behind the answer; None: the answer goes on with `text`.
+    """
+
     text: str
-    adds_special_tokens: bool = True  # as the model wants them around a raw text
+    adds_special_tokens: bool = True
+    suffix: str | None = None
 
 
 class IdsPrompt(msgspec.Struct, frozen=True):
@@ -109,6 +117,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     suppressed_ids: tuple[int, ...] = ()  # never sampled, whatever a request asks
     limits: RequestLimits = RequestLimits()
     tool_style: ToolStyle | None = None  # of the model's template; None: it has no form for tools
+    thought_style: ThoughtStyle | None = None  # likewise; None: it writes no thoughts
 
 
 # The defaults of the model of this name, and the name under which it is served; None: the only model. Raises
@@ -129,6 +138,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     is_stream: bool = False
     constraint: GrammarSpec | None = None  # that the answer is held to
     tools: ToolWishes | None = None
+    thought: ThoughtWishes | None = None  # None: all of the answer is its text
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
     tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream
@@ -211,6 +221,7 @@ def generation_call(
     num_logprobs: int | None,
     echo: bool = False,
     text_format: ResponseFormat | None = None,
+    format_param: str = "text.format",
     **own: Any,
 ) -> GenerationCall:
     """The call that a surface's fields ask for, with the model's defaults where they are silent.
@@ -218,7 +229,7 @@ def generation_call(
     Args:
         max_tokens: None: as many as the model's defaults or the context allow.
         num_logprobs: asked for beside each token; None: no logprobs.
-        text_format: responses' text.format.
+        text_format, format_param: what the answer's text is held to, where a surface has its own field for it.
         own: fields of GenerationCall that only this surface has.
 
     Raises:
@@ -228,7 +239,7 @@ def generation_call(
     options = fields.stream_options or StreamOptions()
     includes_usage = bool(options.include_usage)
     wishes = TokenWishes(num_logprobs, counts_usage=includes_usage and bool(options.continuous_usage_stats))
-    constraint = constraint_of(fields, text_format, "text.format")
+    constraint = constraint_of(fields, text_format, format_param)
     if isinstance(fields, ChoiceFields):
         _check_prompt_logprobs(fields, num_logprobs if echo else None, limits)
         constraint = constraint_of(fields, fields.response_format)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-Name = Literal["chat", "completions", "responses", "tokenize"]
+Name = Literal["chat", "completions", "responses", "messages", "ollama", "tokenize"]
 
 
 class Does(enum.StrEnum):
@@ -42,8 +42,10 @@ class Known:
 
 CHAT, COMPLETIONS = frozenset[Name]({"chat"}), frozenset[Name]({"completions"})
 RESPONSES, TOKENIZE = frozenset[Name]({"responses"}), frozenset[Name]({"tokenize"})
+MESSAGES = frozenset[Name]({"messages"})
 CHOICES = CHAT | COMPLETIONS
-GENERATION = CHOICES | RESPONSES
+OLLAMA = frozenset[Name]({"ollama"})
+GENERATION = CHOICES | RESPONSES | MESSAGES | OLLAMA
 
 
 def _rows(does: Does, surfaces: frozenset[Name], names: str, *neutral: Any, target: str = "") -> tuple[Known, ...]:
@@ -60,7 +62,7 @@ def _alias(surfaces: frozenset[Name], target: str, names: str, *neutral: Any) ->
 # By the API that defines it; the first of them where several do.
 KNOWN: dict[str, tuple[Known, ...]] = {
     "OpenAI": (
-        *_refused(RESPONSES, "n", 1),
+        *_refused(RESPONSES | MESSAGES | OLLAMA, "n", 1),
         *_alias(RESPONSES, "max_output_tokens", "max_tokens max_completion_tokens"),
         Known("tools", COMPLETIONS, Does.REFUSED, neutral=([],), unless=("tool_choice", "none")),
         Known("functions", CHAT, Does.REFUSED, neutral=([],), unless=("function_call", "none")),
@@ -70,11 +72,10 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(CHAT, "audio prediction web_search_options"),
         *_refused(CHAT, "reasoning_effort", "none"),
         *_refused(RESPONSES, "reasoning.effort", "none"),
-        *_refused(COMPLETIONS, "suffix", ""),
         *_refused(RESPONSES, "response_format", {"type": "text"}),
         *_refused(RESPONSES, "previous_response_id conversation prompt image"),
         *_refused(RESPONSES, "background", False),
-        *_refused(GENERATION, "context_management", []),
+        *_refused(CHOICES | RESPONSES, "context_management", []),
         *_refused(RESPONSES, "truncation", "disabled"),
         *_ignored(CHOICES, "user metadata safety_identifier prompt_cache_key"),
         *_ignored(GENERATION, "service_tier prompt_cache_options prompt_cache_retention verbosity store moderation"),
@@ -84,8 +85,11 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     ),
     "Anthropic": (
         *_alias(GENERATION, "stop", "stop_sequences"),
-        *_refused(GENERATION, "thinking", {"type": "disabled"}),
-        *_refused(GENERATION, "system output_config mcp_servers container"),
+        *_refused(CHOICES | RESPONSES, "thinking", {"type": "disabled"}),
+        *_refused(CHOICES | RESPONSES, "system output_config"),
+        *_refused(GENERATION, "mcp_servers", []),
+        *_refused(GENERATION, "container"),
+        *_ignored(MESSAGES, "metadata context_management betas"),
         *_ignored(GENERATION, "cache_control inference_geo diagnostics speed user_profile_id workspace_id"),
     ),
     "vLLM": (
@@ -149,11 +153,20 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_ignored(GENERATION, "cache_prompt id_slot n_keep n_discard n_indent parse_tool_calls"),
     ),
     "ollama and others": (
-        *_alias(CHOICES, "max_tokens", "max_output_tokens num_predict", -1),
+        *_alias(CHOICES, "max_tokens", "max_output_tokens", -1),
+        *_alias(CHOICES | OLLAMA, "max_tokens", "num_predict", -1),
+        *_ignored(OLLAMA, "num_ctx num_batch num_gpu num_thread main_gpu use_mmap use_mlock low_vram f16_kv numa"),
+        *_ignored(OLLAMA, "penalize_newline truncate shift"),
+        *_alias(OLLAMA, "guided_json", "format", ""),
+        *_refused(OLLAMA, "think template"),
+        *_refused(OLLAMA, "context", []),
+        *_refused(OLLAMA, "logprobs", False),
+        *_refused(OLLAMA, "top_logprobs", 0),
         *_alias(RESPONSES, "max_output_tokens", "num_predict", -1),
         *_refused(CHOICES, "reasoning", {}, {"effort": "none"}),
-        *_refused(GENERATION, "enable_thinking think thinking_budget format template num_ctx"),
-        *_refused(GENERATION, "raw", False),
+        *_refused(GENERATION, "enable_thinking thinking_budget"),
+        *_refused(GENERATION - OLLAMA, "think format template num_ctx"),
+        *_refused(GENERATION - OLLAMA, "raw", False),
         *_refused(GENERATION, "images", []),
         *_refused(GENERATION, "num_beams", 1),
         *_refused(GENERATION, "early_stopping", False),
@@ -162,14 +175,16 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(GENERATION, "num_return_sequences encoder_repetition_penalty guidance_scale", 1),
         *_refused(GENERATION, "min_length epsilon_cutoff eta_cutoff penalty_alpha smoothing_factor", 0),
         *_refused(GENERATION, "bad_words_ids suppress_tokens begin_suppress_tokens transforms", []),
-        *_refused(GENERATION, "max_length truncate adapter_id prompt_mode forced_bos_token_id forced_eos_token_id"),
+        *_refused(GENERATION - OLLAMA, "truncate"),
+        *_refused(GENERATION, "max_length adapter_id prompt_mode forced_bos_token_id forced_eos_token_id"),
         *_refused(GENERATION, "safe_prompt return_full_text watermark decoder_input_details ban_eos_token", False),
         *_refused(GENERATION, "negative_prompt", ""),
         *_refused(GENERATION, "do_sample", True),
         *_refused(GENERATION, "no_repeat_ngram_size", 0),
         *_refused(GENERATION, "top_a tfs_z", 0, 1),
         *_rows(Does.CONTAINER, COMPLETIONS, "chat_template_kwargs"),
-        *_rows(Does.CONTAINER, GENERATION, "extra_body options sampling_params parameters generation_config nvext"),
+        *_rows(Does.CONTAINER, GENERATION - OLLAMA, "options"),
+        *_rows(Does.CONTAINER, GENERATION, "extra_body sampling_params parameters generation_config nvext"),
         *_ignored(GENERATION, "keep_alive"),
     ),
     "steploop": (*_refused(GENERATION, "beam_width", 0, 1),),

@@ -16,13 +16,13 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         created_s: unix time; when it was loaded.
-        max_model_len: tokens of context.
+        max_model_len: tokens of context; None: not known.
         description: what a user should know before trusting it.
     """
 
     id: str
     created_s: int
-    max_model_len: int
+    max_model_len: int | None
     description: str | None = None
 
 
@@ -110,8 +110,9 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "steploop",
-        "max_model_len": model.max_model_len,
     }
+    if model.max_model_len is not None:
+        result["max_model_len"] = model.max_model_len
     if model.description is not None:
         result["description"] = model.description
     return result

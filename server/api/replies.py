@@ -33,6 +33,7 @@ STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.CANCELLED: (499, "invalid_request_error"),  # nginx's; a status that no SDK retries
     ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.ENGINE: (500, "server_error"),
+    ErrorKind.UPSTREAM: (502, "server_error"),
     ErrorKind.UNAVAILABLE: (503, "service_unavailable_error"),
     ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
@@ -73,6 +74,23 @@ def _error_body(message: str, error_type: str, param: str | None, code: str | No
     return sse.json_line({"error": {"message": message, "type": error_type, "param": param, "code": code}})
 
 
+class ErrorForm(NamedTuple):
+    """How the errors of one API are written.
+
+    Attributes:
+        status: of the error's kind.
+        body: of the error and the request's id.
+        id_header: that has the request's id, beside x-request-id; None: no other.
+    """
+
+    status: Callable[[ServiceError], int]
+    body: Callable[[ServiceError, str], bytes]
+    id_header: bytes | None = None
+
+
+OPENAI_ERRORS = ErrorForm(status_of, lambda error, request_id: error_body(error))
+
+
 def error_event(error: ServiceError) -> bytes:
     """The last event of a stream that breaks off; no [DONE] follows."""
     return sse.event(error_body(error))
@@ -99,6 +117,8 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
 
 
 # A surface.
+
+EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class ReplyContext(msgspec.Struct, frozen=True):
@@ -215,11 +235,13 @@ class Surface(NamedTuple):
 
     Attributes:
         parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
+        media_type: of a stream; other types than events have no comments.
     """
 
     parse: Callable[[bytes, DefaultsOf], GenerationCall]
     stream: Callable[[GenerationCall, ReplyContext], StreamReply]
     whole: Callable[[GenerationCall, ReplyContext], WholeReply]
+    media_type: bytes = EVENTS
 
 
 # Parts of answers.
@@ -232,7 +254,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     """As chat and completions write it."""
     return partial_usage(usage.num_prompt_tokens, usage.num_completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
     }
 
 

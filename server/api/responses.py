@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from core.answer_parts import Arguments, CallBegin, Part, Text
+from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.tool_detection import ToolStyle
 from core.types import Delta, FinishReason, Usage
@@ -26,9 +26,10 @@ from server.api.fields import (
     missing_field,
 )
 from server.api.known_fields import rules_of
+from server.api.reasoning import answer_parser, thought_wishes
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
 from server.api.structured import ResponseFormat
-from server.api.tools import CalledFunction, Function, ToolCall, ToolWishes, id_of, parser_of, tool_wishes
+from server.api.tools import CalledFunction, Function, ToolCall, ToolWishes, id_of, tool_wishes
 from server.wire import sse
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -114,6 +115,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         defaults,
         (_prompt(wire, defaults.tool_style, tools),),
         tools=tools,
+        thought=thought_wishes(defaults.thought_style),
         max_tokens=wire.max_output_tokens,
         num_logprobs=num_logprobs if has_logprobs else None,
         text_format=None if wire.text is None else wire.text.format,
@@ -220,26 +222,49 @@ def _check_metadata(metadata: dict[str, str]) -> None:
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output: a message, or a call.
+    """An item of the output: a message, a thought, or a call.
 
     Args:
+        kind: of the parts that it is made of.
         call: where it is one.
     """
 
     id: str
     index: int
+    kind: type[Part]
     call: CallBegin | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
-    def document(self, context: ReplyContext, status: str) -> dict[str, Any]:
+    @property
+    def event(self) -> str:
+        """The name of its events, before `.delta` and `.done`."""
+        return _EVENTS[self.kind]
+
+    def part(self) -> dict[str, Any]:
+        """Its content so far, where it is no call."""
         text = "".join(self.texts)
-        if self.call is None:
-            content = [_part(text, self.logprobs)] if status != "in_progress" else []
-            return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
-        call_id = self.call.id or id_of(context.reply_id, 0, self.call.index)
-        call = {"id": self.id, "type": "function_call", "status": status}
-        return call | {"call_id": call_id, "name": self.call.name, "arguments": text}
+        if self.kind is Reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs}
+
+    def document(self, context: ReplyContext, status: str) -> dict[str, Any]:
+        made: dict[str, Any] = {"id": self.id, "type": _TYPES[self.kind], "status": status}
+        if self.call is not None:
+            call_id = self.call.id or id_of(context.reply_id, 0, self.call.index)
+            return made | {"call_id": call_id, "name": self.call.name, "arguments": "".join(self.texts)}
+        content = [self.part()] if status != "in_progress" else []
+        own = {"summary": list[Any]()} if self.kind is Reasoning else {"role": "assistant"}
+        return made | own | {"content": content}
+
+
+_TYPES = {Text: "message", Reasoning: "reasoning", Arguments: "function_call"}
+_PREFIXES = {Text: "msg", Reasoning: "rs", Arguments: "fc"}
+_EVENTS = {
+    Text: "response.output_text",
+    Reasoning: "response.reasoning_text",
+    Arguments: "response.function_call_arguments",
+}
 
 
 class _Items:
@@ -249,12 +274,17 @@ class _Items:
         self.items: list[_Item] = []
         self._context = context
 
-    def open(self, call: CallBegin | None = None) -> _Item:
+    def open(self, kind: type[Part] = Text, call: CallBegin | None = None) -> _Item:
         number = len(self.items)
-        kind = "msg" if call is None else "fc"
         suffix = f"_{number}" if number else ""
-        self.items.append(_Item(f"{kind}_{self._context.reply_id}{suffix}", number, call))
+        self.items.append(_Item(f"{_PREFIXES[kind]}_{self._context.reply_id}{suffix}", number, kind, call))
         return self.items[-1]
+
+    def begins(self, part: Part) -> type[Part] | None:
+        """The kind of the item that a part of the answer begins; None: it goes on with the last one."""
+        if isinstance(part, CallBegin):
+            return Arguments
+        return None if self.items and self.items[-1].kind is type(part) else type(part)
 
     @property
     def last(self) -> _Item | None:
@@ -269,19 +299,20 @@ class _Items:
 class ResponseStream:
     """Implements replies.StreamReply: items one after the other. No [DONE]: the last event ends it.
 
-    Without tools there is one message item with one text part, and its place is known from the start.
+    Without tools and thoughts there is one message item with one text part, and its place is known from the start.
     """
 
-    __slots__ = ("_call", "_context", "_head", "_items", "_num_events", "_parser", "_reason")
+    __slots__ = ("_call", "_context", "_head", "_items", "_logprobs", "_num_events", "_parser", "_reason")
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self._call = call
         self._context = context
         self._items = _Items(context)
-        self._parser = None if call.tools is None else parser_of(call.tools)
+        self._parser = answer_parser(call.thought, call.tools)
         self._num_events = 0  # written: the next sequence_number
         self._reason: FinishReason | None = None
-        self._head = b"" if call.tools is not None else self._text_head(self._items.open())
+        self._head = b"" if self._parser is not None else self._text_head(self._items.open())
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not written yet
 
     def start(self) -> bytes:
         response = _response(self._call, self._context, "in_progress")
@@ -294,6 +325,7 @@ class ResponseStream:
             self._reason = delta.finish_reason
         if self._parser is not None:
             ends = delta.finish_reason is not None
+            self._logprobs += logprob_entries(delta.logprobs or (), self._context)
             return self._parts(self._parser.feed(delta.text) + (self._parser.close() if ends else []))
         if not delta.logprobs:
             return self.text(choice, delta.text) if delta.text else b""
@@ -316,7 +348,7 @@ class ResponseStream:
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         reason = self._reason or FinishReason.STOP
-        events = b"" if self._items.items else self._opened(None)
+        events = b"" if self._items.items else self._opened(Text)
         events += self._closed(_item_status(reason))
         output = self._items.documents(_item_status(reason))
         response = _finished(self._call, self._context, reason, output, usage) | extras
@@ -341,28 +373,29 @@ class ResponseStream:
 
     def _added(self, part: Part) -> bytes:
         """The events of one part of the answer."""
-        events, last = b"", self._items.last
+        events, kind = b"", self._items.begins(part)
+        if kind is not None:
+            events = self._closed("completed") + self._opened(kind, part if isinstance(part, CallBegin) else None)
         if isinstance(part, CallBegin):
-            return self._closed("completed") + self._opened(part)
-        if isinstance(part, Text) and (last is None or last.call is not None):
-            events = self._closed("completed") + self._opened(None)
+            return events
         item = self._items.items[-1]
         item.texts.append(part.text)
-        if isinstance(part, Arguments):
-            fields = {"item_id": item.id, "output_index": item.index, "delta": part.text}
-            return events + self._event("response.function_call_arguments.delta", fields)
-        fields = _place(item) | {"logprobs": [], "delta": part.text}
-        return events + self._event("response.output_text.delta", fields)
+        fields = {"item_id": item.id, "output_index": item.index} if item.call else _place(item)
+        entries, self._logprobs = self._logprobs, []
+        if item.kind is Text:
+            item.logprobs += entries
+            fields["logprobs"] = entries
+        return events + self._event(f"{item.event}.delta", fields | {"delta": part.text})
 
-    def _opened(self, call: CallBegin | None) -> bytes:
-        return self._announced(self._items.open(call))
+    def _opened(self, kind: type[Part], call: CallBegin | None = None) -> bytes:
+        return self._announced(self._items.open(kind, call))
 
     def _announced(self, item: _Item) -> bytes:
         fields = {"output_index": item.index, "item": item.document(self._context, "in_progress")}
         events = self._event("response.output_item.added", fields)
         if item.call is not None:
             return events
-        return events + self._event("response.content_part.added", _place(item) | {"part": _part("", [])})
+        return events + self._event("response.content_part.added", _place(item) | {"part": item.part()})
 
     @staticmethod
     def _text_head(item: _Item) -> bytes:
@@ -377,12 +410,12 @@ class ResponseStream:
             return b""
         document = item.document(self._context, status)
         if item.call is not None:
-            fields = {"item_id": item.id, "output_index": item.index, "name": item.call.name}
-            events = self._event("response.function_call_arguments.done", fields | {"arguments": document["arguments"]})
+            done = {"item_id": item.id, "output_index": item.index, "name": item.call.name}
+            events = self._event(f"{item.event}.done", done | {"arguments": document["arguments"]})
         else:
-            (part,) = document["content"]
-            done = _place(item) | {"text": part["text"], "logprobs": part["logprobs"]}
-            events = self._event("response.output_text.done", done)
+            part = item.part()
+            done = _place(item) | {name: value for name, value in part.items() if name in ("text", "logprobs")}
+            events = self._event(f"{item.event}.done", done)
             events += self._event("response.content_part.done", _place(item) | {"part": part})
         return events + self._event("response.output_item.done", {"output_index": item.index, "item": document})
 
@@ -393,21 +426,32 @@ class ResponseStream:
 
 
 class ResponseDocument(WholeReply):
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        super().__init__(call, context)
+        self._entries: list[list[dict[str, Any]]] = []  # where logprobs are asked for: of each piece of the text
+
+    def add_logprobs(self, choice: int, delta: Delta) -> None:
+        self._entries.append(logprob_entries(delta.logprobs or (), self._context))
+
     def document(self, usage: Usage) -> dict[str, Any]:
-        (texts,), (reason,), (logprobs,) = self.texts, self._reasons, self._logprobs
-        items = _Items(self._context)
-        if self._call.tools is None:
-            item = items.open()
-            item.texts, item.logprobs = texts, logprobs
+        (texts,), (reason,) = self.texts, self._reasons
+        items, parser = _Items(self._context), answer_parser(self._call.thought, self._call.tools)
+        entries = self._entries or [[] for _ in texts]
+        waiting: list[dict[str, Any]] = []
+        if parser is None:
+            items.open().texts = texts
+            items.items[0].logprobs = [one for some in entries for one in some]
         else:
-            parser = parser_of(self._call.tools)
-            for part in parser.feed("".join(texts)) + parser.close():
-                if isinstance(part, CallBegin):
-                    items.open(part)
-                    continue
-                if isinstance(part, Text) and (items.last is None or items.last.call is not None):
-                    items.open()
-                items.items[-1].texts.append(part.text)
+            for text, some in [*zip(texts, entries, strict=True), (None, [])]:
+                waiting += some
+                for part in parser.close() if text is None else parser.feed(text):
+                    if (kind := items.begins(part)) is not None:
+                        items.open(kind, part if isinstance(part, CallBegin) else None)
+                    if not isinstance(part, CallBegin):
+                        item = items.items[-1]
+                        item.texts.append(part.text)
+                        item.logprobs += waiting if item.kind is Text else []
+                        waiting = []
             if not items.items:
                 items.open()
         return _finished(self._call, self._context, reason, items.documents(_item_status(reason)), usage)
@@ -420,10 +464,6 @@ def input_tokens_reply(num_tokens: int) -> bytes:
 
 def _place(item: _Item) -> dict[str, Any]:
     return {"item_id": item.id, "output_index": item.index, "content_index": 0}
-
-
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _item_status(reason: FinishReason) -> str:
@@ -441,7 +481,7 @@ def _finished(
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.num_completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
     }
     return response

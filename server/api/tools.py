@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from core.answer_parts import HarmonyParser, ToolCallParser
+from core.answer_parts import AnswerParser
 from core.constraints import GrammarKind, GrammarSpec, check_depth, json_schema
 from core.errors import InvalidRequest
-from core.tool_detection import HARMONY, ToolStyle
-from core.tool_formats import FORMATS
+from core.tool_detection import ToolStyle
+from core.tool_formats import FORMATS, HARMONY
 from core.tool_grammar import CannotHold, Tool, allowed_calls, reduced_schema, required_calls
 from server.api.decoding import parse_object
 
@@ -234,25 +234,14 @@ def _call_spec(
     return GrammarSpec(GrammarKind.LARK, source, "tools")
 
 
-CallParser = HarmonyParser | ToolCallParser
-
-
-def parser_of(wishes: ToolWishes) -> CallParser:
-    """Of one choice's answer."""
-    if wishes.style.format == HARMONY:
-        return HarmonyParser()
-    return ToolCallParser(FORMATS[wishes.style.format], wishes.schemas)
-
-
 def id_of(reply_id: str, choice: int, index: int) -> str:
     """A call's id where the model writes none: letters and digits alone, as some templates want them."""
     return hashlib.sha256(f"{reply_id} {choice} {index}".encode()).hexdigest()[:9]
 
 
-def reason_of(reason: str | None, parser: CallParser) -> str | None:
+def reason_of(reason: str | None, parser: AnswerParser) -> str | None:
     """The finish reason of an answer that may have calls."""
-    has_calls = 0 < parser.num_calls == parser.num_complete  # a stop string may end an answer within one
-    return "tool_calls" if reason == "stop" and has_calls else reason
+    return "tool_calls" if reason == "stop" and parser.has_complete_calls else reason
 
 
 def template_calls(calls: list[ToolCall], style: ToolStyle | None, param: str) -> list[dict[str, Any]]:

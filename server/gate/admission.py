@@ -13,7 +13,7 @@ cannot be met is refused at once: admitted, it would delay others, be cancelled 
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from core.errors import ErrorKind, ServiceError
 from core.outlook import Backlog
 from core.queue import AGEING_S
 from core.step_cost import StepWork
-from core.types import EngineStats, Request
+from core.types import Demand, EngineStats
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 MAX_SHARE = 0.75  # of a room, for one tenant while others hold some of it
@@ -432,7 +432,7 @@ class Place:
         room.take(self.tenant, num)
         self.held[room] = self.held.get(room, 0.0) + num
 
-    def admit(self, requests: list[Request], ttft_due_s: float, now_s: float) -> None:
+    def admit(self, requests: Sequence[Demand], ttft_due_s: float, now_s: float) -> None:
         """Queue the request for the engine. Raises ServiceError: overloaded or deadline_unattainable.
 
         Args:
@@ -440,7 +440,7 @@ class Place:
             ttft_due_s: when its first token must be there; infinite: no deadline.
         """
         admission, first = self._admission, requests[0]
-        self._backlogs = [backlog_of(len(one.prompt_ids), one.num_sequences) for one in requests]
+        self._backlogs = [backlog_of(one.num_prompt_tokens, one.num_sequences) for one in requests]
         self._contender = Contender(first.priority, first.tenant, first.share, first.deadline_s is not None)
         expected_s = admission.check_in_time(self._contender, ttft_due_s - now_s, self._backlogs[0])
         if expected_s is not None and not admission.is_idle:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from core.errors import ErrorKind, ServiceError
-from core.types import Request, Usage
+from core.types import Demand, Usage
 from server.gate.identity import Caller, Directory
 from server.gate.tenants import Limits
 from server.wire.messages import Headers
@@ -292,11 +292,9 @@ class Ticket:
             for account in self._accounts:
                 account.num_active -= 1
 
-    def reserve(self, requests: Iterable[Request]) -> None:
+    def reserve(self, requests: Iterable[Demand]) -> None:
         """Hold the prompts and the first tokens of each sequence; a refused request holds nothing."""
-        num = sum(
-            len(one.prompt_ids) + one.num_sequences * min(one.sampling.max_tokens, FIRST_TOKENS) for one in requests
-        )
+        num = sum(one.num_prompt_tokens + one.num_sequences * min(one.max_tokens, FIRST_TOKENS) for one in requests)
         self._held = tuple((account, account.tokens) for account in self._accounts)
         shortage = self.top_up(num)
         if shortage is not None:
@@ -474,12 +472,12 @@ class Allowance:
     """
 
     def __init__(
-        self, answer: Pausable, ticket: Ticket, requests: list[Request], loop: asyncio.AbstractEventLoop
+        self, answer: Pausable, ticket: Ticket, requests: Sequence[Demand], loop: asyncio.AbstractEventLoop
     ) -> None:
         self._answer = answer
         self._ticket = ticket
         self._loop = loop
-        self._max = [one.sampling.max_tokens for one in requests for _ in range(one.num_sequences)]  # by choice
+        self._max = [one.max_tokens for one in requests for _ in range(one.num_sequences)]  # by choice
         self._allowed = [min(limit, FIRST_TOKENS) for limit in self._max]
         self._num_choices = len(self._max)  # that have not ended
         self._short: dict[int, None] = {}  # choices that wait for a top-up, in order

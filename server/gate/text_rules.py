@@ -262,6 +262,14 @@ class ScreenedDetokenizer:
     def num_tokens_kept(self, num_tokens: int) -> None:
         self._inner.num_tokens_kept = num_tokens
 
+    @property
+    def stopped_by(self) -> str | None:
+        return None if self._screen.is_hit else self._inner.stopped_by
+
+    @property
+    def num_thought_tokens(self) -> int:
+        return self._inner.num_thought_tokens
+
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join(map(self.push_token, token_ids))
 

@@ -36,7 +36,7 @@ MAX_ASKED = SLOWEST_PER_WINDOW  # of the slowest: so many are exact, even if all
 DEFAULT_ASKED = 20
 _SHOWN_CHARS = 200  # of an unknown id, in the error that repeats it
 CLIENT_GONE = 499  # nginx's status for it; in logs and the ledger only
-_OUR_ERRORS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})
+_OUR_ERRORS = frozenset({ErrorKind.ENGINE, ErrorKind.UPSTREAM, ErrorKind.UNAVAILABLE})
 PROBES = frozenset({"/health", "/ready"})  # asked every few seconds: their 503 is not a refused request
 # In the access line of bytes that never became a request
 NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)

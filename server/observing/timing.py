@@ -28,6 +28,7 @@ class Stage(StrEnum):
     TEMPLATE = "template"
     TOKENIZE = "tokenize"
     QUEUE = "queue"  # from the engine's inbox to the step that admits it
+    UPSTREAM_CONNECT = "upstream_connect"  # until the request is on its way to an upstream, where there are any
     PREFILL = "prefill"
     FIRST_TOKEN = "first_token"  # sampled, on its way to the loop
     FIRST_FLUSH = "first_flush"  # at the loop, as text; of a stream only

@@ -91,6 +91,9 @@ def test_defaults_of_old_configurations() -> None:
         ({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "x"}}, "quantization_config"),
         ({"architectures": ["MixtralForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_type='su'"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_type='mrope'"),
+        ({"architectures": ["ArceeForCausalLM"]}, "hidden_act='silu'"),
+        ({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "x"}}, "text_config"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
     ],
 )
@@ -213,20 +216,39 @@ def test_context_is_stated_or_the_familys() -> None:
         assert parse_model_config({**silent, "architectures": [architecture]}).max_position == context
 
 
-def test_longrope_is_served_up_to_where_its_factors_would_change() -> None:
+@pytest.mark.parametrize(("context", "served", "factor"), [(None, 4096, 1.1), (4096, 4096, 1.1), (4097, 131_072, 2.0)])
+def test_longrope_has_long_factors_where_more_than_the_original_context_is_asked_for(
+    context: int | None, served: int, factor: float
+) -> None:
     """Phi-3-mini-128k, in its first spelling."""
     factors = {"short_factor": [1.1] * 48, "long_factor": [2.0] * 48}
-    phi = parse_model_config(
-        llama(
-            architectures=["Phi3ForCausalLM"],
-            hidden_size=3072,
-            rope_scaling={"type": "su", **factors},
-            original_max_position_embeddings=4096,
-        )
-    )
-    assert phi.max_position == 4096
-    assert phi.rope.factors == (1.1,) * 48
+    fields = {"rope_scaling": {"type": "su", **factors}, "original_max_position_embeddings": 4096}
+    phi = parse_model_config(llama(architectures=["Phi3ForCausalLM"], hidden_size=3072, **fields), context)
+    assert (phi.max_position, phi.rope.factors) == (served, (factor,) * 48)
     assert phi.rope.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+
+
+GEMMA_3_4B = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024}
+QWEN_VL = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vision_config": {"hidden_size": 1280}}
+
+
+def test_the_language_model_of_a_vision_model_is_read_in_each_spelling() -> None:
+    """As gemma-3-4b-it writes it, which leaves out what transformers knows, and Qwen2.5-VL, which does not nest."""
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    gemma = parse_model_config(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "eos_token_id": [1, 106],
+            "text_config": {**GEMMA_3_4B, **scaling, "model_type": "gemma3_text"},
+            "vision_config": {"hidden_size": 1152},
+        }
+    )
+    assert (gemma.num_parameters, gemma.eos_token_ids, gemma.tie_embeddings) == (3_880_263_168, (1, 106), True)
+    qwen = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    for fields in (llama(**QWEN_VL) | qwen, qwen | {"text_config": llama(model_type="qwen2_5_vl_text", **QWEN_VL)}):
+        config = parse_model_config(fields)
+        assert (config.rope, config.qkv_bias, config.hidden_size) == (RopeConfig(1_000_000.0), True, 4096)
 
 
 def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:

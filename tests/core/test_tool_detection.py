@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from core.chat_template import ChatTemplate
-from core.tool_detection import ToolStyle, detect
-from tests.core.chat_templates import CHATML, LLAMA2
+from core.tool_detection import ThoughtStyle, ToolStyle, detect
+from server.loaded_engine import thought_style_of
+from tests.core.chat_templates import CHATML, LLAMA2, QWEN3
 from tests.core.tool_templates import TOOL_TEMPLATES
 
 
@@ -28,6 +29,33 @@ def test_the_format_is_found(name: str) -> None:
     assert style.format == name.partition(",")[0]
     assert style.has_text_arguments == (name == "mistral")
     assert style.most_calls == (1 if name in ("llama", "harmony") else 2)
+
+
+# Of the last user's turn on, as vendors write them
+_SWITCHED = "{%- if thinking %}{{- '<think>' }}{%- else %}{{- '</think>' }}{%- endif %}"
+_GRANITE = "{%- if thinking %}{{- 'Write Here is my thought process: and Here is my response:' }}{%- endif %}"
+_LOOP = "{% for m in messages %}{{ m.role + m.content.split('</think>')[-1] }}{% endfor %}"
+_MAGISTRAL = "{{ 'Think first: [THINK]...[/THINK]' }}{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+_EFFORT = "{{ 'Reasoning: ' + (reasoning_effort or 'medium') }}" + TOOL_TEMPLATES["harmony"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (QWEN3, ThoughtStyle("think", "enable_thinking", False)),
+        (_LOOP, ThoughtStyle("think", None, False)),
+        (_LOOP + "<think>\n", ThoughtStyle("think", None, False)),
+        (_LOOP + _SWITCHED, ThoughtStyle("think", "thinking", False)),
+        (CHATML + _GRANITE, ThoughtStyle("granite", "thinking", False)),
+        (_MAGISTRAL, ThoughtStyle("mistral", None, False)),
+        (_EFFORT, ThoughtStyle("harmony", None, True)),
+        (CHATML, None),
+        (LLAMA2, None),
+        ("{{ raise_exception('No.') }}", None),
+    ],
+)
+def test_the_form_of_thoughts_is_found(source: str, expected: ThoughtStyle | None) -> None:
+    assert thought_style_of(ChatTemplate({"default": source}, {"eos_token": "</s>"}, context_limit=4096)) == expected
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA2])

@@ -50,6 +50,13 @@ def strict_server(strict_process: ServerProcess) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of the embedded model."""
+    with ready_server(tmp_path_factory.mktemp("demo"), None) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def tls_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
     """One over TLS, and its certificate; for tests that leave it as they found it."""
     directory = tmp_path_factory.mktemp("tls")

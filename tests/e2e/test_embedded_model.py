@@ -6,16 +6,10 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.e2e.server_process import REPOSITORY, ServerProcess, ready_server
+from tests.e2e.server_process import REPOSITORY, ServerProcess
 
 CORPUS = REPOSITORY / "gpu" / "demo" / "corpus"
 MODEL = "steploop-demo"
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ready_server(tmp_path_factory.mktemp("demo"), None) as server:
-        yield server
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def llama_runner(model_directory: Callable[[str], Path]) -> ModelRunner:
 
 
 def open_runner(directory: Path, engine: EngineConfig = ENGINE) -> ModelRunner:
-    return load_runner(directory, parse_model_config(read_config(directory)), engine, no_progress)
+    return load_runner(directory, parse_model_config(read_config(directory), engine.max_model_len), engine, no_progress)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from core.errors import BadCheckpoint, StartupError
 from core.gguf import BLOCKS
 from core.gguf_model import config_of, num_turned_heads
 from gpu import checkpoint as gpu_gguf
+from gpu.blocks import NEEDED_FLAGS
 from gpu.checkpoint import DEQUANTISERS, GgufReader, open_checkpoint
+from gpu.device import cpu_flags
 from gpu.loading import load_runner
 from gpu.memory_plan import estimate
+from gpu.quality import predict
 from gpu.weights import load_weights
 from tests.gguf_files import Q, parsed, quantised_numbers, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress
@@ -116,6 +120,23 @@ def test_formats_give_the_same_tokens_as_what_they_stand_for(quantisation: Q, tm
     file = write_gguf(model_directory("llama2"), tmp_path / "model.gguf", quantisation)
     assert {found.format for found in parsed(file).tensors.values()} == {"F32", quantisation.name}
     assert greedy(file) == greedy(source)
+
+
+@pytest.mark.skipif(not cpu_flags() >= NEEDED_FLAGS, reason="needs a CPU with AVX2")
+@pytest.mark.parametrize(("name", "quantisation"), [("llama2", Q.Q8_0), ("qwen2", Q.Q4_0), ("mixtral", Q.Q8_0)])
+def test_blocks_that_stay_as_stored_predict_about_the_same(
+    name: str, quantisation: Q, tmp_path: Path, model_directory
+) -> None:
+    """Tied, with biases, with experts; the plan counts the bytes that are there."""
+    source = copied(model_directory(name), tmp_path / "plain", lambda t: t, **AS_LLAMA_CPP_HAS_IT.get(name, {}))
+    file = write_gguf(source, tmp_path / "model.gguf", quantisation)
+    found = []
+    for activations in ("bf16", "int8"):
+        runner = load_runner(file, model_of(file), replace(ENGINE, activations=activations), no_progress)
+        found.append(predict(runner, [*PROMPT, *range(40)]).surprises)
+    assert float((found[0] - found[1]).abs().mean()) < 0.05
+    stored_bytes = sum(one.size_bytes for one in parsed(file).tensors.values())
+    assert stored_bytes <= runner.memory.weights_bytes < 1.01 * stored_bytes  # routers become floats
 
 
 def test_llama_3_scaling_is_found_in_its_factors(tmp_path: Path, model_directory) -> None:

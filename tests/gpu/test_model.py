@@ -2,6 +2,9 @@
 
 import functools
 import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from core.config import RopeConfig
 from gpu.layers import Rope, apply_rope, rope_frequencies
 from gpu.operators import Operators
 from gpu.runner import ModelRunner
+from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.oracle import Oracle
 
@@ -75,6 +79,13 @@ def test_greedy_tokens_equal_the_oracles_in_any_company(runner: ModelRunner, exp
         driver.step(None, late, *stays)
     driver.preempt(late)
     assert driver.generate(NUM_TOKENS, late, *stays) == [expected(4, 33), *(expected(*shape) for shape in shapes)]
+
+
+def test_longropes_long_factors_serve_the_longer_context(model_directory: Callable[[str], Path]) -> None:
+    """Transformers takes them for sequences beyond the original context of 160 tokens."""
+    directory, prompt = model_directory("phi4_longrope"), make_prompt(3, 170)
+    driver = Driver(open_runner(directory, replace(ENGINE, max_model_len=512)))
+    assert driver.generate(8, driver.add(prompt)) == [Oracle(directory).greedy(prompt, 8)]
 
 
 def test_rope_turns_a_pair_by_position_times_frequency() -> None:

@@ -223,6 +223,15 @@ def test_buffers_of_old_checkpoints_are_left_out(
     assert all(torch.equal(one.qkv, other.qkv) for one, other in zip(loaded.layers, plain.layers, strict=True))
 
 
+def test_layers_that_predict_later_tokens_are_left_out(tmp_path: Path, model_directory) -> None:
+    later = {"model.layers.2.eh_proj.weight": torch.ones(1)}
+    directory = rewrite(model_directory("glm4_moe"), tmp_path, lambda tensors: tensors.update(later))
+    config = parse_model_config(read_config(directory))
+    assert check_checkpoint(open_checkpoint(directory), config) == config
+    with pytest.raises(BadCheckpoint, match=r"layers\.2\.eh_proj"):
+        check_checkpoint(open_checkpoint(directory), dataclasses.replace(config, num_draft_layers=0))
+
+
 @pytest.mark.parametrize(
     "file", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "x.bin", "a\\b.safetensors"]
 )

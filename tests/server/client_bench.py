@@ -115,8 +115,6 @@ class ClientBench:
         self.told: list[int] = []  # the journal's length when a delivery had been told in full
         self.client = EngineClient(
             self.posted.append,
-            LETTERS,
-            LETTERS,
             self.connections,
             self.soon.append,
             lambda: float(next(self.clock)),
@@ -140,7 +138,7 @@ class ClientBench:
         )
         self.sinks[request_id] = Sink(self.connections, marks, connection)
         sink = self.sinks[request_id]
-        sink.handle = self.client.submit(request, sink, continues_text=True, first_choice=first_choice)
+        sink.handle = self.client.submit(request, sink, LETTERS, continues_text=True, first_choice=first_choice)
         return sink.handle
 
     def deliver(self, *rows: tuple[str, int, int], chunks: tuple[TokenChunk, ...] = (), num_steps: int = 1) -> None:

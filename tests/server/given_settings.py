@@ -46,6 +46,7 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "device": "cpu",
     "dtype": "float32",
     "quantize": "int8",
+    "forced-tokens": "off",
     "overlap": "on",
     "graphs": "off",
     "log-level": "debug",

@@ -65,10 +65,12 @@ async def serving(load: LoadEngine | None = None, **settings: Any) -> AsyncItera
     """A server that is ready; at the end it is stopped, unless it has been, and exits with OK."""
     running = Running(load or load_with(), **settings)
     await running.server.wait_ready()
-    yield running
-    if not running.exit.done():
-        running.server.stop(0)
-    assert await running.exit is ExitCode.OK
+    try:
+        yield running
+    finally:
+        if not running.exit.done():
+            running.server.stop(0)
+        assert await running.exit is ExitCode.OK
 
 
 async def ask(server: Server, data: bytes) -> Answer:

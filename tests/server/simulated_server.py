@@ -34,7 +34,7 @@ from server.engine_client import EngineClient
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.tenants import Deadlines, Tenant
-from server.generation import Generations
+from server.generation import Generations, OwnBackend
 from server.ledger.idempotency import Idempotency
 from server.ledger.usage import NO_PRICES, Prices
 from server.listening.clients import ClientRules
@@ -256,8 +256,6 @@ class SimulatedServer:
     def _new_client(self) -> EngineClient:
         return EngineClient(
             self.engine.post,
-            TOKENIZER.table,
-            TOKENIZER.full_table,
             self.network.listener.batch,
             self.loop.call_soon,
             self.loop.time,
@@ -270,13 +268,15 @@ class SimulatedServer:
     ) -> Generations:
         limits = self.limits
         return Generations(
-            reader=_reader(limits, clock),
-            engine=self.client,
+            OwnBackend(
+                _reader(limits, clock),
+                self.client,
+                Admission(queue_limits, lambda: self.client.stats, self.loop.time),
+            ),
             clock=clock,
             offload=_inline,
             metrics=self.metrics,
             max_body_bytes=100_000,
-            admission=Admission(queue_limits, lambda: self.client.stats, self.loop.time),
             deadlines=deadlines,
             idempotency=opening.idempotency,
             ledger=opening.ledger,

@@ -299,7 +299,7 @@ def test_paths_without_v1_are_the_same() -> None:
         ("/v1/tokenize", "/tokenize"),
         ("/tokenise", "/tokenize"),
         ("/healthz", "/health"),
-        ("/v1/messages", None),
+        ("/v1/embeddings", None),
         ("/x", None),
     ],
 )

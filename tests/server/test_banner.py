@@ -52,7 +52,8 @@ def test_banner_has_eight_lines_and_each_fact() -> None:
         "  KV       33,792 tokens = 16.5 x 2,048 (64 MiB)",
         "  context  2,048 tokens: the model's own",
         "  auth     none (only this machine can reach it)",
-        "  URL      http://127.0.0.1:8000  /v1/chat/completions /v1/completions /v1/responses /metrics",
+        "  URL      http://127.0.0.1:8000  /v1/chat/completions /v1/completions /v1/responses"
+        " /v1/messages /api/chat /metrics",
     ]
     assert len(banner_lines(facts())) == 8
     limits = dataclasses.replace(ENGINE.limits, num_host_blocks=512)

@@ -333,7 +333,7 @@ def test_models_that_are_not_served_are_told(
         'prices = {"*" = {prompt = 1}, small = {prompt = 1}, smal = {prompt = 1}}\n'
         'tenants = [{name = "a", models = ["small", "large"]}, {name = "b"}]'
     )
-    warn_of_models(config, "small")
+    warn_of_models(config, {"small"})
     assert [record.getMessage() for record in caplog.records] == [
         "[prices] has the model 'smal', and the one that is served is small",
         "the tenant a may use the model 'large', and the one that is served is small",

@@ -12,7 +12,7 @@ from tests.gpu.operator_cases import CONFIG, EPS, NORMS, kv_of, norms_of, rotati
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
-from gpu.cpu_kernels.operators import KernelOperators
+from gpu.cpu_kernels.operators import GATES, KernelOperators
 
 CPU = torch.device("cpu")
 ONE_STEP = 2.0**-7  # of bf16, relative
@@ -91,7 +91,7 @@ def test_queries_keys_and_values_are_torchs(
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 @pytest.mark.parametrize("width", [96, 4864, 40])
-@pytest.mark.parametrize("activation", list(GATED))
+@pytest.mark.parametrize("activation", list(GATES))
 def test_gates_are_torchs(kernels: KernelOperators, num_tokens: int, width: int, activation: str) -> None:
     gate_up = noise(num_tokens, 2 * width) * 4
     exact = GATED[activation](gate_up.float())

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.oracle import save_random_model
+
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 
@@ -25,6 +27,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for what is the step's, not the layers': kernels that are interpreted take as long as all else here."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1}
+    return save_random_model("llama3", tmp_path_factory.mktemp("one_layer"), **sizes)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,6 +71,37 @@ def patched_once() -> Iterator[None]:
     interpreter._patch_lang = patch
     for scope in reversed(scopes.values()):
         scope.restore()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def types_made_once() -> Iterator[None]:
+    """The interpreter makes the shape and the format of every result anew: here, one of each."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    shapes: dict[Any, Any] = {}
+    formats: dict[str, Any] = {}
+    init, format_of = core.tensor.__init__, interpreter._get_np_dtype
+
+    def once(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in formats:
+            formats[name] = format_of(type)
+        return formats[name]
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else ()
+        if shape not in shapes:
+            init(self, handle, type)
+            shapes[shape] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = shapes[shape]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(core.tensor, "__init__", init_tensor)
+        patched.setattr(interpreter, "_get_np_dtype", once)
+        yield
 
 
 def _dot_in_order(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:

@@ -51,6 +51,8 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
         return CountedGraphs(planned, shapes, len(shapes.in_order) + 9)
 
     monkeypatch.setattr("gpu.runner.count_graphs", count)
+    monkeypatch.setattr("gpu.loading.warm_up", lambda runner: None)  # tests/gpu/test_warm_up.py has these two
+    monkeypatch.setattr("gpu.loading.time_rows", lambda runner: ())
 
 
 def open_runner(directory: Path, graphs: str, max_sequences: int = 4, max_model_len: int = 64) -> ModelRunner:
@@ -158,24 +160,18 @@ def compare(directory: Path, seed: int, num_requests: int, most_tokens: int, mon
     return num_preempted
 
 
-def test_eager_graph_and_overlapped_steps_draw_the_same(
-    model_directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compare(model_directory("llama3"), seed=1, num_requests=4, most_tokens=6, monkeypatch=monkeypatch)
+def test_eager_graph_and_overlapped_steps_draw_the_same(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(one_layer, seed=1, num_requests=4, most_tokens=6, monkeypatch=monkeypatch)
 
 
 @pytest.mark.slow
-def test_they_draw_the_same_where_sequences_are_preempted(
-    model_directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert compare(model_directory("llama3"), 3, num_requests=6, most_tokens=24, monkeypatch=monkeypatch) > 0
+def test_they_draw_the_same_where_sequences_are_preempted(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare(one_layer, 3, num_requests=6, most_tokens=24, monkeypatch=monkeypatch) > 0
 
 
-def test_chunks_of_any_length_are_computed_by_graphs_of_a_few(
-    model_directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_any_length_are_computed_by_graphs_of_a_few(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, beside decodes, two prompts at once, and what a preempted one has drawn itself: the oracle's tokens."""
-    runner, rng = open_runner(model_directory("llama3"), "lazy"), random.Random(5)
+    runner, rng = open_runner(one_layer, "lazy"), random.Random(5)
     driver, replayed = Driver(runner), replays(monkeypatch, runner)
     first, second, third = (driver.add(rng.choices(range(3, 300), k=count)) for count in (41, 23, 9))
     for chunk in (7, 16, 3, 15):
@@ -188,7 +184,7 @@ def test_chunks_of_any_length_are_computed_by_graphs_of_a_few(
     driver.step(None, third, second)
     shapes = [(shape.num_decodes, shape.num_prompt_tokens) for shape in replayed]
     assert shapes == [(0, 16)] * 4 + [(2, 14), (2, 32), (2, 14), (2, 14), (2, 32)]
-    oracle = Oracle(model_directory("llama3"))
+    oracle = Oracle(one_layer)
     for sequence in (first, second, third):
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         assert len(sequence.output_ids) > 1
@@ -202,9 +198,9 @@ def started(driver: Driver, prompts: tuple[list[int], ...], sampling: SamplingPa
     return sequences
 
 
-def test_padding_writes_to_a_block_of_its_own(model_directory: Directory) -> None:
+def test_padding_writes_to_a_block_of_its_own(one_layer: Path) -> None:
     """Everything that is not a row's own is poisoned, and stays so: whoever read it would draw a row that failed."""
-    runner = open_runner(model_directory("llama3"), "on")
+    runner = open_runner(one_layer, "lazy")
     driver = Driver(runner)
     sequences = started(driver, PROMPTS)
     assert steps_of(runner).graphs.of(StepShape(len(sequences))) == StepShape(4)
@@ -224,8 +220,8 @@ def test_padding_writes_to_a_block_of_its_own(model_directory: Directory) -> Non
     assert cache.tensor[:, :, cache.padding_block].any()
 
 
-def test_padding_of_a_chunk_writes_to_that_block_too(model_directory: Directory) -> None:
-    runner = open_runner(model_directory("llama3"), "lazy")
+def test_padding_of_a_chunk_writes_to_that_block_too(one_layer: Path) -> None:
+    runner = open_runner(one_layer, "lazy")
     driver = Driver(runner)
     (decoding,) = started(driver, PROMPTS[:1])
     chunked = driver.add(PROMPTS[2])
@@ -246,8 +242,8 @@ def test_padding_of_a_chunk_writes_to_that_block_too(model_directory: Directory)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_a_row_that_fails_costs_itself_alone_and_its_token_is_drawn_by_nobody(model_directory: Directory) -> None:
-    runner = open_runner(model_directory("llama3"), "on")
+def test_a_row_that_fails_costs_itself_alone_and_its_token_is_drawn_by_nobody(one_layer: Path) -> None:
+    runner = open_runner(one_layer, "lazy")
     driver = Driver(runner)
     sequences = started(driver, PROMPTS)
     with torch.inference_mode():
@@ -258,40 +254,43 @@ def test_a_row_that_fails_costs_itself_alone_and_its_token_is_drawn_by_nobody(mo
     assert runner._cache.tensor.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("asked", "is_replayed"),
-    [
-        ({"temperature": 0.8, "top_p": 0.9}, True),
-        ({"num_logprobs": 3}, True),
-        ({"frequency_penalty": 0.5, "temperature": 1.0}, True),
-        ({"logit_bias": ((7, 2.0),), "min_tokens": 5, "top_k": 9, "min_p": 0.1, "temperature": 1.0}, True),
-        ({"logit_bias": tuple((token_id % 300, 0.1) for token_id in range(MAX_BIASES + 1))}, False),
-    ],
-    ids=["temperature", "logprobs", "penalties", "others", "too many biases"],
-)
+ASKED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.8, "top_p": 0.9},
+    "logprobs": {"num_logprobs": 3},
+    "penalties": {"frequency_penalty": 0.5, "temperature": 1.0},
+    "others": {"logit_bias": ((7, 2.0),), "min_tokens": 5, "top_k": 9, "min_p": 0.1, "temperature": 1.0},
+    "too many biases": {"logit_bias": tuple((token_id % 300, 0.1) for token_id in range(MAX_BIASES + 1))},
+}
+
+
 def test_a_graph_draws_what_the_kernel_knows_and_torch_the_rest(
-    asked: dict[str, Any], is_replayed: bool, model_directory: Directory, monkeypatch: pytest.MonkeyPatch
+    one_layer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens and logprobs of a runner without graphs; none is captured while it serves."""
-    sampling = SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **asked})
-    told = []
+    told: dict[str, list[Any]] = {name: [] for name in ASKED}
     for graphs in ("off", "on"):
-        runner = open_runner(model_directory("llama3"), graphs)
+        runner = open_runner(one_layer, graphs)
         driver, num_captured = Driver(runner), steps_of(runner).graphs.num_captured
-        sequences = started(driver, PROMPTS, sampling)
         replayed = replays(monkeypatch, runner)
-        outputs = [driver.step(None, *sequences) for _ in range(2)]
-        told.append([(output.token_ids.tolist(), output.logprobs) for output in outputs])
-        assert replayed == ([StepShape(4)] * 2 if is_replayed and graphs == "on" else [])
+        for name, asked in ASKED.items():
+            sequences = started(driver, PROMPTS, SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **asked}))
+            replayed.clear()
+            outputs = [driver.step(None, *sequences) for _ in range(2)]
+            told[name].append([(output.token_ids.tolist(), output.logprobs) for output in outputs])
+            is_replayed = graphs == "on" and name != "too many biases"
+            assert replayed == ([StepShape(4)] * 2 if is_replayed else []), name
+            for sequence in sequences:
+                driver.remove(sequence)
         assert steps_of(runner).graphs.num_captured == num_captured
-    assert told[0] == told[1]
+    for name, (without, by_graphs) in told.items():
+        assert by_graphs == without, name
 
 
-def test_a_pending_token_is_what_the_slot_drew_last_by_whatever_drew_it(model_directory: Directory) -> None:
+def test_a_pending_token_is_what_the_slot_drew_last_by_whatever_drew_it(one_layer: Path) -> None:
     """A prompt's step draws the first, a graph's the second; neither was read by the host."""
     found = []
     for tokens in ([PENDING, PENDING], None):
-        runner = open_runner(model_directory("llama3"), "lazy")
+        runner = open_runner(one_layer, "lazy")
         driver = Driver(runner)
         (sequence,) = started(driver, PROMPTS[:1])
         for place in range(2):
@@ -319,22 +318,21 @@ class FailingRecorder(FakeRecorder):
 
 @pytest.mark.parametrize("graphs", ["on", "lazy"])
 def test_where_capture_fails_steps_go_on_by_python(
-    graphs: str, model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    graphs: str, one_layer: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = model_directory("llama3")
     monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: FailingRecorder(1))
     with caplog.at_level(logging.WARNING):
-        runner = open_runner(directory, graphs)
-        assert_tokens_are_the_oracles(runner, directory)
+        runner = open_runner(one_layer, graphs)
+        assert_tokens_are_the_oracles(runner, one_layer)
     assert [record.getMessage()[:14] for record in caplog.records] == ["no CUDA graphs"]
     assert steps_of(runner).graphs.num_captured == 0
 
 
 def test_a_chunk_whose_length_the_host_reads_is_refused_and_decodes_are_not(
-    model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    one_layer: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a device it would be that of the capture for ever."""
-    directory, read_all = model_directory("llama3"), DeviceRows.tokens_of
+    read_all = DeviceRows.tokens_of
 
     def read(rows: DeviceRows, inputs: StepInputs) -> StepTokens:
         (inputs.tokens[0] >= 0).sum().item()
@@ -344,22 +342,22 @@ def test_a_chunk_whose_length_the_host_reads_is_refused_and_decodes_are_not(
         DeviceRows, "tokens_of", lambda rows, inputs: (read if len(inputs.asked) else read_all)(rows, inputs)
     )
     with caplog.at_level(logging.WARNING):
-        runner = open_runner(directory, "on")
+        runner = open_runner(one_layer, "on")
     assert [record.getMessage()[:26] for record in caplog.records] == ["no CUDA graphs of prompts:"]
     assert (runner.captured.num_graphs, runner.captured.num_of_prompts) == (3, 0)
     replayed = replays(monkeypatch, runner)
-    assert_tokens_are_the_oracles(runner, directory)
+    assert_tokens_are_the_oracles(runner, one_layer)
     assert {shape.num_prompts for shape in replayed} == {0}
 
 
 def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
-    model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    one_layer: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And what was captured to know it is let go of again."""
     monkeypatch.setattr("gpu.runner.count_graphs", count_graphs)
     recorder = FakeRecorder()
     monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: recorder)
-    runner = open_runner(model_directory("llama3"), "lazy")
+    runner = open_runner(one_layer, "lazy")
     assert len(recorder.graphs) == 0
     with torch.inference_mode():
         steps_of(runner).graphs.capture_all(no_progress)
@@ -370,24 +368,23 @@ def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
 
 
 def test_where_memory_ends_at_capture_steps_go_on_with_fewer_graphs(
-    model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    one_layer: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = model_directory("llama3")
     whole = FakeRecorder()
     monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: whole)
-    room_bytes = open_runner(directory, "on").captured.size_bytes - 1
+    room_bytes = open_runner(one_layer, "on").captured.size_bytes - 1
     monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: FakeRecorder(room_bytes))
     with caplog.at_level(logging.WARNING):
-        runner = open_runner(directory, "on")
+        runner = open_runner(one_layer, "on")
     assert runner.captured.num_graphs == 6
     told = "no more CUDA graphs than 6: no memory for 32 tokens of prompts beside 0 rows"
     assert [record.getMessage()[: len(told)] for record in caplog.records] == [told]
-    assert_tokens_are_the_oracles(runner, directory)
+    assert_tokens_are_the_oracles(runner, one_layer)
 
 
-def test_what_moves_after_its_capture_is_told(model_directory: Directory) -> None:
+def test_what_moves_after_its_capture_is_told(one_layer: Path) -> None:
     """On a device a graph would go on with what lies there now."""
-    runner = open_runner(model_directory("llama3"), "lazy")
+    runner = open_runner(one_layer, "lazy")
     driver = Driver(runner)
     sequences = started(driver, PROMPTS[:1])
     driver.step(None, *sequences)
@@ -396,12 +393,9 @@ def test_what_moves_after_its_capture_is_told(model_directory: Directory) -> Non
         driver.step(None, *sequences)
 
 
-def test_a_model_that_the_kernels_do_not_know_has_no_graphs(
-    model_directory: Directory, caplog: pytest.LogCaptureFixture
-) -> None:
-    directory = model_directory("llama3")
+def test_a_model_that_the_kernels_do_not_know_has_no_graphs(one_layer: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = dataclasses.replace(ENGINE, graphs="on")
     with caplog.at_level(logging.WARNING):
-        runner = load_runner(directory, parse_model_config(read_config(directory)), engine, no_progress)
+        runner = load_runner(one_layer, parse_model_config(read_config(one_layer)), engine, no_progress)
     assert runner.captured.num_graphs == 0
     assert "no CUDA graphs" in caplog.text

@@ -32,7 +32,6 @@ from tests.gpu.test_overlap import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 SMALL = dataclasses.replace(ENGINE, max_sequences=4, max_model_len=64, max_batch_tokens=32)
-Directory = Callable[[str], Path]
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +83,12 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner) -> list
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_overlapped_steps_draw_the_same_and_each_is_one_copy(
-    graphs: str, model_directory: Directory, streams: LateStreams, monkeypatch: pytest.MonkeyPatch
+    graphs: str, one_layer: Path, streams: LateStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of prompts beside decodes, penalties, filters, logprobs, preemption, clients that leave."""
-    directory, workload = model_directory("llama3"), draw_workload(random.Random(1), 4, 6)
-    expected, _, _ = run(open_at_once(directory, dataclasses.replace(SMALL, graphs="off"), monkeypatch), workload, 1)
-    runner = open_with(directory, dataclasses.replace(SMALL, graphs=graphs))
+    workload = draw_workload(random.Random(1), 4, 6)
+    expected, _, _ = run(open_at_once(one_layer, dataclasses.replace(SMALL, graphs="off"), monkeypatch), workload, 1)
+    runner = open_with(one_layer, dataclasses.replace(SMALL, graphs=graphs))
     steps, num_copies = count_forwards(monkeypatch, runner), streams.side.num_started
     outcomes, num_pending, _ = run(runner, workload, 2)
     assert outcomes == expected
@@ -99,21 +98,21 @@ def test_overlapped_steps_draw_the_same_and_each_is_one_copy(
 
 
 def test_blocks_go_to_the_host_and_back_in_the_steps_order(
-    model_directory: Directory, streams: LateStreams, monkeypatch: pytest.MonkeyPatch
+    one_layer: Path, streams: LateStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = dataclasses.replace(SMALL, max_model_len=128, max_batch_tokens=64, graphs="off")
-    plain = open_at_once(model_directory("llama3"), engine, monkeypatch)
+    plain = open_at_once(one_layer, engine, monkeypatch)
     expected = [Served(plain).ask(str(i), prompt)[0] for i, prompt in enumerate(PROMPTS[:3])]
-    served = Served(open_with(model_directory("llama3"), dataclasses.replace(engine, kv_offload_bytes=1024**2)))
+    served = Served(open_with(one_layer, dataclasses.replace(engine, kv_offload_bytes=1024**2)))
     for turn in range(2):
         assert [served.ask(f"{turn}.{i}", prompt)[0] for i, prompt in enumerate(PROMPTS[:3])] == expected
     assert served.scheduler.stats().num_restored_blocks > 0
 
 
-def test_a_step_that_brings_more_than_usual_is_one_copy_too(model_directory: Directory, streams: LateStreams) -> None:
+def test_a_step_that_brings_more_than_usual_is_one_copy_too(one_layer: Path, streams: LateStreams) -> None:
     """Slots that start with lists, tables of many blocks, and such as were another's before."""
     engine = dataclasses.replace(SMALL, max_sequences=16, max_model_len=256, graphs="off")
-    runner = open_with(model_directory("llama3"), engine)
+    runner = open_with(one_layer, engine)
     driver, copies, tables = Driver(runner), runner._steps._copies, runner._steps.tables
     usual, num_copies = copies._buffers[0].pinned.numel(), streams.side.num_started
     sampling = SamplingParams(temperature=1.0, logit_bias=((5, 1.0),), presence_penalty=0.5, max_tokens=9)

@@ -115,7 +115,7 @@ def test_queries_keys_and_values_are_torchs(
 
 
 @pytest.mark.parametrize("width", [96, 1025, 40])
-@pytest.mark.parametrize("activation", list(GATED))
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_gates_are_torchs(pair: Pair, width: int, activation: str) -> None:
     gate_up = pair.noise(3, 2 * width) * 4
     want = GATED[activation](gate_up.float())
@@ -125,7 +125,7 @@ def test_gates_are_torchs(pair: Pair, width: int, activation: str) -> None:
     assert torch.allclose(got.float(), want, rtol=2 * pair.step, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", list(GATED))
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_a_gate_that_is_not_a_number_stays_so(exact: Pair, activation: str) -> None:
     gates = torch.tensor([float("nan"), 1.0, 200.0, -200.0, 0.0], device=exact.device)
     ups = torch.tensor([1.0, float("nan"), 2.0, 2.0, 2.0], device=exact.device)

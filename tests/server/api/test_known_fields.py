@@ -10,7 +10,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from server.api import chat, completions, known_fields, responses
+from server.api import chat, completions, known_fields, messages, ollama, responses
 from server.api.fields import StreamOptions
 from server.api.known_fields import KNOWN, Does, Known, Name
 from server.api.replies import Surface
@@ -22,12 +22,16 @@ BODIES: dict[Name, Any] = {
     "chat": chat.ChatBody,
     "completions": completions.CompletionBody,
     "responses": responses.ResponsesBody,
+    "messages": messages.MessagesBody,
+    "ollama": ollama.ChatBody,
     "tokenize": TokenizeBody,
 }
 PARSERS: dict[Name, tuple[Surface, dict[str, Any]]] = {
     "chat": (chat.SURFACE, {"messages": [{"role": "user", "content": "Hi"}]}),
     "completions": (completions.SURFACE, {"prompt": "Hi"}),
     "responses": (responses.SURFACE, {"input": "Hi"}),
+    "messages": (messages.SURFACE, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+    "ollama": (ollama.CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
 }
 ROWS = [(surface, row) for rows in KNOWN.values() for row in rows for surface in sorted(row.surfaces)]
 OF_GENERATION = [(surface, row) for surface, row in ROWS if surface in PARSERS]
@@ -73,6 +77,7 @@ def test_an_alias_stands_for_a_field_of_the_body(surface: Name) -> None:
         ("completions", completion_create_params.CompletionCreateParamsBase),
         ("responses", response_create_params.ResponseCreateParamsBase),
         ("chat", message_create_params.MessageCreateParamsBase),
+        ("messages", message_create_params.MessageCreateParamsBase),
     ],
 )
 def test_every_field_of_the_sdks_is_known(surface: Name, params: Any) -> None:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from core.errors import ErrorKind, ServiceError
 from core.types import FinishReason
-from server.api import chat, completions, responses
+from server.api import chat, completions, messages, responses
 from server.api.replies import StreamReply, Surface
 from server.wire import sse
 from tests.server.api import wire
@@ -25,6 +25,7 @@ REQUESTS: list[tuple[Surface, dict[str, Any]]] = [
     (chat.SURFACE, {"messages": MESSAGES, "n": 2, "stream_options": {"include_usage": True}}),
     (completions.SURFACE, {"prompt": ["a", "b"]}),
     (responses.SURFACE, {"input": "Hi"}),
+    (messages.SURFACE, {"messages": MESSAGES, "max_tokens": 9}),
 ]
 
 

@@ -1,0 +1,151 @@
+"""Where a model's thought begins and ends: in what its prompt ends with, and token by token in its answer.
+
+The loop and the engine follow an answer by the same rules: stop strings and grammars begin where the thought ends. Its
+text is parsed by core/answer_parts.py. No I/O. Thread: each follower its owner's.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Protocol
+
+from core.tool_formats import HARMONY, THOUGHTS, ThoughtMarkers
+
+_WHITESPACE = b" \t\r\n"
+_MESSAGE, _END = b"<|message|>", b"<|end|>"
+_HEADER_BEGINS = (b"<|start|>", b"<|channel|>", b"assistant", b" to=")
+
+
+class ThoughtStart(StrEnum):
+    """What the end of the prompt says of the thought."""
+
+    OPEN = "open"  # it has begun
+    FREE = "free"  # the model may begin one
+    CLOSED = "closed"  # there is none
+
+
+def thought_start(name: str, prompt: str, turn: int | None = None) -> ThoughtStart:
+    """
+    Args:
+        name: of THOUGHTS, or HARMONY.
+        prompt: rendered.
+        turn: where in it the message begins that the answer goes on with; None: the answer is a message of its own.
+    """
+    if name == HARMONY:
+        return ThoughtStart.FREE if turn is None else ThoughtStart.CLOSED
+    markers = THOUGHTS[name]
+    if turn is None:
+        end = prompt.rstrip()
+        if end.endswith(markers.begin):
+            return ThoughtStart.OPEN
+        return ThoughtStart.CLOSED if end.endswith(markers.end) else ThoughtStart.FREE
+    text = prompt[turn:]
+    return ThoughtStart.OPEN if text.rfind(markers.begin) > text.rfind(markers.end) else ThoughtStart.CLOSED
+
+
+class ThoughtFollower(Protocol):
+    """Follows one answer.
+
+    Attributes:
+        is_inside: the thought has begun.
+        is_over: it has ended, or there was none.
+        num_tokens: of it, with its markers.
+    """
+
+    is_inside: bool
+    is_over: bool
+    num_tokens: int
+
+    def push(self, token_id: int) -> bytes:
+        """The next token, until it is over.
+
+        Returns: what came behind the thought, with the token that ended it.
+        """
+        ...
+
+
+class MarkedThought:
+    """A thought between two markers, which may be cut into tokens in any way. Implements ThoughtFollower.
+
+    Args:
+        bytes_of: a token, special ones by name.
+
+    Attributes:
+        tail: the text that may belong to a marker.
+    """
+
+    def __init__(self, markers: ThoughtMarkers, is_open: bool, bytes_of: Callable[[int], bytes]) -> None:
+        self.is_inside = is_open
+        self.is_over = False
+        self.num_tokens = 0
+        self.tail = b""
+        self._begin, self._end = markers.begin.encode(), markers.end.encode()
+        self._bytes_of = bytes_of
+        self._num_seen = 0
+
+    def push(self, token_id: int) -> bytes:
+        self._num_seen += 1
+        self.tail += self._bytes_of(token_id)
+        if not self.is_inside:
+            text = self.tail.lstrip(_WHITESPACE)
+            if not text.startswith(self._begin):
+                self.is_over = not self._begin.startswith(text)
+                return self.tail if self.is_over else b""
+            self.is_inside, self.tail = True, text[len(self._begin) :]
+        self.num_tokens = self._num_seen
+        before, end, after = self.tail.partition(self._end)
+        self.is_over = bool(end)
+        self.tail = b"" if end else before[-(len(self._end) - 1) :]
+        return after
+
+
+class HarmonyThought:
+    """gpt-oss's: all before the first message of another channel than analysis. Implements ThoughtFollower.
+
+    Args:
+        only_final: before the first message of the channel final.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes], only_final: bool = False) -> None:
+        self.is_inside = False
+        self.is_over = False
+        self.num_tokens = 0
+        self._bytes_of = bytes_of
+        self._only_final = only_final
+        self._is_header = True
+        self._num_seen = 0
+        self._text = b""
+
+    def push(self, token_id: int) -> bytes:
+        self._num_seen += 1
+        self._text += self._bytes_of(token_id)
+        if not self._is_header:
+            if self.is_inside:
+                self.num_tokens = self._num_seen
+            self._is_header = self._text.endswith(_END)
+            self._text = b"" if self._is_header else self._text[-len(_END) :]
+            return b""
+        header, found, after = self._text.partition(_MESSAGE)
+        if not found:
+            is_none = not any(self._text.startswith(one[: len(self._text)]) for one in _HEADER_BEGINS)
+            self.is_over = is_none and not self._only_final  # a model may forget the header
+            return self._text if self.is_over else b""
+        is_analysis = b"<|channel|>analysis" in header
+        self.is_over = b"<|channel|>final" in header if self._only_final else not is_analysis
+        self._is_header, self._text = False, b""
+        if is_analysis:
+            self.is_inside, self.num_tokens = True, self._num_seen
+        return after
+
+
+def follower(name: str, start: ThoughtStart, bytes_of: Callable[[int], bytes]) -> ThoughtFollower | None:
+    """Of an answer; None: it has no thought.
+
+    Args:
+        name: of THOUGHTS, or HARMONY.
+        bytes_of: a token, special ones by name.
+    """
+    if start is ThoughtStart.CLOSED:
+        return None
+    if name == HARMONY:
+        return HarmonyThought(bytes_of)
+    return MarkedThought(THOUGHTS[name], start is ThoughtStart.OPEN, bytes_of)

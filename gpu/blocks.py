@@ -1,0 +1,127 @@
+"""Matrices as GGUF files quantise them: the formats, and how blocks are packed for multiplying. Thread: engine.
+
+A format's block holds 32 or 256 inputs of one output. Packed, the same bytes of 64 outputs lie together: each field of
+a block (a float16 scale, a word of four bytes of numbers) 64 times, output by output, so that a register holds one
+field of 16 outputs. Nothing is converted and nothing grows; only the signed bytes of Q8_0 get their sign bit turned,
+for instructions that multiply unsigned by signed bytes.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from core.config import EngineConfig, ModelConfig
+from core.gguf import BLOCKS
+from gpu.cache_files import can_keep_kernels
+from gpu.device import cpu_flags
+
+NEEDED_FLAGS = {"avx2", "fma", "f16c"}
+MIN_PARAMETERS = 100_000_000  # as for the other kernels: gpu/tune.py
+BLOCK_OUTPUTS = 64
+PART_INPUTS = 256  # decoded at a time: the largest block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """weight = scale * (unsigned number - middle) - minimum.
+
+    Args:
+        elements, size_bytes: of a block.
+        fields: (bytes of one, how many), in order.
+        group: inputs that share a scale: 16 or 32.
+        signed: where signed bytes begin, whose sign bit is turned; None: there are none.
+    """
+
+    elements: int
+    size_bytes: int
+    fields: tuple[tuple[int, int], ...]
+    group: int
+    middle: int
+    has_minima: bool = False
+    signed: int | None = None
+
+
+def _format(name: str, fields: tuple[tuple[int, int], ...], group: int, middle: int, **more: bool | int) -> BlockFormat:
+    elements, size_bytes = BLOCKS[name]
+    assert sum(width * count for width, count in fields) == size_bytes
+    return BlockFormat(elements, size_bytes, fields, group, middle, **more)  # type: ignore[arg-type]
+
+
+FORMATS = {
+    "Q8_0": _format("Q8_0", ((2, 1), (4, 8)), 32, 128, signed=2),
+    "Q4_0": _format("Q4_0", ((2, 1), (4, 4)), 32, 8),
+    "Q4_K": _format("Q4_K", ((2, 2), (4, 35)), 32, 0, has_minima=True),
+    "Q6_K": _format("Q6_K", ((4, 48), (1, 16), (2, 1)), 16, 32),
+}
+"""Formats that are multiplied as they are stored. Source: ggml-common.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlocks:
+    """Some outputs of a matrix, in one format.
+
+    Args:
+        packed: bytes [ceil(out / 64), inputs / elements, 64 * size_bytes]; missing outputs are zeros.
+    """
+
+    format: str
+    packed: Tensor
+    num_out: int
+
+    @property
+    def num_in(self) -> int:
+        return self.packed.shape[1] * FORMATS[self.format].elements
+
+    @property
+    def block_bytes(self) -> int:
+        """Of 64 outputs."""
+        return self.packed.shape[1] * self.packed.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A matrix of quantised blocks; its outputs are those of the parts, one after the other.
+
+    Args:
+        dtype: of the rows that it multiplies: bfloat16 or float32.
+        num_stacked: it is a stack of so many matrices, of equally many parts each; None: one matrix.
+    """
+
+    dtype: torch.dtype
+    parts: tuple[PackedBlocks, ...]
+    num_stacked: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.num_out for part in self.parts), self.parts[0].num_in
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].packed.device
+
+    def __getitem__(self, index: int) -> "BlockWeight":
+        """One matrix of a stack."""
+        assert self.num_stacked is not None
+        size = len(self.parts) // self.num_stacked
+        return BlockWeight(self.dtype, self.parts[index * size : (index + 1) * size])
+
+
+def why_not_in_place(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a file's blocks become floats while they load, as a phrase; None: they stay as they are stored."""
+    if device.type != "cpu":
+        return "that is for CPUs"
+    if engine.quantize is not None:
+        return f"--quantize {engine.quantize}"
+    if engine.activations == "bf16":
+        return "--activations bf16"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"rows are {dtype}"
+    if not cpu_flags() >= NEEDED_FLAGS:
+        return f"the CPU has not all of {', '.join(sorted(NEEDED_FLAGS))}"
+    if model.num_parameters < MIN_PARAMETERS and engine.activations == "auto":
+        return "the model is too small to repay loading the kernels"
+    if find_spec("numba") is None:
+        return "numba is not installed"
+    return None if can_keep_kernels() else "there is no directory that numba could keep compiled code in"

@@ -1,0 +1,540 @@
+"""/v1/messages and its count_tokens: Anthropic's messages in; content blocks out, as named events or one document.
+
+A turn's content blocks become messages of the chat template: text, tool calls and thoughts in one, each result one of
+role tool. Thread: loop, or wherever a long body is parsed.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.types import Delta, FinishReason, Usage
+from server.api.decoding import decode
+from server.api.fields import (
+    ChatPrompt,
+    DefaultsOf,
+    GenerationCall,
+    GenerationDefaults,
+    MaxTokens,
+    Message,
+    SamplingFields,
+    chat_prompt,
+    generation_call,
+    missing_field,
+)
+from server.api.known_fields import rules_of
+from server.api.reasoning import answer_parser, thought_wishes
+from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply
+from server.api.structured import ResponseFormat
+from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
+from server.wire import sse
+from server.wire.messages import TextFrame
+
+logger = logging.getLogger(__name__)
+
+RULES = rules_of("messages")
+ID_PREFIX = "msg_"
+# A coding client's first system block: it differs from request to request, and with it no prefix would be found again
+BILLING_HEADER = "x-anthropic-billing-header:"
+
+# ErrorKind -> (status, type); 529 is Anthropic's own, which its clients retry
+_ERRORS: dict[ErrorKind, tuple[int, str]] = {
+    ErrorKind.INVALID_REQUEST: (400, "invalid_request_error"),
+    ErrorKind.AUTHENTICATION: (401, "authentication_error"),
+    ErrorKind.PERMISSION: (403, "permission_error"),
+    ErrorKind.NOT_FOUND: (404, "not_found_error"),
+    ErrorKind.METHOD_NOT_ALLOWED: (405, "invalid_request_error"),
+    ErrorKind.REQUEST_TIMEOUT: (408, "timeout_error"),
+    ErrorKind.CONFLICT: (409, "invalid_request_error"),
+    ErrorKind.BODY_TOO_LARGE: (413, "request_too_large"),
+    ErrorKind.UNSUPPORTED_MEDIA_TYPE: (415, "invalid_request_error"),
+    ErrorKind.KEY_REUSED: (422, "invalid_request_error"),
+    ErrorKind.CANCELLED: (499, "invalid_request_error"),
+    ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
+    ErrorKind.ENGINE: (500, "api_error"),
+    ErrorKind.UNAVAILABLE: (529, "overloaded_error"),
+    ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+_STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.CONTENT_FILTER: "refusal",
+}
+
+
+# Requests.
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """A content block of any type, by its fields."""
+
+    type: str
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+    tool_use_id: str | UnsetType = UNSET
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+    title: str | None = None
+    source: Any = None
+
+
+Blocks = str | list[Block]
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class MessagesTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function as messages have it."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    display: str | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
+    effort: str | None = None
+    format: ResponseFormat | None = None
+
+
+class MessagesBody(SamplingFields, frozen=True, kw_only=True):
+    messages: list[Turn]
+    max_tokens: MaxTokens
+    system: Blocks | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CountBody(MessagesBody, frozen=True, kw_only=True):
+    """What count_tokens takes: everything, but no answer's length."""
+
+    max_tokens: MaxTokens = 1
+
+
+def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
+    return _call(*decode(body, MessagesBody, RULES, "custom"), defaults_of)
+
+
+def parse_count(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
+    """The call that the request of count_tokens would make."""
+    return _call(*decode(body, CountBody, RULES, "custom"), defaults_of)
+
+
+def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: DefaultsOf) -> GenerationCall:
+    model, defaults = defaults_of(wire.model)
+    choice = wire.tool_choice or ToolChoice(type="auto")
+    functions = [_function(tool, i) for i, tool in enumerate(wire.tools or ())]
+    try:
+        tools = tool_wishes(
+            functions, _openai_choice(choice), not choice.disable_parallel_tool_use, defaults.tool_style, "tools[{}]"
+        )
+    except InvalidRequest as error:  # whose path is that of responses
+        message, param = (text.replace("].parameters", "].input_schema") for text in (error.message, error.param or ""))
+        raise InvalidRequest(message, param, error.code or "") from None
+    if wire.thinking is not None and wire.thinking.type != "adaptive" and defaults.thought_style is not None:
+        message = 'thinking cannot be switched here yet. Leave it out, or send {"type": "adaptive"}.'
+        raise InvalidRequest(message, "thinking", "unsupported_parameter")
+    config = wire.output_config or OutputConfig()
+    if config.effort is not None and defaults.thought_style is not None:
+        message = "output_config.effort cannot be set here yet. Leave it out."
+        raise InvalidRequest(message, "output_config.effort", "unsupported_parameter")
+    where = "output_config.format" if config.format is not None else "output_format"
+    return generation_call(
+        wire,
+        model,
+        defaults,
+        (_prompt(wire, defaults, tools),),
+        tools=tools,
+        thought=thought_wishes(defaults.thought_style),
+        max_tokens=wire.max_tokens,
+        num_logprobs=None,
+        text_format=config.format or wire.output_format,
+        format_param=where,
+        unknown_fields=unknown_fields,
+    )
+
+
+def _function(tool: MessagesTool, position: int) -> Function:
+    if tool.input_schema is None:
+        raise missing_field(f"tools[{position}].input_schema")
+    return Function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+
+
+def _openai_choice(choice: ToolChoice) -> Any:
+    match choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            if choice.name is None:
+                raise missing_field("tool_choice.name")
+            return {"type": "function", "name": choice.name}
+        case mode:
+            return mode
+
+
+def _prompt(wire: MessagesBody, defaults: GenerationDefaults, tools: Any) -> ChatPrompt:
+    if not wire.messages:
+        raise InvalidRequest("messages is empty: send at least one message.", "messages")
+    made: list[tuple[Message, str]] = []
+    call_ids: set[str] = set()
+    system = _without_billing(wire.system)
+    if system:
+        made.append((Message(role="system", content=_text(system, "system")), "system"))
+    for i, turn in enumerate(wire.messages):
+        where = f"messages[{i}]"
+        of_turn = [_assistant(turn, where)] if turn.role == "assistant" else _others(turn, where, call_ids)
+        for message in of_turn:
+            call_ids.update(call.id for call in message.tool_calls or () if call.id is not None)
+            last = made[-1][0] if made else None
+            if last is not None and last.role == message.role and message.role in ("user", "assistant"):
+                made[-1] = (_joined(last, message), made[-1][1])  # turns of one role in a row are one
+            else:
+                made.append((message, where))
+    messages, params = [one for one, _ in made], [where for _, where in made]
+    return chat_prompt(messages, defaults.tool_style, tools, "messages", params, wire.chat_template_kwargs)
+
+
+def _without_billing(system: Blocks | None) -> Blocks | None:
+    if not isinstance(system, list) or not system or not str(system[0].text).startswith(BILLING_HEADER):
+        return system
+    logger.debug("the client's billing header was left out of the prompt")
+    return system[1:]
+
+
+def _text(content: Blocks, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_block_text(block, f"{where}[{i}]") for i, block in enumerate(content))
+
+
+def _block_text(block: Block, where: str) -> str:
+    match block.type:
+        case "text" if isinstance(block.text, str):
+            return block.text
+        case "text":
+            raise missing_field(f"{where}.text")
+        case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
+            data = block.source.get("data")
+            if isinstance(data, str):
+                return f"{block.title}\n{data}" if block.title else data
+            raise missing_field(f"{where}.source.data")
+        case "search_result" if isinstance(block.content, list):
+            return "\n".join(filter(None, (block.title, _text(block.content, f"{where}.content"))))
+        case other:
+            raise InvalidRequest(
+                f"Blocks of type {other[:32]!r} are not supported here: this model reads text only. "
+                'Send {"type": "text", "text": "..."}.',
+                f"{where}.type",
+                "unsupported_content_type",
+            )
+
+
+def _others(turn: Turn, where: str, call_ids: set[str]) -> list[Message]:
+    """The messages of a turn of the user: a result each, and the text between them.
+
+    Args:
+        call_ids: of earlier calls.
+    """
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    made: list[Message] = []
+    texts: list[str] = []
+
+    def flush() -> None:
+        if texts:
+            made.append(Message(role=turn.role, content="\n".join(texts)))
+            texts.clear()
+
+    for i, block in enumerate(turn.content):
+        place = f"{where}.content[{i}]"
+        if block.type != "tool_result":
+            texts.append(_block_text(block, place))
+            continue
+        if block.tool_use_id is UNSET:
+            raise missing_field(f"{place}.tool_use_id")
+        if block.tool_use_id not in call_ids:
+            param = f"{place}.tool_use_id"
+            raise InvalidRequest(f"{param} is of no tool_use block in an earlier message.", param)
+        flush()
+        text = _text(block.content or "", f"{place}.content")
+        made.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
+    flush()
+    return made or [Message(role=turn.role, content="")]
+
+
+def _assistant(turn: Turn, where: str) -> Message:
+    if isinstance(turn.content, str):
+        return Message(role="assistant", content=turn.content)
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for i, block in enumerate(turn.content):
+        place = f"{where}.content[{i}]"
+        match block.type:
+            case "tool_use":
+                for name in ("id", "name", "input"):
+                    if getattr(block, name) is UNSET:
+                        raise missing_field(f"{place}.{name}")
+                called = CalledFunction(name=str(block.name), arguments=dict(block.input or {}))
+                calls.append(ToolCall(id=str(block.id), function=called))
+            case "thinking":
+                if block.thinking is UNSET:
+                    raise missing_field(f"{place}.thinking")
+                thoughts.append(block.thinking)
+            case "redacted_thinking":  # another server's, which nobody here can read
+                pass
+            case _:
+                texts.append(_block_text(block, place))
+    content = "\n".join(texts) if texts else None
+    thought = "\n".join(thoughts) or None
+    return Message(role="assistant", content=content, tool_calls=calls or None, reasoning_content=thought)
+
+
+def _joined(turn: Message, more: Message) -> Message:
+    contents = [one.content for one in (turn, more) if isinstance(one.content, str)]
+    thoughts = [one.reasoning_content for one in (turn, more) if one.reasoning_content]
+    return msgspec.structs.replace(
+        turn,
+        content="\n".join(contents) if contents else None,
+        tool_calls=[*(turn.tool_calls or ()), *(more.tool_calls or ())] or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )
+
+
+# Answers.
+
+
+@dataclass(slots=True)
+class _Block:
+    """A content block of the answer."""
+
+    kind: Literal["text", "thinking", "tool_use"]
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+
+    def opening(self) -> dict[str, Any]:
+        return self._document({"text": "", "thinking": "", "tool_use": {}}[self.kind])
+
+    def document(self) -> dict[str, Any]:
+        text = "".join(self.texts)
+        return self._document(_input_of(text) if self.kind == "tool_use" else text)
+
+    def _document(self, content: Any) -> dict[str, Any]:
+        match self.kind:
+            case "text":
+                return {"type": "text", "text": content}
+            case "thinking":
+                return {"type": "thinking", "thinking": content, "signature": ""}
+            case "tool_use":
+                return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": content}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        match self.kind:
+            case "text":
+                return {"type": "text_delta", "text": text}
+            case "thinking":
+                return {"type": "thinking_delta", "thinking": text}
+            case "tool_use":
+                return {"type": "input_json_delta", "partial_json": text}
+
+
+def _input_of(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object; those of a call that is cut short are no JSON, and stay text."""
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError:
+        value = None
+    return value if isinstance(value, dict) else {"incomplete_arguments": arguments}
+
+
+class _Blocks:
+    """The blocks of one answer, the last of which is open."""
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self.all: list[_Block] = []
+        self.parser = answer_parser(call.thought, call.tools)
+        self._reply_id = context.reply_id
+
+    def parts(self, text: str, is_end: bool) -> Sequence[Part]:
+        if self.parser is None:
+            return [Text(text)] if text else []
+        return self.parser.feed(text) + (self.parser.close() if is_end else [])
+
+    def add(self, part: Part) -> bool:
+        """Whether the part begins a block."""
+        match part:
+            case CallBegin(index, name, call_id):
+                self.all.append(_Block("tool_use", call_id or id_of(self._reply_id, 0, index), name))
+                return True
+            case Arguments(_, text):
+                self.all[-1].texts.append(text)
+                return False
+            case Text(text) | Reasoning(text):
+                kind: Literal["text", "thinking"] = "text" if isinstance(part, Text) else "thinking"
+                begins = not self.all or self.all[-1].kind != kind
+                if begins:
+                    self.all.append(_Block(kind))
+                self.all[-1].texts.append(text)
+                return begins
+
+    def stop_reason(self, delta: Delta) -> dict[str, Any]:
+        """stop_reason and stop_sequence of the delta that ends the answer."""
+        assert delta.finish_reason is not None, "the last delta"
+        reason = _STOP_REASONS.get(delta.finish_reason, "end_turn")
+        if delta.stop_string is not None:
+            reason = "stop_sequence"
+        elif reason == "end_turn" and self.parser is not None and self.parser.has_complete_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": delta.stop_string}
+
+
+_NO_STOP: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+
+class MessageStream:
+    """Implements replies.StreamReply: blocks one after the other. No [DONE]: message_stop ends it.
+
+    Without tools and thoughts the one text block is open from the start.
+    """
+
+    __slots__ = ("_blocks", "_call", "_context", "_stop", "_text_head")
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self._call = call
+        self._context = context
+        self._blocks = _Blocks(call, context)
+        self._stop = dict(_NO_STOP)
+        self._text_head = (
+            sse.event_head("content_block_delta")
+            + b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":'
+        )
+
+    def start(self) -> bytes:
+        usage = _usage(Usage(sum(self._context.prompt_lengths), 0))
+        message = _message(self._context) | {"content": [], **_NO_STOP, "usage": usage}
+        events = _event("message_start", message=message)
+        if self._blocks.parser is not None:
+            return events
+        self._blocks.all.append(_Block("text"))
+        return events + self._opened()
+
+    def text(self, choice: int, text: str) -> bytes:
+        if self._blocks.parser is None:
+            return self._text_head + sse.json_strings[text] + b"}}" + sse.EVENT_END
+        return b"".join(map(self._added, self._blocks.parts(text, is_end=False)))
+
+    def text_frame(self, choice: int) -> TextFrame | None:
+        if self._blocks.parser is not None:
+            return None
+        return TextFrame(self._text_head, sse.json_strings, b"}}" + sse.EVENT_END)
+
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        if delta.finish_reason is not None:
+            self._stop = self._blocks.stop_reason(delta)
+        if self._blocks.parser is None:
+            return self.text(choice, delta.text) if delta.text else b""
+        parts = self._blocks.parts(delta.text, is_end=delta.finish_reason is not None)
+        return b"".join(map(self._added, parts))
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        events = self._closed()
+        events += _event("message_delta", delta=self._stop, usage=_usage(usage), **extras)
+        return events + _event("message_stop")
+
+    def error(self, error: ServiceError) -> bytes:
+        return sse.event(ERRORS.body(error, self._context.reply_id), "error")
+
+    def _added(self, part: Part) -> bytes:
+        closing = self._closed()  # of the block before, should this part begin one
+        events = closing + self._opened() if self._blocks.add(part) else b""
+        if isinstance(part, CallBegin):
+            return events
+        index, block = len(self._blocks.all) - 1, self._blocks.all[-1]
+        return events + _event("content_block_delta", index=index, delta=block.delta(part.text))
+
+    def _opened(self) -> bytes:
+        index, block = len(self._blocks.all) - 1, self._blocks.all[-1]
+        return _event("content_block_start", index=index, content_block=block.opening())
+
+    def _closed(self) -> bytes:
+        return _event("content_block_stop", index=len(self._blocks.all) - 1) if self._blocks.all else b""
+
+
+class MessageDocument(WholeReply):
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        super().__init__(call, context)
+        self._last = Delta(text="", num_tokens=0, finish_reason=FinishReason.STOP)
+
+    def add(self, choice: int, delta: Delta) -> None:
+        super().add(choice, delta)
+        if delta.finish_reason is not None:
+            self._last = delta
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        blocks = _Blocks(self._call, self._context)
+        for part in blocks.parts("".join(self.texts[0]), is_end=True):
+            blocks.add(part)
+        content = [block.document() for block in blocks.all or [_Block("text")]]
+        return _message(self._context) | {"content": content, **blocks.stop_reason(self._last), "usage": _usage(usage)}
+
+
+def count_reply(num_tokens: int) -> bytes:
+    """The answer of /v1/messages/count_tokens."""
+    return sse.json_line({"input_tokens": num_tokens})
+
+
+def _message(context: ReplyContext) -> dict[str, Any]:
+    return {"id": ID_PREFIX + context.reply_id, "type": "message", "role": "assistant", "model": context.model}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.num_thought_tokens},
+    }
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return sse.event(sse.json_line({"type": name, **fields}), name)
+
+
+def _error_body(error: ServiceError, request_id: str) -> bytes:
+    details = {"type": _ERRORS[error.kind][1], "message": error.message, "param": error.param, "code": error.code}
+    return sse.json_line({"type": "error", "error": details, "request_id": request_id})
+
+
+ERRORS = ErrorForm(lambda error: _ERRORS[error.kind][0], _error_body, b"request-id")
+SURFACE = Surface(parse, MessageStream, MessageDocument)

@@ -1,0 +1,338 @@
+"""Ollama's API: /api/chat and /api/generate, whose streams are JSON lines, and what its clients ask about models.
+
+Its options are the other surfaces' fields under names of its own. Thread: loop, or wherever a long body is parsed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
+from core.constraints import ANY_OBJECT
+from core.errors import InvalidRequest, ServiceError
+from core.types import Delta, FinishReason, Usage
+from server.api.decoding import decode, parse_object
+from server.api.fields import (
+    ChatPrompt,
+    DefaultsOf,
+    GenerationCall,
+    MaxTokens,
+    Message,
+    SamplingFields,
+    TextPrompt,
+    chat_prompt,
+    generation_call,
+)
+from server.api.known_fields import rules_of
+from server.api.models import ServedModel, ServerCard
+from server.api.reasoning import answer_parser, thought_wishes
+from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, status_of
+from server.api.tools import CalledFunction, FunctionTool, ToolCall, tool_wishes
+from server.wire import sse
+
+RULES = rules_of("ollama")
+LATEST = ":latest"  # the tag that clients add to a name without one
+_MS_NS = 1_000_000
+_REASONS = {FinishReason.LENGTH: "length"}
+
+
+class OllamaCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of an earlier turn; it has no id."""
+
+    function: CalledFunction
+
+
+class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    content: str = ""
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+
+
+class OllamaFields(SamplingFields, frozen=True, kw_only=True):
+    """Of both; `options` lie beside them by then."""
+
+    max_tokens: MaxTokens | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(OllamaFields, frozen=True, kw_only=True):
+    messages: list[OllamaMessage]
+    tools: list[FunctionTool] | None = None
+
+
+class GenerateBody(OllamaFields, frozen=True, kw_only=True):
+    prompt: str
+    system: str | None = None
+    suffix: str | None = None
+    raw: bool | None = None
+
+
+def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
+    wire, unknown_fields = _decode(body, ChatBody)
+    model, defaults = defaults_of(_name(wire.model))
+    tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, defaults.tool_style)
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(wire.messages)]
+    prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs)
+    own = {"tools": tools, "thought": thought_wishes(defaults.thought_style)} | _own(wire, unknown_fields)
+    return _call(wire, generation_call(wire, model, defaults, (prompt,), **own))
+
+
+def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
+    wire, unknown_fields = _decode(body, GenerateBody)
+    model, defaults = defaults_of(_name(wire.model))
+    prompt: ChatPrompt | TextPrompt
+    if wire.raw or wire.suffix:
+        prompt = TextPrompt(wire.prompt, suffix=wire.suffix or None)
+    else:
+        system = [Message(role="system", content=wire.system)] if wire.system else []
+        turn = Message(role="user", content=wire.prompt)
+        prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=wire.chat_template_kwargs)
+    thought = None if wire.raw or wire.suffix else thought_wishes(defaults.thought_style)
+    return _call(wire, generation_call(wire, model, defaults, (prompt,), thought=thought, **_own(wire, unknown_fields)))
+
+
+def _decode(body: bytes, shape: type[Any]) -> tuple[Any, tuple[str, ...]]:
+    """The body with its options beside the other fields; the format "json" is any object."""
+    fields = parse_object(body)
+    if fields.get("format") == "json":
+        fields["format"] = ANY_OBJECT
+    options = fields.pop("options", None)
+    if options is None:
+        options = {}
+    if not isinstance(options, dict):
+        raise InvalidRequest("options must be an object.", "options", "invalid_type")
+    if twice := sorted(fields.keys() & options.keys()):
+        raise InvalidRequest(f"options.{twice[0]} is a field of the request itself. Send it once.", "options")
+    return decode(fields | options, shape, RULES)
+
+
+def _own(wire: OllamaFields, unknown_fields: tuple[str, ...]) -> dict[str, Any]:
+    return {"max_tokens": wire.max_tokens, "num_logprobs": None, "unknown_fields": unknown_fields}
+
+
+def _call(wire: OllamaFields, call: GenerationCall) -> GenerationCall:
+    """A stream unless it says otherwise, and with the times that a last line has."""
+    return msgspec.structs.replace(call, is_stream=wire.stream is not False, wants_timings=True)
+
+
+def _name(model: str | None) -> str | None:
+    return None if model is None else model.removesuffix(LATEST)
+
+
+def _message(message: OllamaMessage, where: str) -> Message:
+    if message.images:
+        text = f"{where}.images is not supported: this model reads text only. Leave it out."
+        raise InvalidRequest(text, f"{where}.images", "unsupported_content_type")
+    return Message(
+        role=message.role,
+        content=message.content,
+        reasoning_content=message.thinking,
+        name=message.tool_name if message.role == "tool" else None,
+        tool_calls=[ToolCall(function=call.function) for call in message.tool_calls or ()] or None,
+    )
+
+
+# Answers.
+
+
+class _Lines:
+    """What the parts of one answer are on Ollama's lines.
+
+    A call is told once it is complete.
+    """
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        prompt = call.prompts[0]
+        self.is_chat = isinstance(prompt, ChatPrompt) and prompt.param == "messages"
+        self._context = context
+        self._parser = answer_parser(call.thought, call.tools)
+        self._name = ""
+        self._arguments: list[str] | None = None
+
+    def parts(self, text: str, is_end: bool) -> list[dict[str, Any]]:
+        """The fields of each line that more text makes."""
+        if self._parser is None:
+            return [self._content("content", text)] if text else []
+        parts = self._parser.feed(text) + (self._parser.close() if is_end else [])
+        lines = [line for part in parts for line in self._lines_of(part)]
+        return [*lines, *self._complete()] if is_end else lines
+
+    def _lines_of(self, part: Part) -> Iterable[dict[str, Any]]:
+        match part:
+            case Arguments(_, text):
+                assert self._arguments is not None, "it follows its call's begin"
+                self._arguments.append(text)
+            case CallBegin(_, name, _):
+                yield from self._complete()
+                self._name, self._arguments = name, []
+            case Text(text) | Reasoning(text):
+                yield from self._complete()
+                yield self._content("content" if isinstance(part, Text) else "thinking", text)
+
+    def _content(self, kind: str, text: str) -> dict[str, Any]:
+        if self.is_chat:
+            return {"message": {"role": "assistant", "content": "", kind: text}}
+        return {"response": "", ("response" if kind == "content" else kind): text}
+
+    def _complete(self) -> Iterable[dict[str, Any]]:
+        """The line of the call that has ended; one that was cut short is none."""
+        if self._arguments is None:
+            return
+        try:
+            arguments = msgspec.json.decode("".join(self._arguments) or "{}")
+        except msgspec.DecodeError:
+            arguments = None
+        self._arguments = None
+        if isinstance(arguments, dict):
+            calls = [{"function": {"name": self._name, "arguments": arguments}}]
+            yield {"message": {"role": "assistant", "content": "", "tool_calls": calls}}
+
+    def line(self, fields: Mapping[str, Any], is_done: bool = False) -> dict[str, Any]:
+        at = datetime.fromtimestamp(self._context.unix_clock(), UTC).isoformat().replace("+00:00", "Z")
+        return {"model": self._context.model, "created_at": at, **fields, "done": is_done}
+
+    def last(self, fields: Mapping[str, Any], reason: FinishReason, usage: Usage, extras: Extras) -> dict[str, Any]:
+        """The line that ends an answer."""
+        timings = extras.get("timings", {})
+        times = {name: timings.get(name, 0.0) for name in ("total", "prefill", "decode", "detokenize")}
+        return self.line(fields, is_done=True) | {
+            "done_reason": _REASONS.get(reason, "stop"),
+            "total_duration": round(times["total"] * _MS_NS),
+            "load_duration": 0,
+            "prompt_eval_count": usage.num_prompt_tokens,
+            "prompt_eval_duration": round(times["prefill"] * _MS_NS),
+            "eval_count": usage.num_completion_tokens,
+            "eval_duration": round((times["decode"] + times["detokenize"]) * _MS_NS),
+        }
+
+
+class OllamaStream:
+    """Implements replies.StreamReply: a JSON object a line, the last with `done`."""
+
+    __slots__ = ("_lines", "_reason")
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self._lines = _Lines(call, context)
+        self._reason = FinishReason.STOP
+
+    def start(self) -> bytes:
+        return b""
+
+    def text(self, choice: int, text: str) -> bytes:
+        return self._written(self._lines.parts(text, is_end=False))
+
+    def text_frame(self, choice: int) -> None:
+        """None: each line has the time."""
+
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        self._reason = delta.finish_reason or self._reason
+        return self._written(self._lines.parts(delta.text, is_end=delta.finish_reason is not None))
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        nothing = {"message": {"role": "assistant", "content": ""}} if self._lines.is_chat else {"response": ""}
+        return sse.json_line(self._lines.last(nothing, self._reason, usage, extras)) + b"\n"
+
+    def error(self, error: ServiceError) -> bytes:
+        return _error_body(error, "") + b"\n"
+
+    def _written(self, parts: Sequence[Mapping[str, Any]]) -> bytes:
+        return b"".join(sse.json_line(self._lines.line(part)) + b"\n" for part in parts)
+
+
+class OllamaDocument(WholeReply):
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        self._extras = extras
+        return super().end(usage, {})
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        lines = _Lines(self._call, self._context)
+        said: dict[str, Any] = {"role": "assistant", "content": ""} if lines.is_chat else {"response": ""}
+        for part in lines.parts("".join(self.texts[0]), is_end=True):
+            for name, value in (part["message"] if lines.is_chat else part).items():
+                if name != "role" and value:
+                    said[name] = said[name] + value if name in said else value
+        return lines.last({"message": said} if lines.is_chat else said, self._reasons[0], usage, self._extras)
+
+
+def _error_body(error: ServiceError, request_id: str) -> bytes:
+    return sse.json_line({"error": error.message})
+
+
+ERRORS = ErrorForm(status_of, _error_body)
+_LINES = b"application/x-ndjson"
+CHAT = Surface(parse_chat, OllamaStream, OllamaDocument, _LINES)
+GENERATE = Surface(parse_generate, OllamaStream, OllamaDocument, _LINES)
+
+
+# Models.
+
+
+class ShowBody(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    name: str | None = None  # its older name
+    verbose: bool | None = None
+
+
+def parse_show(body: bytes) -> tuple[str | None, tuple[str, ...]]:
+    """The name of the model that is asked about, and the names of the body's unknown fields."""
+    wire, unknown_fields = decode(body, ShowBody, {})
+    return _name(wire.model or wire.name), unknown_fields
+
+
+def tags_reply(models: Sequence[ServedModel], card: ServerCard) -> bytes:
+    return sse.json_line({"models": [_tag(model, card) for model in models]})
+
+
+def running_reply(models: Sequence[ServedModel], card: ServerCard) -> bytes:
+    """The same: what is served is loaded."""
+    never = "9999-12-31T23:59:59Z"
+    more = {"expires_at": never, "size_vram": 0}
+    lines = [_tag(model, card) | more | {"context_length": model.max_model_len} for model in models]
+    return sse.json_line({"models": lines})
+
+
+def show_reply(model: ServedModel, card: ServerCard, template: str | None, capabilities: Sequence[str]) -> bytes:
+    kind = card.model_type or "unknown"
+    return sse.json_line(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": template or "",
+            "details": _details(card),
+            "model_info": {"general.architecture": kind, f"{kind}.context_length": model.max_model_len},
+            "capabilities": ["completion", *capabilities],
+            "modified_at": _time(model.created_s),
+        }
+    )
+
+
+def _tag(model: ServedModel, card: ServerCard) -> dict[str, Any]:
+    return {
+        "name": model.id,
+        "model": model.id,
+        "modified_at": _time(model.created_s),
+        "size": 0,
+        "digest": "",
+        "details": _details(card),
+    }
+
+
+def _details(card: ServerCard) -> dict[str, Any]:
+    family = card.model_type or "unknown"
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def _time(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")

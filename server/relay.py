@@ -1,0 +1,875 @@
+"""A model that upstreams answer for: passes bodies on and answers back, and counts tokens as they pass. Thread: loop.
+
+    body ─▶ Relay.prepare ─▶ Relay.submit: RelayHandle ─ a slot, a connection ─▶ upstream
+    client ◀─ PassedStream, PassedWhole ◀─ RelayedDelta ◀─ events, one by one ◀─┘
+
+The gate's work and the ledger are the generation's (server/generation.py). Of a body only `model`, `stream_options` and
+`priority` are rewritten, and `cache_salt` for upstreams of our own; of an answer, its id and model. All else passes.
+
+Tokens are those of the upstream's usage. Until it comes, a prompt counts as a third of its bytes, and an event with
+text as a token: that is what is billed of an answer that is broken off.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Annotated, Any
+
+import msgspec
+
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.thoughts import ThoughtFollower
+from core.types import LOWEST_CLASS, TOP_CLASS, Cost, Delta, FinishReason, SamplingParams, Usage
+from server.api import chat, completions, responses
+from server.api.decoding import convert, parse_object
+from server.api.fields import GenerationCall, MaxTokens, RequestLimits
+from server.api.models import ServedModel
+from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
+from server.clock import Clock
+from server.engine_client import NOT_YET, DeltaSink, LoopWork
+from server.gate.admission import Admission
+from server.gate.identity import Caller
+from server.gate.quota import NEVER
+from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
+from server.gate.text_rules import Matcher, rule_book
+from server.observing.timing import Stage, StageMarks
+from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
+from server.upstream.pool import Pool, Slot, Upstream
+from server.wire import sse
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
+MAX_EVENT_BYTES = 8 * 1024 * 1024
+MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
+MAX_ERROR_BYTES = 64 * 1024
+LINGER_S = 2.0  # after the last event, for the answer's end
+MANY_TOKENS = 2**31  # where a request sets no bound
+PROMPT_FIELDS = ("messages", "prompt", "input", "instructions", "system", "suffix", "tools")
+REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "max_output_tokens": FinishReason.LENGTH,
+    "tool_calls": FinishReason.TOOL_CALLS,
+    "content_filter": FinishReason.CONTENT_FILTER,
+}
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"')
+_DONE = b"[DONE]"
+
+
+# The surfaces, as they pass.
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One surface: where it is asked, and what its answers' ids begin with."""
+
+    path: bytes
+    prefix: str
+
+    @property
+    def is_responses(self) -> bool:
+        return self.prefix == "resp_"
+
+
+PASSAGES = {
+    id(chat.SURFACE): Passage(b"/v1/chat/completions", "chatcmpl-"),
+    id(completions.SURFACE): Passage(b"/v1/completions", "cmpl-"),
+    id(responses.SURFACE): Passage(b"/v1/responses", "resp_"),
+}
+
+
+class RelayedDelta(Delta, frozen=True, kw_only=True):
+    """What has come, as it goes out.
+
+    Args:
+        event: whole events of a stream, or the document.
+        is_last: it is written once the answer is settled.
+    """
+
+    event: bytes = b""
+    is_last: bool = False
+
+
+class PassedStream:
+    """StreamReply of events that an upstream has written."""
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self._call = call
+        self._context = context
+        self._last = b""
+
+    def start(self) -> bytes:
+        return b""
+
+    def text(self, choice: int, text: str) -> bytes:
+        raise AssertionError("texts come in deltas")
+
+    def text_frame(self, choice: int) -> None:
+        return None
+
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        assert isinstance(delta, RelayedDelta)
+        if not delta.is_last:
+            return delta.event
+        self._last += delta.event
+        return b""
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        if _passage(self._call).is_responses:
+            return self._last
+        more: dict[str, Any] = dict(extras)
+        if not self._last and self._call.includes_usage:  # it was ended here
+            more["usage"] = usage_object(usage)
+        if not more:
+            return self._last + sse.DONE
+        context = self._context
+        envelope = {"id": _passage(self._call).prefix + context.reply_id, "model": context.model, "choices": []}
+        return self._last + sse.event(sse.json_line(envelope | more)) + sse.DONE
+
+    def error(self, error: ServiceError) -> bytes:
+        return error_event(error)
+
+
+class PassedWhole:
+    """Likewise of a document (WholeReply)."""
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self.texts: list[list[str]] = []
+        self._document = b""
+
+    def add(self, choice: int, delta: Delta) -> None:
+        assert isinstance(delta, RelayedDelta)
+        self._document += delta.event
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        return self._document
+
+
+def _passage(call: GenerationCall) -> Passage:
+    found = call.wire
+    assert isinstance(found, Passage)
+    return found
+
+
+# Requests.
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class _Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What the gate must know of a body; the rest is the upstream's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    max_output_tokens: MaxTokens | None = None
+    priority: Annotated[int, msgspec.Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
+    deadlines: DeadlineTable | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A body, ready to be sent: `Prompts` of a relay."""
+
+    call: GenerationCall
+    body: bytes
+    num_prompt_tokens: int
+    tells_tokens: bool
+    prompts: tuple[tuple[int, ...], ...] = ()
+    table: None = None
+    continues_text: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayDemand:
+    """A request to an upstream: `Demand` of a relay."""
+
+    request_id: str
+    passed: Passed
+    num_prompt_tokens: int
+    max_tokens: int
+    num_sequences: int
+    tenant: str
+    share: int
+    priority: int
+    deadline_s: float | None
+
+
+class Relay:
+    """The `PromptSource` and `TokenSource` of one model.
+
+    Args:
+        request_limits: of n and prompts.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        admission: Admission,
+        clock: Clock,
+        request_limits: RequestLimits,
+        work: LoopWork | None = None,
+    ) -> None:
+        self.pool = pool
+        self.admission = admission
+        self.work = work or LoopWork()
+        self.make_compiler = None
+        self.clock = clock
+        self._limits = request_limits
+        settings = pool.settings
+        created_s = int(clock.unix())
+        self.cards = tuple(
+            ServedModel(id=name, created_s=created_s, max_model_len=settings.max_model_len) for name in settings.names
+        )
+
+    # PromptSource.
+
+    def prepare(self, surface: Surface, body: bytes, tenant: Tenant, marks: StageMarks) -> Passed:
+        """
+        Raises:
+            InvalidRequest: a field that the gate must know is wrong, or a text rule is broken.
+            ServiceError: the tenant's text rules hold for answers.
+        """
+        marks.enter(Stage.VALIDATE)
+        fields = parse_object(body)
+        asked = convert(fields, _Asked, {})
+        passage = PASSAGES[id(surface)]
+        rules = rule_book(tenant.text_rules)
+        if rules.on_answer:
+            message = (
+                "Text rules of your tenant hold for answers, which this model's server cannot be held to."
+                " Use a model of this server itself, or ask the operator."
+            )
+            raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
+        num_bytes = num_ids = 0
+        for name in PROMPT_FIELDS:
+            texts: list[str] = []
+            for leaf in _leaves(fields.get(name)):
+                if isinstance(leaf, str):
+                    texts.append(leaf)
+                    num_bytes += 0 if leaf.startswith("data:") else len(leaf.encode("utf-8", "replace"))
+                else:
+                    num_ids += 1
+            rules.check_prompt(texts, name)
+        call = self._call(asked, fields, passage, tenant)
+        self._rewrite(fields, asked, call, tenant)
+        marks.enter(Stage.OFFLOAD)
+        num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
+        return Passed(call, sse.json_line(fields), num_prompt_tokens, tells_tokens=call.is_stream)
+
+    def _call(self, asked: _Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant) -> GenerationCall:
+        prompt, num_prompts = fields.get("prompt"), 1
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            num_prompts = len(prompt)
+        limits, n = self._limits, asked.n or 1
+        for param, num, most in (("n", n, limits.num_choices), ("prompt", num_prompts, limits.num_prompts)):
+            if num > most:
+                raise InvalidRequest(f"{param} asks for {num}, and at most {most} are allowed.", param)
+        max_tokens = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or MANY_TOKENS
+        options = asked.stream_options
+        return GenerationCall(
+            model=asked.model or self.pool.settings.name,
+            prompts=(),
+            sampling=SamplingParams(max_tokens=min(max_tokens, MANY_TOKENS)),
+            num_sequences=n * num_prompts,
+            priority=asked.priority,
+            deadlines=ANY_TIME if asked.deadlines is None else ANY_TIME.replaced_by(asked.deadlines),
+            is_stream=bool(asked.stream),
+            includes_usage=options is not None and bool(options.include_usage),
+            wire=passage,
+        )
+
+    def _rewrite(self, fields: dict[str, Any], asked: _Asked, call: GenerationCall, tenant: Tenant) -> None:
+        """What an upstream gets instead of what the client has sent."""
+        settings = self.pool.settings
+        fields["model"] = settings.upstream_model or settings.name
+        if call.is_stream and not _passage(call).is_responses:
+            fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
+        if asked.priority is not None:
+            fields["priority"] = tenant.priority_of(asked.priority)
+        if settings.trusted and tenant.name != LOCAL_NAME:
+            salt = f"{tenant.cache_salt_domain}\0{asked.cache_salt or ''}"
+            fields["cache_salt"] = sha256(salt.encode("utf-8", "replace")).hexdigest()
+
+    def requests_of(self, prepared: Passed, request_id: str, arrived_s: float, caller: Caller) -> list[RelayDemand]:
+        call, tenant = prepared.call, caller.tenant
+        asked_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
+        demand = RelayDemand(
+            request_id=request_id,
+            passed=prepared,
+            num_prompt_tokens=prepared.num_prompt_tokens,
+            max_tokens=call.sampling.max_tokens,
+            num_sequences=call.num_sequences,
+            tenant=caller.sharing_name,
+            share=tenant.share,
+            priority=tenant.priority_of(call.priority),
+            deadline_s=arrived_s + asked_s if asked_s < float("inf") else None,
+        )
+        return [demand]
+
+    def reply_context(self, prepared: Passed, request_id: str) -> ReplyContext:
+        unix = self.clock.unix
+        return ReplyContext(request_id, int(unix()), prepared.call.model, unix, "", str, lambda token_id: b"")
+
+    def follow_thought(self, call: GenerationCall) -> None:
+        return None
+
+    def surface_of(self, surface: Surface) -> Surface:
+        return Surface(surface.parse, PassedStream, PassedWhole)  # type: ignore[arg-type]  # a WholeReply's methods
+
+    # TokenSource.
+
+    def submit(
+        self,
+        request: RelayDemand,
+        sink: DeltaSink,
+        table: None,
+        continues_text: bool,
+        first_choice: int = 0,
+        forbidden: Sequence[Matcher] = (),
+        follow: Callable[[], ThoughtFollower | None] = lambda: None,
+    ) -> "RelayHandle":
+        """Arguments beyond the sink are the engine's: an upstream does that by itself."""
+        return RelayHandle(self, request, sink)
+
+
+def _leaves(value: Any) -> Iterator[str | int]:
+    """The texts and numbers in JSON. Its depth is bounded by the parser."""
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from _leaves(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        yield value
+
+
+# Answers.
+
+
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Of chat and completions, and of responses."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+    def usage(self) -> Usage:
+        prompt = max(0, self.prompt_tokens or self.input_tokens or 0)
+        completion = max(0, self.completion_tokens or self.output_tokens or 0)
+        of_prompt = self.prompt_tokens_details or self.input_tokens_details or _Details()
+        of_completion = self.completion_tokens_details or self.output_tokens_details or _Details()
+        return Usage(
+            num_prompt_tokens=prompt,
+            num_completion_tokens=completion,
+            num_cached_tokens=min(max(0, of_prompt.cached_tokens or 0), prompt),
+            num_thought_tokens=min(max(0, of_completion.reasoning_tokens or 0), completion),
+        )
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: int = 0
+    delta: dict[str, Any] | None = None
+    text: Any = None
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        said = (self.text, *(value for name, value in (self.delta or {}).items() if name != "role"))
+        return any(said)
+
+
+class _Incomplete(msgspec.Struct, frozen=True):
+    reason: str | None = None
+
+
+class _Response(msgspec.Struct, frozen=True, kw_only=True):
+    id: str | None = None
+    status: str | None = None
+    usage: _Usage | None = None
+    incomplete_details: _Incomplete | None = None
+    error: Any = None
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    """An event or a document, of any surface."""
+
+    id: str | None = None
+    type: str | None = None
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+    response: _Response | None = None
+    status: str | None = None
+    incomplete_details: _Incomplete | None = None
+
+
+_read_message = msgspec.json.Decoder(_Message, strict=False).decode
+
+
+@dataclass(slots=True, eq=False)
+class RelayedSequence:
+    """One choice, as it passes: `SequenceTimes`."""
+
+    choice: int
+    mark: int
+    num_tokens: int = 0
+    is_finished: bool = False
+    last_s: float = NOT_YET
+    discounted_s: float = NOT_YET
+
+    @property
+    def waits_since_s(self) -> float:
+        return max(self.last_s, self.discounted_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Events:
+    """Splits a stream into events' data; comments are dropped."""
+
+    _buffer: bytearray = field(default_factory=bytearray)
+
+    def push(self, data: bytes) -> Iterator[tuple[bytes | None, bytes]]:
+        """Each with its name. Raises UpstreamFault: one is too large."""
+        searched = max(0, len(self._buffer) - 3)
+        self._buffer += data
+        while (match := _EVENT_END.search(self._buffer, searched)) is not None:
+            raw = bytes(self._buffer[: match.start()])
+            del self._buffer[: match.end()]
+            searched = 0
+            name, lines = None, []
+            for line in raw.splitlines():
+                key, _, value = line.partition(b":")
+                if key == b"data":
+                    lines.append(value.removeprefix(b" "))
+                elif key == b"event":
+                    name = value.removeprefix(b" ")
+            if lines:
+                yield name, b" ".join(lines)  # in JSON, a line break is but space
+        if len(self._buffer) > MAX_EVENT_BYTES:
+            raise UpstreamFault(f"an event is larger than {MAX_EVENT_BYTES} bytes")
+
+
+class RelayHandle:
+    """A request on its way to an upstream and back: the `Handle` of a relay.
+
+    A task waits for a slot, a connection and the answer's head, and may send the request elsewhere once; then the
+    connection calls this handle with what comes.
+    """
+
+    def __init__(self, relay: Relay, request: RelayDemand, sink: DeltaSink) -> None:
+        call = request.passed.call
+        self.request = request
+        self.sink = sink
+        self.cost = Cost()
+        self.sequences = [RelayedSequence(i, sink.on_mark(i, 0)) for i in range(request.num_sequences)]
+        self._relay = relay
+        self._call = call
+        self._passage = _passage(call)
+        self._model = b'"model":' + sse.json_string(call.model)
+        self._renames = call.model != (relay.pool.settings.upstream_model or relay.pool.settings.name)
+        self._own_id = sse.json_string(self._passage.prefix + request.request_id)
+        self._their_id = b""
+        self._events = _Events()
+        self._document = bytearray()
+        self._usage: Usage | None = None
+        self._exchange: Exchange | None = None
+        self._is_paused = False
+        self._is_done = False  # the last event has come
+        self._is_cancelled = self._has_ended = False
+        self._loop = asyncio.get_running_loop()
+        self._slot: Slot = relay.pool.take_slot(request.priority, request.tenant)
+        self._linger: asyncio.TimerHandle | None = None
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """As far as the upstream has told."""
+        return 0 if self._usage is None else self._usage.num_thought_tokens
+
+    # Called by its owner.
+
+    def cancel(self, reason: FinishReason) -> None:
+        """End it; the upstream hears of it in this turn. on_end comes later in the loop. Idempotent."""
+        if self._has_ended or self._is_cancelled:
+            return
+        self._stop()
+        self._loop.call_soon(self._end)
+
+    def finish(self, reason: FinishReason, now_s: float) -> None:
+        """End its choices where they are, as the gate asks."""
+        unfinished = [one for one in self.sequences if not one.is_finished]
+        if self._has_ended or not unfinished:
+            return
+        if not self._call.is_stream or self._passage.is_responses:
+            message = "The token quota was used up before the answer was complete. Ask for fewer tokens at once."
+            self.sink.fail(ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded"))
+            return
+        for sequence in unfinished:
+            sequence.is_finished = True
+            content: dict[str, Any] = {"delta": {}} if self._passage.prefix == "chatcmpl-" else {"text": ""}
+            line = {
+                "id": self._passage.prefix + self.request.request_id,
+                "model": self._call.model,
+                "choices": [{"index": sequence.choice, **content, "finish_reason": reason.value}],
+            }
+            event = sse.event(sse.json_line(line))
+            self.sink.on_delta(
+                sequence.choice, RelayedDelta(text="", num_tokens=0, finish_reason=reason, event=event), now_s
+            )
+        self.cancel(reason)
+
+    def pause(self) -> None:
+        self._is_paused = True
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        if self._exchange is not None:
+            self._exchange.resume()
+
+    # Its task: until the answer's head.
+
+    async def _run(self) -> None:
+        try:
+            head = await self._begin()
+            if head.status == 200:
+                assert self._exchange is not None
+                self._exchange.read(self._on_data, self._on_end)
+            else:
+                raise refusal_of(head.status, await self._read_error(), head)
+        except ServiceError as error:
+            self._fail(error)
+        except UpstreamFault as fault:
+            self._fail(broken(fault))
+        except Exception:
+            logger.exception("a request cannot be passed on", extra={"request_id": self.request.request_id})
+            self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
+
+    async def _begin(self) -> AnswerHead:
+        """Send the request, once more elsewhere if it is safe. Returns the answer's head.
+
+        Raises:
+            ServiceError: no upstream takes requests.
+            UpstreamFault: nor could it be sent a second time.
+        """
+        pool, slot = self._relay.pool, self._slot
+        upstream = await slot.granted
+        self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._loop.time())
+        may_retry = True
+        while True:
+            try:
+                head = await self._send(upstream)
+            except UpstreamFault as fault:
+                pool.note_outcome(upstream, False)
+                other = pool.move(slot) if may_retry else None
+                if other is None:
+                    raise
+                logger.warning("the upstream %s failed: %s: %s is asked", upstream.url, fault, other.url)
+            else:
+                is_full = head.status == 503
+                pool.note_outcome(upstream, head.status < 500 or is_full)
+                other = pool.move(slot) if is_full and may_retry else None
+                if other is None:
+                    return head
+                await self._read_error()
+            upstream, may_retry = other, False
+
+    async def _send(self, upstream: Upstream) -> AnswerHead:
+        connection = await upstream.connection()
+        self.sink.on_stage(Stage.UPSTREAM_CONNECT, Stage.PREFILL, self._loop.time())
+        fields = [
+            (b"content-type", b"application/json"),
+            (b"accept", b"text/event-stream" if self._call.is_stream else b"application/json"),
+            (b"x-request-id", self.request.request_id.encode()),
+        ]
+        outgoing = self._relay.pool.request(
+            upstream, b"POST", self._passage.path, tuple(fields), self.request.passed.body
+        )
+        exchange = self._exchange = connection.send(outgoing)
+        if self._is_paused:
+            exchange.pause()
+        return await exchange.head
+
+    async def _read_error(self) -> bytes:
+        assert self._exchange is not None
+        try:
+            return await self._exchange.read_all(MAX_ERROR_BYTES)
+        except UpstreamFault:
+            return b""
+
+    # What the upstream sends.
+
+    def _on_data(self, data: bytes) -> None:
+        begun_s = self._loop.time()
+        try:
+            if self._call.is_stream:
+                for name, event in self._events.push(data):
+                    if not (self._is_done or self._is_cancelled):
+                        self._take_event(name, event, begun_s)
+            else:
+                self._document += data
+                if len(self._document) > MAX_DOCUMENT_BYTES:
+                    raise UpstreamFault(f"its answer is larger than {MAX_DOCUMENT_BYTES} bytes")
+        except UpstreamFault as fault:
+            self._fail(broken(fault))
+        except Exception:  # an answer that cannot be written: this one ends, and no other of the connection
+            logger.exception("an answer cannot be passed on", extra={"request_id": self.request.request_id})
+            self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this answer on.", "internal_error"))
+        self._relay.work.busy_s += self._loop.time() - begun_s
+
+    def _on_end(self, fault: UpstreamFault | None) -> None:
+        try:
+            if self._is_cancelled:
+                return
+            if fault is None and not self._call.is_stream:
+                self._take_document(bytes(self._document), self._loop.time())
+            is_whole = self._is_done or all(one.is_finished for one in self.sequences)
+            if not is_whole:
+                raise fault or UpstreamFault("its answer ends in the middle")
+        except UpstreamFault as error:
+            self._relay.pool.note_outcome(self._known_upstream, False)
+            self._fail(broken(error))
+        except Exception:
+            logger.exception("an answer cannot be passed on", extra={"request_id": self.request.request_id})
+            self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this answer on.", "internal_error"))
+        else:
+            self._end()
+
+    @property
+    def _known_upstream(self) -> Upstream:
+        assert self._slot.upstream is not None
+        return self._slot.upstream
+
+    def _take_event(self, name: bytes | None, data: bytes, now_s: float) -> None:
+        if data == _DONE:
+            self._be_done()
+            return
+        message = _decoded(data)
+        if message.error is not None and message.type in (None, "error"):
+            raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
+        self._note_id(message.id or (None if message.response is None else message.response.id))
+        if message.usage is not None:
+            self._usage = message.usage.usage()
+        framed = (
+            sse.event_head(None if name is None else name.decode("ascii", "replace"))
+            + self._renamed(data)
+            + sse.EVENT_END
+        )
+        if self._passage.is_responses:
+            self._take_response_event(message, framed, now_s)
+        elif message.choices:
+            self._take_choices(message.choices, framed, now_s)
+        elif self._call.includes_usage or message.usage is None:
+            self._write(0, framed, now_s, is_last=True)
+
+    def _take_choices(self, choices: list[_Choice], framed: bytes, now_s: float) -> None:
+        for choice in choices:
+            sequence = self._sequence(choice.index)
+            if choice.has_text:
+                self._count(sequence, now_s)
+            reason = None
+            if choice.finish_reason is not None and not sequence.is_finished:
+                sequence.is_finished = True
+                reason = REASONS.get(choice.finish_reason, FinishReason.STOP)
+            self._write(choice.index, framed, now_s, reason)
+            framed = b""
+
+    def _take_response_event(self, message: _Message, framed: bytes, now_s: float) -> None:
+        kind, response, (sequence,) = message.type or "", message.response, self.sequences
+        if kind == "response.failed":
+            raise UpstreamFault(f"it ended its answer with an error: {_told(response and response.error)}")
+        if kind.endswith(".delta"):
+            self._count(sequence, now_s)
+        if kind not in ("response.completed", "response.incomplete") or response is None:
+            self._write(0, framed, now_s)
+            return
+        if response.usage is not None:
+            self._usage = response.usage.usage()
+        sequence.is_finished = True
+        self._write(0, framed, now_s, _reason_of(response.incomplete_details), is_last=True)
+        self._be_done()
+
+    def _take_document(self, data: bytes, now_s: float) -> None:
+        message = _decoded(data)
+        self._note_id(message.id)
+        if message.usage is not None:
+            self._usage = message.usage.usage()
+        if self._passage.is_responses:
+            reasons = {0: _reason_of(message.incomplete_details)}
+        else:
+            reasons = {
+                one.index: REASONS.get(one.finish_reason or "stop", FinishReason.STOP) for one in message.choices
+            }
+        if message.error is not None or not reasons or not all(0 <= one < len(self.sequences) for one in reasons):
+            raise UpstreamFault("its answer is not one of the kind that was asked for")
+        document = self._renamed(data)
+        for index, reason in reasons.items():
+            self._count(self.sequences[index], now_s)
+            self._write(index, document, now_s, reason)
+            document = b""
+        for sequence in self.sequences:
+            sequence.is_finished = True
+
+    def _sequence(self, index: int) -> RelayedSequence:
+        if not 0 <= index < len(self.sequences):
+            raise UpstreamFault(f"its answer has a choice {index}, of {len(self.sequences)} that were asked for")
+        return self.sequences[index]
+
+    def _count(self, sequence: RelayedSequence, now_s: float) -> None:
+        is_first = sequence.last_s == NOT_YET
+        sequence.last_s = now_s
+        sequence.num_tokens += 1
+        self._relay.work.num_tokens += 1
+        if is_first:
+            self.sink.on_begin(sequence.choice, now_s)
+        if sequence.num_tokens >= sequence.mark:
+            sequence.mark = NEVER  # on_mark may end it
+            sequence.mark = self.sink.on_mark(sequence.choice, sequence.num_tokens)
+
+    def _write(
+        self, choice: int, event: bytes, now_s: float, reason: FinishReason | None = None, is_last: bool = False
+    ) -> None:
+        if self._has_ended or self._is_cancelled:
+            return
+        delta = RelayedDelta(text=" ", num_tokens=0, finish_reason=reason, event=event, is_last=is_last)
+        self.sink.on_delta(choice, delta, now_s)
+
+    def _note_id(self, theirs: str | None) -> None:
+        if theirs and not self._their_id:
+            self._their_id = sse.json_string(theirs)
+
+    def _renamed(self, data: bytes) -> bytes:
+        """With our id and the name that was asked for."""
+        if self._their_id:
+            data = data.replace(self._their_id, self._own_id)
+        return _MODEL.sub(lambda match: self._model, data, count=1) if self._renames else data
+
+    # Its end.
+
+    def _be_done(self) -> None:
+        """The last event has come: the answer's end follows, or is not waited for long."""
+        self._is_done = True
+        for sequence in self.sequences:
+            sequence.is_finished = True
+        self._linger = self._loop.call_later(LINGER_S, self._end)
+
+    def _fail(self, error: ServiceError) -> None:
+        if not self._has_ended:
+            self.sink.fail(error)  # which cancels
+            self.cancel(FinishReason.ERROR)
+
+    def _stop(self) -> None:
+        """Nothing more is taken from the upstream."""
+        self._is_cancelled = True
+        for sequence in self.sequences:
+            sequence.is_finished = True
+        self._task.cancel()
+        if self._exchange is not None:
+            self._exchange.cancel()
+        self._slot.granted.cancel()
+        self._slot.leave()
+
+    def _end(self) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._linger is not None:
+            self._linger.cancel()
+        if self._exchange is not None:
+            self._exchange.cancel()
+        self._slot.leave()
+        usage = self._usage
+        if usage is None:
+            num_tokens = max(self.num_tokens, len(self._document) // BYTES_PER_TOKEN)
+            usage = Usage(self.request.num_prompt_tokens if num_tokens else 0, num_tokens)
+        try:
+            self.sink.on_end(usage, None)
+        except Exception:  # there is nothing left to cancel
+            logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
+
+
+def _reason_of(details: _Incomplete | None) -> FinishReason:
+    return FinishReason.STOP if details is None else REASONS.get(details.reason or "", FinishReason.LENGTH)
+
+
+def _decoded(data: bytes) -> _Message:
+    try:
+        return _read_message(data)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise UpstreamFault(f"its answer cannot be read: {error}") from error
+
+
+def _told(error: Any) -> str:
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message)[:500]
+
+
+def broken(fault: UpstreamFault) -> ServiceError:
+    """The error of a request whose upstream failed, perhaps in the middle of its answer."""
+    return ServiceError(ErrorKind.UPSTREAM, f"The server behind this one failed: {fault}. Try again.", "upstream_error")
+
+
+_PASSED_ON = {  # statuses of which the client is the cause
+    400: ErrorKind.INVALID_REQUEST,
+    413: ErrorKind.BODY_TOO_LARGE,
+    422: ErrorKind.INVALID_REQUEST,
+}
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str | None = None
+    code: Any = None
+    param: Any = None
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _Error | str | None = None
+    message: str | None = None
+
+
+def refusal_of(status: int, body: bytes, head: AnswerHead) -> ServiceError:
+    """The error for the client of a request that an upstream has refused."""
+    try:
+        told = msgspec.json.decode(body, type=_ErrorBody)
+    except msgspec.DecodeError:
+        told = _ErrorBody()
+    error = _Error(told.error) if isinstance(told.error, str) else told.error or _Error(told.message)
+    message = error.message or f"The server behind this one refused the request, with the status {status}."
+    code, param = (value if isinstance(value, str) else None for value in (error.code, error.param))
+    if status in _PASSED_ON:
+        return ServiceError(_PASSED_ON[status], message, code or "invalid_value", param)
+    if status in (429, 503):
+        after = head.field(b"retry-after") or b""
+        retry_s = min(float(after), 60.0) if after.isdigit() else 1.0
+        return ServiceError(ErrorKind.UNAVAILABLE, message, code or "overloaded", retry_after_s=retry_s)
+    logger.error("an upstream refused a request with the status %d: %s", status, message)
+    what = "refused this server's own key" if status in (401, 403) else f"answered with the status {status}"
+    return ServiceError(ErrorKind.UPSTREAM, f"The server behind this one {what}. Tell the operator.", "upstream_error")

@@ -1,0 +1,390 @@
+"""HTTP/2 without I/O, the client's side (RFC 9113): requests to bytes, and an upstream's bytes to events. Thread: loop.
+
+The frames, windows and HPACK are those of the server's side (server/wire). The connection's window is given back as
+bytes come; a stream's, only as they are read: a reader that stops shuts its own stream, and no other.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from server.upstream.exchange import UpstreamFault
+from server.wire.http2_frames import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    DEFAULT_WINDOW,
+    ENABLE_PUSH,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_HEADER,
+    GOAWAY,
+    HEADER_BYTES,
+    HEADERS,
+    INITIAL_WINDOW,
+    LEAST_FRAME_BYTES,
+    MAX_FRAME,
+    MAX_LIST,
+    MAX_STREAM_ID,
+    MAX_STREAMS,
+    MAX_WINDOW,
+    PING,
+    PREFACE,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTINGS,
+    UNRESERVED,
+    WINDOW_UPDATE,
+    Header,
+    check_shape,
+    frame,
+    num_priority_bytes,
+    read_settings,
+    settings_frame,
+    unpadded,
+    window_update,
+)
+from server.wire.http2_heads import Fields, RequestDecoder, ResponseEncoder
+from server.wire.http2_streams import ReceiveWindow
+from server.wire.limits import FrameLimits, TokenBucket
+from server.wire.messages import ConnectionFault, Http2ErrorCode
+
+STREAM_WINDOW_BYTES = 32 * 1024  # of an answer that is not read
+CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024  # only what its frames take to arrive: it is given back at once
+LIST_BYTES = 64 * 1024  # of a response's head
+NO_STREAM_LIMIT = 2**31 - 1  # RFC 9113 §6.5.2: until the peer's SETTINGS
+
+
+class Answer(NamedTuple):
+    stream_id: int
+    status: int
+    fields: tuple[tuple[bytes, bytes], ...]
+
+
+class Piece(NamedTuple):
+    stream_id: int
+    data: bytes
+
+
+class Ended(NamedTuple):
+    stream_id: int
+
+
+class BrokenOff(NamedTuple):
+    stream_id: int
+    fault: UpstreamFault
+
+
+Happening = Answer | Piece | Ended | BrokenOff
+
+
+class NotHttp2(ConnectionFault):
+    """The peer's first bytes are no SETTINGS frame: it does not speak HTTP/2."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request and its answer.
+
+    Attributes:
+        window: bytes that the peer takes of the body; may be negative.
+        body: of the request, unsent.
+        receive_window: that the peer has for the answer.
+    """
+
+    id: int
+    window: int
+    body: memoryview
+    receive_window: ReceiveWindow = field(default_factory=lambda: ReceiveWindow(STREAM_WINDOW_BYTES))
+    has_head: bool = False
+
+
+class _Block(NamedTuple):
+    """A field section that goes on in CONTINUATION frames."""
+
+    stream_id: int
+    ends_stream: bool
+    fragments: list[bytes]
+
+
+class Http2Client:
+    """One connection's protocol. What is to be written is taken with take_output.
+
+    Attributes:
+        is_ready: the peer's SETTINGS have come.
+        max_streams: that the peer takes at once.
+        is_closing: no more requests can be sent on it.
+    """
+
+    def __init__(self) -> None:
+        self.is_ready = self.is_closing = False
+        self.max_streams = NO_STREAM_LIMIT
+        self._out: list[bytes] = [
+            PREFACE,
+            settings_frame({ENABLE_PUSH: 0, INITIAL_WINDOW: STREAM_WINDOW_BYTES, MAX_LIST: LIST_BYTES}),
+            window_update(CONNECTION_WINDOW_BYTES - DEFAULT_WINDOW),
+        ]
+        self._streams: dict[int, _Stream] = {}
+        self._next_id = 1
+        self._buffer = bytearray()
+        self._events: list[Happening] = []
+        self._block: _Block | None = None
+        self._decoder = RequestDecoder(LIST_BYTES)
+        self._encoder = ResponseEncoder()
+        self._window = self._initial_window = DEFAULT_WINDOW  # for requests' bodies
+        self._receive_window = ReceiveWindow(CONNECTION_WINDOW_BYTES)
+        self._max_frame_bytes = LEAST_FRAME_BYTES
+        self._limits = limits = FrameLimits()
+        self._budgets = {
+            kind: TokenBucket(rate)
+            for kind, rate in {RST_STREAM: limits.resets, PING: limits.pings, SETTINGS: limits.settings}.items()
+        }
+        self._now = 0.0
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    # Requests.
+
+    def request(self, fields: Iterable[tuple[bytes, bytes]], body: bytes) -> int:
+        """Send a request. Returns its stream's id."""
+        stream_id, self._next_id = self._next_id, self._next_id + 2
+        self.is_closing |= self._next_id > MAX_STREAM_ID  # RFC 9113 §5.1.1
+        stream = self._streams[stream_id] = _Stream(stream_id, self._initial_window, memoryview(body))
+        self._write_head(stream_id, self._encoder.encode(fields), 0 if body else END_STREAM)
+        self._send_body(stream)
+        return stream_id
+
+    def _write_head(self, stream_id: int, block: bytes, flags: int) -> None:
+        most = self._max_frame_bytes
+        pieces = [block[start : start + most] for start in range(0, len(block), most)]
+        for i, piece in enumerate(pieces):
+            ends = END_HEADERS if i == len(pieces) - 1 else 0
+            self._out.append(frame(CONTINUATION if i else HEADERS, piece, ends | (0 if i else flags), stream_id))
+
+    def _send_body(self, stream: _Stream) -> None:
+        """As much as the windows let."""
+        while stream.body:
+            size = min(len(stream.body), self._window, stream.window, self._max_frame_bytes)
+            if size <= 0:
+                return
+            self._window -= size
+            stream.window -= size
+            data, stream.body = bytes(stream.body[:size]), stream.body[size:]
+            self._out.append(frame(DATA, data, 0 if stream.body else END_STREAM, stream.id))
+
+    def acknowledge(self, stream_id: int, num_bytes: int) -> None:
+        """So much of the answer has been read: the peer may send as much again."""
+        stream = self._streams.get(stream_id)
+        if stream is not None and (increment := stream.receive_window.give_back(num_bytes)):
+            self._out.append(window_update(increment, stream_id))
+
+    def reset(self, stream_id: int, code: Http2ErrorCode = Http2ErrorCode.CANCEL) -> None:
+        """Nobody wants the answer. Idempotent."""
+        if self._streams.pop(stream_id, None) is not None:
+            self._out.append(frame(RST_STREAM, code.to_bytes(4, "big"), 0, stream_id))
+
+    def take_output(self) -> bytes:
+        out = b"".join(self._out)
+        self._out.clear()
+        return out
+
+    # What the peer sends.
+
+    def receive(self, data: bytes, now: float) -> list[Happening]:
+        """
+        Raises:
+            ConnectionFault: the connection ends; what take_output gives is its GOAWAY.
+        """
+        self._now = now
+        self._buffer += data
+        try:
+            self._read_frames()
+        except ConnectionFault as fault:
+            self.is_closing = True
+            self._out.append(frame(GOAWAY, bytes(4) + fault.code.to_bytes(4, "big")))
+            raise
+        events, self._events = self._events, []
+        return events
+
+    def _read_frames(self) -> None:
+        buffer, position = self._buffer, 0
+        while len(buffer) - position >= HEADER_BYTES:
+            high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(buffer, position)
+            header = Header(high << 16 | low, kind, flags, stream_id & UNRESERVED)
+            if not self.is_ready and (kind != SETTINGS or flags & ACK):  # RFC 9113 §3.4
+                raise NotHttp2(Http2ErrorCode.PROTOCOL_ERROR, "It does not begin with SETTINGS.")
+            self._check_header(header)
+            end = position + HEADER_BYTES + header.length
+            if len(buffer) < end:
+                break
+            take = _TAKERS.get(kind)
+            if take is not None:  # RFC 9113 §5.5: unknown types are ignored; so are priorities
+                take(self, header, bytes(buffer[position + HEADER_BYTES : end]))
+            position = end
+        del buffer[:position]
+
+    def _check_header(self, header: Header) -> None:
+        if header.length > LEAST_FRAME_BYTES:
+            raise ConnectionFault(Http2ErrorCode.FRAME_SIZE_ERROR, f"The frame is {header.length} bytes long.")
+        block = self._block
+        if (block is None) == (header.kind == CONTINUATION) or (block and block.stream_id != header.stream_id):
+            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A header block is interrupted, or not begun.")
+        if block is None:
+            check_shape(header)
+        if header.kind == PUSH_PROMISE:
+            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "Nothing may be pushed.")  # RFC 9113 §6.6
+
+    def _stream(self, header: Header) -> _Stream | None:
+        """None: it has ended, or we have reset it."""
+        stream_id = header.stream_id
+        if stream_id % 2 == 0 or stream_id >= self._next_id:  # RFC 9113 §5.1: idle
+            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, f"Stream {stream_id} was never opened.")
+        return self._streams.get(stream_id)
+
+    def _spend(self, kind: int) -> None:
+        if not self._budgets[kind].take(self._now):
+            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, f"Too many frames of type {kind}.")
+
+    def _end(self, stream: _Stream) -> None:
+        """The answer is complete."""
+        if stream.body:  # RFC 9113 §8.1: it does not want the rest
+            self.reset(stream.id, Http2ErrorCode.NO_ERROR)
+        self._streams.pop(stream.id, None)
+        self._events.append(Ended(stream.id))
+
+    def _fail(self, stream: _Stream, why: str, is_untouched: bool = False) -> None:
+        self._streams.pop(stream.id, None)
+        self._events.append(BrokenOff(stream.id, UpstreamFault(why, is_untouched)))
+
+    # One method for each type of frame.
+
+    def _take_headers(self, header: Header, payload: bytes) -> None:
+        self._stream(header)
+        fragment = unpadded(header, payload)[num_priority_bytes(header) :]
+        self._block = _Block(header.stream_id, bool(header.flags & END_STREAM), [fragment])
+        self._go_on(header)
+
+    def _take_continuation(self, header: Header, payload: bytes) -> None:
+        assert self._block is not None
+        self._block.fragments.append(payload)
+        self._go_on(header)
+
+    def _go_on(self, header: Header) -> None:
+        block, limits = self._block, self._limits
+        assert block is not None
+        if len(block.fragments) > limits.num_continuations:
+            raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "The header block is too large.")
+        if not header.flags & END_HEADERS:
+            return
+        self._block = None
+        fields = self._decoder.decode(b"".join(block.fragments))  # whatever the stream (RFC 9113 §4.3)
+        stream = self._streams.get(block.stream_id)
+        if stream is None:
+            return
+        if not stream.has_head:
+            self._take_head(stream, fields)
+        elif not block.ends_stream:  # RFC 9113 §8.1: trailers end their stream
+            self.reset(stream.id, Http2ErrorCode.PROTOCOL_ERROR)
+            self._fail(stream, "its answer has two heads")
+            return
+        if block.ends_stream and stream.id in self._streams:
+            if stream.has_head:
+                self._end(stream)
+            else:
+                self._fail(stream, "its answer has no head")
+
+    def _take_head(self, stream: _Stream, fields: Fields) -> None:
+        statuses = [value for name, value in fields if name == b":status"]
+        if len(statuses) != 1 or not (statuses[0].isdigit() and len(statuses[0]) == 3):
+            self.reset(stream.id, Http2ErrorCode.PROTOCOL_ERROR)
+            self._fail(stream, "its answer has no status")
+        elif statuses[0][:1] != b"1":  # RFC 9113 §8.1: others are interim
+            stream.has_head = True
+            self._events.append(Answer(stream.id, int(statuses[0]), tuple(fields)))
+
+    def _take_data(self, header: Header, payload: bytes) -> None:
+        self._receive_window.take(header.length)
+        if increment := self._receive_window.give_back(header.length):
+            self._out.append(window_update(increment))
+        stream = self._stream(header)
+        if stream is None:
+            return
+        if not stream.has_head:
+            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A body comes before its head.")
+        stream.receive_window.take(header.length)
+        data = unpadded(header, payload)
+        self.acknowledge(stream.id, header.length - len(data))
+        if data:
+            self._events.append(Piece(stream.id, data))
+        if header.flags & END_STREAM:
+            self._end(stream)
+
+    def _take_reset(self, header: Header, payload: bytes) -> None:
+        self._spend(RST_STREAM)
+        stream = self._stream(header)
+        if stream is not None:
+            code = int.from_bytes(payload, "big")
+            why = f"it has reset the stream, with code {code}"
+            self._fail(stream, why, is_untouched=code == Http2ErrorCode.REFUSED_STREAM)  # RFC 9113 §8.7
+
+    def _take_settings(self, header: Header, payload: bytes) -> None:
+        self._spend(SETTINGS)
+        self.is_ready = True
+        if header.flags & ACK:
+            return
+        settings, table_sizes = read_settings(payload)
+        if table_sizes:
+            self._encoder.resize(table_sizes)
+        self._max_frame_bytes = settings.get(MAX_FRAME, self._max_frame_bytes)
+        self.max_streams = settings.get(MAX_STREAMS, self.max_streams)
+        self._out.append(frame(SETTINGS, b"", ACK))
+        growth = settings.get(INITIAL_WINDOW, self._initial_window) - self._initial_window
+        self._initial_window += growth
+        for stream in self._streams.values():
+            self._grow(stream, growth)
+
+    def _take_ping(self, header: Header, payload: bytes) -> None:
+        self._spend(PING)
+        if not header.flags & ACK:
+            self._out.append(frame(PING, payload, ACK))
+
+    def _take_goaway(self, header: Header, payload: bytes) -> None:
+        self.is_closing = True
+        last_id = int.from_bytes(payload[:4], "big") & UNRESERVED
+        for stream in [one for one in self._streams.values() if one.id > last_id]:
+            self._fail(stream, "it takes no more requests on this connection", is_untouched=True)  # RFC 9113 §6.8
+
+    def _take_window_update(self, header: Header, payload: bytes) -> None:
+        increment = int.from_bytes(payload, "big") & UNRESERVED
+        if not increment:  # RFC 9113 §6.9
+            raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "The window grows by nothing.")
+        if header.stream_id:
+            stream = self._stream(header)
+            if stream is not None:
+                self._grow(stream, increment)
+            return
+        self._window += increment
+        if self._window > MAX_WINDOW:  # RFC 9113 §6.9.1
+            raise ConnectionFault(Http2ErrorCode.FLOW_CONTROL_ERROR, "The connection's window is too large.")
+        for stream in self._streams.values():
+            self._send_body(stream)
+
+    def _grow(self, stream: _Stream, increment: int) -> None:
+        stream.window += increment
+        if stream.window > MAX_WINDOW:
+            raise ConnectionFault(Http2ErrorCode.FLOW_CONTROL_ERROR, "A stream's window is too large.")
+        self._send_body(stream)
+
+
+_TAKERS: dict[int, Callable[[Http2Client, Header, bytes], None]] = {
+    DATA: Http2Client._take_data,
+    HEADERS: Http2Client._take_headers,
+    CONTINUATION: Http2Client._take_continuation,
+    RST_STREAM: Http2Client._take_reset,
+    SETTINGS: Http2Client._take_settings,
+    PING: Http2Client._take_ping,
+    GOAWAY: Http2Client._take_goaway,
+    WINDOW_UPDATE: Http2Client._take_window_update,
+}

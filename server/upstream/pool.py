@@ -1,0 +1,393 @@
+"""The upstreams of one model: their connections, their health, and which of them takes the next request. Thread: loop.
+
+A request takes a `Slot` at an upstream and gives it back when its answer is over. Each upstream has `max_requests` at
+most; the others wait here, by class, then by how many their tenants have in progress, then by arrival.
+
+Health is asked for once a second: NUM_FAILURES in a row put an upstream out, NUM_SUCCESSES bring it in, with a part of
+its weight that grows over SLOW_START_S. Outcomes of requests eject: NUM_BAD_OUTCOMES in a row, for EJECTION_S, doubled
+each time, and never so many that fewer than half of the pool is left.
+"""
+
+import asyncio
+import logging
+from collections.abc import Container
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
+from server.upstream.connection import H1, H2, Address, Connection, Outgoing, address_of, client_tls, connect
+from server.upstream.exchange import UpstreamFault
+from server.upstream.settings import ModelSettings, UpstreamSettings
+
+logger = logging.getLogger(__name__)
+
+PROBE_EVERY_S = 1.0
+PROBE_S = 2.0  # for its answer
+PROBE_BYTES = 64 * 1024
+NUM_FAILURES, NUM_SUCCESSES = 3, 2
+SLOW_START_S = 10.0
+LEAST_WEIGHT = 0.1  # of an upstream's own, when it has just come in
+NUM_BAD_OUTCOMES = 5
+EJECTION_S, MOST_EJECTION_S = 1.0, 60.0
+MAX_CONNECTIONS = 4  # over HTTP/2, to one upstream
+STREAMS_PER_CONNECTION = 64  # before another is opened
+IDLE_S = 30.0  # after which an HTTP/1.1 connection is closed: before most servers do
+RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
+
+
+@dataclass(slots=True, eq=False)
+class Upstream:
+    """One server.
+
+    Attributes:
+        num_active: requests that hold a slot.
+        is_healthy: as probes have it.
+    """
+
+    settings: UpstreamSettings
+    address: Address
+    num_active: int = 0
+    is_healthy: bool = False
+    num_requests: int = 0
+    num_failures: int = 0  # of requests
+    why_out: str = "it has not answered yet"
+    connections: list[Connection] = field(default_factory=list)
+    _num_probed: int = 0  # alike, in a row: above 0 well, below it not
+    _in_since_s: float = 0.0
+    _num_bad: int = 0  # outcomes in a row
+    _ejected_until_s: float = 0.0
+    _ejection_s: float = EJECTION_S
+    _opening: asyncio.Task[Connection] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.settings.url
+
+    def is_in(self, now_s: float) -> bool:
+        return self.is_healthy and now_s >= self._ejected_until_s
+
+    def is_ejected(self, now_s: float) -> bool:
+        return now_s < self._ejected_until_s
+
+    def weight(self, now_s: float) -> float:
+        part = min(1.0, max(LEAST_WEIGHT, (now_s - self._in_since_s) / SLOW_START_S))
+        return self.settings.weight * part
+
+    # Connections.
+
+    async def connection(self) -> Connection:
+        """One that has room for a request.
+
+        Raises:
+            UpstreamFault: it cannot be connected to.
+        """
+        while True:
+            self.connections = [one for one in self.connections if not one.is_closed]
+            free = [one for one in self.connections if one.room]
+            if free:
+                best = min(free, key=lambda one: one.num_open)
+                is_full = best.is_multiplexed and best.num_open >= STREAMS_PER_CONNECTION
+                if not is_full or len(self.connections) >= MAX_CONNECTIONS:
+                    return best
+            if H2 in self.address.protocols:  # the first may be shared
+                if self._opening is None:
+                    self._opening = asyncio.create_task(self._open())
+                    self._opening.add_done_callback(self._note_opened)
+                connection = await asyncio.shield(self._opening)
+            else:
+                connection = await self._open()
+            if connection.room:
+                return connection
+
+    async def _open(self) -> Connection:
+        connection = await connect(self.address, self.address.protocols[0])
+        if not connection.is_multiplexed and self.address.protocols == (H2,):
+            connection.abort()
+            raise UpstreamFault("it does not speak HTTP/2", is_untouched=True)
+        self.connections.append(connection)
+        if not connection.is_multiplexed and self.address.tls is None and H2 in self.address.protocols:
+            self.address = _without_http2(self.address)  # asked once
+        return connection
+
+    def _note_opened(self, task: asyncio.Task[Connection]) -> None:
+        self._opening = None
+        if not task.cancelled():
+            task.exception()  # whoever awaits it is told
+
+    def close_idle(self, now_s: float) -> None:
+        for one in self.connections:
+            if not one.num_open and not one.is_multiplexed and now_s - one.idle_since_s > IDLE_S:
+                one.close()
+
+    def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        for one in self.connections:
+            one.abort()
+
+    # Outcomes.
+
+    def note_probe(self, why: str | None, now_s: float) -> None:
+        """
+        Args:
+            why: it failed; None: it is well.
+        """
+        is_well = why is None
+        self._num_probed = max(1, self._num_probed + 1) if is_well else min(-1, self._num_probed - 1)
+        is_first = self.why_out == "it has not answered yet"
+        if is_well and not self.is_healthy and (is_first or self._num_probed >= NUM_SUCCESSES):
+            self.is_healthy, self._in_since_s = True, now_s - (SLOW_START_S if is_first else 0.0)
+            self.why_out = ""
+            logger.info("the upstream %s takes requests", self.url)
+        elif why is not None:
+            if self.is_healthy and self._num_probed <= -NUM_FAILURES:
+                self.is_healthy = False
+                logger.warning("the upstream %s is out: %s", self.url, why)
+                for one in self.connections:
+                    if not one.num_open:
+                        one.abort()
+            elif not self.is_healthy and self.why_out != why:
+                logger.warning("the upstream %s is out: %s", self.url, why)
+            if not self.is_healthy:
+                self.why_out = why
+
+    def note_outcome(self, is_good: bool) -> bool:
+        """Of a request. Returns whether it should be ejected."""
+        self.num_failures += not is_good
+        self._num_bad = 0 if is_good else self._num_bad + 1
+        if is_good:
+            self._ejection_s = max(EJECTION_S, self._ejection_s / 2)
+        return self._num_bad >= NUM_BAD_OUTCOMES
+
+    def eject(self, now_s: float) -> None:
+        self._num_bad = 0
+        self._ejected_until_s = now_s + self._ejection_s
+        logger.warning("the upstream %s is ejected for %g s: its answers fail", self.url, self._ejection_s)
+        self._ejection_s = min(MOST_EJECTION_S, 2 * self._ejection_s)
+
+
+def _without_http2(address: Address) -> Address:
+    return Address(
+        address.host, address.port, address.path, address.authority, address.prefix, address.tls, protocols=(H1,)
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A request's place at an upstream, until `leave`.
+
+    Args:
+        priority: of its class; higher goes first.
+        tenant: that it counts for.
+        granted: the upstream; its exception is a ServiceError.
+    """
+
+    pool: "Pool"
+    priority: int
+    tenant: str
+    granted: asyncio.Future[Upstream]
+    upstream: Upstream | None = None
+
+    def leave(self) -> None:
+        """The answer is over, or nobody wants it. Idempotent."""
+        self.pool.release(self)
+
+
+class Pool:
+    """
+    Args:
+        settings: of the model.
+    """
+
+    def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
+        """
+        Raises:
+            StartupError: a file that the settings name cannot be used.
+        """
+        self.settings = settings
+        self._loop = loop
+        self.upstreams = tuple(Upstream(one, _address(one, settings)) for one in settings.upstreams)
+        self._api_key = settings.api_key()
+        self._regions = list(dict.fromkeys(one.region for one in settings.upstreams))
+        self._waiting: list[Slot] = []  # in order of arrival
+        self._num_active: dict[str, int] = {}  # by tenant
+        self._retries = float(MAX_RETRIES)
+        self._probes: list[asyncio.Task[None]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def fields(self) -> tuple[tuple[bytes, bytes], ...]:
+        """That every request to an upstream bears."""
+        key = self._api_key
+        return () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
+
+    # Health.
+
+    def start(self) -> None:
+        self._probes = [asyncio.create_task(self._watch(one)) for one in self.upstreams]
+
+    async def close(self) -> None:
+        for task in self._probes:
+            task.cancel()
+        await asyncio.gather(*self._probes, return_exceptions=True)
+        for one in self.upstreams:
+            one.close()
+
+    async def wait_probed(self) -> None:
+        """Each upstream has been asked once."""
+        while any(one.why_out == "it has not answered yet" for one in self.upstreams):
+            await asyncio.sleep(0.01)
+
+    async def _watch(self, upstream: Upstream) -> None:
+        while True:
+            begun_s = self._loop.time()
+            upstream.note_probe(await self._probe(upstream), self._loop.time())
+            upstream.close_idle(self._loop.time())
+            self._grant()
+            await asyncio.sleep(max(0.0, begun_s + PROBE_EVERY_S - self._loop.time()))
+
+    async def _probe(self, upstream: Upstream) -> str | None:
+        """Why it is not well; None: it is."""
+        path = self.settings.health
+        try:
+            async with asyncio.timeout(PROBE_S):
+                connection = await upstream.connection()
+                exchange = connection.send(self.request(upstream, b"GET", path.encode()))
+                try:
+                    head = await exchange.head
+                    await exchange.read_all(PROBE_BYTES)
+                finally:
+                    exchange.cancel()
+        except TimeoutError:
+            return f"GET {path} was not answered within {PROBE_S:g} s"
+        except UpstreamFault as fault:
+            return str(fault)
+        except Exception:  # a bug of ours must not end the watch
+            logger.exception("the upstream %s cannot be probed", upstream.url)
+            return "it cannot be probed"
+        if head.status == 404:
+            return f'GET {path} has the status 404: name its health check, such as health = "/health"'
+        return None if head.status == 200 else f"GET {path} has the status {head.status}"
+
+    def request(
+        self,
+        upstream: Upstream,
+        method: bytes,
+        path: bytes,
+        fields: tuple[tuple[bytes, bytes], ...] = (),
+        body: bytes = b"",
+    ) -> Outgoing:
+        return Outgoing(method, upstream.address.prefix.encode() + path, (*self.fields, *fields), body)
+
+    # Slots.
+
+    def take_slot(self, priority: int, tenant: str) -> Slot:
+        """A slot that is granted when there is room; refused while no upstream takes requests."""
+        slot = Slot(self, priority, tenant, self._loop.create_future())
+        self._waiting.append(slot)
+        self._retries = min(MAX_RETRIES, self._retries + RETRY_SHARE)
+        self._grant()
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        if slot in self._waiting:
+            self._waiting.remove(slot)
+        upstream, slot.upstream = slot.upstream, None
+        if upstream is None:
+            return
+        upstream.num_active -= 1
+        self._num_active[slot.tenant] -= 1
+        if not self._num_active[slot.tenant]:
+            del self._num_active[slot.tenant]
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting:
+            now_s = self._loop.time()
+            if not any(one.is_in(now_s) for one in self.upstreams):
+                waiting, self._waiting = self._waiting, []
+                for slot in waiting:
+                    if not slot.granted.done():
+                        slot.granted.set_exception(self._nobody())
+                        slot.granted.exception()
+                return
+            upstream = self._choose(now_s)
+            if upstream is None:
+                return
+            slot = max(self._waiting, key=lambda one: (one.priority, -self._num_active.get(one.tenant, 0)))
+            self._waiting.remove(slot)
+            self._enter(slot, upstream)
+            if slot.granted.cancelled():
+                self.release(slot)
+            else:
+                slot.granted.set_result(upstream)
+
+    def _enter(self, slot: Slot, upstream: Upstream) -> None:
+        slot.upstream = upstream
+        upstream.num_active += 1
+        upstream.num_requests += 1
+        self._num_active[slot.tenant] = self._num_active.get(slot.tenant, 0) + 1
+
+    def _choose(self, now_s: float, without: Container[Upstream] = ()) -> Upstream | None:
+        """The one with the least load for its weight, of the first region that has room; None: none has."""
+        for region in self._regions:
+            free = [
+                one
+                for one in self.upstreams
+                if one.settings.region == region
+                and one not in without
+                and one.settings.weight
+                and one.is_in(now_s)
+                and one.num_active < self.settings.max_requests
+            ]
+            if free:
+                return min(free, key=lambda one: (one.num_active + 1) / one.weight(now_s))
+        return None
+
+    def move(self, slot: Slot) -> Upstream | None:
+        """Another upstream for a request that has not been answered, at once; None: there is none, or no budget."""
+        failed = slot.upstream
+        assert failed is not None
+        if self._retries < 1:
+            return None
+        upstream = self._choose(self._loop.time(), without=(failed,))
+        if upstream is None:
+            # The same one, if it is well: its connection was lost, or it refused a stream
+            if not failed.is_in(self._loop.time()):
+                return None
+            upstream = failed
+        self._retries -= 1
+        failed.num_active -= 1
+        self._num_active[slot.tenant] -= 1
+        self._enter(slot, upstream)
+        return upstream
+
+    def note_outcome(self, upstream: Upstream, is_good: bool) -> None:
+        """How an upstream has answered a request."""
+        now_s = self._loop.time()
+        if upstream.note_outcome(is_good):
+            num_out = sum(one.is_ejected(now_s) or not one.is_healthy for one in self.upstreams)
+            if 2 * (num_out + 1) <= len(self.upstreams):
+                upstream.eject(now_s)
+
+    def _nobody(self) -> ServiceError:
+        names = "; ".join(f"{one.url}: {one.why_out or 'it is ejected'}" for one in self.upstreams)
+        logger.warning("no upstream of %s takes requests: %s", self.settings.name, names)
+        message = f"No server takes requests for the model {self.settings.name} now. Try again in {PROBE_EVERY_S:g} s."
+        return ServiceError(ErrorKind.UNAVAILABLE, message, "no_upstream", retry_after_s=PROBE_EVERY_S)
+
+
+def _address(upstream: UpstreamSettings, model: ModelSettings) -> Address:
+    protocols = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}[model.protocol]
+    url = urlsplit(upstream.url)
+    tls = None
+    if url.scheme == "https":
+        try:
+            tls = client_tls(model.tls_ca, model.tls_cert, model.tls_key, protocols)
+        except OSError as error:
+            cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
+            raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
+    return address_of(url, tls, protocols)

@@ -1,0 +1,154 @@
+"""[[models]] of the TOML file: which models answer elsewhere, and where. Frozen; any thread."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from core.errors import ExitCode, StartupError
+from server.values import BadValueError, secret_value
+
+SAMPLE = '[[models]] with name = "llama-70b" and upstreams = [{ url = "http://gpu1:8000" }]'
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
+_PATH = re.compile(r"/[!-~]*")
+
+
+class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server that answers for a model.
+
+    Args:
+        url: http://HOST:PORT, https://HOST:PORT or unix:/PATH; a path before /v1 may follow.
+        weight: its part of the requests, relative to the others'; 0: none, but for those whose tenant is bound to it.
+        version: of what it serves, for metrics and the log.
+        region: pools try their regions in the order in which they are first named.
+    """
+
+    url: str
+    weight: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1
+    version: _Label | None = None
+    region: _Label | None = None
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+
+
+class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One model, and who answers for it.
+
+    Args:
+        name: that clients ask for.
+        aliases: other names for it.
+        upstream_model: its name there; None: the same.
+        protocol: h2 is prior knowledge where the URL is http; auto tries that, and takes HTTP/1.1 otherwise.
+        health: path that answers 200 while the upstream takes requests.
+        max_requests: in progress at each upstream; more wait here.
+        max_model_len: that /v1/models shows; None: not known.
+        api_key_file: holds the key towards the upstreams.
+        tls_ca: of the upstreams; None: the system's.
+        tls_cert, tls_key: towards them.
+        trusted: they are our own and serve this gateway alone: they get each tenant's cache salt.
+    """
+
+    name: _Name
+    upstreams: Annotated[tuple[UpstreamSettings, ...], msgspec.Meta(max_length=256)] = ()
+    aliases: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)] = ()
+    upstream_model: _Name | None = None
+    protocol: Literal["auto", "h2", "h1"] = "auto"
+    health: str = "/ready"
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None
+    api_key_file: str | None = None
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    trusted: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.upstreams:
+            raise ValueError("upstreams is missing: a model of this list is answered elsewhere")
+        if not _PATH.fullmatch(self.health):
+            raise ValueError(f"health is {self.health!r}, but must be a path such as /ready")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("tls_key needs tls_cert beside it")
+        has_tls = any(one.url.startswith("https:") for one in self.upstreams)
+        if not has_tls and (self.tls_ca is not None or self.tls_cert is not None):
+            raise ValueError("tls_ca and tls_cert are for https:// upstreams, and there is none")
+        urls = [one.url for one in self.upstreams]
+        if len(set(urls)) < len(urls):
+            raise ValueError("an upstream is named twice")
+        if not any(one.weight for one in self.upstreams):
+            raise ValueError("no upstream has a weight above 0")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    def api_key(self) -> str | None:
+        """Read anew with each start.
+
+        Raises:
+            StartupError: the file cannot be read, or holds no key.
+        """
+        if self.api_key_file is None:
+            return None
+        try:
+            return secret_value(Path(self.api_key_file).read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError, BadValueError) as error:
+            reason = getattr(error, "strerror", None) or "it holds no key of visible ASCII"
+            cause = f"api_key_file {self.api_key_file} of the model {self.name} cannot be used: {reason}"
+            raise StartupError(cause, "write the key alone into it", ExitCode.CONFIGURATION) from error
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError, which says what an upstream's URL is."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"the url {url!r} is not valid: {error}") from None
+    if parts.scheme == "unix" and parts.path.startswith("/") and not (parts.netloc or parts.query or parts.fragment):
+        return
+    is_plain = parts.username is None and not parts.query and not parts.fragment and url.isascii() and " " not in url
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not is_plain:
+        raise ValueError(f"the url {url!r} must be http://HOST:PORT, https://HOST:PORT or unix:/PATH")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(f"the url {url!r} must end before /v1: requests keep their paths")
+
+
+def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:
+    """[[models]] of the TOML file at `path`. Raises StartupError, which names the model and the field."""
+    if not isinstance(tables, list):
+        raise StartupError(f"models in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
+    models = tuple(_parse_model(table, i, path) for i, table in enumerate(tables, 1))
+    refuse_same_names([name for model in models for name in model.names], str(path))
+    return models
+
+
+def refuse_same_names(names: Sequence[str], place: str) -> None:
+    """Raises StartupError if two models answer to one name."""
+    for name in names:
+        if names.count(name) > 1:
+            cause = f"{place} has two models of the name {name!r}"
+            raise StartupError(cause, "give each model and alias a name of its own", ExitCode.CONFIGURATION)
+
+
+def _parse_model(table: Any, number: int, path: Path) -> ModelSettings:
+    try:
+        return msgspec.convert(table, ModelSettings)
+    except msgspec.ValidationError as error:
+        name = table.get("name") if isinstance(table, Mapping) else None
+        cause = f"[[models]] number {number}{f', {name!r},' if isinstance(name, str) else ''} in {path}: {error}"
+        raise StartupError(cause, _fix(str(error)), ExitCode.CONFIGURATION) from error
+
+
+def _fix(error: str) -> str:
+    """What to write instead: msgspec names the path of an unknown field, but not the known ones."""
+    if "unknown field" not in error:
+        return f"mend it, as in: {SAMPLE}"
+    kind = UpstreamSettings if "upstreams" in error.rpartition("`$")[2] else ModelSettings
+    above = "; the server's own settings stand above the first table" if kind is ModelSettings else ""
+    return f"known: {', '.join(kind.__struct_encode_fields__)}{above}"

@@ -1,0 +1,96 @@
+"""The anthropic package, as its users have it, against a real server."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import Anthropic
+
+from tests.e2e.conftest import API_KEY, MODEL
+from tests.e2e.server_process import ServerProcess
+
+GREEDY = {"temperature": 0}  # which the package has no argument for
+MESSAGES: Any = [{"role": "user", "content": "What is a KV cache? 🙂"}]
+TOOL: Any = {
+    "name": "look_up",
+    "description": "Looks up a word.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"word": {"type": "string", "maxLength": 8}, "num": {"enum": [1, 2]}},
+        "required": ["word", "num"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def ask(client: Anthropic, **fields: Any) -> Any:
+    asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 16, "extra_body": GREEDY}
+    return client.messages.create(**asked | fields)
+
+
+def test_a_stream_has_what_the_whole_answer_has(client: Anthropic) -> None:
+    whole = ask(client, system="Answer briefly.")
+    assert (whole.type, whole.role, whole.model, whole.stop_reason) == ("message", "assistant", MODEL, "max_tokens")
+    assert whole.usage.output_tokens == 16
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 16, "extra_body": GREEDY}
+    with client.messages.stream(**asked, system="Answer briefly.") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text != ""
+    num = final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0)
+    assert num == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 16)
+    counted = client.messages.count_tokens(model=MODEL, messages=MESSAGES, system="Answer briefly.")
+    assert counted.input_tokens == num
+
+
+def test_a_stop_sequence_is_told(client: Anthropic) -> None:
+    text = ask(client).content[0].text
+    answer = ask(client, stop_sequences=[text[3:5]])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", text[3:5])
+    assert answer.content[0].text == text[: text.index(text[3:5])]
+
+
+def test_a_forced_tool_is_called_and_its_result_taken(demo: ServerProcess) -> None:
+    client = Anthropic(base_url=demo.url, api_key="unused", max_retries=0)
+    model = client.models.list().data[0].id
+    choice: Any = {"type": "tool", "name": "look_up"}
+    called = ask(client, model=model, tools=[TOOL], tool_choice=choice, max_tokens=120)
+    assert called.stop_reason == "tool_use"
+    (call,) = called.content
+    assert (call.type, call.name, set(call.input)) == ("tool_use", "look_up", {"word", "num"})
+    asked: Any = {"model": model, "messages": MESSAGES, "max_tokens": 120, "extra_body": GREEDY}
+    with client.messages.stream(**asked, tools=[TOOL], tool_choice=choice) as stream:
+        final = stream.get_final_message()
+    assert [block.model_dump(exclude={"id"}) for block in final.content] == [call.model_dump(exclude={"id"})]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "A store."}]}
+    turns = [*MESSAGES, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+    after = ask(client, model=model, messages=turns, tools=[TOOL])
+    client.close()
+    assert after.usage.cache_read_input_tokens > 0
+    assert after.content
+
+
+def test_errors_are_the_sdks_own(client: Anthropic, strict_server: ServerProcess) -> None:
+    with pytest.raises(anthropic.BadRequestError) as bad:
+        ask(client, messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}])
+    body: Any = bad.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert body["error"]["param"] == "messages[0].content[0].type"
+    assert bad.value.request_id == body["request_id"]
+    with pytest.raises(anthropic.NotFoundError):
+        ask(client, model="other")
+    for key, error in ((API_KEY, None), ("sk-wrong", anthropic.AuthenticationError)):
+        with Anthropic(base_url=strict_server.url, api_key=key, max_retries=0) as keyed:
+            if error is None:
+                assert ask(keyed).content
+            else:
+                with pytest.raises(error):
+                    ask(keyed)

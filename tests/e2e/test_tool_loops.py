@@ -1,0 +1,128 @@
+"""Turns of calls and results through the real server, by the openai package, in every format that models write."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.core.answer_texts import Call
+from tests.core.tool_templates import TOOL_TEMPLATES
+from tests.e2e.replay import MODEL, playing, written_calls, written_text
+from tests.server.running_server import Running, run
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+QUESTION: Any = {"role": "user", "content": "How warm is it in Köln?"}
+WEATHER: Call = ("get_weather", {"city": 'Köln "Süd"\n<b>', "days": 2})
+NOW: Call = ("now", {})
+ANSWER = "It is 21 °C in Köln."
+
+
+def calls_of(form: str) -> list[Call]:
+    """In one turn; some templates take no more than one."""
+    return [WEATHER] if form in ("llama", "harmony") else [WEATHER, NOW]
+
+
+def play(form: str, lead: str) -> Callable[[str], str]:
+    """Calls at first; with a result in the prompt, text."""
+
+    def answer(prompt: str) -> str:
+        if "21 degrees" in prompt:
+            return written_text(form, ANSWER)
+        return written_calls(form, calls_of(form), lead)
+
+    return answer
+
+
+def lead_of(form: str) -> str:
+    """Text before calls, where the format has a mark between them."""
+    return "" if form in ("llama", "pythonic") else "Let me look."
+
+
+def session(
+    form: str, scenario: Callable[[AsyncOpenAI, Running], Awaitable[None]], lead: str = "", **settings: Any
+) -> None:
+    async def scene() -> None:
+        async with playing(form, play(form, lead), **settings) as running:
+            url = f"http://127.0.0.1:{running.server.listener.port}/v1"
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                await scenario(client, running)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("form", TOOL_TEMPLATES)
+def test_a_loop_of_chat_whole_and_streamed(form: str, choice: str) -> None:
+    """A model that may not write what it does fails the request."""
+    lead = lead_of(form) if choice == "auto" else ""
+
+    async def scenario(client: AsyncOpenAI, running: Running) -> None:
+        found = []
+        for streams in (False, True):
+            messages = [QUESTION]
+            for now in (choice, "auto"):
+                asked: Any = {"model": MODEL, "messages": messages, "tools": TOOLS, "tool_choice": now}
+                if streams:
+                    async with client.chat.completions.stream(**asked) as stream:
+                        answer = (await stream.get_final_completion()).choices[0]
+                else:
+                    answer = (await client.chat.completions.create(**asked)).choices[0]
+                message = answer.message.model_dump(exclude_none=True)
+                message.pop("parsed", None)
+                messages.append(message)
+                for call in answer.message.tool_calls or ():
+                    content = "21 degrees" if call.function.name == "get_weather" else "noon"
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+                found.append(answer)
+        for called, said in (found[:2], found[2:]):
+            assert called.finish_reason == "tool_calls"
+            calls = [(one.function.name, json.loads(one.function.arguments)) for one in called.message.tool_calls]
+            assert calls == calls_of(form)
+            assert (called.message.content or "") == lead
+            assert (said.finish_reason, said.message.content) == ("stop", ANSWER)
+
+    session(form, scenario, lead)
+
+
+@pytest.mark.parametrize("form", TOOL_TEMPLATES)
+def test_a_loop_of_responses_whole_and_streamed(form: str) -> None:
+    async def scenario(client: AsyncOpenAI, running: Running) -> None:
+        outputs = []
+        for streams in (False, True):
+            items: Any = [QUESTION]
+            for _ in range(2):
+                asked: Any = {"model": MODEL, "input": items, "tools": [FLAT[0], FLAT[1]]}
+                if streams:
+                    async with client.responses.stream(**asked) as stream:
+                        answer = await stream.get_final_response()
+                else:
+                    answer = await client.responses.create(**asked)
+                assert answer.status == "completed"
+                items += [one.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for one in answer.output]
+                for one in answer.output:
+                    if one.type == "function_call":
+                        content = "21 degrees" if one.name == "get_weather" else "noon"
+                        items.append({"type": "function_call_output", "call_id": one.call_id, "output": content})
+                outputs.append(answer)
+        for called, said in (outputs[:2], outputs[2:]):
+            calls = [(one.name, json.loads(one.arguments)) for one in called.output if one.type == "function_call"]
+            assert (calls, called.output_text, said.output_text) == (calls_of(form), lead_of(form), ANSWER)
+
+    session(form, scenario, lead_of(form))

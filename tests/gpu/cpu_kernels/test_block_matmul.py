@@ -1,0 +1,117 @@
+"""Matrices of a file's blocks are the numbers that the file stands for, and multiply so, whatever the rows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from gpu.blocks import FORMATS, NEEDED_FLAGS, BlockWeight
+from gpu.device import cpu_flags
+from tests.gguf_files import random_blocks
+
+if not cpu_flags() >= NEEDED_FLAGS:
+    pytest.skip("needs a CPU with AVX2", allow_module_level=True)
+
+from gpu.cpu_kernels.block_matmul import BlockMatmul, pack_blocks
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def numbers_of(name: str, stored: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(gguf.dequantize(stored.numpy(), getattr(gguf.GGMLQuantizationType, name)))
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """What is left of rows in 8 bits, a scale for 32 numbers."""
+    groups = x.float().view(len(x), x.shape[1] // 32, 32)
+    most = groups.abs().amax(-1, keepdim=True)
+    integers = (groups * (127 / most).nan_to_num(0, 0, 0)).round()
+    return (integers * (most / 127)).flatten(1)
+
+
+def shapes_of(name: str) -> list[tuple[int, int]]:
+    """Whole blocks of outputs and not, whole parts of inputs and not."""
+    elements = FORMATS[name].elements
+    return [(64, 256), (70, elements), (200, 5 * elements), (128, 768)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_the_files_numbers_bit_by_bit(name: str) -> None:
+    for shape in shapes_of(name):
+        stored = random_blocks(name, *shape)
+        matmul = BlockMatmul(BlockWeight(torch.float32, (pack_blocks(name, stored),)), None)
+        assert torch.equal(matmul.rows(torch.arange(shape[0])), numbers_of(name, stored))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_matmuls_are_the_files_numbers_times_rows_in_8_bits(
+    name: str, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    for num_out, num_in in shapes_of(name):
+        stored, bias = random_blocks(name, num_out, num_in), noise(num_out)
+        packed, numbers = pack_blocks(name, stored), numbers_of(name, stored)
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-8)):
+            matmul = BlockMatmul(BlockWeight(dtype, (packed,)), bias.to(dtype))
+            for num_rows in (0, 1, 2, 5, 6, 7, 33):
+                x = noise(num_rows, num_in).to(dtype)
+                want = rounded_rows(x) @ numbers.T + bias.to(dtype).float()
+                most = float(want.abs().max()) if num_rows else 1.0
+                assert torch.allclose(matmul(x).float(), want, rtol=tolerance, atol=2 * tolerance * most)
+
+
+def test_parts_of_several_formats_are_one_matrix() -> None:
+    sizes = {"Q4_K": 192, "Q6_K": 70, "Q8_0": 64, "Q4_0": 10}
+    stored = {name: random_blocks(name, size, 512) for name, size in sizes.items()}
+    parts = tuple(pack_blocks(name, rows) for name, rows in stored.items())
+    numbers, x = torch.cat([numbers_of(*item) for item in stored.items()]), noise(9, 512)
+    matmul = BlockMatmul(BlockWeight(torch.float32, parts), None)
+    want = rounded_rows(x) @ numbers.T
+    assert torch.allclose(matmul(x), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_is_rounded_the_same_in_any_company(name: str) -> None:
+    matmul = BlockMatmul(BlockWeight(torch.bfloat16, (pack_blocks(name, random_blocks(name, 192, 1024)),)), None)
+    x = noise(600, 1024).bfloat16()
+    whole = matmul(x)
+    for first, end in ((0, 1), (3, 10), (90, 200), (500, 600), (599, 600), (0, 32), (0, 17)):
+        assert torch.equal(matmul(x[first:end]), whole[first:end])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_spoils_its_row_alone(bad: float) -> None:
+    matmul = BlockMatmul(BlockWeight(torch.bfloat16, (pack_blocks("Q4_0", random_blocks("Q4_0", 64, 256)),)), None)
+    x = noise(3, 256).bfloat16()
+    alone = matmul(x)
+    x[1, 77] = bad
+    found = matmul(x)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], alone[[0, 2]])
+
+
+OTHER_CPU = """
+import sys
+from gpu import device
+device.cpu_flags = lambda: frozenset({"avx2", "fma", "f16c"})
+import pytest
+chosen = "rows_are or company or (matmuls and not 2)"
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, sys.argv[1]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_cpu_without_avx512_computes_the_same(tmp_path: Path) -> None:
+    """The same tests, compiled for a CPU that has AVX2 only."""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
+    environment["NUMBA_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", OTHER_CPU, __file__]
+    assert subprocess.run(command, env=environment, timeout=300, check=False).returncode == 0

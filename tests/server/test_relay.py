@@ -1,0 +1,308 @@
+"""Models that upstreams answer for: what passes, what is counted, and what happens when one leaves."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from server.gate.tenants import Limits, Tenant
+from server.gate.text_rules import TextRule
+from server.relay import PASSAGES, refusal_of
+from server.upstream.exchange import AnswerHead
+from tests.certificates import make_certificate
+from tests.server.gateway import ASKED, SURFACES, relaying, url_of, wait_until
+from tests.server.running_server import ask, closing, open_with, read_answer
+from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request
+
+pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings")
+
+
+def said(surface: str, answer: Any) -> Any:
+    """What an answer says, without ids, times and names."""
+    if surface != "responses":
+        counts = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
+        return answer.text(), answer.finish_reason(), counts
+    whole = answer.events[-1]["response"] if "event-stream" in answer.headers["content-type"] else answer.json
+    return whole["output"][0]["content"], whole["status"], whole["usage"]["output_tokens"]
+
+
+@pytest.mark.parametrize("protocol", ["auto", "h2", "h1"])
+async def test_an_answer_passes_as_the_upstream_gives_it(protocol: str) -> None:
+    async with relaying(protocol=protocol) as gateway:
+        for surface, ask_for in SURFACES.items():
+            for stream in ({}, STREAM if surface != "responses" else {"stream": True}):
+                direct = await ask(gateway.upstreams[0].server, closing(ask_for(model=MODEL, **stream)))
+                relayed = await gateway.ask(ask_for(**stream))
+                assert (relayed.status, said(surface, relayed)) == (200, said(surface, direct))
+                assert f'"model":"{ASKED}"'.encode() in relayed.body
+                assert MODEL.encode() not in relayed.body
+        assert gateway.pool.upstreams[0].connections[0].is_multiplexed == (protocol != "h1")
+
+
+async def test_usage_is_shown_to_those_who_ask_and_the_id_is_the_gateways() -> None:
+    async with relaying() as gateway:
+        answer = await gateway.ask(SURFACES["chat"](stream=True))
+        assert all(not event.get("usage") for event in answer.events[:-1])
+        assert answer.events[-1] == "[DONE]"
+        ids = {event["id"] for event in answer.events[:-1]}
+        assert ids == {"chatcmpl-" + answer.headers["x-request-id"]}
+
+
+async def test_fields_that_the_gateway_does_not_know_reach_the_upstream() -> None:
+    async with relaying() as gateway:
+        refused = await gateway.ask(SURFACES["chat"](temperature=9))
+        assert (refused.status, refused.json["error"]["param"]) == (400, "temperature")
+        answer = await gateway.ask(SURFACES["chat"](return_token_ids=True))
+        assert answer.json["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({"model": "nix"}, 404, "model", "model_not_found"),
+        ({"model": 7}, 400, "model", "invalid_type"),
+        ({"stream": "yes"}, 400, "stream", "invalid_type"),
+        ({"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+        ({"n": 65}, 400, "n", "invalid_value"),
+        ({"stream_options": 3}, 400, "stream_options", "invalid_type"),
+        ({"deadlines": {"ttft_ms": -1}}, 400, "deadlines.ttft_ms", "invalid_value"),
+    ],
+)
+async def test_bad_fields_are_refused_with_their_path(
+    fields: dict[str, Any], status: int, param: str, code: str
+) -> None:
+    async with relaying() as gateway:
+        answer = await gateway.ask(SURFACES["chat"](**fields))
+        error = answer.json["error"]
+        assert (answer.status, error["param"], error["code"]) == (status, param, code), error
+
+
+async def test_all_models_are_listed_and_each_request_goes_to_its_own() -> None:
+    async with relaying(1, True, aliases=("gpt-4o-mini",)) as gateway:
+        listed = await gateway.ask(request("GET", "/v1/models"))
+        assert [one["id"] for one in listed.json["data"]] == [MODEL, ASKED, "gpt-4o-mini"]
+        for name in (MODEL, ASKED, "gpt-4o-mini"):
+            answer = await gateway.ask(chat(model=name))
+            assert (answer.status, answer.json["model"]) == (200, name)
+        assert gateway.pool.upstreams[0].num_requests == 2
+        nameless = await gateway.ask(chat(model=None))
+        assert (nameless.status, nameless.json["error"]["code"]) == (400, "missing_required_parameter")
+
+
+@pytest.mark.parametrize("protocol", ["h2", "h1"])
+async def test_a_cancel_frees_the_upstream_and_keeps_http2s_connection(protocol: str) -> None:
+    async with relaying(protocol=protocol, config={"total_deadline_s": 50.0}) as gateway:
+        reader, writer = await open_with(gateway.server, SURFACES["chat"](stream=True, max_tokens=900))
+        await reader.readuntil(b"data: ")
+        assert gateway.num_running() == 1
+        writer.transport.abort()
+        await wait_until(lambda: gateway.num_running() == 0)
+        upstream = gateway.pool.upstreams[0]
+        assert upstream.num_active == 0
+        (connection,) = upstream.connections
+        await wait_until(lambda: connection.is_closed == (protocol == "h1"))
+        assert (await gateway.ask(SURFACES["chat"]())).status == 200
+
+
+@pytest.mark.parametrize("protocol", ["h2", "h1"])
+async def test_a_slow_reader_pauses_the_decode_behind_the_gateway(protocol: str) -> None:
+    async with relaying(protocol=protocol) as gateway:
+        reader, writer = await open_with(gateway.server, SURFACES["chat"](stream=True, max_tokens=900, n=4))
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        client = gateway.upstreams[0].server._client
+        assert client is not None
+        seen = -1
+        while (num := client.stats.num_generated_tokens) != seen:
+            seen = num
+            await asyncio.sleep(0.3)
+        if seen < 3600:  # otherwise the kernel's buffers held all of it
+            assert gateway.num_running() == 1
+        reader._transport.resume_reading()  # type: ignore[attr-defined]
+        received = b""
+        while b"[DONE]" not in received:
+            received = received[-100:] + await reader.read(65536)
+        writer.close()
+
+
+async def test_quota_and_ledger_have_the_upstreams_usage(tmp_path: Path) -> None:
+    tenant = keyed_tenant("acme", limits=Limits(tokens_per_minute=10_000))
+    config = {"tenants": (tenant,), "ledger": tmp_path / "ledger.db"}
+    async with relaying(config=config) as gateway:
+        used = 0
+        for fields in ({}, {"stream": True}, {"stream": True, "n": 2}):
+            direct = await ask(gateway.upstreams[0].server, closing(chat(**fields | {"stream": False})))
+            answer = await gateway.ask(as_caller(SURFACES["chat"](**fields), "acme"))
+            assert answer.status == 200
+            used += direct.usage["total_tokens"]
+        (account, *_) = gateway.server._gate.quotas.accounts
+        assert (account.num_reserved, account.num_active) == (0, 0)
+        (pool,) = account.tokens
+        usage = await gateway.ask(as_caller(request("GET", "/v1/usage?by=model"), "acme"))
+        (line,) = usage.json["data"]
+        assert (line["model"], line["prompt_tokens"] + line["completion_tokens"]) == (ASKED, used)
+        assert pool._taken <= used * pool.SCALE
+
+
+async def test_what_was_received_of_a_broken_answer_is_billed(tmp_path: Path) -> None:
+    async with relaying(config={"ledger": tmp_path / "ledger.db"}) as gateway:
+        reader, writer = await open_with(gateway.server, SURFACES["chat"](stream=True, max_tokens=900))
+        for _ in range(5):
+            await reader.readuntil(b"content")
+        writer.transport.abort()
+        await wait_until(lambda: not gateway.server._app.generations.active)  # type: ignore[union-attr]
+        lines: list[Any] = []
+        while not lines:  # its settlement is on its way to the file
+            lines = (await gateway.ask(request("GET", "/v1/usage?by=model"))).json["data"]
+        (line,) = lines
+        assert line["completion_tokens"] >= 4
+        assert line["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "status", "code"),
+    [
+        (TextRule(phrase="step", on="prompt"), 400, "content_filter"),
+        (TextRule(phrase="elsewhere", on="prompt"), 200, None),
+        (TextRule(phrase="elsewhere", on="answer"), 403, "permission_denied"),
+    ],
+)
+async def test_text_rules_hold_or_the_request_is_refused(rule: TextRule, status: int, code: str | None) -> None:
+    tenant = keyed_tenant("acme", text_rules=(rule,))
+    async with relaying(config={"tenants": (tenant,)}) as gateway:
+        for surface in SURFACES.values():
+            body = {"prompt": "one step"} if surface is SURFACES["completions"] else {}
+            answer = await gateway.ask(as_caller(surface(**body), "acme"))
+            assert answer.status == status
+            if code is not None:
+                assert answer.json["error"]["code"] == code
+
+
+async def test_a_tenant_may_use_only_its_models() -> None:
+    config = {"tenants": (keyed_tenant("acme", models=(MODEL,)), Tenant(name="other"))}
+    async with relaying(1, True, config=config) as gateway:
+        assert (await gateway.ask(as_caller(SURFACES["chat"](), "acme"))).status == 404
+        assert (await gateway.ask(as_caller(chat(), "acme"))).status == 200
+
+
+async def test_an_answer_that_breaks_off_ends_with_an_error_event() -> None:
+    async with relaying() as gateway:
+        reader, writer = await open_with(gateway.server, closing(SURFACES["chat"](stream=True, max_tokens=900)))
+        head = await reader.readuntil(b"content")
+        for connection in gateway.pool.upstreams[0].connections:
+            connection.abort()
+        rest = await reader.read()
+        writer.close()
+        assert b"200" in head
+        last = rest.rsplit(b"data: ", 1)[1]
+        assert orjson.loads(last.split(b"\n\n")[0])["error"]["code"] == "upstream_error"
+        assert b"[DONE]" not in rest
+
+
+async def test_without_an_upstream_there_is_a_503_until_one_comes(tmp_path: Path) -> None:
+    path = tmp_path / "upstream.sock"
+    from tests.server.gateway import model, no_engine
+    from tests.server.running_server import serving
+
+    async with serving(no_engine, models=(model(f"unix:{path}"),)) as front:
+        refused = await ask(front.server, closing(SURFACES["chat"]()))
+        assert (refused.status, refused.json["error"]["code"]) == (503, "no_upstream")
+        assert refused.headers["retry-after"] == "1"
+        from server.listening.sockets import Bind, UnixAddress
+
+        async with serving(binds=(Bind(UnixAddress(str(path))),)):
+            (upstream,) = front.server._pools[0].upstreams
+            await wait_until(lambda: upstream.is_healthy)
+            answer = await ask(front.server, closing(SURFACES["chat"]()))
+            assert answer.status == 200
+
+
+async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(tmp_path: Path) -> None:
+    from tests.server.gateway import model, no_engine
+    from tests.server.running_server import serving
+
+    certificate, key = make_certificate(tmp_path)
+    secret = tmp_path / "key"
+    secret.write_text("sk-upstream\n")
+    async with serving(tls_cert=certificate, tls_key=key, api_keys=("sk-upstream",)) as upstream:
+        url = url_of(upstream, "https").replace("127.0.0.1", "localhost")
+        trusted = model(url, tls_ca=str(certificate), api_key_file=str(secret))
+        keyless = model(url, name="keyless", tls_ca=str(certificate))
+        distrusted = model(url, name="distrusted", api_key_file=str(secret))
+        async with serving(no_engine, models=(trusted, keyless, distrusted)) as front:
+            codes = {ASKED: (200, None), "keyless": (502, "upstream_error"), "distrusted": (503, "no_upstream")}
+            for name, expected in codes.items():
+                answer = await ask(front.server, closing(SURFACES["chat"](model=name)))
+                code = answer.json.get("error", {}).get("code")
+                assert (answer.status, code) == expected
+            (connection,) = front.server._pools[0].upstreams[0].connections
+            assert connection.is_multiplexed
+
+
+def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> None:
+    body = orjson.dumps({"error": {"message": "why", "code": "some_code", "param": "n"}})
+    for status, told in {400: 400, 422: 400, 413: 413, 401: 502, 404: 502, 429: 503, 500: 502, 503: 503}.items():
+        from server.api.replies import status_of
+
+        for text in (body, b"", b"[]", b"nonsense", b'{"error":"why"}'):
+            assert status_of(refusal_of(status, text, AnswerHead(status, ()))) == told
+
+
+def test_every_surface_has_a_passage() -> None:
+    assert {one.path for one in PASSAGES.values()} == {b"/v1/chat/completions", b"/v1/completions", b"/v1/responses"}
+
+
+# Upstreams that are not ours: what one says byte by byte.
+
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+
+def _chunk(**choice: Any) -> bytes:
+    return b"data: " + orjson.dumps({"id": "x", "model": "m", "choices": [{"index": 0, **choice}]}) + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (_HEAD + _chunk(delta={"content": "a"}) + _chunk(delta={}, finish_reason="stop") + b"data: [DONE]\n\n", "stop"),
+        (_HEAD + _chunk(delta={"content": "a"}, finish_reason="eos"), "eos"),  # no [DONE]
+        (_HEAD + _chunk(delta={"content": "a"}), "upstream_error"),  # it ends in the middle
+        (_HEAD + _chunk(delta={"content": "a"}) + b"data: {nonsense}\n\n", "upstream_error"),
+        (_HEAD + _chunk(delta={"content": "a"}) + b'data: {"error":{"message":"out of memory"}}\n\n', "upstream_error"),
+        (_HEAD + _chunk(delta={"content": "a"}) + _chunk(index=9, delta={}), "upstream_error"),
+        (_HEAD.replace(b"200 OK", b"500 No") + b'{"error":{"message":"no"}}', "upstream_error"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: nix\r\n\r\n", "upstream_error"),
+        (b"SSH-2.0-nonsense\r\n\r\n", "upstream_error"),
+        (b"", "upstream_error"),
+    ],
+)
+async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
+    from tests.server.gateway import model, no_engine
+    from tests.server.running_server import serving
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"POST"):
+            await reader.readuntil(b"}")
+            for i in range(0, len(said), 7):
+                writer.write(said[i : i + 7])
+                await asyncio.sleep(0)
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with listening:
+        port = listening.sockets[0].getsockname()[1]
+        async with serving(
+            no_engine, models=(model(f"http://127.0.0.1:{port}", health="/health", protocol="h1"),)
+        ) as front:
+            told = await read_answer(*await open_with(front.server, closing(SURFACES["chat"](stream=True))))
+            if told.status == 200 and "event-stream" in told.headers["content-type"]:
+                *_, last = [one for one in told.events if one != "[DONE]"]
+                got = last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"]
+            else:
+                got = told.json["error"]["code"]
+            assert got == expected
+            assert front.server._pools[0].upstreams[0].num_active == 0

@@ -1,0 +1,181 @@
+"""The client towards upstreams: its settings, HTTP/2 from its side, and which upstream takes a request."""
+
+from pathlib import Path
+
+import pytest
+
+from core.errors import StartupError
+from server.config_sources import load_config
+from server.upstream.http2 import Answer, BrokenOff, Ended, Happening, Http2Client, NotHttp2, Piece
+from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
+from server.wire.http2_heads import ResponseEncoder
+from server.wire.messages import ConnectionFault, Http2ErrorCode
+from tests.server import raw_http2
+from tests.server.given_settings import toml_flag
+
+GOOD = '[[models]]\nname = "a"\nupstreams = [{ url = "http://h:1" }]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[models]\nname = "a"', "is not a list of tables"),
+        ('[[models]]\nname = "a"', "upstreams is missing"),
+        (GOOD + 'colour = "red"', "known: name, upstreams"),
+        (GOOD.replace("url", "uri"), "known: url, weight"),
+        (GOOD + GOOD, "two models of the name 'a'"),
+        (GOOD + 'aliases = ["a"]', "two models of the name 'a'"),
+        (GOOD + 'protocol = "h3"', "protocol"),
+        (GOOD + 'health = "ready"', "must be a path"),
+        (GOOD + "max_requests = 0", "max_requests"),
+        (GOOD + 'tls_ca = "x"', "https:// upstreams"),
+        (GOOD + 'tls_key = "x"', "tls_key needs tls_cert"),
+        (GOOD.replace('" }', '", weight = 0 }'), "no upstream has a weight"),
+        (GOOD.replace('" }', '" }, { url = "http://h:1" }'), "named twice"),
+        (GOOD.replace("http://h:1", "ftp://h"), "must be http://HOST:PORT"),
+        (GOOD.replace("http://h:1", "http://u:p@h"), "must be http://HOST:PORT"),
+        (GOOD.replace("http://h:1", "http://h:99999"), "is not valid"),
+        (GOOD.replace("http://h:1", "http://h:1/v1"), "must end before /v1"),
+        (GOOD.replace("http://h:1", "unix:relative"), "must be http://HOST:PORT"),
+    ],
+)
+def test_models_that_cannot_be_meant_are_refused(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(StartupError) as caught:
+        load_config(toml_flag(tmp_path, text), {})
+    assert told in f"{caught.value.cause} {caught.value.fix}"
+
+
+def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None:
+    flags = toml_flag(tmp_path, GOOD)
+    assert not load_config(flags, {}).has_engine
+    assert load_config(flags | {"model": str(tmp_path)}, {}).has_engine
+    assert load_config({}, {}).has_engine
+
+
+# HTTP/2, the client's side.
+
+SETTINGS = raw_http2.settings()
+
+
+def head(stream: int = 1, flags: int = 0, status: bytes = b"200") -> raw_http2.Frame:
+    block = ResponseEncoder().encode([(b":status", status)])
+    return raw_http2.headers(block, raw_http2.END_HEADERS | flags, stream)
+
+
+def asking(num_requests: int = 1, body: bytes = b"") -> Http2Client:
+    client = Http2Client()
+    for _ in range(num_requests):
+        client.request([(b":method", b"POST")], body)
+    client.take_output()
+    return client
+
+
+def frames_of(data: bytes) -> list[tuple[int, int, int, bytes]]:
+    """Kind, flags, stream and payload of each frame."""
+    found = []
+    while data:
+        high, low, kind, flags, stream = FRAME_HEADER.unpack_from(data)
+        end = FRAME_HEADER.size + (high << 16 | low)
+        found.append((kind, flags, stream, data[FRAME_HEADER.size : end]))
+        data = data[end:]
+    return found
+
+
+SESSIONS: dict[str, tuple[list[raw_http2.Frame], list[type[Happening]]]] = {
+    "whole": (
+        [SETTINGS, head(), raw_http2.data(b"a"), raw_http2.data(b"b", END_STREAM)],
+        [Answer, Piece, Piece, Ended],
+    ),
+    "interim": ([SETTINGS, head(status=b"103"), head(), raw_http2.data(b"", END_STREAM)], [Answer, Ended]),
+    "trailers": ([SETTINGS, head(), raw_http2.data(b"a"), head(1, END_STREAM)], [Answer, Piece, Ended]),
+    "reset": ([SETTINGS, head(), raw_http2.rst(2)], [Answer, BrokenOff]),
+    "goaway": ([SETTINGS, raw_http2.goaway(0, 0)], [BrokenOff] * 2),
+    "two": (
+        [SETTINGS, head(3), head(1), raw_http2.ping(), raw_http2.data(b"a", END_STREAM, 3)],
+        [Answer] * 2 + [Piece, Ended],
+    ),
+    "no status": ([SETTINGS, raw_http2.headers(b"", raw_http2.END_HEADERS)], [BrokenOff]),
+    "two heads": ([SETTINGS, head(), head()], [Answer, BrokenOff]),
+}
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_an_upstreams_bytes_mean_the_same_however_they_are_split(name: str) -> None:
+    frames, expected = SESSIONS[name]
+    data = raw_http2.wire(frames)
+    whole, bytewise = asking(2), asking(2)
+    events = whole.receive(data, 0.0)
+    split = [event for i in range(len(data)) for event in bytewise.receive(data[i : i + 1], 0.0)]
+    assert [type(event) for event in events] == expected
+    assert [repr(one) for one in split] == [repr(one) for one in events]
+    assert whole.take_output() == bytewise.take_output()
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([raw_http2.ping()], Http2ErrorCode.PROTOCOL_ERROR),
+        ([SETTINGS, head(9)], Http2ErrorCode.PROTOCOL_ERROR),
+        ([SETTINGS, head(2)], Http2ErrorCode.PROTOCOL_ERROR),
+        ([SETTINGS, raw_http2.data(b"a")], Http2ErrorCode.PROTOCOL_ERROR),
+        ([SETTINGS, raw_http2.continuation(b"")], Http2ErrorCode.PROTOCOL_ERROR),
+        ([SETTINGS, raw_http2.headers(b"", 0), raw_http2.ping()], Http2ErrorCode.PROTOCOL_ERROR),
+        (
+            [SETTINGS, raw_http2.headers(b"", 0), *[raw_http2.continuation(b"", 0)] * 9],
+            Http2ErrorCode.ENHANCE_YOUR_CALM,
+        ),
+        ([SETTINGS, raw_http2.headers(b"\xff" * 9, raw_http2.END_HEADERS)], Http2ErrorCode.COMPRESSION_ERROR),
+        ([SETTINGS, raw_http2.window_update(0)], Http2ErrorCode.PROTOCOL_ERROR),
+        ([SETTINGS, raw_http2.window_update(2**31 - 1)], Http2ErrorCode.FLOW_CONTROL_ERROR),
+        ([SETTINGS, *[raw_http2.ping()] * 101], Http2ErrorCode.ENHANCE_YOUR_CALM),
+        ([SETTINGS, head(), *[raw_http2.data(bytes(16_384))] * 3], Http2ErrorCode.FLOW_CONTROL_ERROR),
+        ([SETTINGS, head(), raw_http2.data(bytes(16_385))], Http2ErrorCode.FRAME_SIZE_ERROR),
+    ],
+)
+def test_what_an_upstream_must_not_send_ends_the_connection(
+    frames: list[raw_http2.Frame], code: Http2ErrorCode
+) -> None:
+    client = asking()
+    with pytest.raises(ConnectionFault) as caught:
+        client.receive(raw_http2.wire(frames), 0.0)
+    assert caught.value.code is code
+    assert client.is_closing
+
+
+def test_http1_is_recognized_by_its_first_bytes() -> None:
+    with pytest.raises(NotHttp2):
+        Http2Client().receive(b"HTTP/1.1 400 Bad Request\r\n\r\n", 0.0)
+
+
+def test_a_body_goes_out_as_the_windows_let_it() -> None:
+    client = Http2Client()
+    client.receive(raw_http2.wire([SETTINGS]), 0.0)
+    client.take_output()
+    client.request([(b":method", b"POST")], bytes(100_000))
+    sent = sum(len(payload) for kind, _, _, payload in frames_of(client.take_output()) if kind == 0)
+    assert sent == 65_535
+    client.receive(raw_http2.wire([raw_http2.window_update(10**6), raw_http2.window_update(10**6, 1)]), 0.0)
+    *_, (kind, flags, stream, _) = frames_of(client.take_output())
+    assert (kind, flags & END_STREAM, stream) == (0, END_STREAM, 1)
+
+
+def test_a_streams_window_opens_as_it_is_read_and_not_before() -> None:
+    client = asking()
+    client.receive(
+        raw_http2.wire([SETTINGS, head(), raw_http2.data(bytes(16_384)), raw_http2.data(bytes(16_384))]), 0.0
+    )
+    assert all(kind != WINDOW_UPDATE for kind, *_ in frames_of(client.take_output()))
+    client.acknowledge(1, 16_384)
+    assert [(kind, stream) for kind, _, stream, _ in frames_of(client.take_output())] == [(WINDOW_UPDATE, 1)]
+
+
+def test_a_cancel_is_a_reset_and_later_frames_are_ignored() -> None:
+    client = asking()
+    client.receive(raw_http2.wire([SETTINGS, head()]), 0.0)
+    client.take_output()
+    client.reset(1)
+    client.reset(1)
+    ((kind, _, stream, payload),) = frames_of(client.take_output())
+    assert (kind, stream, int.from_bytes(payload, "big")) == (RST_STREAM, 1, Http2ErrorCode.CANCEL)
+    assert client.receive(raw_http2.wire([raw_http2.data(b"late", END_STREAM)]), 0.0) == []
+    assert not client.is_closing
