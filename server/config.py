@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
+from core.tool_formats import ANY_FORMAT, FORMATS, HARMONY
 from server.api.fields import RequestLimits
 from server.gate.cross_origin import origin_value
 from server.gate.identity import WAYS, way_value
@@ -222,6 +223,12 @@ class ServerConfig:
         None, _Kind(text_value, "NAME"), "name that clients ask for (default: the directory's, file's or hub's name)"
     )
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
+    tool_format: str = _MODEL(
+        ANY_FORMAT,
+        _Kind(choice_of(ANY_FORMAT, *FORMATS, HARMONY), "NAME"),
+        f"how the model writes calls of tools: {ANY_FORMAT} finds it in the chat template; {', '.join(FORMATS)} or"
+        f" {HARMONY}",
+    )
     max_model_len: int | None = _MODEL(
         None,
         _count(16, 10_000_000, "TOKENS"),

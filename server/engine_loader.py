@@ -20,6 +20,7 @@ from core.engine import Engine
 from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
+from core.tool_formats import ANY_FORMAT
 from core.types import StepDelivery
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
@@ -246,7 +247,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "parameters": f"{format_count(plan.num_parameters)}, {plan.device.dtype_name}{layers}",
         "device": f"{plan.device.device}: {plan.device.device_reason}",
         "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
-        "tools": _shown_tools(files),
+        "tools": _shown_tools(files, config.tool_format),
         "formats": _shown_formats(files.path, part, plan) if files.path.is_file() else None,
         "thoughts": _shown_thoughts(files),
         "weights": format_size(plan.weights_bytes),
@@ -271,11 +272,12 @@ def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
     return describe_blocks(open_checkpoint(file), why_not)
 
 
-def _shown_tools(files: ModelFiles) -> str:
-    style = tool_style_of(files.chat_template)
+def _shown_tools(files: ModelFiles, tool_format: str) -> str:
+    style = tool_style_of(files.chat_template, tool_format)
     if style is None:
         return "none: the chat template has no form for calls that is known"
-    return f"calls in the format {style.format}, found in the chat template"
+    origin = "found in the chat template" if tool_format == ANY_FORMAT else "as --tool-format says"
+    return f"calls in the format {style.format}, {origin}"
 
 
 def _shown_thoughts(files: ModelFiles) -> str:

@@ -13,6 +13,7 @@ from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
+from core.tool_formats import ANY_FORMAT
 from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.fields import GenerationDefaults, RequestLimits
@@ -58,7 +59,9 @@ class LoadedEngine:
 LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], None]], LoadedEngine]
 
 
-def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits) -> PromptReader:
+def prompt_reader(
+    loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits, tool_format: str = ANY_FORMAT
+) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
     card = ServedModel(
@@ -67,7 +70,7 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
-    tools, thought = tool_style_of(files.chat_template), thought_style_of(files.chat_template)
+    tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
         cards=(card,),
         tokenizer=files.tokenizer,
@@ -92,13 +95,17 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
     return reader
 
 
-def tool_style_of(template: ChatTemplate) -> ToolStyle | None:
-    """How the template writes calls; None: it has no form for them that is known."""
+def tool_style_of(template: ChatTemplate, tool_format: str = ANY_FORMAT) -> ToolStyle | None:
+    """How the model writes calls; None: its template has no form for them that is known.
+
+    Args:
+        tool_format: as the setting names it.
+    """
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         return template.render(messages, now=datetime.min, tools=tools, add_generation_prompt=False)
 
-    return detect(render)
+    return detect(render, None if tool_format == ANY_FORMAT else tool_format)
 
 
 def thought_style_of(template: ChatTemplate) -> ThoughtStyle | None:

@@ -203,7 +203,8 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
-        reader = prompt_reader(loaded, self._clock, self._config.request_limits)
+        config = self._config
+        reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format)
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
 

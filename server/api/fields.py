@@ -21,7 +21,7 @@ from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.reasoning import ThoughtWishes
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
-from server.api.tools import ToolCall, ToolWishes, template_calls
+from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_calls, template_id
 from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
@@ -372,7 +372,7 @@ _TEXT_FIELDS = {
 }
 _PART_SEPARATOR = "\n"
 # Fields of a message that would change the answer
-_UNSUPPORTED = ("function_call", "audio", "images", "prefix", "partial")
+_UNSUPPORTED = ("audio", "images", "prefix", "partial")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,7 +390,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
-    function_call: Any = None
+    function_call: CalledFunction | None = None
     audio: Any = None
     images: Any = None  # ollama's
     prefix: Any = None  # DeepSeek's and Mistral's: the answer goes on with this text
@@ -418,6 +418,7 @@ def chat_prompt(
     if not messages:
         raise InvalidRequest(f"{param} is empty: send at least one message.", param)
     params = params or [f"{param}[{i}]" for i in range(len(messages))]
+    messages = [_renewed(message, i, messages[i - 1 : i]) for i, message in enumerate(messages)]
     made = [_template_message(message, style, where) for message, where in zip(messages, params, strict=True)]
     names = {call["id"]: call["function"]["name"] for one in made for call in one.get("tool_calls", ()) if "id" in call}
     for one, where in zip(made, params, strict=True):
@@ -477,6 +478,22 @@ def _null_content(param: str, but: str = "") -> InvalidRequest:
     return InvalidRequest(f"{param} is null: send a string or an array of text parts{but}.", param, "invalid_type")
 
 
+def _renewed(message: Message, index: int, before: list[Message]) -> Message:
+    """With a call as `tool_calls`, and its result as a tool's, where they have the old form."""
+    if message.function_call is not None:
+        call = ToolCall(function=message.function_call, id=_old_id(index))
+        return msgspec.structs.replace(message, function_call=None, tool_calls=[*(message.tool_calls or ()), call])
+    if message.role == "function":
+        call_id = _old_id(index - 1) if before and before[0].function_call is not None else None
+        return msgspec.structs.replace(message, role="tool", tool_call_id=call_id)
+    return message
+
+
+def _old_id(index: int) -> str:
+    """Of a call that was made without one."""
+    return f"call{index:05}"
+
+
 def _template_message(message: Message, style: ToolStyle | None, param: str) -> dict[str, Any]:
     for name in _UNSUPPORTED:
         if getattr(message, name):
@@ -491,7 +508,7 @@ def _template_message(message: Message, style: ToolStyle | None, param: str) -> 
     calls = template_calls(message.tool_calls, style, f"{param}.tool_calls") if message.tool_calls else None
     optional = {
         "name": message.name,
-        "tool_call_id": message.tool_call_id,
+        "tool_call_id": None if message.tool_call_id is None else template_id(message.tool_call_id, style),
         "reasoning_content": reasoning,
         "tool_calls": calls,
     }

@@ -29,7 +29,7 @@ from server.api.fields import (
     missing_field,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import answer_parser, parts_of, thought_wishes
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
@@ -385,10 +385,10 @@ class _Blocks:
         self.parser = answer_parser(call.thought, call.tools)
         self._reply_id = context.reply_id
 
-    def parts(self, text: str, is_end: bool) -> Sequence[Part]:
+    def parts(self, text: str, reason: FinishReason | None) -> Sequence[Part]:
         if self.parser is None:
             return [Text(text)] if text else []
-        return self.parser.feed(text) + (self.parser.close() if is_end else [])
+        return parts_of(self.parser, text, reason)
 
     def add(self, part: Part) -> bool:
         """Whether the part begins a block."""
@@ -451,7 +451,7 @@ class MessageStream:
     def text(self, choice: int, text: str) -> bytes:
         if self._blocks.parser is None:
             return self._text_head + sse.json_strings[text] + b"}}" + sse.EVENT_END
-        return b"".join(map(self._added, self._blocks.parts(text, is_end=False)))
+        return b"".join(map(self._added, self._blocks.parts(text, None)))
 
     def text_frame(self, choice: int) -> TextFrame | None:
         if self._blocks.parser is not None:
@@ -463,7 +463,7 @@ class MessageStream:
             self._stop = self._blocks.stop_reason(delta)
         if self._blocks.parser is None:
             return self.text(choice, delta.text) if delta.text else b""
-        parts = self._blocks.parts(delta.text, is_end=delta.finish_reason is not None)
+        parts = self._blocks.parts(delta.text, delta.finish_reason)
         return b"".join(map(self._added, parts))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
@@ -502,7 +502,7 @@ class MessageDocument(WholeReply):
 
     def document(self, usage: Usage) -> dict[str, Any]:
         blocks = _Blocks(self._call, self._context)
-        for part in blocks.parts("".join(self.texts[0]), is_end=True):
+        for part in blocks.parts("".join(self.texts[0]), self._reasons[0]):
             blocks.add(part)
         content = [block.document() for block in blocks.all or [_Block("text")]]
         return _message(self._context) | {"content": content, **blocks.stop_reason(self._last), "usage": _usage(usage)}

@@ -27,7 +27,7 @@ from server.api.fields import (
 )
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel, ServerCard
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import answer_parser, parts_of, thought_wishes
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, status_of
 from server.api.tools import CalledFunction, FunctionTool, ToolCall, tool_wishes
 from server.wire import sse
@@ -154,13 +154,13 @@ class _Lines:
         self._name = ""
         self._arguments: list[str] | None = None
 
-    def parts(self, text: str, is_end: bool) -> list[dict[str, Any]]:
+    def parts(self, text: str, reason: FinishReason | None) -> list[dict[str, Any]]:
         """The fields of each line that more text makes."""
         if self._parser is None:
             return [self._content("content", text)] if text else []
-        parts = self._parser.feed(text) + (self._parser.close() if is_end else [])
+        parts = parts_of(self._parser, text, reason)
         lines = [line for part in parts for line in self._lines_of(part)]
-        return [*lines, *self._complete()] if is_end else lines
+        return lines if reason is None else [*lines, *self._complete()]
 
     def _lines_of(self, part: Part) -> Iterable[dict[str, Any]]:
         match part:
@@ -224,14 +224,14 @@ class OllamaStream:
         return b""
 
     def text(self, choice: int, text: str) -> bytes:
-        return self._written(self._lines.parts(text, is_end=False))
+        return self._written(self._lines.parts(text, None))
 
     def text_frame(self, choice: int) -> None:
         """None: each line has the time."""
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         self._reason = delta.finish_reason or self._reason
-        return self._written(self._lines.parts(delta.text, is_end=delta.finish_reason is not None))
+        return self._written(self._lines.parts(delta.text, delta.finish_reason))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         nothing = {"message": {"role": "assistant", "content": ""}} if self._lines.is_chat else {"response": ""}
@@ -252,7 +252,7 @@ class OllamaDocument(WholeReply):
     def document(self, usage: Usage) -> dict[str, Any]:
         lines = _Lines(self._call, self._context)
         said: dict[str, Any] = {"role": "assistant", "content": ""} if lines.is_chat else {"response": ""}
-        for part in lines.parts("".join(self.texts[0]), is_end=True):
+        for part in lines.parts("".join(self.texts[0]), self._reasons[0]):
             for name, value in (part["message"] if lines.is_chat else part).items():
                 if name != "role" and value:
                     said[name] = said[name] + value if name in said else value

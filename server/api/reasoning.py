@@ -5,10 +5,11 @@ Thread: loop, or wherever a long body is parsed.
 
 import msgspec
 
-from core.answer_parts import AnswerParser, HarmonyParser, ThoughtParser, ToolCallParser
+from core.answer_parts import AnswerParser, HarmonyParser, Part, ThoughtParser, ToolCallParser
 from core.thoughts import ThoughtStart
 from core.tool_detection import ThoughtStyle
 from core.tool_formats import FORMATS, HARMONY, THOUGHTS
+from core.types import FinishReason
 from server.api.tools import ToolWishes
 
 
@@ -29,6 +30,11 @@ def thought_wishes(style: ThoughtStyle | None) -> ThoughtWishes | None:
     return None if style is None else ThoughtWishes(style=style)
 
 
+def parts_of(parser: AnswerParser, text: str, reason: FinishReason | None) -> list[Part]:
+    """What more of an answer's text says, all of it where the answer has ended for a reason."""
+    return parser.feed(text) + ([] if reason is None else parser.close(is_cut=reason is FinishReason.LENGTH))
+
+
 def answer_parser(thought: ThoughtWishes | None, tools: ToolWishes | None) -> AnswerParser | None:
     """Of one choice; None: its text is the answer."""
     if thought is not None and thought.start is ThoughtStart.CLOSED:
@@ -42,5 +48,5 @@ def answer_parser(thought: ThoughtWishes | None, tools: ToolWishes | None) -> An
     if thought is not None:
         thoughts = ThoughtParser(THOUGHTS[thought.style.name], thought.start is ThoughtStart.OPEN)
     if tools is not None:
-        calls = ToolCallParser(FORMATS[tools.style.format], tools.schemas)
+        calls = ToolCallParser(FORMATS[tools.style.format], tools.schemas, tools.is_required)
     return AnswerParser(thoughts, calls, is_shown)

@@ -1,9 +1,10 @@
 """/v1/responses: text in, text out, as items and named events; nothing is stored. Thread: loop."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import ErrorKind, InvalidRequest, ServiceError
@@ -26,7 +27,7 @@ from server.api.fields import (
     missing_field,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import answer_parser, parts_of, thought_wishes
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, ToolWishes, id_of, tool_wishes
@@ -91,7 +92,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -106,7 +107,12 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     num_logprobs = wire.top_logprobs or 0
     check_range("top_logprobs", num_logprobs, 0, defaults.limits.num_top_logprobs)
     tools = tool_wishes(
-        list(wire.tools or ()), wire.tool_choice, wire.parallel_tool_calls, defaults.tool_style, "tools[{}]"
+        list(wire.tools or ()),
+        wire.tool_choice,
+        wire.parallel_tool_calls,
+        defaults.tool_style,
+        "tools[{}]",
+        wire.max_tool_calls,
     )
     has_logprobs = num_logprobs or INCLUDE_LOGPROBS in (wire.include or ())
     return generation_call(
@@ -324,9 +330,8 @@ class ResponseStream:
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
         if self._parser is not None:
-            ends = delta.finish_reason is not None
             self._logprobs += logprob_entries(delta.logprobs or (), self._context)
-            return self._parts(self._parser.feed(delta.text) + (self._parser.close() if ends else []))
+            return self._parts(parts_of(self._parser, delta.text, delta.finish_reason))
         if not delta.logprobs:
             return self.text(choice, delta.text) if delta.text else b""
         entries = logprob_entries(delta.logprobs, self._context)
@@ -442,9 +447,9 @@ class ResponseDocument(WholeReply):
             items.open().texts = texts
             items.items[0].logprobs = [one for some in entries for one in some]
         else:
-            for text, some in [*zip(texts, entries, strict=True), (None, [])]:
+            for text, some, end in [*((*one, None) for one in zip(texts, entries, strict=True)), ("", [], reason)]:
                 waiting += some
-                for part in parser.close() if text is None else parser.feed(text):
+                for part in parts_of(parser, text, end):
                     if (kind := items.begins(part)) is not None:
                         items.open(kind, part if isinstance(part, CallBegin) else None)
                     if not isinstance(part, CallBegin):

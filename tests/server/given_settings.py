@@ -47,6 +47,7 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "dtype": "float32",
     "quantize": "int8",
     "forced-tokens": "off",
+    "tool-format": "xml",
     "overlap": "on",
     "graphs": "off",
     "log-level": "debug",
