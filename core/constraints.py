@@ -24,6 +24,10 @@ MAX_TOTAL_DEPTH = 256  # references followed
 MAX_PATTERN_PROPERTIES = 64
 MAX_INTERSECTED = 12  # schemas that hold together with another
 MAX_OPTIONAL = 480  # properties of an object: any of them may be the next, and the library follows 2,000 rules at once
+MAX_TAGS = 128
+# Between the tokens of JSON: nothing, a blank, or a line break with its indentation. Models that loop would otherwise
+# fill their context with blanks.
+WHITESPACE = r"[ ]|\n[ ]{0,24}|\n\t{0,12}"
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_RULES = 500
 MAX_BRACKETS = 64  # open at once, in a grammar
@@ -72,6 +76,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     LARK = "grammar"  # llguidance's notation
     GBNF = "gbnf"  # llama.cpp's
+    TAGGED = "structural_tag"  # written here, in Lark: its refusals show none of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,60 @@ def choice(texts: Sequence[str], param: str) -> GrammarSpec:
     if not texts or len(texts) > MAX_CHOICES:
         raise InvalidRequest(f"{param} must have 1 to {MAX_CHOICES} choices.", param)
     return _bounded(GrammarSpec(GrammarKind.REGEX, "|".join(map(_escaped, texts)), param))
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """Args: content: a checked JSON schema's source; or a text, which is as it is."""
+
+    begin: str
+    content: GrammarSpec | str
+    end: str
+
+
+def tagged_text(
+    triggers: Sequence[str], tags: Sequence[Tag], param: str, at_least_one: bool = False, stops: bool = False
+) -> GrammarSpec:
+    """Text that is free until one of the triggers comes; then one of the tags that begin with it follows whole.
+
+    Args:
+        stops: the first tag ends the answer.
+
+    Raises:
+        InvalidRequest: there is no tag or trigger, or too many; a tag begins with no trigger; a trigger begins no tag.
+    """
+    if not 0 < len(tags) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS or not all(triggers):
+        raise InvalidRequest(f"{param} must have 1 to {MAX_TAGS} tags and triggers, none of them empty.", param)
+    lines, tagged = ["%llguidance {}", "TEXT: /(?s:.*)/"], []
+    left = set(range(len(tags)))
+    for i, trigger in enumerate(triggers):
+        begun = [number for number, tag in enumerate(tags) if tag.begin.startswith(trigger)]
+        if not begun:
+            raise InvalidRequest(f"{param}: no tag begins with the trigger {trigger[:MAX_SHOWN]!r}.", param)
+        left -= set(begun)
+        whole = " | ".join(_tag_in_lark(tags[number], len(trigger)) for number in begun)
+        lines += [f"lead_{i}[lazy]: TEXT {_json(trigger)}", f"tagged_{i}: lead_{i} ({whole})"]
+        tagged.append(f"tagged_{i}")
+    for number in left:
+        raise InvalidRequest(f"{param}: {tags[number].begin[:MAX_SHOWN]!r} begins with none of the triggers.", param)
+    one = f"({' | '.join(tagged)})"
+    some = one if stops else f"{one}+ TEXT"
+    lines.append(f"start: {some}" if at_least_one else f"start: TEXT | {some}")
+    return _bounded(GrammarSpec(GrammarKind.TAGGED, "\n".join(lines), param))
+
+
+def _tag_in_lark(tag: Tag, num_begun: int) -> str:
+    content = tag.content
+    if isinstance(content, GrammarSpec):
+        schema = {**json.loads(content.source), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        inner = f"%json {_json(schema)}"
+    else:
+        inner = _json(content)
+    return f"({_json(tag.begin[num_begun:])} {inner} {_json(tag.end)})"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def client_grammar(source: str, param: str) -> GrammarSpec:

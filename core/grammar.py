@@ -16,7 +16,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from core.constraints import GrammarKind, GrammarSpec, keywords_of
+from core.constraints import WHITESPACE, GrammarKind, GrammarSpec, keywords_of
 from core.errors import InvalidRequest
 
 Int32Array = npt.NDArray[np.int32]
@@ -32,9 +32,7 @@ LIMITS = LLParserLimits(
 )
 # Beginnings of answers that are tried when a grammar is compiled, to find most of those that become too complex
 NUM_PROBES, PROBE_TOKENS = 3, 24
-# Between the tokens of JSON: nothing, a blank, or a line break with its indentation. Models that loop would otherwise
-# fill their context with blanks.
-JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}|\n\t{0,12}"}
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
 _MISPLACED = re.compile("doesn't satisfy the grammar|out of range")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
@@ -165,7 +163,7 @@ class GrammarCompiler:
                 text = LLMatcher.grammar_from_json_schema(source, overrides=options)
             case GrammarKind.REGEX:
                 text = LLMatcher.grammar_from_regex(source)
-            case GrammarKind.LARK:
+            case GrammarKind.LARK | GrammarKind.TAGGED:
                 text = LLMatcher.grammar_from_lark(source)
             case GrammarKind.GBNF:
                 try:
@@ -211,6 +209,8 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
         found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
         places = [f"{path}.{key}" for path, key, _ in found_keys if key in names]
         return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
+    if spec.kind is GrammarKind.TAGGED:
+        error = re.sub(r"^at \d+\(\d+\): |\n   \d+ \|.*", "", error, flags=re.DOTALL)
     return f"{spec.param} cannot be used: {error}"
 
 

@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
     "server": (7860, 24),
-    "server/api": (4145, 15),
+    "server/api": (4190, 15),
     "server/commands": (1890, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1570, 6),
