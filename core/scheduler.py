@@ -633,6 +633,8 @@ class Scheduler:
             failed = FinishReason.TOO_COMPLEX if grammar.is_too_complex else FinishReason.ERROR
             self.states.finish(sequence, failed, GRAMMAR_FAILED)
             return
+        if grammar is not None and grammar.is_free:
+            sequence.grammar = None
         self._counts.num_generated_tokens += 1
         reason = sequence.end_after_last_token()
         if reason is FinishReason.STOP:

@@ -15,6 +15,7 @@ from core.outlook import Outlook
 
 if TYPE_CHECKING:
     from core.grammar import Grammar
+    from core.thought_grammar import AfterThought
 
 LOWEST_CLASS, TOP_CLASS = -4, 4  # of Request.priority
 
@@ -87,7 +88,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tells_progress: bool = False
     cache_domain: str = ""
     cache_salt: str = ""
-    grammar: "Grammar | None" = None
+    grammar: "Grammar | AfterThought | None" = None
 
     @property
     def num_prompt_tokens(self) -> int:

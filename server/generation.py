@@ -15,7 +15,7 @@ import enum
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -446,9 +446,11 @@ class Generation:
             prepared = await work
         finally:
             self._timings.take_over(marks)
-        if prepared.call.constraint is None or not isinstance(prepared, Prepared):
+        if not isinstance(prepared, Prepared):
             return prepared
-        return replace(prepared, grammar=await self._shared.grammar_of(prepared.call.constraint, tenant.name))
+        constraint = prepared.call.constraint
+        grammar = None if constraint is None else await self._shared.grammar_of(constraint, tenant.name)
+        return self._shared.reader.held(prepared, grammar)
 
     def _open_answer(self) -> None:
         shared, call, stream = self._shared, self._prepared.call, self._stream

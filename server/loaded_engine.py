@@ -11,6 +11,7 @@ from core.chat_template import ChatTemplate
 from core.engine import Engine
 from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
+from core.thought_grammar import ThoughtVocabulary
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
 from core.tool_formats import ANY_FORMAT
@@ -89,6 +90,7 @@ def prompt_reader(
         eos_ids=files.eos_ids,
         make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids)),
         fingerprint=_fingerprint(loaded),
+        thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
     for offered in (None, tools):
         reader.table_with(thought, offered)  # made now: requests find it
@@ -117,12 +119,19 @@ def thought_style_of(template: ChatTemplate) -> ThoughtStyle | None:
     return detect_thought(render)
 
 
+def vocabulary_of(thought: ThoughtStyle, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> ThoughtVocabulary:
+    """What the model's thoughts begin and end with, for a model whose answers end with any of these ids."""
+    return ThoughtVocabulary(thought.name, tokenizer.full_table.token_bytes, _encoder(tokenizer), eos_ids)
+
+
+def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
 def compiler_of(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> GrammarCompiler:
     """For a model whose answers end with any of these ids."""
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return GrammarCompiler(
-        token_bytes, tokenizer.special_ids, eos_ids, lambda text: tokenizer.encode(text, add_special_tokens=False)
-    )
+    return GrammarCompiler(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer))
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:

@@ -6,7 +6,7 @@ Nothing here waits or changes anything: a long body is read on another thread (G
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ClassVar
 
@@ -16,7 +16,8 @@ from core.chat_template import ChatTemplate, max_text_chars
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
-from core.thoughts import ThoughtFollower, follower, thought_start
+from core.thought_grammar import AfterThought, ThoughtVocabulary
+from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.tool_formats import markers_of, thought_markers_of
@@ -38,7 +39,7 @@ class Prepared:
     call: GenerationCall
     prompts: list[tuple[int, ...]]
     table: TokenTable
-    grammar: Grammar | None = None
+    grammar: Grammar | AfterThought | None = None
     tells_tokens: ClassVar[bool] = True
 
     @property
@@ -55,6 +56,7 @@ class PromptReader:
         cards: what /v1/models shows, one per name.
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
+        thoughts: of that vocabulary; None: the model writes none.
         fingerprint: of the model and of what computes it.
     """
 
@@ -69,6 +71,7 @@ class PromptReader:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
+    thoughts: ThoughtVocabulary | None = None
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
@@ -233,6 +236,20 @@ class PromptReader:
             stop_ids = (*stop_ids, *self.tokenizer.fill_end_ids)
         own = {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), "stop_token_ids": stop_ids}
         return msgspec.structs.replace(call.sampling, **own)
+
+    def held(self, prepared: Prepared, grammar: Grammar | None) -> Prepared:
+        """With what holds the answers: a grammar begins where their thought ends.
+
+        Args:
+            grammar: compiled, of the call's constraint.
+        """
+        thought = prepared.call.thought
+        held: Grammar | AfterThought | None = grammar
+        if self.thoughts is None or thought is None or thought.start is ThoughtStart.CLOSED:
+            return replace(prepared, grammar=grammar)
+        if grammar is not None or thought.most_tokens is not None:
+            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens)
+        return replace(prepared, grammar=held)
 
     def surface_of(self, surface: Surface) -> Surface:
         return surface

@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (7860, 24),
-    "server/api": (4190, 15),
+    "server": (8000, 24),
+    "server/api": (4460, 15),
     "server/commands": (1890, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1570, 6),
@@ -24,8 +24,8 @@ BUDGETS = {
     "server/observing": (1730, 7),
     "server/upstream": (1640, 6),
     "server/wire": (4800, 14),
-    "core": (11_100, 30),
-    "gpu": (8170, 29),
+    "core": (11800, 31),
+    "gpu": (8240, 29),
     "gpu/cpu_kernels": (3360, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),

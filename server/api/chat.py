@@ -20,7 +20,7 @@ from server.api.fields import (
     generation_call,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, parts_of, thought_wishes
+from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import (
     ChunkStream,
     ReplyContext,
@@ -48,6 +48,12 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Budget | None = None
+    include_reasoning: bool | None = None
     functions: list[Function] | None = None  # tools' old name, with function_call for tool_choice
     function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -58,13 +64,14 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     model, defaults = defaults_of(wire.model)
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     tools = _tools(wire, defaults.tool_style)
+    thought, variables = thought_wishes(wire, defaults.thought_style)
     return generation_call(
         wire,
         model,
         defaults,
-        (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs),),
+        (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=variables),),
         tools=tools,
-        thought=thought_wishes(defaults.thought_style),
+        thought=thought,
         max_tokens=max_tokens,
         num_logprobs=_num_logprobs(wire, defaults.limits),
         unknown_fields=unknown_fields,

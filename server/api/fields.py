@@ -19,7 +19,7 @@ from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
-from server.api.reasoning import ThoughtWishes
+from server.api.reasoning import ThoughtWishes, check_hidden
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_calls, template_id
 from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
@@ -246,6 +246,7 @@ def generation_call(
         wishes = TokenWishes(
             num_logprobs, fields.prompt_logprobs, bool(fields.return_token_ids), counts_usage=wishes.counts_usage
         )
+    check_hidden(own.get("thought"), wishes.param)
     if fields.n is not None:
         check_range("n", fields.n, 1, limits.num_choices)
     return GenerationCall(

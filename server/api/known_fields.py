@@ -46,6 +46,7 @@ MESSAGES = frozenset[Name]({"messages"})
 CHOICES = CHAT | COMPLETIONS
 OLLAMA = frozenset[Name]({"ollama"})
 GENERATION = CHOICES | RESPONSES | MESSAGES | OLLAMA
+THINKING = CHAT | RESPONSES  # which have the fields of thoughts that several APIs define
 
 
 def _rows(does: Does, surfaces: frozenset[Name], names: str, *neutral: Any, target: str = "") -> tuple[Known, ...]:
@@ -69,8 +70,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(GENERATION - CHAT, "function_call", "none", "auto"),
         *_refused(CHAT, "modalities", ["text"]),
         *_refused(CHAT, "audio prediction web_search_options"),
-        *_refused(CHAT, "reasoning_effort", "none"),
-        *_refused(RESPONSES, "reasoning.effort", "none"),
+        *_refused(COMPLETIONS, "reasoning_effort", "none"),
         *_refused(RESPONSES, "response_format", {"type": "text"}),
         *_refused(RESPONSES, "previous_response_id conversation prompt image"),
         *_refused(RESPONSES, "background", False),
@@ -84,7 +84,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     ),
     "Anthropic": (
         *_alias(GENERATION, "stop", "stop_sequences"),
-        *_refused(CHOICES | RESPONSES, "thinking", {"type": "disabled"}),
+        *_refused(COMPLETIONS, "thinking", {"type": "disabled"}),
         *_refused(CHOICES | RESPONSES, "system output_config"),
         *_refused(GENERATION, "mcp_servers", []),
         *_refused(GENERATION, "container"),
@@ -108,7 +108,8 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(GENERATION, "truncate_prompt_tokens"),
         *_refused(GENERATION, "allowed_token_ids bad_words logits_processors", []),
         *_refused(GENERATION, "include_stop_str_in_output return_tokens_as_token_ids", False),
-        *_refused(GENERATION, "structural_tag repetition_detection thinking_token_budget include_reasoning"),
+        *_refused(GENERATION, "structural_tag repetition_detection"),
+        *_refused(GENERATION - THINKING, "thinking_token_budget include_reasoning"),
         *_refused(GENERATION, "vllm_xargs", {}),
         *_refused(GENERATION, "logprob_token_ids", []),
         *_refused(RESPONSES, "previous_input_messages", []),
@@ -128,7 +129,8 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(GENERATION, "stop_regex custom_logit_processor custom_params"),
         *_refused(GENERATION, "lora_path lora_id session_params session_id input_embeds input_ids"),
         *_refused(GENERATION, "no_stop_trim return_hidden_states return_routed_experts", False),
-        *_ignored(GENERATION, "separate_reasoning stream_reasoning rid extra_key bootstrap_host bootstrap_port"),
+        *_refused(GENERATION, "separate_reasoning stream_reasoning", True),
+        *_ignored(GENERATION, "rid extra_key bootstrap_host bootstrap_port"),
         *_ignored(GENERATION, "bootstrap_room data_parallel_rank no_logs"),
     ),
     "llama-server": (
@@ -144,8 +146,10 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_alias(GENERATION, "guided_grammar", "grammar", ""),
         *_refused(GENERATION, "grammar_lazy return_progress timings_per_token post_sampling_probs", False),
         *_refused(GENERATION, "grammar_triggers lora samplers response_fields", []),
-        *_refused(GENERATION, "reasoning_budget", -1),
-        *_refused(GENERATION, "reasoning_format", "none", "auto"),
+        *_alias(THINKING, "thinking_token_budget", "reasoning_budget", -1),
+        *_refused(GENERATION - THINKING, "reasoning_budget", -1),
+        *_refused(GENERATION - COMPLETIONS, "reasoning_format", "auto", "deepseek"),
+        *_refused(COMPLETIONS, "reasoning_format", "none", "auto"),
         *_refused(GENERATION, "thinking_forced_open return_tokens", False),
         *_ignored(GENERATION, "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n"),
         *_ignored(GENERATION, "dry_sequence_breakers xtc_threshold dynatemp_exponent adaptive_decay"),
@@ -157,13 +161,14 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_ignored(OLLAMA, "num_ctx num_batch num_gpu num_thread main_gpu use_mmap use_mlock low_vram f16_kv numa"),
         *_ignored(OLLAMA, "penalize_newline truncate shift"),
         *_alias(OLLAMA, "guided_json", "format", ""),
-        *_refused(OLLAMA, "think template"),
+        *_refused(OLLAMA, "template"),
         *_refused(OLLAMA, "context", []),
         *_refused(OLLAMA, "logprobs", False),
         *_refused(OLLAMA, "top_logprobs", 0),
         *_alias(RESPONSES, "max_output_tokens", "num_predict", -1),
-        *_refused(CHOICES, "reasoning", {}, {"effort": "none"}),
-        *_refused(GENERATION, "enable_thinking thinking_budget"),
+        *_refused(COMPLETIONS, "reasoning", {}, {"effort": "none"}),
+        *_alias(THINKING, "thinking_token_budget", "thinking_budget"),
+        *_refused(GENERATION - THINKING, "enable_thinking thinking_budget"),
         *_refused(GENERATION - OLLAMA, "think format template num_ctx"),
         *_refused(GENERATION - OLLAMA, "raw", False),
         *_refused(GENERATION, "images", []),

@@ -29,7 +29,7 @@ from server.api.fields import (
     missing_field,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, parts_of, thought_wishes
+from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
@@ -59,6 +59,7 @@ _ERRORS: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.ENGINE: (500, "api_error"),
     ErrorKind.UNAVAILABLE: (529, "overloaded_error"),
+    ErrorKind.UPSTREAM: (502, "api_error"),
     ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
 _STOP_REASONS = {
@@ -111,12 +112,6 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
-    display: str | None = None
-
-
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     effort: str | None = None
     format: ResponseFormat | None = None
@@ -128,7 +123,7 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     system: Blocks | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -160,21 +155,24 @@ def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: Defa
     except InvalidRequest as error:  # whose path is that of responses
         message, param = (text.replace("].parameters", "].input_schema") for text in (error.message, error.param or ""))
         raise InvalidRequest(message, param, error.code or "") from None
-    if wire.thinking is not None and wire.thinking.type != "adaptive" and defaults.thought_style is not None:
-        message = 'thinking cannot be switched here yet. Leave it out, or send {"type": "adaptive"}.'
-        raise InvalidRequest(message, "thinking", "unsupported_parameter")
-    config = wire.output_config or OutputConfig()
-    if config.effort is not None and defaults.thought_style is not None:
-        message = "output_config.effort cannot be set here yet. Leave it out."
-        raise InvalidRequest(message, "output_config.effort", "unsupported_parameter")
+    config, thinking = wire.output_config or OutputConfig(), wire.thinking or ThinkingOptions(type="adaptive")
+    thought, variables = wishes_of(
+        defaults.thought_style,
+        wire.chat_template_kwargs,
+        thinking.is_on,
+        "xhigh" if config.effort == "max" else config.effort,
+        "output_config.effort",
+        thinking.budget_tokens,
+        thinking.display != "omitted",
+    )
     where = "output_config.format" if config.format is not None else "output_format"
     return generation_call(
         wire,
         model,
         defaults,
-        (_prompt(wire, defaults, tools),),
+        (_prompt(wire, defaults, tools, variables),),
         tools=tools,
-        thought=thought_wishes(defaults.thought_style),
+        thought=thought,
         max_tokens=wire.max_tokens,
         num_logprobs=None,
         text_format=config.format or wire.output_format,
@@ -201,7 +199,9 @@ def _openai_choice(choice: ToolChoice) -> Any:
             return mode
 
 
-def _prompt(wire: MessagesBody, defaults: GenerationDefaults, tools: Any) -> ChatPrompt:
+def _prompt(
+    wire: MessagesBody, defaults: GenerationDefaults, tools: Any, variables: dict[str, Any] | None
+) -> ChatPrompt:
     if not wire.messages:
         raise InvalidRequest("messages is empty: send at least one message.", "messages")
     made: list[tuple[Message, str]] = []
@@ -220,7 +220,7 @@ def _prompt(wire: MessagesBody, defaults: GenerationDefaults, tools: Any) -> Cha
             else:
                 made.append((message, where))
     messages, params = [one for one, _ in made], [where for _, where in made]
-    return chat_prompt(messages, defaults.tool_style, tools, "messages", params, wire.chat_template_kwargs)
+    return chat_prompt(messages, defaults.tool_style, tools, "messages", params, variables)
 
 
 def _without_billing(system: Blocks | None) -> Blocks | None:

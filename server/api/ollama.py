@@ -12,6 +12,7 @@ import msgspec
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.constraints import ANY_OBJECT
 from core.errors import InvalidRequest, ServiceError
+from core.tool_detection import ThoughtStyle
 from core.types import Delta, FinishReason, Usage
 from server.api.decoding import decode, parse_object
 from server.api.fields import (
@@ -27,7 +28,7 @@ from server.api.fields import (
 )
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel, ServerCard
-from server.api.reasoning import answer_parser, parts_of, thought_wishes
+from server.api.reasoning import ThoughtWishes, answer_parser, parts_of, wishes_of
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, status_of
 from server.api.tools import CalledFunction, FunctionTool, ToolCall, tool_wishes
 from server.wire import sse
@@ -58,6 +59,7 @@ class OllamaFields(SamplingFields, frozen=True, kw_only=True):
 
     max_tokens: MaxTokens | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    think: bool | str | None = None
 
 
 class ChatBody(OllamaFields, frozen=True, kw_only=True):
@@ -77,8 +79,9 @@ def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     model, defaults = defaults_of(_name(wire.model))
     tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, defaults.tool_style)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(wire.messages)]
-    prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs)
-    own = {"tools": tools, "thought": thought_wishes(defaults.thought_style)} | _own(wire, unknown_fields)
+    thought, variables = _thought(wire, defaults.thought_style)
+    prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=variables)
+    own = {"tools": tools, "thought": thought} | _own(wire, unknown_fields)
     return _call(wire, generation_call(wire, model, defaults, (prompt,), **own))
 
 
@@ -86,14 +89,22 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = _decode(body, GenerateBody)
     model, defaults = defaults_of(_name(wire.model))
     prompt: ChatPrompt | TextPrompt
-    if wire.raw or wire.suffix:
+    is_raw = bool(wire.raw or wire.suffix)
+    thought, variables = _thought(wire, None if is_raw else defaults.thought_style)
+    if is_raw:
         prompt = TextPrompt(wire.prompt, suffix=wire.suffix or None)
     else:
         system = [Message(role="system", content=wire.system)] if wire.system else []
         turn = Message(role="user", content=wire.prompt)
-        prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=wire.chat_template_kwargs)
-    thought = None if wire.raw or wire.suffix else thought_wishes(defaults.thought_style)
+        prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=variables)
     return _call(wire, generation_call(wire, model, defaults, (prompt,), thought=thought, **_own(wire, unknown_fields)))
+
+
+def _thought(wire: OllamaFields, style: ThoughtStyle | None) -> tuple[ThoughtWishes | None, dict[str, Any] | None]:
+    """`think` is true, false or an effort."""
+    effort = wire.think if isinstance(wire.think, str) else None
+    is_on = None if wire.think is None else bool(wire.think)
+    return wishes_of(style, wire.chat_template_kwargs, is_on, effort, "think")
 
 
 def _decode(body: bytes, shape: type[Any]) -> tuple[Any, tuple[str, ...]]:

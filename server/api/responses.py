@@ -27,7 +27,7 @@ from server.api.fields import (
     missing_field,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, parts_of, thought_wishes
+from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, ToolWishes, id_of, tool_wishes
@@ -79,15 +79,12 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
-    """known_fields refuses what asks for something in `reasoning`."""
-
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     text: TextOptions | None = None
-    reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -96,6 +93,12 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     tools: list[ResponsesTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Budget | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -114,14 +117,15 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         "tools[{}]",
         wire.max_tool_calls,
     )
+    thought, variables = thought_wishes(wire, defaults.thought_style)
     has_logprobs = num_logprobs or INCLUDE_LOGPROBS in (wire.include or ())
     return generation_call(
         wire,
         model,
         defaults,
-        (_prompt(wire, defaults.tool_style, tools),),
+        (_prompt(wire, defaults.tool_style, tools, variables),),
         tools=tools,
-        thought=thought_wishes(defaults.thought_style),
+        thought=thought,
         max_tokens=wire.max_output_tokens,
         num_logprobs=num_logprobs if has_logprobs else None,
         text_format=None if wire.text is None else wire.text.format,
@@ -130,7 +134,9 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     )
 
 
-def _prompt(wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | None) -> ChatPrompt:
+def _prompt(
+    wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | None, variables: dict[str, Any] | None
+) -> ChatPrompt:
     messages = [Message(role="system", content=wire.instructions)] if wire.instructions else []
     num_before = len(messages)
     if isinstance(wire.input, str):
@@ -157,7 +163,7 @@ def _prompt(wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | No
         params.append(param)
     if len(messages) == num_before:
         raise InvalidRequest("input has no message: send at least one.", "input")
-    return chat_prompt(messages, style, tools, "input", params, wire.chat_template_kwargs)
+    return chat_prompt(messages, style, tools, "input", params, variables)
 
 
 def _joined(turn: Message, more: Message) -> Message:
@@ -495,6 +501,7 @@ def _finished(
 def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[str, Any]:
     """A response without output, as at its start. It repeats the parameters it ran under."""
     wire: ResponsesBody = call.wire
+    reasoning = wire.reasoning or ReasoningOptions()
     return {
         "id": f"resp_{context.reply_id}",
         "object": "response",
@@ -508,7 +515,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "output": [],
         "parallel_tool_calls": wire.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": reasoning.effort or wire.reasoning_effort, "summary": None},
         "background": False,
         "completed_at": int(context.unix_clock()) if status == "completed" else None,
         "presence_penalty": call.sampling.presence_penalty,
