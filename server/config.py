@@ -222,6 +222,9 @@ class ServerConfig:
     served_model_name: str | None = _MODEL(
         None, _Kind(text_value, "NAME"), "name that clients ask for (default: the directory's, file's or hub's name)"
     )
+    aliases: tuple[str, ...] = _MODEL.several(
+        _Kind(text_value, "NAME"), "another name for the model, such as gpt-4o-mini, at the model's price", name="alias"
+    )
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
     tool_format: str = _MODEL(
         ANY_FORMAT,

@@ -42,7 +42,7 @@ from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, StreamedOutput, WholeOutput
-from server.prompts import Prepared, PromptReader, find_model
+from server.prompts import Prepared, PromptReader, find_model, own_name, usable
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
@@ -204,7 +204,7 @@ class Generations:
         """The models that the tenant may use."""
         own = () if self.own is None else self.own.reader.cards_for(tenant)
         others = (card for name, one in self.others.items() for card in one.reader.cards if card.id == name)
-        return (*own, *(card for card in others if tenant.models is None or card.id in tenant.models))
+        return (*own, *usable(others, tenant))
 
     @property
     def backends(self) -> list[Backend]:
@@ -518,7 +518,7 @@ class Generation:
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
-            entry = shared.ledger.open(self._ledger_row(call.model), ticket.cost)
+            entry = shared.ledger.open(self._ledger_row(own_name(reader.cards, call.model)), ticket.cost)
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:

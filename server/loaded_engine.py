@@ -7,6 +7,8 @@ from functools import cache, partial
 from hashlib import sha256
 from typing import Any
 
+from msgspec import structs
+
 from core.chat_template import ChatTemplate
 from core.engine import Engine
 from core.grammar import GrammarCompiler
@@ -61,7 +63,11 @@ LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], No
 
 
 def prompt_reader(
-    loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits, tool_format: str = ANY_FORMAT
+    loaded: LoadedEngine,
+    clock: Clock,
+    request_limits: RequestLimits,
+    tool_format: str = ANY_FORMAT,
+    aliases: Sequence[str] = (),
 ) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
@@ -73,7 +79,7 @@ def prompt_reader(
     )
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
-        cards=(card,),
+        cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases)),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
         max_model_len=limits.max_model_len,

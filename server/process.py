@@ -204,7 +204,7 @@ class Server:
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         config = self._config
-        reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format)
+        reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases)
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
 
@@ -232,7 +232,7 @@ class Server:
             relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits)
             found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
         if own is not None:
-            refuse_same_names([own.reader.cards[0].id, *found], "the configuration")
+            refuse_same_names([*(card.id for card in own.reader.cards), *found], "the configuration")
         return found
 
     def _serve(self, own: OwnBackend | None, facts: EngineFacts | None) -> None:

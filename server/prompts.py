@@ -5,7 +5,7 @@ Nothing here waits or changes anything: a long body is read on another thread (G
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ClassVar
@@ -75,7 +75,7 @@ class PromptReader:
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
-        return tuple(card for card in self.cards if tenant.models is None or card.id in tenant.models)
+        return usable(self.cards, tenant)
 
     def prepare(self, surface: Surface, body: bytes, tenant: Tenant, marks: StageMarks) -> Prepared:
         """Parse and tokenize a request's body.
@@ -294,18 +294,24 @@ def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCal
     return msgspec.structs.replace(call, thought=msgspec.structs.replace(call.thought, start=start))
 
 
+def usable(models: Iterable[ServedModel], tenant: Tenant) -> tuple[ServedModel, ...]:
+    """Those that the tenant may use, under the names that it may ask for: with a model, all of its names."""
+    allowed = tenant.models
+    return tuple(one for one in models if allowed is None or one.id in allowed or one.name in allowed)
+
+
 def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
     """The model that a request names.
 
     Args:
         models: those that its caller may use.
-        name: None: the only one.
+        name: None: the only one, by its own name.
 
     Raises:
         InvalidRequest: no name, and several models.
         ServiceError: none of the models has that name; the message lists them.
     """
-    if name is None and len(models) > 1:
+    if name is None and len({model.name for model in models}) > 1:
         names = ", ".join(model.id for model in models)
         raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
     for model in models:
@@ -319,6 +325,11 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
             f"{what} that you may use: your tenant may use none of the models that are served here. Ask the operator."
         )
     raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
+
+
+def own_name(models: Sequence[ServedModel], name: str) -> str:
+    """The model's own name, whichever of its names was asked for."""
+    return next(model.name for model in models if model.id == name)
 
 
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:

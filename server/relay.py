@@ -229,9 +229,8 @@ class Relay:
         self._limits = request_limits
         settings = pool.settings
         created_s = int(clock.unix())
-        self.cards = tuple(
-            ServedModel(id=name, created_s=created_s, max_model_len=settings.max_model_len) for name in settings.names
-        )
+        card = ServedModel(id=settings.name, created_s=created_s, max_model_len=settings.max_model_len)
+        self.cards = (card, *(msgspec.structs.replace(card, id=name, alias_of=card.id) for name in settings.aliases))
 
     # PromptSource.
 

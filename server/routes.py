@@ -181,7 +181,8 @@ async def show_ollamas_model(exchange: Exchange) -> None:
     def show(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
         name, unknown_fields = ollama.parse_show(body)
         template = reader.chat_template.sources.get("default")
-        capabilities = ["tools"] if reader.defaults.tool_style is not None else []
+        styles = {"tools": reader.defaults.tool_style, "thinking": reader.defaults.thought_style}
+        capabilities = [name for name, style in styles.items() if style is not None]
         return ollama.show_reply(find_model(cards, name), card, template, capabilities), unknown_fields
 
     await computing(show)(exchange)

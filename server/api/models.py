@@ -18,12 +18,18 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         created_s: unix time; when it was loaded.
         max_model_len: tokens of context; None: not known.
         description: what a user should know before trusting it.
+        alias_of: the model's own name, by which it is billed; None: that is `id`.
     """
 
     id: str
     created_s: int
     max_model_len: int | None
     description: str | None = None
+    alias_of: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.alias_of or self.id
 
 
 class ServerCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,3 +165,18 @@ async def test_a_ledger_whose_directory_cannot_be_created_says_so(tmp_path: Path
         Server(ServerConfig(port=0, ledger=tmp_path / "file" / "ledger.db"), load_with(), print)
     assert caught.value.cause.startswith(f"the ledger's directory {tmp_path / 'file'} does not exist and cannot be")
     assert "--ledger FILE" in caught.value.fix
+
+
+async def test_an_alias_is_the_model_under_another_name_and_billed_as_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    async with serving(
+        aliases=("gpt-4o-mini",), ledger=path, prices=Prices(((MODEL, ModelPrice(prompt=1)),))
+    ) as running:
+        listed = [model["id"] for model in (await get(running, "/v1/models")).json["data"]]
+        assert listed == [MODEL, "gpt-4o-mini"]
+        answers = [await ask(running.server, closing(chat(model=name))) for name in ("gpt-4o-mini", MODEL, None)]
+        assert [answer.json["model"] for answer in answers] == ["gpt-4o-mini", MODEL, MODEL]
+        assert len({answer.text() for answer in answers}) == 1
+        assert (await ask(running.server, closing(chat(model="gpt-4o")))).status == 404
+        usage = (await get(running, "/v1/usage?by=model")).json["data"]
+    assert [(line["model"], line["requests"]) for line in usage] == [(MODEL, 3)]
