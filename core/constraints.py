@@ -47,6 +47,8 @@ ENFORCED = frozenset(
         " exclusiveMinimum exclusiveMaximum multipleOf nullable",
     )
 )
+MAX_REPEATED = 20_000  # characters of a regular expression, counts multiplied
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
 _EXTENSION = re.compile(r"x-(?!guidance)")  # annotations of OpenAPI's; x-guidance has options for the library
 MAX_SHOWN = 200  # characters of what a refusal repeats
 MAX_SUBSETS = 128  # of an object's properties, to hold how many of the optional ones there are
@@ -116,15 +118,47 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
         if keyword == "$ref" and not (isinstance(value, str) and value.startswith("#")):
             message = f"{path}.$ref is {str(value)[:MAX_SHOWN]!r}. It must point into the same schema: '#/$defs/NAME'."
             raise InvalidRequest(message, param)
-        if keyword == "format" and value not in FORMATS:
+        if keyword == "pattern":
+            _check_repeats(value, f"{path}.pattern", param)
+        if keyword == "patternProperties":
+            for pattern in value:
+                _check_repeats(pattern, f"{path}.patternProperties", param)
+        if keyword == "format" and not (isinstance(value, str) and value in FORMATS):
             raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
     source = json.dumps(_as_held(schema), ensure_ascii=False, separators=(",", ":"))
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
 def regex(pattern: str, param: str) -> GrammarSpec:
-    """The whole answer matches. Raises InvalidRequest: it is too long."""
+    """The whole answer matches. Raises InvalidRequest: it is too long, or repeats too much."""
+    _check_repeats(pattern, param, param)
     return _bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
+
+
+def _check_repeats(pattern: str, path: str, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest: what the counts in its braces repeat, one within the other, comes to too much.
+    """
+    sizes, last = [0], 0  # of the groups that are open, and of what came last
+    for part in _REGEX_PARTS.finditer(pattern):
+        text = part[0]
+        if text == "(":
+            sizes.append(0)
+            last = 0
+            continue
+        if text == ")" and len(sizes) > 1:
+            last = sizes.pop()
+        elif part["most"]:
+            sizes[-1] -= last
+            last *= max(1, int(part["most"][:9]))
+        elif text not in "*+?|":
+            last = 1
+        else:
+            continue
+        sizes[-1] += last
+        if last > MAX_REPEATED:
+            raise InvalidRequest(f"{path} repeats more than {MAX_REPEATED} characters by its counts.", param)
 
 
 def choice(texts: Sequence[str], param: str) -> GrammarSpec:

@@ -74,6 +74,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_domain: requests share cached prompts within a domain ...
         cache_salt: ... and with the same salt.
         grammar: that holds each of its answers.
+        speculates: drafts of its next tokens may be computed. The tokens are the same.
     """
 
     request_id: str  # ours, never the client's
@@ -89,6 +90,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_domain: str = ""
     cache_salt: str = ""
     grammar: "Grammar | AfterThought | None" = None
+    speculates: bool = True
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -292,6 +294,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_rows: int = 0  # of these, those that computed some of a prompt
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
+    num_draft_tokens: int = 0  # computed, whether they were right or not
+    num_accepted_tokens: int = 0  # of these, right
     num_forced_tokens: int = 0  # of these, not sampled: a grammar left no choice
     num_preemptions: int = 0
     num_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache

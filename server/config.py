@@ -301,6 +301,12 @@ class ServerConfig:
         "where a schema or grammar leaves one way to go on, append that text as the tokenizer writes it, many tokens a"
         " step; off: the model chooses each token, and how the text is cut into tokens",
     )
+    speculation: str = _ENGINE(
+        "auto",
+        _Kind(choice_of("auto", "off"), "MODE"),
+        "where an answer repeats earlier text, compute a guess of how it goes on with the next token: auto does so"
+        " where it saves time, on a CPU. The tokens are the same",
+    )
     overlap: str = _RARE_ENGINE(
         "auto",
         _Kind(choice_of("auto", "on", "off"), "MODE"),

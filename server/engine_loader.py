@@ -126,6 +126,7 @@ def _load(
         has_prefix_cache=engine.has_prefix_cache,
         inter_token_target=engine.inter_token_target,
         forces_tokens=engine.forced_tokens == "on",
+        speculates=engine.speculation == "auto",
         stored=() if runner.offload is None else runner.offload.stored,
     )
     memory = runner.memory

@@ -152,6 +152,8 @@ def chain(num_links: int) -> dict[str, Any]:
         ({"multipleOf": 0}, "response_format.multipleOf must be a number above 0"),
         ({"enum": []}, "response_format.enum must be a list of values"),
         ({"type": []}, "response_format.type must be a type, or a list of types"),
+        ({"format": ["a"]}, "response_format.format must be one of"),
+        ({"pattern": "(a{999}){99}"}, "response_format.pattern repeats more than 20000 characters"),
         ({"pattern": 3}, "response_format.pattern must be a regular expression"),
         ({"nullable": "yes"}, "response_format.nullable must be true or false"),
         ({**optional(8), "minProperties": 2}, "are held where at most 7 properties are optional"),
@@ -203,6 +205,8 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
     [
         (lambda: regex("(a", PARAM), "unclosed group"),
         (lambda: regex("(?=a)b", PARAM), "look-around"),
+        (lambda: regex("a{1000}{1000}", PARAM), "repeats more than 20000 characters"),
+        (lambda: regex("((b|[^]{9}]{100}){99,}c){1,100}", PARAM), "repeats more than 20000 characters"),
         (lambda: choice([], PARAM), "must have 1 to 4096 choices"),
         (lambda: choice(["x"] * (MAX_CHOICES + 1), PARAM), "must have 1 to 4096 choices"),
         (lambda: client_grammar("start: (", PARAM), "1 | start: ("),

@@ -49,6 +49,7 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "dtype": "float32",
     "quantize": "int8",
     "forced-tokens": "off",
+    "speculation": "off",
     "tool-format": "xml",
     "overlap": "on",
     "graphs": "off",

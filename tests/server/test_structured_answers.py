@@ -158,3 +158,9 @@ def test_what_is_found_too_complex_in_mid_answer_is_refused(
     streamed = server.ask(chat(guided_json=schema, **STREAM))
     assert b"grammar_too_complex" in streamed.body
     assert server.ask(completion(guided_regex="ab?")).text() in ("a", "ab")
+
+
+def test_documents_that_no_template_shows_are_refused(server: SimulatedServer) -> None:
+    refused = server.ask(chat(documents=[{"text": "It is noon."}]))
+    assert (refusal_of(refused)[0], refused.json["error"]["param"]) == (400, "documents")
+    assert server.ask(chat(documents=[])).finish_reason() == "length"

@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,8 @@ from core.constraints import regex
 from core.thought_grammar import AfterThought
 from core.thoughts import ThoughtStart
 from core.tool_detection import ThoughtStyle
+from server.ledger.store import Grouping
+from server.ledger.usage import UsageQuery, read_usage
 from server.loaded_engine import compiler_of, vocabulary_of
 from tests.server.simulated_server import EOS_ID, Answer, chat, request
 from tests.server.thinking_server import TOKENIZER, ids_of, thinking
@@ -299,3 +304,72 @@ def test_states_of_thoughts_roll_back() -> None:
             mask = np.zeros(grammar.num_words, np.int32)
             state.fill_mask(mask)
             assert (mask == masks[len(ids) - num]).all()
+
+
+QUESTION: Any = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "end", "script", "thought", "said"),
+    [
+        ("qwen3", "It is ", "</think>\n\nIt is ", "so.", "", "so."),
+        ("qwen3", "  It is", "</think>\n\n  It is", " so.", "", " so."),
+        ("qwen3", "", "</think>\n\n", "<think>", "", "<think>"),
+        ("qwen3", "<think>\nhm", "<think>\nhm", ", so\n</think>\n\nYes.", ", so", "Yes."),
+        ("r1", "It is", "assistant\nIt is", " so.", "", " so."),
+        ("harmony", "It is", "<|channel|>final<|message|>It is", " so.", "", " so."),
+    ],
+)
+def test_a_last_message_is_continued(
+    template: str, content: str, end: str, script: str, thought: str, said: str
+) -> None:
+    messages = [QUESTION, {"role": "assistant", "content": content}]
+    with thinking(template) as server:
+        fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        tokens = server.server.ask(request("POST", "/tokenize", fields | {"model": "small"})).json["tokens"]
+        assert TOKENIZER.decode(tokens, skip_special_tokens=False).endswith(end)
+        marked = {"messages": [QUESTION, messages[1] | {"prefix": True}]}
+        for asked in (fields, fields | STREAM, marked):
+            answer = server.ask(ask_for(**asked, return_token_ids=True), script)
+            assert message_of(answer) == {"thought": thought, "text": said, "calls": []}
+            if not asked.get("stream"):
+                assert answer.json["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True}, "messages[0]"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [QUESTION | {"prefix": True}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": "a", "partial": True}, QUESTION]}, "messages[0].partial"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], param: str) -> None:
+    with thinking() as server:
+        answer = server.ask(ask_for(**fields), "")
+        assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_a_prompt_without_its_end_is_what_the_messages_are() -> None:
+    with thinking() as server:
+        body = {"model": "small", "messages": [QUESTION], "add_generation_prompt": False}
+        tokens = server.server.ask(request("POST", "/tokenize", body)).json["tokens"]
+        assert TOKENIZER.decode(tokens, skip_special_tokens=False) == "<|im_start|>user\nx<|im_end|>\n"
+
+
+def test_the_ledger_has_the_tokens_of_the_thought_and_takes_rows_of_before(tmp_path: Path) -> None:
+    path, text = tmp_path / "ledger.db", "hm\n</think>\n\nYes."
+    with thinking("r1", ledger=path) as server:
+        server.ask(ask_for(n=2), text)
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT reasoning_tokens, completion_tokens FROM requests").fetchall() == [
+            (2 * num_thought_tokens(ids_of(text), THINK), 2 * (len(ids_of(text)) + 1))
+        ]
+        database.execute("ALTER TABLE requests DROP COLUMN reasoning_tokens")
+        database.execute("PRAGMA user_version = 1")
+        database.commit()
+    with thinking("r1", ledger=path, first_id=2) as server:
+        server.ask(ask_for(), text)
+    (line,) = read_usage(path, UsageQuery(Grouping.MODEL))
+    assert (line.requests, line.reasoning_tokens) == (2, num_thought_tokens(ids_of(text), THINK))
