@@ -9,8 +9,10 @@
 # make wheels       what bench.gpu_check needs beside torch, triton and transformers, in build/wheels: for a machine with a
 #                   GPU and without a network, whose Python is WHEELS_FOR (3.12)
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
-#                   machine (15 minutes on two cores); ARGS="--seed N" one again, --steps and --histories for other numbers
+#                   machine (15 minutes on two cores), and 100,000 answers with calls; ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time
+# make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, with npm also Vercel's AI SDK) in
+#                   .venv/clients, an environment of their own: tests ask a server through them, and are skipped without
 # make storm        clients that misbehave beside 2,500 requests that do not, over real sockets (two minutes), then a million
 #                   random cancels against the simulated server (10 minutes); nobody is harmed, and nothing may be left
 #
@@ -76,7 +78,20 @@ test: $(VENV)/.installed-test
 	$(PYTEST) -q -m "not slow and not gpu" tests
 	for kernels in $(OTHER_BLAS); do \
 		OPENBLAS_CORETYPE=$$kernels $(PYTEST) -q -m "bits and not gpu" $(BIT_TESTS) || exit 1; done
+	@$(MAKE) --no-print-directory clients || echo "not installed: agents' packages (tests that need them are skipped)"
 	$(PYTEST) -q -m "slow and not gpu" tests
+
+CLIENTS := $(VENV)/clients
+AI_SDK := @ai-sdk/openai-compatible@2.0.92 ai@6.0.326 zod@4.6.7
+
+.PHONY: clients
+clients: $(CLIENTS)/.installed
+
+$(CLIENTS)/.installed: tests/e2e/clients/requirements.txt | $(VENV)/bin/python
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps --requirement $<
+	! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(CLIENTS) $(AI_SDK)
+	@touch $@
 
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-fuzz
@@ -86,6 +101,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.cold_start
 	$(VENV)/bin/python -m bench.fairness
 	$(VENV)/bin/python -m bench.frontend
+	$(VENV)/bin/python -m bench.gateway
 	$(VENV)/bin/python -m bench.lag
 	$(VENV)/bin/python -m bench.ledger
 	$(VENV)/bin/python -m bench.limits

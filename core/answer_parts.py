@@ -108,6 +108,7 @@ class Parser:
         self._at = 0  # consumed before this
         self._uncertain_from: int | None = None  # where what may still turn out to be plain text begins
         self._is_complete = False
+        self._is_cut = False
         self._events: list[Part] = []
         self._run = self._parse()
         next(self._run, None)
@@ -121,9 +122,13 @@ class Parser:
             self._uncertain_from = 0
         return self._advance()
 
-    def close(self) -> list[Part]:
-        """The text is complete."""
-        self._is_complete = True
+    def close(self, is_cut: bool = False) -> list[Part]:
+        """No more text comes.
+
+        Args:
+            is_cut: the model had more to write. What it had begun of a call is then no text.
+        """
+        self._is_complete, self._is_cut = True, is_cut
         return self._advance()
 
     def _advance(self) -> list[Part]:
@@ -308,7 +313,7 @@ class HarmonyParser(Parser):
                 self._uncertain_from = None
                 yield from self._until(ends, self._emitter("".join(header)))
         except _Cut:
-            if self._uncertain_from is not None:
+            if self._uncertain_from is not None and not self._is_cut:
                 self._emit_text(self._text[self._uncertain_from :])
 
     def _is_header(self) -> Step:
@@ -336,12 +341,15 @@ class ToolCallParser(Parser):
 
     Args:
         schemas: of the parameters of each function that the request offers, by name.
+        only_calls: the answer is calls and nothing else.
     """
 
-    def __init__(self, form: ToolFormat, schemas: Mapping[str, Schema]) -> None:
+    def __init__(self, form: ToolFormat, schemas: Mapping[str, Schema], only_calls: bool = False) -> None:
         self.num_calls = 0
         self.num_complete = 0  # of these
         self._format = form
+        self._only_calls = only_calls
+        self._is_next = False  # a call of the section has gone before
         self._schemas = schemas
         super().__init__()
 
@@ -366,12 +374,16 @@ class ToolCallParser(Parser):
                     trigger = yield from self._take_after_whitespace(*begins)
                 begin = yield from self._until(triggers, self._emit_text)
         except _Cut:
-            if self._uncertain_from is not None:
+            if self._uncertain_from is not None and not (self._is_cut and self._has_begun_call(triggers)):
                 self._emit_text(self._text[self._uncertain_from :])
+
+    def _has_begun_call(self, triggers: Sequence[str]) -> bool:
+        is_marked = self._text.startswith(tuple(triggers), self._uncertain_from or 0)
+        return is_marked or self._only_calls or self._is_next
 
     def _section(self, trigger: str) -> Step:
         """Its calls, after what begins it. False: what begins here, or goes on, is text."""
-        self._uncertain_from = self._at - len(trigger)
+        self._uncertain_from, self._is_next = self._at - len(trigger), False
         try:
             yield from self._calls(trigger.removeprefix(self._format.before))
         except _Mismatch:
@@ -393,7 +405,7 @@ class ToolCallParser(Parser):
                 yield from self._expect(brackets.begin)
             yield from self._call(begin)
             while (yield from self._take_after_whitespace(brackets.separator)) is not None:
-                self._uncertain_from = self._at
+                self._uncertain_from, self._is_next = self._at, True
                 yield from self._call(begin)
             if brackets.end:
                 yield from self._expect(brackets.end)
@@ -680,10 +692,10 @@ class AnswerParser:
     def feed(self, text: str) -> list[Part]:
         return self._parts([Text(text)] if self._thought is None else self._thought.feed(text))
 
-    def close(self) -> list[Part]:
-        """The answer is complete."""
-        found = self._parts([] if self._thought is None else self._thought.close())
-        return found + ([] if self._tools is None else self._shown(self._tools.close()))
+    def close(self, is_cut: bool = False) -> list[Part]:
+        """As Parser.close."""
+        found = self._parts([] if self._thought is None else self._thought.close(is_cut))
+        return found + ([] if self._tools is None else self._shown(self._tools.close(is_cut)))
 
     def _parts(self, events: list[Part]) -> list[Part]:
         tools = self._tools
@@ -771,6 +783,8 @@ def _typed(text: str, types: frozenset[str]) -> str:
     except (ValueError, RecursionError):
         return _json(text)
     kind = _TYPE_NAMES[type(parsed)]
+    if kind == "string":  # strings are written bare: its quotes are its own
+        return _json(text)
     if kind in types or (kind == "integer" and "number" in types):
         return value
     if kind == "number" and types & {"integer"} and parsed == int(parsed):

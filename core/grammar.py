@@ -69,6 +69,10 @@ class GrammarState:
         self._matcher.consume_token(token_id)
         self.num_accepted += 1
 
+    def takes(self, token_id: int) -> bool:
+        """Whether the token may come next."""
+        return bool(self._matcher.validate_tokens([token_id]) == 1)
+
     def roll_back(self, num_tokens: int) -> None:
         """The last tokens were not sampled after all."""
         self._matcher.rollback(num_tokens)
@@ -81,6 +85,11 @@ class GrammarState:
         """
         token_ids = self._matcher.compute_ff_tokens()
         return list(token_ids[: self._matcher.validate_tokens(token_ids)]) if token_ids else []
+
+    @property
+    def is_free(self) -> bool:
+        """Anything may come from here on."""
+        return False
 
     @property
     def is_complete(self) -> bool:

@@ -9,6 +9,7 @@ plan continues after those tokens before they are known. Its slot and blocks sta
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -89,6 +90,8 @@ class StepPlan:
     host_copies: BlockCopies | None = None
     prompt_targets: list[PromptTargets] = field(default_factory=list)  # at most one per row, in the rows' order
     masked_rows: list[int] = field(default_factory=list)  # that sample under a grammar, ascending
+    # Row -> how many of its last tokens are drafts: a token is sampled after each of them, too, and all are reported.
+    num_drafts: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -98,10 +101,21 @@ class StepPlan:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def drafts_of(self, row: int) -> list[int]:
+        num_drafts = self.num_drafts.get(row, 0)
+        if not num_drafts:
+            return []
+        end = int(self.lengths[: row + 1].sum())
+        found: list[int] = self.token_ids[end - num_drafts : end].tolist()
+        return found
+
 
 @dataclass(slots=True)
 class StepOutput:
-    """What was sampled. A row may appear several times, in order (speculation), or not at all (it only prefilled)."""
+    """What was sampled. A row with drafts appears several times, in order; one that only prefilled not at all.
+
+    Where a draft led to logits that are not finite, its row ends before that.
+    """
 
     rows: Int32Array  # [tokens]: row of the plan
     token_ids: Int32Array  # [tokens]
@@ -137,6 +151,7 @@ class RunnerLimits:
     max_in_flight: int = 1  # steps; with 2 the next one is sent before this one's tokens are read
     prompt_tile: int = 64  # prompt tokens that attend together: a started tile costs as much as a full one
     few_tokens: int = 0  # about so many tokens of a step are multiplied in the time that reading the weights takes
+    max_drafts: int = 0  # tokens of a step
     timed_rows: tuple[TimedRow, ...] = ()  # so that the first requests' steps are predicted
 
 
@@ -227,20 +242,27 @@ class PlanBuilder:
         self._sequence_starts: list[SequenceStart] = []
         self._prompt_targets: list[PromptTargets] = []
         self._masked_rows: list[int] = []
+        self._num_drafts: dict[int, int] = {}
 
-    def add_row(self, sequence: Sequence, start: int, length: int) -> None:
-        """Compute `length` tokens from position `start` on, and tell the runner what it lacks of the sequence."""
+    def add_row(self, sequence: Sequence, start: int, length: int, drafts: Seq[int] = ()) -> None:
+        """Compute `length` tokens from position `start` on, and tell the runner what it lacks of the sequence.
+
+        Args:
+            drafts: the last of these tokens, which may not be the sequence's. It sits out while they are in flight.
+        """
         end = start + length
-        samples = end == len(sequence.token_ids) + sequence.num_pending
-        self.repeat_row(sequence, start, length, samples)
+        samples = end - len(drafts) == len(sequence.token_ids) + sequence.num_pending
+        self.repeat_row(sequence, start, length, samples, drafts)
         sequence.num_computed_tokens = end
         sequence.num_in_flight += 1
         sequence.num_pending += samples
 
-    def repeat_row(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
+    def repeat_row(self, sequence: Sequence, start: int, length: int, samples: bool, drafts: Seq[int] = ()) -> None:
         """Compute a row of a failed plan again: the sequence's state does not change."""
-        token_ids = sequence.token_ids[start : start + length]
+        token_ids = [*sequence.token_ids[start : start + length - len(drafts)], *drafts]
         row = len(self.sequences)
+        if drafts:
+            self._num_drafts[row] = len(drafts)
         self.other_rows.append(row)
         if samples and sequence.grammar is not None:
             self._masked_rows.append(row)
@@ -316,6 +338,7 @@ class PlanBuilder:
             sequence_starts=self._sequence_starts,
             prompt_targets=self._prompt_targets,
             masked_rows=self._masked_rows,
+            num_drafts=self._num_drafts,
         )
 
     def _add_prompt_targets(self, sequence: Sequence, row: int, start: int, end: int) -> None:
@@ -363,7 +386,7 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
     starts, lengths, samples = plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist()
     for row, sequence in zip(rows, sequences, strict=True):
         sequence.is_started = False
-        builder.repeat_row(sequence, starts[row], lengths[row], samples[row])
+        builder.repeat_row(sequence, starts[row], lengths[row], samples[row], plan.drafts_of(row))
         for block in sequence.table.blocks:
             if block in copies:
                 builder.add_copy(copies[block], block)

@@ -9,8 +9,10 @@ sequences (sequence_states.py).
 
 import logging
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -18,6 +20,7 @@ from operator import attrgetter
 import numpy as np
 
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
+from core.drafter import MOST_DRAFT, Acceptance, Draft, Drafter, num_common, price_of
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
 from core.plan import Flight, Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
@@ -56,6 +59,8 @@ class _Counts:
     num_prefill_rows: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_forced_tokens: int = 0
     num_preemptions: int = 0
     num_cache_queries: int = 0
@@ -74,6 +79,7 @@ class Scheduler:
         has_prefix_cache: requests use what others of their domain have computed.
         inter_token_target: see EngineConfig.
         forces_tokens: where a grammar leaves one way to go on, its tokens are appended without being sampled.
+        speculates: drafts are computed where the runner can verify them and the step-cost model says that they pay.
         stored: see HostBlocks.
 
     Attributes:
@@ -89,6 +95,7 @@ class Scheduler:
         has_prefix_cache: bool = True,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
         forces_tokens: bool = True,
+        speculates: bool = True,
         stored: Iterable[tuple[int, BlockLabel]] = (),
     ) -> None:
         self.limits = limits
@@ -107,6 +114,8 @@ class Scheduler:
         self._num_groups = 0  # since the start
         self._inter_token_target = inter_token_target
         self._forces_tokens = forces_tokens
+        self._speculates = speculates and limits.max_drafts > 0
+        self._acceptance = Acceptance()
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
         self._is_short = False  # of blocks or slots that sequences in flight may have to give up
@@ -172,6 +181,10 @@ class Scheduler:
             for sequence in group.sequences:
                 if sequence.grammar is not None:
                     sequence.forced.extend(sequence.grammar.forced())
+        if self._speculates and request.speculates:
+            for sequence in group.sequences:
+                if sequence.grammar is None and not sequence.has_penalties:
+                    sequence.drafter = Drafter(sequence.token_ids, self._acceptance)
         return group
 
     def cancel(
@@ -246,9 +259,16 @@ class Scheduler:
         self._make_room(builder, now)
         plain, others, behind = self._ready()
         forced = [s for s in others if len(s.token_ids) - s.num_computed_tokens > 1]
-        if len(others) + len(forced) <= self.pool.num_free:  # each needs a block at most, with forced tokens two
-            self._add_decodes(builder, plain, [s for s in others if s not in forced] if forced else others)
+        drafts = self._draft(plain, others, bool(behind)) if self._speculates else {}
+        num_long = len(forced) + 2 * len(drafts)  # a plain one needs no block
+        if len(others) + num_long <= self.pool.num_free:  # each needs a block at most, with more tokens two
+            if forced or drafts:
+                plain = [s for s in plain if s not in drafts]
+                others = [s for s in others if s not in drafts and s not in forced]
+            self._add_decodes(builder, plain, others)
             self._add_forced(builder, forced)
+            for sequence, draft in drafts.items():
+                self._add_row(builder, sequence, drafts=draft)
         elif has_flights:
             return None
         else:  # likely victims last, so that they are not in the plan before the sequences that need their blocks
@@ -290,9 +310,12 @@ class Scheduler:
         """Whether a sequence in flight must come back before it is computed further.
 
         It ends with the steps in flight, or computes them again, or its siblings fork from it at its current position,
-        or the token that is being sampled and those after it are forced: then they are computed together.
+        or the token that is being sampled and those after it are forced: then they are computed together; or it has
+        drafts to verify.
         """
         if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced:
+            return True
+        if sequence.num_computed_tokens >= len(sequence.token_ids) + sequence.num_pending:
             return True
         if sequence.num_computed_tokens < sequence.num_prompt_tokens:
             return False
@@ -344,6 +367,32 @@ class Scheduler:
             start = sequence.num_computed_tokens
             most = min(len(sequence.token_ids) - start, builder.budget - waiting)
             self._add_row(builder, sequence, length=allowance.own_tokens(start, most))
+
+    def _draft(self, plain: list[Sequence], others: list[Sequence], has_prompts: bool) -> dict[Sequence, list[int]]:
+        """What to compute beside the decodes' next tokens, as far as it shortens the time per token."""
+        decodes = [*plain, *others]
+        able = [s for s in decodes if s.drafter is not None and not s.num_in_flight and s.num_own_tokens]
+        if not able:
+            return {}
+        positions = map(_NUM_COMPUTED_TOKENS, decodes)
+        price = price_of(
+            self.step_cost, positions, has_prompts or len(self.states.waiting) > 0, self._inter_token_target
+        )
+        if not price.allows_any:
+            return {}
+        drafts: dict[Sequence, Draft] = {}
+        for sequence in able:
+            most = min(MOST_DRAFT, sequence.max_length - len(sequence.token_ids) - 1)
+            draft = sequence.drafter.propose(most) if sequence.drafter is not None and most > 0 else None
+            if draft is not None:
+                drafts[sequence] = draft
+        lengths = price.lengths(
+            [draft.share for draft in drafts.values()],
+            [len(draft.token_ids) for draft in drafts.values()],
+            min(self.limits.max_drafts, self.limits.max_batch_tokens - len(decodes)),
+        )
+        found = zip(drafts.items(), lengths, strict=True)
+        return {sequence: draft.token_ids[:length] for (sequence, draft), length in found if length}
 
     def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
         """As _add_decodes, request by request, the first victims last."""
@@ -429,11 +478,13 @@ class Scheduler:
         sequence: Sequence,
         allowance: PrefillAllowance | None = None,
         length: int = 1,
+        drafts: Seq[int] = (),
     ) -> None:
         """Add a row for as much of the sequence as the allowance and the free blocks permit.
 
         Args:
             allowance: None: it needs so many tokens.
+            drafts: to compute beyond its own, if there are blocks for them.
         """
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
@@ -447,11 +498,13 @@ class Scheduler:
             if length == 0:
                 return
             sequence.progress_s = self.states.now_s
-        end = start + length
+        end = start + length + len(drafts)
         if self._secure_blocks(builder, sequence, end):
-            builder.add_row(sequence, start, length)
+            builder.add_row(sequence, start, end - start, drafts)
             if allowance is not None:
                 self.states.publish(sequence, end)
+            elif drafts:
+                sequence.plain_end = 0
             elif end > sequence.num_prompt_tokens and sequence.grammar is None:
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
@@ -488,7 +541,11 @@ class Scheduler:
         self._account(flight, step_s - output.host_copy_s)
         self._take_prompt_logprobs(flight, output, lost)
         self._advance_prompts(flight, lost, now)
-        self._take_tokens(output, sequences, lost)
+        refused = self._verify(flight, output, lost) if plan.num_drafts else set[int]()
+        self._take_tokens(output, sequences, lost, refused)
+        for row in plan.num_drafts:
+            if sequences[row].state is SequenceState.RUNNING and not sequences[row].is_lost:
+                self.states.trim(sequences[row])
         for row in sorted(lost):
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for bystander in bystanders:
@@ -588,14 +645,36 @@ class Scheduler:
         elif group.request.tells_progress:
             marks.append(Prefilling(request_id, end))
 
-    def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int]) -> None:
-        """Append the sampled tokens to their sequences, except those that ended, were lost or are being cancelled."""
+    def _verify(self, flight: Flight, output: StepOutput, lost: set[int]) -> set[int]:
+        """Which of the sampled tokens follow a wrong draft; what was computed of these does not count as computed."""
+        plan, rows, token_ids = flight.plan, output.rows.tolist(), output.token_ids.tolist()
+        refused: set[int] = set()
+        for row, num_drafts in plan.num_drafts.items():
+            if row in lost:
+                continue
+            first = bisect_left(rows, row)
+            end = bisect_right(rows, row, lo=first)
+            num_right = min(num_common(token_ids[first:end], plan.drafts_of(row)), end - first - 1)
+            refused.update(range(first + num_right + 1, end))
+            sequence = flight.sequences[row]
+            if sequence.num_computed_tokens:  # it was not forgotten meanwhile
+                sequence.num_computed_tokens -= num_drafts - num_right
+            self._counts.num_draft_tokens += num_drafts
+            self._counts.num_accepted_tokens += num_right
+        return refused
+
+    def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int], refused: set[int]) -> None:
+        """Append the sampled tokens to their sequences, except those that ended, were lost or are being cancelled.
+
+        Args:
+            refused: indexes of tokens to leave out.
+        """
         told: list[Sequence] = []
         told_ids: list[int] = []
         logprobs, finished = output.logprobs, SequenceState.FINISHED
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             sequence = sequences[row]
-            if row in lost:
+            if row in lost or i in refused:
                 continue
             if not sequence.plain_end and (
                 sequence.cancel_reason is not None or sequence.state is finished or sequence.is_lost
@@ -609,14 +688,20 @@ class Scheduler:
                 or i in logprobs
                 or sequence.grammar is not None
             ):
+                if told:  # some may be of this sequence
+                    self._tell(told, told_ids)
+                    told, told_ids = [], []
                 self._take_notable_token(sequence, token_id, logprobs.get(i))
                 if sequence.grammar is not None and self._forces_tokens:
                     self._take_forced(sequence)
             else:
                 told.append(sequence)
                 told_ids.append(token_id)
-        self._counts.num_generated_tokens += len(told)
-        self.states.outbox.add_tokens(told, told_ids)
+        self._tell(told, told_ids)
+
+    def _tell(self, sequences: list[Sequence], token_ids: list[int]) -> None:
+        self._counts.num_generated_tokens += len(sequences)
+        self.states.outbox.add_tokens(sequences, token_ids)
 
     def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Tell an appended token that has logprobs or may end its sequence."""
@@ -632,6 +717,8 @@ class Scheduler:
             logger.error("%s: its grammar failed: %s", sequence.request_id, grammar.fault)
             self.states.finish(sequence, FinishReason.ERROR, GRAMMAR_FAILED)
             return
+        if grammar is not None and grammar.is_free:
+            sequence.grammar = None
         self._counts.num_generated_tokens += 1
         reason = sequence.end_after_last_token()
         if reason is FinishReason.STOP:

@@ -14,6 +14,7 @@ from core.kv_cache import BlockTable
 from core.types import Cost, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from core.drafter import Drafter
     from core.grammar import GrammarState
 
 NO_SLOT = -1
@@ -124,6 +125,7 @@ class Sequence:
         prepaid_end: ... and up to which position it was charged.
         device_s, kv_block_s: what it has taken, as in Cost.
         grammar: that its own tokens follow.
+        drafter: proposes its next tokens; None: it is not speculated about.
         forced: its next tokens, where the grammar leaves no choice. Those already appended are not among them.
     """
 
@@ -163,6 +165,7 @@ class Sequence:
     kv_block_s: float = 0.0
     grammar: "GrammarState | None" = None
     forced: deque[int] = field(default_factory=deque)
+    drafter: "Drafter | None" = None
 
     @property
     def has_deadline(self) -> bool:
@@ -176,9 +179,12 @@ class Sequence:
         Not those whose logprobs are asked for, nor those that the sampler counts for penalties: these are sampled, with
         nothing else allowed.
         """
+        return not (self.num_in_flight or self.is_lost or self.has_penalties or self.sampling.num_logprobs is not None)
+
+    @property
+    def has_penalties(self) -> bool:
         sampling = self.sampling
-        has_penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
-        return not (self.num_in_flight or self.is_lost or has_penalties or sampling.num_logprobs is not None)
+        return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
     @property
     def num_own_tokens(self) -> int:

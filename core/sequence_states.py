@@ -312,6 +312,15 @@ class SequenceStates:
         """Publish the blocks that its first `end` tokens fill. False: an equal block of another is published."""
         return self.pool.publish(sequence.table, sequence.token_ids, end)
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks behind that of its next token: drafts in them were wrong."""
+        table = sequence.table
+        num_needed = num_blocks_for(sequence.num_computed_tokens + 1, self._block_size)
+        if len(table.blocks) > num_needed:
+            self.pool.release(table.blocks[num_needed:])
+            del table.blocks[num_needed:]
+            table.num_sent = min(table.num_sent, num_needed)
+
     def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Make all blocks that it writes up to position `end` its own: a shared one copied, new ones for the rest.
 

@@ -148,9 +148,11 @@ class SimulatedRunner:
         rows, sampled = [], []
         mask_of = dict(zip(ticket.masked_rows, () if masks is None else masks, strict=True))
         for row, samples in enumerate(ticket.samples.tolist()):
-            if samples:
-                slot = int(ticket.slots[row])
-                token_id = self._sample_row(slot, int(ticket.starts[row] + ticket.lengths[row]))
+            if not samples:
+                continue
+            slot, end = int(ticket.slots[row]), int(ticket.starts[row] + ticket.lengths[row])
+            for length in range(end - ticket.num_drafts.get(row, 0), end + 1):
+                token_id = self._sample_row(slot, length)
                 if row in mask_of:
                     token_id = _next_allowed(token_id, mask_of[row])
                 self._last_sampled[slot] = token_id

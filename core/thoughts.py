@@ -28,7 +28,7 @@ def thought_start(name: str, prompt: str, turn: int | None = None) -> ThoughtSta
     Args:
         name: of THOUGHTS, or HARMONY.
         prompt: rendered.
-        turn: where in it the message begins that the answer goes on with; None: the answer is a message of its own.
+        turn: where in it the text begins that the answer goes on with; None: the answer is a message of its own.
     """
     if name == HARMONY:
         return ThoughtStart.FREE if turn is None else ThoughtStart.CLOSED
@@ -38,8 +38,9 @@ def thought_start(name: str, prompt: str, turn: int | None = None) -> ThoughtSta
         if end.endswith(markers.begin):
             return ThoughtStart.OPEN
         return ThoughtStart.CLOSED if end.endswith(markers.end) else ThoughtStart.FREE
-    text = prompt[turn:]
-    return ThoughtStart.OPEN if text.rfind(markers.begin) > text.rfind(markers.end) else ThoughtStart.CLOSED
+    text, is_begun = prompt[turn:], prompt[:turn].rstrip().endswith(markers.begin)
+    begun, ended = text.rfind(markers.begin), text.rfind(markers.end)
+    return ThoughtStart.OPEN if begun > ended or (is_begun and ended < 0) else ThoughtStart.CLOSED
 
 
 class ThoughtFollower(Protocol):
@@ -49,11 +50,20 @@ class ThoughtFollower(Protocol):
         is_inside: the thought has begun.
         is_over: it has ended, or there was none.
         num_tokens: of it, with its markers.
+        tail: the end of the text, which may belong to a marker.
+        is_calling: a call has begun, though it is not over.
     """
 
     is_inside: bool
     is_over: bool
     num_tokens: int
+    tail: bytes
+    is_calling: bool
+
+    @property
+    def is_thinking(self) -> bool:
+        """The next token is one between the markers."""
+        ...
 
     def push(self, token_id: int) -> bytes:
         """The next token, until it is over.
@@ -68,10 +78,9 @@ class MarkedThought:
 
     Args:
         bytes_of: a token, special ones by name.
-
-    Attributes:
-        tail: the text that may belong to a marker.
     """
+
+    is_calling = False
 
     def __init__(self, markers: ThoughtMarkers, is_open: bool, bytes_of: Callable[[int], bytes]) -> None:
         self.is_inside = is_open
@@ -81,6 +90,10 @@ class MarkedThought:
         self._begin, self._end = markers.begin.encode(), markers.end.encode()
         self._bytes_of = bytes_of
         self._num_seen = 0
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.is_inside and not self.is_over
 
     def push(self, token_id: int) -> bytes:
         self._num_seen += 1
@@ -109,43 +122,50 @@ class HarmonyThought:
         self.is_inside = False
         self.is_over = False
         self.num_tokens = 0
+        self.tail = b""
+        self.is_calling = False
+        self.is_thinking = False
         self._bytes_of = bytes_of
         self._only_final = only_final
         self._is_header = True
         self._num_seen = 0
-        self._text = b""
 
     def push(self, token_id: int) -> bytes:
         self._num_seen += 1
-        self._text += self._bytes_of(token_id)
+        self.tail += self._bytes_of(token_id)
         if not self._is_header:
-            if self.is_inside:
+            if self.is_thinking:
                 self.num_tokens = self._num_seen
-            self._is_header = self._text.endswith(_END)
-            self._text = b"" if self._is_header else self._text[-len(_END) :]
+            self._is_header = self.tail.endswith(_END)
+            self.is_thinking &= not self._is_header
+            self.tail = b"" if self._is_header else self.tail[-len(_END) :]
             return b""
-        header, found, after = self._text.partition(_MESSAGE)
+        header, found, after = self.tail.partition(_MESSAGE)
         if not found:
-            is_none = not any(self._text.startswith(one[: len(self._text)]) for one in _HEADER_BEGINS)
+            is_none = not any(self.tail.startswith(one[: len(self.tail)]) for one in _HEADER_BEGINS)
             self.is_over = is_none and not self._only_final  # a model may forget the header
-            return self._text if self.is_over else b""
-        is_analysis = b"<|channel|>analysis" in header
-        self.is_over = b"<|channel|>final" in header if self._only_final else not is_analysis
-        self._is_header, self._text = False, b""
-        if is_analysis:
+            return self.tail if self.is_over else b""
+        self.is_thinking = b"<|channel|>analysis" in header
+        self.is_calling = b" to=functions." in header
+        self.is_over = b"<|channel|>final" in header if self._only_final else not self.is_thinking
+        self._is_header, self.tail = False, b""
+        if self.is_thinking:
             self.is_inside, self.num_tokens = True, self._num_seen
         return after
 
 
-def follower(name: str, start: ThoughtStart, bytes_of: Callable[[int], bytes]) -> ThoughtFollower | None:
+def follower(
+    name: str, start: ThoughtStart, bytes_of: Callable[[int], bytes], only_final: bool = False
+) -> ThoughtFollower | None:
     """Of an answer; None: it has no thought.
 
     Args:
         name: of THOUGHTS, or HARMONY.
         bytes_of: a token, special ones by name.
+        only_final: of Harmony, it is over where the channel final begins; otherwise where any but analysis does.
     """
     if start is ThoughtStart.CLOSED:
         return None
     if name == HARMONY:
-        return HarmonyThought(bytes_of)
+        return HarmonyThought(bytes_of, only_final)
     return MarkedThought(THOUGHTS[name], start is ThoughtStart.OPEN, bytes_of)

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -39,6 +40,26 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 class UnsupportedTokenizer(Exception):
     """The tokenizer cannot be read, or its ids cannot be turned to bytes one by one."""
+
+
+class _FillForm(NamedTuple):
+    """How a model wants the texts around the one that it fills in."""
+
+    marks: tuple[str, ...]  # before each of the two, and before the answer
+    is_suffix_first: bool = False
+
+
+_FILL_FORMS = (
+    _FillForm(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")),  # Qwen coder, CodeGemma
+    _FillForm(("<fim_prefix>", "<fim_suffix>", "<fim_middle>")),  # StarCoder, Granite
+    _FillForm(
+        ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>")
+    ),  # DeepSeek
+    _FillForm(("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>")),  # GLM
+    _FillForm(("▁<PRE>", "▁<SUF>", "▁<MID>")),  # Code Llama
+    _FillForm(("[SUFFIX]", "[PREFIX]"), is_suffix_first=True),  # Codestral
+)
+_FILL_ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>")
 
 
 class Tokenizer:
@@ -96,6 +117,28 @@ class Tokenizer:
             InvalidRequest: the text has a lone surrogate (not Unicode), or a token that the model does not know.
         """
         return self._encoded(text, lambda: _ids(self._backend, [text], add_special_tokens)[0])
+
+    def encode_around(self, prefix: str, suffix: str, add_special_tokens: bool = True) -> list[int] | None:
+        """The ids of a prompt whose answer is the text between two others; None: the model has no marks for that.
+
+        Raises:
+            InvalidRequest: as encode.
+        """
+        for form in _FILL_FORMS:
+            marks = [self.id_of(mark) for mark in form.marks]
+            if None in marks:
+                continue
+            prefix_ids, suffix_ids = self.encode(prefix, add_special_tokens=False), self.encode(suffix, False)
+            first, second = (suffix_ids, prefix_ids) if form.is_suffix_first else (prefix_ids, suffix_ids)
+            parts = zip(marks, (first, second, []), strict=False)
+            filled = [one for mark, ids in parts for one in (mark, *ids) if one is not None]
+            return self.encode("", add_special_tokens) + filled
+        return None
+
+    @cached_property
+    def fill_end_ids(self) -> tuple[int, ...]:
+        """The tokens that end such a text, beside those that end every answer."""
+        return tuple(found for mark in _FILL_ENDS if (found := self.id_of(mark)) is not None)
 
     def encode_chat(self, text: str) -> list[int]:
         """The ids of a rendered chat template, in which only the template can write control tokens.

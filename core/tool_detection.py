@@ -21,7 +21,7 @@ _PARAMETERS = {
     "properties": {"place": {"type": "string"}, "num_days": {"type": "integer"}},
     "required": ["place", "num_days"],
 }
-_TOOLS = [
+_TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": "A probe.", "parameters": _PARAMETERS}}
     for name in ("probe_one", "probe_two")
 ]
@@ -41,10 +41,11 @@ class ToolStyle(NamedTuple):
     most_calls: int
 
 
-def detect(render: Render) -> ToolStyle | None:
+def detect(render: Render, known: str | None = None) -> ToolStyle | None:
     """
     Args:
         render: the prompt of messages and tools; raises InvalidRequest where the template refuses them.
+        known: the format, where the operator names it.
 
     Returns:
         None: the template renders no calls, or in a way that is not known.
@@ -53,10 +54,11 @@ def detect(render: Render) -> ToolStyle | None:
         for has_text_arguments in (False, True):
             calls = [_call(name, has_text_arguments) for name in ("probe_one", "probe_two")[:most_calls]]
             region = _region(render, calls)
-            found = None if region is None else _format_of(region, most_calls)
-            if found is not None:
+            if region is None or (known and _TOOLS[most_calls - 1]["function"]["name"] not in region):
+                continue
+            if (found := known or _format_of(region, most_calls)) is not None:
                 return ToolStyle(found, has_text_arguments, most_calls)
-    return None
+    return None if known is None else ToolStyle(known, False, 2)
 
 
 class ThoughtStyle(NamedTuple):

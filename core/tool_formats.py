@@ -145,6 +145,7 @@ FORMATS = {
 
 
 HARMONY = "harmony"  # gpt-oss's messages: calls, thoughts and text in channels
+ANY_FORMAT = "auto"  # as the chat template has it
 _HARMONY_MARKERS = frozenset(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call"))
 
 

@@ -7,7 +7,7 @@ EngineSnapshot in answer to an Inspect.
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -15,6 +15,7 @@ from core.outlook import Outlook
 
 if TYPE_CHECKING:
     from core.grammar import Grammar
+    from core.thought_grammar import AfterThought
 
 LOWEST_CLASS, TOP_CLASS = -4, 4  # of Request.priority
 
@@ -72,6 +73,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_domain: requests share cached prompts within a domain ...
         cache_salt: ... and with the same salt.
         grammar: that holds each of its answers.
+        speculates: drafts of its next tokens may be computed. The tokens are the same.
     """
 
     request_id: str  # ours, never the client's
@@ -86,7 +88,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tells_progress: bool = False
     cache_domain: str = ""
     cache_salt: str = ""
-    grammar: "Grammar | None" = None
+    grammar: "Grammar | AfterThought | None" = None
+    speculates: bool = True
+
+    counts_late: ClassVar[bool] = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -108,6 +113,11 @@ class Demand(Protocol):
     @property
     def max_tokens(self) -> int:
         """Of each of its sequences."""
+        ...
+
+    @property
+    def counts_late(self) -> bool:
+        """All tokens of its answer are counted at its end."""
         ...
 
     @property
@@ -290,6 +300,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_rows: int = 0  # of these, those that computed some of a prompt
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
+    num_draft_tokens: int = 0  # computed, whether they were right or not
+    num_accepted_tokens: int = 0  # of these, right
     num_forced_tokens: int = 0  # of these, not sampled: a grammar left no choice
     num_preemptions: int = 0
     num_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from core.plan import DeviceError, Int32Array, RunnerLimits, StepOutput, StepPlan
+from core.plan import BoolArray, DeviceError, Int32Array, RunnerLimits, StepOutput, StepPlan
+from gpu.attention import IntArray
 from gpu.checkpoint import Checkpoint
 from gpu.device import FEW_TOKENS, last_level_cache_bytes, to_device, trim_heap
 from gpu.kv_cache import KVCache, bytes_per_block
@@ -34,6 +35,7 @@ from gpu.tune import Measured, Tuning, find_recorder
 
 logger = logging.getLogger(__name__)
 
+MOST_DRAFTS = 32  # tokens of a step
 NOT_FINITE = "The model computed values that are not finite numbers."
 # Of weights, for timing matmuls: more than a last-level cache keeps between rounds, no more than is read in 0.1 s.
 MIN_PROBE_BYTES, MAX_PROBE_BYTES = 80 * 1024**2, 512 * 1024**2
@@ -90,7 +92,8 @@ class ModelRunner:
             self._model = Model(config, weights, operators)
             self._streams = open_streams(device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
-            self._to_host = TokensToHost(engine.max_sequences, self._streams)
+            max_drafts = MOST_DRAFTS if device.type == "cpu" and operators.ranks is None else 0
+            self._to_host = TokensToHost(engine.max_sequences + max_drafts, self._streams)
             with _device_errors():
                 self._tuning = self._tune(memory)
             self._recorder = find_recorder(engine, memory.device, operators)
@@ -111,6 +114,7 @@ class ModelRunner:
             max_in_flight=steps_in_flight(engine.overlap, device),
             prompt_tile=operators.attention.prompt_tile,
             few_tokens=FEW_TOKENS[device.type],
+            max_drafts=max_drafts,
         )
 
     def _tune(self, memory: MemoryPlan) -> Tuning:
@@ -249,13 +253,15 @@ class ModelRunner:
                 tokens.logprobs_by_row(),
             )
             self.make_finite(sampled.slots[~is_finite].tolist())
-        order = np.argsort(sampled.rows, kind="stable")  # back to the plan's
-        order = order[is_finite[order]]
+        order = sampled.order
+        failed: dict[int, str] = {}
+        if not is_finite.all():
+            order, failed = _until_broken(order, sampled.rows, is_finite)
         return StepOutput(
             rows=sampled.rows[order].astype(np.int32),
             token_ids=token_ids[order].astype(np.int32),
             logprobs={index: logprobs[row] for index, row in enumerate(order.tolist()) if row in logprobs},
-            failed_rows={int(row): NOT_FINITE for row in np.sort(sampled.rows[~is_finite])},
+            failed_rows=failed,
         )
 
     def _collect_scores(self, scores: PromptScores, output: StepOutput) -> None:
@@ -274,6 +280,23 @@ class ModelRunner:
             for slot in slots:
                 blocks = to_device(self._steps.tables.of(slot), self._cache.tensor.device)
                 self._streams.current.run(partial(self._cache.make_finite, blocks))
+
+
+def _until_broken(order: IntArray, rows: IntArray, is_finite: BoolArray) -> tuple[IntArray, dict[int, str]]:
+    """Leave out what was sampled from logits that are not finite, and what the same row sampled after that.
+
+    Returns: the order without that, and the rows that have nothing left: others may have had a draft that they refuse.
+    """
+    kept: list[int] = []
+    broken: set[int] = set()
+    for index in order.tolist():
+        row = int(rows[index])
+        if not is_finite[index]:
+            broken.add(row)
+        elif row not in broken:
+            kept.append(index)
+    failed = sorted(broken.difference(rows[kept].tolist()))
+    return np.array(kept, np.int64), dict.fromkeys(failed, NOT_FINITE)
 
 
 def steps_in_flight(overlap: str, device: torch.device) -> int:

@@ -102,6 +102,11 @@ class SampledRows:
     slots: IntArray  # [sampled]
     positions: IntArray  # [sampled]: the sampled token's
 
+    @property
+    def order(self) -> IntArray:
+        """Which come first in the plan: its rows, and a row's positions."""
+        return np.lexsort((self.positions, self.rows))
+
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
@@ -154,12 +159,18 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
     place[order] = np.arange(num_tokens)
     num_others = np.bincount(row_of[others], minlength=plan.num_rows)  # [rows]
     prompts = np.flatnonzero(num_others)
-    lasts = place[before + lengths - 1]  # [rows]
     sampled = np.flatnonzero(plan.samples)
-    sampled = sampled[np.argsort(lasts[sampled])]
+    num_left: IntArray | int = 0  # [sampled]: the row's tokens after it
+    if plan.num_drafts:
+        counts = [1 + plan.num_drafts.get(row, 0) for row in sampled.tolist()]
+        sampled = np.repeat(sampled, counts)
+        num_left = np.concatenate([np.arange(count)[::-1] for count in counts])
+    lasts, ends_sampled = place[(before + lengths)[sampled] - 1 - num_left], ends[sampled] - num_left
+    by_place = np.argsort(lasts)
+    sampled, lasts, ends_sampled = sampled[by_place], lasts[by_place], ends_sampled[by_place]
     asked = None
     if len(prompts) or plan.prompt_targets or len(sampled) < num_tokens:
-        asked = np.concatenate([lasts[sampled], place[scored_tokens(plan, before.astype(np.int32))]])
+        asked = np.concatenate([lasts, place[scored_tokens(plan, before.astype(np.int32))]])
     slots, positions = plan.slots[row_of[order]], positions[order]
     return StepLayout(
         num_own=len(own),
@@ -168,7 +179,7 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
         lengths=num_others[prompts],
         tokens=np.stack([slots, positions.astype(np.int32), plan.token_ids[order]]),
         asked=asked,
-        sampled=SampledRows(sampled, plan.slots[sampled], ends[sampled]),
+        sampled=SampledRows(sampled, plan.slots[sampled], ends_sampled),
     )
 
 

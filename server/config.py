@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
+from core.tool_formats import ANY_FORMAT, FORMATS, HARMONY
 from server.api.fields import RequestLimits
 from server.gate.cross_origin import origin_value
 from server.gate.identity import WAYS, way_value
@@ -221,7 +222,16 @@ class ServerConfig:
     served_model_name: str | None = _MODEL(
         None, _Kind(text_value, "NAME"), "name that clients ask for (default: the directory's, file's or hub's name)"
     )
+    aliases: tuple[str, ...] = _MODEL.several(
+        _Kind(text_value, "NAME"), "another name for the model, such as gpt-4o-mini, at the model's price", name="alias"
+    )
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
+    tool_format: str = _MODEL(
+        ANY_FORMAT,
+        _Kind(choice_of(ANY_FORMAT, *FORMATS, HARMONY), "NAME"),
+        f"how the model writes calls of tools: {ANY_FORMAT} finds it in the chat template; {', '.join(FORMATS)} or"
+        f" {HARMONY}",
+    )
     max_model_len: int | None = _MODEL(
         None,
         _count(16, 10_000_000, "TOKENS"),
@@ -290,6 +300,12 @@ class ServerConfig:
         _Kind(choice_of("on", "off"), "MODE"),
         "where a schema or grammar leaves one way to go on, append that text as the tokenizer writes it, many tokens a"
         " step; off: the model chooses each token, and how the text is cut into tokens",
+    )
+    speculation: str = _ENGINE(
+        "auto",
+        _Kind(choice_of("auto", "off"), "MODE"),
+        "where an answer repeats earlier text, compute a guess of how it goes on with the next token: auto does so"
+        " where it saves time, on a CPU. The tokens are the same",
     )
     overlap: str = _RARE_ENGINE(
         "auto",

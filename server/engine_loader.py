@@ -20,6 +20,7 @@ from core.engine import Engine
 from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
+from core.tool_formats import ANY_FORMAT
 from core.types import StepDelivery
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
@@ -125,6 +126,7 @@ def _load(
         has_prefix_cache=engine.has_prefix_cache,
         inter_token_target=engine.inter_token_target,
         forces_tokens=engine.forced_tokens == "on",
+        speculates=engine.speculation == "auto",
         stored=() if runner.offload is None else runner.offload.stored,
     )
     memory = runner.memory
@@ -224,6 +226,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     Raises:
         StartupError: the model is missing or not supported, or it does not fit.
     """
+    if not config.has_engine:
+        return _upstream_facts(config)
     from gpu.memory_plan import estimate
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
@@ -246,7 +250,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "parameters": f"{format_count(plan.num_parameters)}, {plan.device.dtype_name}{layers}",
         "device": f"{plan.device.device}: {plan.device.device_reason}",
         "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
-        "tools": _shown_tools(files),
+        "tools": _shown_tools(files, config.tool_format),
         "formats": _shown_formats(files.path, part, plan) if files.path.is_file() else None,
         "thoughts": _shown_thoughts(files),
         "weights": format_size(plan.weights_bytes),
@@ -259,7 +263,11 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
-    return tuple(Fact(name, value) for name, value in facts.items() if value is not None)
+    return (*(Fact(name, value) for name, value in facts.items() if value is not None), *_upstream_facts(config))
+
+
+def _upstream_facts(config: ServerConfig) -> tuple[Fact, ...]:
+    return tuple(Fact(one.name, f"at {', '.join(at.url for at in one.upstreams)}") for one in config.models)
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
@@ -271,11 +279,12 @@ def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
     return describe_blocks(open_checkpoint(file), why_not)
 
 
-def _shown_tools(files: ModelFiles) -> str:
-    style = tool_style_of(files.chat_template)
+def _shown_tools(files: ModelFiles, tool_format: str) -> str:
+    style = tool_style_of(files.chat_template, tool_format)
     if style is None:
         return "none: the chat template has no form for calls that is known"
-    return f"calls in the format {style.format}, found in the chat template"
+    origin = "found in the chat template" if tool_format == ANY_FORMAT else "as --tool-format says"
+    return f"calls in the format {style.format}, {origin}"
 
 
 def _shown_thoughts(files: ModelFiles) -> str:

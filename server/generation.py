@@ -15,7 +15,7 @@ import enum
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -42,7 +42,7 @@ from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, StreamedOutput, WholeOutput
-from server.prompts import Prepared, PromptReader, find_model
+from server.prompts import Prepared, PromptReader, find_model, own_name, usable
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
@@ -204,7 +204,7 @@ class Generations:
         """The models that the tenant may use."""
         own = () if self.own is None else self.own.reader.cards_for(tenant)
         others = (card for name, one in self.others.items() for card in one.reader.cards if card.id == name)
-        return (*own, *(card for card in others if tenant.models is None or card.id in tenant.models))
+        return (*own, *usable(others, tenant))
 
     @property
     def backends(self) -> list[Backend]:
@@ -446,9 +446,11 @@ class Generation:
             prepared = await work
         finally:
             self._timings.take_over(marks)
-        if prepared.call.constraint is None or not isinstance(prepared, Prepared):
+        if not isinstance(prepared, Prepared):
             return prepared
-        return replace(prepared, grammar=await self._shared.grammar_of(prepared.call.constraint, tenant.name))
+        constraint = prepared.call.constraint
+        grammar = None if constraint is None else await self._shared.grammar_of(constraint, tenant.name)
+        return self._shared.reader.held(prepared, grammar)
 
     def _open_answer(self) -> None:
         shared, call, stream = self._shared, self._prepared.call, self._stream
@@ -516,7 +518,7 @@ class Generation:
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
-            entry = shared.ledger.open(self._ledger_row(call.model), ticket.cost)
+            entry = shared.ledger.open(self._ledger_row(own_name(reader.cards, call.model)), ticket.cost)
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:

@@ -7,12 +7,16 @@ from functools import cache, partial
 from hashlib import sha256
 from typing import Any
 
+from msgspec import structs
+
 from core.chat_template import ChatTemplate
 from core.engine import Engine
 from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
+from core.thought_grammar import ThoughtVocabulary
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
+from core.tool_formats import ANY_FORMAT
 from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.fields import GenerationDefaults, RequestLimits
@@ -58,7 +62,13 @@ class LoadedEngine:
 LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], None]], LoadedEngine]
 
 
-def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits) -> PromptReader:
+def prompt_reader(
+    loaded: LoadedEngine,
+    clock: Clock,
+    request_limits: RequestLimits,
+    tool_format: str = ANY_FORMAT,
+    aliases: Sequence[str] = (),
+) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
     card = ServedModel(
@@ -67,9 +77,9 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
-    tools, thought = tool_style_of(files.chat_template), thought_style_of(files.chat_template)
+    tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
-        cards=(card,),
+        cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases)),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
         max_model_len=limits.max_model_len,
@@ -86,19 +96,24 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLim
         eos_ids=files.eos_ids,
         make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids)),
         fingerprint=_fingerprint(loaded),
+        thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
     for offered in (None, tools):
         reader.table_with(thought, offered)  # made now: requests find it
     return reader
 
 
-def tool_style_of(template: ChatTemplate) -> ToolStyle | None:
-    """How the template writes calls; None: it has no form for them that is known."""
+def tool_style_of(template: ChatTemplate, tool_format: str = ANY_FORMAT) -> ToolStyle | None:
+    """How the model writes calls; None: its template has no form for them that is known.
+
+    Args:
+        tool_format: as the setting names it.
+    """
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         return template.render(messages, now=datetime.min, tools=tools, add_generation_prompt=False)
 
-    return detect(render)
+    return detect(render, None if tool_format == ANY_FORMAT else tool_format)
 
 
 def thought_style_of(template: ChatTemplate) -> ThoughtStyle | None:
@@ -110,12 +125,19 @@ def thought_style_of(template: ChatTemplate) -> ThoughtStyle | None:
     return detect_thought(render)
 
 
+def vocabulary_of(thought: ThoughtStyle, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> ThoughtVocabulary:
+    """What the model's thoughts begin and end with, for a model whose answers end with any of these ids."""
+    return ThoughtVocabulary(thought.name, tokenizer.full_table.token_bytes, _encoder(tokenizer), eos_ids)
+
+
+def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
 def compiler_of(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> GrammarCompiler:
     """For a model whose answers end with any of these ids."""
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return GrammarCompiler(
-        token_bytes, tokenizer.special_ids, eos_ids, lambda text: tokenizer.encode(text, add_special_tokens=False)
-    )
+    return GrammarCompiler(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer))
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:

@@ -5,8 +5,8 @@ Nothing here waits or changes anything: a long body is read on another thread (G
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import ClassVar
 
@@ -16,7 +16,8 @@ from core.chat_template import ChatTemplate, max_text_chars
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
-from core.thoughts import ThoughtFollower, follower, thought_start
+from core.thought_grammar import AfterThought, ThoughtVocabulary
+from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.tool_formats import markers_of, thought_markers_of
@@ -30,6 +31,8 @@ from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 
+_END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -38,13 +41,14 @@ class Prepared:
     call: GenerationCall
     prompts: list[tuple[int, ...]]
     table: TokenTable
-    grammar: Grammar | None = None
+    grammar: Grammar | AfterThought | None = None
     tells_tokens: ClassVar[bool] = True
 
     @property
     def continues_text(self) -> bool:
         """The output goes on with the prompt's text, rather than being one of its own."""
-        return not isinstance(self.call.prompts[0], ChatPrompt)
+        prompt = self.call.prompts[0]
+        return not isinstance(prompt, ChatPrompt) or prompt.continues_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class PromptReader:
         cards: what /v1/models shows, one per name.
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
+        thoughts: of that vocabulary; None: the model writes none.
         fingerprint: of the model and of what computes it.
     """
 
@@ -69,10 +74,11 @@ class PromptReader:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
+    thoughts: ThoughtVocabulary | None = None
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
-        return tuple(card for card in self.cards if tenant.models is None or card.id in tenant.models)
+        return usable(self.cards, tenant)
 
     def prepare(self, surface: Surface, body: bytes, tenant: Tenant, marks: StageMarks) -> Prepared:
         """Parse and tokenize a request's body.
@@ -133,21 +139,45 @@ class PromptReader:
         if isinstance(prompt, IdsPrompt):
             return prompt.ids
         if isinstance(prompt, TextPrompt):
-            self._check_length(prompt.text, param)
+            self._check_length(prompt.text + (prompt.suffix or ""), param)
+            if prompt.suffix is not None:
+                return self._encode_around(prompt, prompt.suffix)
             return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
         return tuple(self.tokenizer.encode_chat(self._rendered(prompt)))
+
+    def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
+        ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens)
+        if ids is None:
+            message = "This model's tokenizer has no marks for a text between two others. Leave suffix out."
+            raise InvalidRequest(message, "suffix", "unsupported_parameter")
+        return tuple(ids)
 
     def _rendered(self, prompt: ChatPrompt, marks: StageMarks | None = None) -> str:
         """The text that the chat template makes of the prompt."""
         if marks is not None:
             marks.enter(Stage.TEMPLATE)
-        return self.chat_template.render(
-            prompt.messages,
+        if prompt.documents and not self.chat_template.shows_documents:
+            message = "This model's chat template shows no documents. Put their text into a message."
+            raise InvalidRequest(message, "documents", "unsupported_parameter")
+        messages = prompt.messages
+        if prompt.continues_last:
+            last = messages[-1]
+            messages = (*messages[:-1], last | {"content": last["content"] + _END_MARK})
+        text = self.chat_template.render(
+            messages,
             now=datetime.fromtimestamp(self.unix_clock()),
             tools=prompt.tools or None,
+            documents=prompt.documents or None,
             template_kwargs=prompt.template_kwargs,
             param=prompt.param,
+            add_generation_prompt=prompt.begins_answer,
         )
+        if not prompt.continues_last:
+            return text
+        if (end := text.rfind(_END_MARK)) < 0:
+            where = f"{prompt.param}[{len(messages) - 1}]"
+            raise InvalidRequest(f"{where} cannot be continued: the model's chat template leaves it out.", where)
+        return text[:end]
 
     def _encode_checked(self, prompt: Prompt, param: str, text: str | None, marks: StageMarks) -> tuple[int, ...]:
         """
@@ -178,8 +208,11 @@ class PromptReader:
         """The prompt's text, each field of a message by itself: templates may show names and reasoning, too."""
         if isinstance(prompt, ChatPrompt):
             texts = [text for message in prompt.messages for name, text in message.items() if name != "role"]
+            texts += prompt.documents
             return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
-        return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
+        if isinstance(prompt, TextPrompt):
+            return [prompt.text] if prompt.suffix is None else [prompt.text, prompt.suffix]
+        return [self.tokenizer.decode(prompt.ids)]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:
         """The engine's requests, one for each prompt.
@@ -217,7 +250,25 @@ class PromptReader:
             but = f"min_tokens is {min_tokens}, and the prompt of {num_prompt_tokens} leaves {max_tokens}"
             message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
-        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+        prompt, stop_ids = call.prompts[0], call.sampling.stop_token_ids
+        if isinstance(prompt, TextPrompt) and prompt.suffix is not None and not call.sampling.ignore_eos:
+            stop_ids = (*stop_ids, *self.tokenizer.fill_end_ids)
+        own = {"max_tokens": max_tokens, "min_tokens": min(min_tokens, max_tokens), "stop_token_ids": stop_ids}
+        return msgspec.structs.replace(call.sampling, **own)
+
+    def held(self, prepared: Prepared, grammar: Grammar | None) -> Prepared:
+        """With what holds the answers: a grammar begins where their thought ends.
+
+        Args:
+            grammar: compiled, of the call's constraint.
+        """
+        thought = prepared.call.thought
+        held: Grammar | AfterThought | None = grammar
+        if self.thoughts is None or thought is None or thought.start is ThoughtStart.CLOSED:
+            return replace(prepared, grammar=grammar)
+        if grammar is not None or thought.most_tokens is not None:
+            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens)
+        return replace(prepared, grammar=held)
 
     def surface_of(self, surface: Surface) -> Surface:
         return surface
@@ -258,8 +309,18 @@ def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCal
     """
     if call.thought is None or text is None:
         return call
-    start = thought_start(call.thought.style.name, text)
+    prompt, turn = call.prompts[0], None
+    if isinstance(prompt, ChatPrompt) and prompt.continues_last:
+        begun = prompt.messages[-1]["content"].lstrip()  # templates trim the beginning
+        turn = text.rfind(begun) if begun else len(text)
+    start = thought_start(call.thought.style.name, text, turn)
     return msgspec.structs.replace(call, thought=msgspec.structs.replace(call.thought, start=start))
+
+
+def usable(models: Iterable[ServedModel], tenant: Tenant) -> tuple[ServedModel, ...]:
+    """Those that the tenant may use, under the names that it may ask for: with a model, all of its names."""
+    allowed = tenant.models
+    return tuple(one for one in models if allowed is None or one.id in allowed or one.name in allowed)
 
 
 def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
@@ -267,13 +328,13 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
     Args:
         models: those that its caller may use.
-        name: None: the only one.
+        name: None: the only one, by its own name.
 
     Raises:
         InvalidRequest: no name, and several models.
         ServiceError: none of the models has that name; the message lists them.
     """
-    if name is None and len(models) > 1:
+    if name is None and len({model.name for model in models}) > 1:
         names = ", ".join(model.id for model in models)
         raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
     for model in models:
@@ -287,6 +348,11 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
             f"{what} that you may use: your tenant may use none of the models that are served here. Ask the operator."
         )
     raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
+
+
+def own_name(models: Sequence[ServedModel], name: str) -> str:
+    """The model's own name, whichever of its names was asked for."""
+    return next(model.name for model in models if model.id == name)
 
 
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:

@@ -35,9 +35,10 @@ from server.gate.identity import Caller
 from server.gate.quota import NEVER
 from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
 from server.gate.text_rules import Matcher, rule_book
+from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
-from server.upstream.pool import Pool, Slot, Upstream
+from server.upstream.pool import LeadingBlocks, Pool, Slot, Upstream, leading_blocks
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
 LINGER_S = 2.0  # after the last event, for the answer's end
 MANY_TOKENS = 2**31  # where a request sets no bound
-PROMPT_FIELDS = ("messages", "prompt", "input", "instructions", "system", "suffix", "tools")
+PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input", "suffix")  # as templates order them
 REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -184,7 +185,7 @@ class Passed:
 
     call: GenerationCall
     body: bytes
-    num_prompt_tokens: int
+    prompt: LeadingBlocks
     tells_tokens: bool
     prompts: tuple[tuple[int, ...], ...] = ()
     table: None = None
@@ -204,6 +205,11 @@ class RelayDemand:
     share: int
     priority: int
     deadline_s: float | None
+
+    @property
+    def counts_late(self) -> bool:
+        """Its tokens are counted when all have come: what it may take is reserved at once, if it says how much."""
+        return not self.passed.tells_tokens and self.max_tokens < MANY_TOKENS
 
 
 class Relay:
@@ -229,9 +235,8 @@ class Relay:
         self._limits = request_limits
         settings = pool.settings
         created_s = int(clock.unix())
-        self.cards = tuple(
-            ServedModel(id=name, created_s=created_s, max_model_len=settings.max_model_len) for name in settings.names
-        )
+        card = ServedModel(id=settings.name, created_s=created_s, max_model_len=settings.max_model_len)
+        self.cards = (card, *(msgspec.structs.replace(card, id=name, alias_of=card.id) for name in settings.aliases))
 
     # PromptSource.
 
@@ -244,7 +249,10 @@ class Relay:
         marks.enter(Stage.VALIDATE)
         fields = parse_object(body)
         asked = convert(fields, _Asked, {})
-        passage = PASSAGES[id(surface)]
+        passage = PASSAGES.get(id(surface))
+        if passage is None:
+            paths = ", ".join(one.path.decode() for one in PASSAGES.values())
+            raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")
         rules = rule_book(tenant.text_rules)
         if rules.on_answer:
             message = (
@@ -253,6 +261,7 @@ class Relay:
             )
             raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied", "model")
         num_bytes = num_ids = 0
+        all_texts: list[str] = []
         for name in PROMPT_FIELDS:
             texts: list[str] = []
             for leaf in _leaves(fields.get(name)):
@@ -262,11 +271,13 @@ class Relay:
                 else:
                     num_ids += 1
             rules.check_prompt(texts, name)
+            all_texts += texts
         call = self._call(asked, fields, passage, tenant)
         self._rewrite(fields, asked, call, tenant)
         marks.enter(Stage.OFFLOAD)
         num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
-        return Passed(call, sse.json_line(fields), num_prompt_tokens, tells_tokens=call.is_stream)
+        prompt = leading_blocks(f"{tenant.cache_salt_domain} {asked.cache_salt}", all_texts, num_prompt_tokens)
+        return Passed(call, sse.json_line(fields), prompt, tells_tokens=call.is_stream)
 
     def _call(self, asked: _Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant) -> GenerationCall:
         prompt, num_prompts = fields.get("prompt"), 1
@@ -308,7 +319,7 @@ class Relay:
         demand = RelayDemand(
             request_id=request_id,
             passed=prepared,
-            num_prompt_tokens=prepared.num_prompt_tokens,
+            num_prompt_tokens=prepared.prompt.num_tokens,
             max_tokens=call.sampling.max_tokens,
             num_sequences=call.num_sequences,
             tenant=caller.sharing_name,
@@ -500,7 +511,7 @@ class RelayHandle:
         self._is_done = False  # the last event has come
         self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._slot: Slot = relay.pool.take_slot(request.priority, request.tenant)
+        self._slot: Slot = relay.pool.take_slot(request.passed.prompt, request.priority, request.tenant)
         self._linger: asyncio.TimerHandle | None = None
         self._task = asyncio.create_task(self._run())
 
@@ -610,6 +621,8 @@ class RelayHandle:
             (b"accept", b"text/event-stream" if self._call.is_stream else b"application/json"),
             (b"x-request-id", self.request.request_id.encode()),
         ]
+        if (trace := current_trace.get()) is not None:
+            fields.append((b"traceparent", trace.value))
         outgoing = self._relay.pool.request(
             upstream, b"POST", self._passage.path, tuple(fields), self.request.passed.body
         )
@@ -749,6 +762,7 @@ class RelayHandle:
         sequence.num_tokens += 1
         self._relay.work.num_tokens += 1
         if is_first:
+            self._slot.note_begun()
             self.sink.on_begin(sequence.choice, now_s)
         if sequence.num_tokens >= sequence.mark:
             sequence.mark = NEVER  # on_mark may end it

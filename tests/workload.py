@@ -107,7 +107,18 @@ class WorkloadRun:
         usage = self._log.terminal(request_id).usage
         assert usage is not None
         has_failed = any(ending.reason is FinishReason.ERROR for ending in endings)
-        return Outcome(endings, usage.num_completion_tokens, None if has_failed else usage.num_prompt_tokens)
+        num_prompt_tokens = None if has_failed else usage.num_prompt_tokens
+        num_tokens = sum(self._num_counted(request_id, index) for index in range(request.num_sequences))
+        assert num_tokens <= usage.num_completion_tokens
+        return Outcome(endings, num_tokens, num_prompt_tokens)
+
+    def _num_counted(self, request_id: str, index: int) -> int:
+        """As the handle counts: without tokens that came together with the last one that its client took."""
+        limit = {**self._workload.stops_after, **self._workload.leaves_after}.get((request_id, index))
+        counts = [
+            c.num_sequence_tokens for c in self._log.chunks_of(request_id) if c.index == index and c.finish_reason
+        ]
+        return counts[-1] if limit is None else min(counts[-1], limit)
 
     def _ending(self, request_id: str, index: int) -> Ending:
         name = (request_id, index)

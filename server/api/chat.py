@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import InvalidRequest
+from core.tool_detection import ToolStyle
 from core.types import Delta, TokenLogprobs, Usage
 from server.api.decoding import decode
 from server.api.fields import (
@@ -17,9 +20,10 @@ from server.api.fields import (
     chat_prompt,
     check_range,
     generation_call,
+    with_end,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import (
     ChunkStream,
     ReplyContext,
@@ -31,7 +35,7 @@ from server.api.replies import (
     usage_object,
     wire_reason,
 )
-from server.api.tools import FunctionTool, id_of, reason_of, tool_wishes
+from server.api.tools import Function, FunctionTool, ToolWishes, id_of, is_old, old_wishes, reason_of, tool_wishes
 from server.wire.messages import TextFrame
 
 RULES = rules_of("chat")
@@ -47,26 +51,48 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Budget | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    functions: list[Function] | None = None  # tools' old name, with function_call for tool_choice
+    function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = decode(body, ChatBody, RULES)
     model, defaults = defaults_of(wire.model)
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
-    functions = [tool.function for tool in wire.tools or ()]
-    tools = tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, defaults.tool_style)
+    tools = _tools(wire, defaults.tool_style)
+    thought, variables = thought_wishes(wire, defaults.thought_style)
+    prompt = chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=variables)
+    prompt = msgspec.structs.replace(prompt, documents=tuple(wire.documents or ()))
     return generation_call(
         wire,
         model,
         defaults,
-        (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs),),
+        (with_end(prompt, wire.add_generation_prompt, wire.continue_final_message),),
         tools=tools,
-        thought=thought_wishes(defaults.thought_style),
+        thought=thought,
         max_tokens=max_tokens,
         num_logprobs=_num_logprobs(wire, defaults.limits),
         unknown_fields=unknown_fields,
     )
+
+
+def _tools(wire: ChatBody, style: ToolStyle | None) -> ToolWishes | None:
+    if wire.functions or wire.function_call not in (None, "none", "auto"):
+        if wire.tools:
+            raise InvalidRequest("Send tools or functions, which is its old name; not both.", "functions")
+        return old_wishes(wire.functions or [], wire.function_call, style)
+    functions = [tool.function for tool in wire.tools or ()]
+    return tool_wishes(functions, wire.tool_choice, wire.parallel_tool_calls, style)
 
 
 def _num_logprobs(wire: ChatBody, limits: RequestLimits) -> int | None:
@@ -98,7 +124,8 @@ class ChatStream(ChunkStream):
         return super().text_frame(choice) if self._parsers[choice] is None else None
 
     def _parts(self, choice: int, parts: list[Part]) -> bytes:
-        deltas = (delta_of(part, self._context.reply_id, choice) for part in parts)
+        has_old = is_old(self._call.tools)
+        deltas = (delta_of(part, self._context.reply_id, choice, has_old) for part in parts)
         return b"".join(self._chunk(choice, self._line(choice, delta, None, [], None)) for delta in deltas)
 
     def start(self) -> bytes:
@@ -118,9 +145,8 @@ class ChatStream(ChunkStream):
         text, reason = delta.text, wire_reason(delta.finish_reason)
         parser = self._parsers[choice]
         if parser is not None:
-            parts = parser.feed(text) + (parser.close() if delta.finish_reason is not None else [])
-            events, text = self._parts(choice, parts), ""
-            reason = reason_of(reason, parser)
+            events, text = self._parts(choice, parts_of(parser, text, delta.finish_reason)), ""
+            reason = reason_of(reason, parser, self._call.tools)
         if text or delta.logprobs:
             line = self._line(choice, {"content": text}, delta.logprobs, ids[:num_told], None)
             events += self._chunk(choice, line)
@@ -162,9 +188,9 @@ class ChatDocument(WholeReply):
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None}
         parser = answer_parser(self._call.thought, self._call.tools)
         if parser is not None:
-            parts = parser.feed(message["content"]) + parser.close()
-            message |= collected(parts, self._context.reply_id, choice)
-            reason = reason_of(reason, parser)
+            parts = parts_of(parser, message["content"], self._reasons[choice])
+            message |= collected(parts, self._context.reply_id, choice, is_old(self._call.tools))
+            reason = reason_of(reason, parser, self._call.tools)
         line = {
             "index": choice,
             "message": message,
@@ -174,8 +200,11 @@ class ChatDocument(WholeReply):
         return line | {"token_ids": self._ids[choice]} if wishes.returns_ids else line
 
 
-def delta_of(part: Part, reply_id: str, choice: int) -> dict[str, Any]:
+def delta_of(part: Part, reply_id: str, choice: int, has_old: bool = False) -> dict[str, Any]:
     """What a part of the answer adds to the message."""
+    if has_old and isinstance(part, CallBegin | Arguments):  # there is one call
+        named = {"name": part.name, "arguments": ""} if isinstance(part, CallBegin) else {"arguments": part.text}
+        return {"function_call": named}
     match part:
         case Text(text):
             return {"content": text}
@@ -189,7 +218,7 @@ def delta_of(part: Part, reply_id: str, choice: int) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def collected(parts: list[Part], reply_id: str, choice: int) -> dict[str, Any]:
+def collected(parts: list[Part], reply_id: str, choice: int, has_old: bool = False) -> dict[str, Any]:
     """What the parts of a whole answer are in its message."""
     content, thought = ("".join(part.text for part in parts if isinstance(part, kind)) for kind in (Text, Reasoning))
     calls: list[dict[str, Any]] = []
@@ -202,7 +231,9 @@ def collected(parts: list[Part], reply_id: str, choice: int) -> dict[str, Any]:
     message: dict[str, Any] = {"content": content or (None if calls or thought else "")}
     if thought:
         message |= {"reasoning": thought, "reasoning_content": thought}
-    return message | {"tool_calls": calls} if calls else message
+    if calls:
+        message |= {"function_call": calls[0]["function"]} if has_old else {"tool_calls": calls}
+    return message
 
 
 def _logprobs_object(entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class CompletionBody(ChoiceFields, frozen=True, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
+    suffix: str | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -62,6 +63,8 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     if wire.best_of not in (None, num_sequences):
         message = "best_of is not supported: leave it out, or make it n."
         raise InvalidRequest(message, "best_of", "unsupported_parameter")
+    if wire.suffix and wire.echo:
+        raise InvalidRequest("echo cannot show a prompt with a suffix. Leave one of them out.", "suffix")
     prompts = _prompts(wire, defaults)
     if len(prompts) * num_sequences > MAX_ANSWERS:
         message = f"{len(prompts)} prompts with n answers each must be at most {MAX_ANSWERS} answers. Send fewer."
@@ -83,7 +86,9 @@ def _prompts(wire: CompletionBody, defaults: GenerationDefaults) -> tuple[Prompt
     prompt, vocab_size, most = wire.prompt, defaults.vocab_size, defaults.limits.num_prompts
     adds_special_tokens = wire.add_special_tokens is not False
     if isinstance(prompt, str):
-        return (TextPrompt(prompt, adds_special_tokens),)
+        return (TextPrompt(prompt, adds_special_tokens, wire.suffix or None),)
+    if wire.suffix:
+        raise InvalidRequest("suffix needs one text as the prompt.", "suffix")
     if not prompt:
         raise InvalidRequest("prompt is empty: send text or token ids.", "prompt")
     ids = [item for item in prompt if isinstance(item, int)]

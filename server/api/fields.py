@@ -19,9 +19,9 @@ from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
-from server.api.reasoning import ThoughtWishes
+from server.api.reasoning import ThoughtWishes, check_hidden
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
-from server.api.tools import ToolCall, ToolWishes, template_calls
+from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_calls, template_id
 from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
@@ -33,8 +33,15 @@ _GREEDY_TEMPERATURE = 1e-4
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
+    """
+    Args:
+        adds_special_tokens: as the model wants them around a raw text.
+        suffix: the text behind the answer; None: the answer goes on with `text`.
+    """
+
     text: str
-    adds_special_tokens: bool = True  # as the model wants them around a raw text
+    adds_special_tokens: bool = True
+    suffix: str | None = None
 
 
 class IdsPrompt(msgspec.Struct, frozen=True):
@@ -48,12 +55,18 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         param: the request's field that they came in.
         tools: that the prompt shows, in chat's form.
         template_kwargs: more variables of the chat template.
+        documents: that the prompt shows.
+        begins_answer: the prompt ends with what the template writes before an assistant's message.
+        continues_last: it ends with the last message, an assistant's, which the answer goes on with.
     """
 
     messages: tuple[dict[str, Any], ...]
     param: str = "messages"
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] | None = None
+    documents: tuple[dict[str, Any], ...] = ()
+    begins_answer: bool = True
+    continues_last: bool = False
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -239,6 +252,7 @@ def generation_call(
         wishes = TokenWishes(
             num_logprobs, fields.prompt_logprobs, bool(fields.return_token_ids), counts_usage=wishes.counts_usage
         )
+    check_hidden(own.get("thought"), wishes.param)
     if fields.n is not None:
         check_range("n", fields.n, 1, limits.num_choices)
     return GenerationCall(
@@ -365,7 +379,7 @@ _TEXT_FIELDS = {
 }
 _PART_SEPARATOR = "\n"
 # Fields of a message that would change the answer
-_UNSUPPORTED = ("function_call", "audio", "images", "prefix", "partial")
+_UNSUPPORTED = ("audio", "images", "prefix", "partial")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -374,7 +388,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | UnsetType | None = UNSET
 
 
-Content = str | list[Part] | None | UnsetType
+Content = str | list[Part | str] | None | UnsetType
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -383,10 +397,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
-    function_call: Any = None
+    function_call: CalledFunction | None = None
     audio: Any = None
     images: Any = None  # ollama's
-    prefix: Any = None  # DeepSeek's and Mistral's: the answer goes on with this text
+    prefix: Any = None  # of the last, DeepSeek's and Mistral's: the answer goes on with it
     partial: Any = None  # Qwen's and Kimi's: the same
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -411,6 +425,9 @@ def chat_prompt(
     if not messages:
         raise InvalidRequest(f"{param} is empty: send at least one message.", param)
     params = params or [f"{param}[{i}]" for i in range(len(messages))]
+    messages = [_renewed(message, i, messages[i - 1 : i]) for i, message in enumerate(messages)]
+    is_begun = bool(messages[-1].prefix or messages[-1].partial)
+    messages[-1] = msgspec.structs.replace(messages[-1], prefix=None, partial=None)
     made = [_template_message(message, style, where) for message, where in zip(messages, params, strict=True)]
     names = {call["id"]: call["function"]["name"] for one in made for call in one.get("tool_calls", ()) if "id" in call}
     for one, where in zip(made, params, strict=True):
@@ -420,7 +437,28 @@ def chat_prompt(
                 where += ".tool_call_id" if param == "messages" else ".call_id"
                 raise InvalidRequest(f"{where} is of no call in an earlier message.", where)
             one.setdefault("name", names[call_id])
-    return ChatPrompt(tuple(made), param, () if tools is None else tuple(tools.for_template()), template_kwargs)
+    shown = () if tools is None else tuple(tools.for_template())
+    return with_end(ChatPrompt(tuple(made), param, shown, template_kwargs), None, is_begun)
+
+
+def with_end(prompt: ChatPrompt, begins_answer: bool | None, continues_last: bool | None) -> ChatPrompt:
+    """The prompt, with what a request says of its end: add_generation_prompt and continue_final_message.
+
+    Raises:
+        InvalidRequest: they contradict each other, or the last message cannot be continued.
+    """
+    last, where = prompt.messages[-1], f"{prompt.param}[{len(prompt.messages) - 1}]"
+    if not (prompt.continues_last or continues_last):
+        return msgspec.structs.replace(prompt, begins_answer=begins_answer is not False)
+    if begins_answer:
+        message = (
+            "add_generation_prompt begins a message, and continue_final_message goes on with one. Send one of them."
+        )
+        raise InvalidRequest(message, "add_generation_prompt")
+    if last["role"] != "assistant" or "tool_calls" in last:
+        message = f"{where} cannot be continued: it must be an assistant's message without calls."
+        raise InvalidRequest(message, where)
+    return msgspec.structs.replace(prompt, begins_answer=False, continues_last=True)
 
 
 def flatten(content: Content, param: str) -> str:
@@ -449,7 +487,9 @@ def missing_field(param: str) -> InvalidRequest:
     return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
 
 
-def _part_text(part: Part, param: str) -> str:
+def _part_text(part: Part | str, param: str) -> str:
+    if isinstance(part, str):
+        return part
     field = _TEXT_FIELDS.get(part.type)
     if field is None:
         raise InvalidRequest(
@@ -470,6 +510,22 @@ def _null_content(param: str, but: str = "") -> InvalidRequest:
     return InvalidRequest(f"{param} is null: send a string or an array of text parts{but}.", param, "invalid_type")
 
 
+def _renewed(message: Message, index: int, before: list[Message]) -> Message:
+    """With a call as `tool_calls`, and its result as a tool's, where they have the old form."""
+    if message.function_call is not None:
+        call = ToolCall(function=message.function_call, id=_old_id(index))
+        return msgspec.structs.replace(message, function_call=None, tool_calls=[*(message.tool_calls or ()), call])
+    if message.role == "function":
+        call_id = _old_id(index - 1) if before and before[0].function_call is not None else None
+        return msgspec.structs.replace(message, role="tool", tool_call_id=call_id)
+    return message
+
+
+def _old_id(index: int) -> str:
+    """Of a call that was made without one."""
+    return f"call{index:05}"
+
+
 def _template_message(message: Message, style: ToolStyle | None, param: str) -> dict[str, Any]:
     for name in _UNSUPPORTED:
         if getattr(message, name):
@@ -484,7 +540,7 @@ def _template_message(message: Message, style: ToolStyle | None, param: str) -> 
     calls = template_calls(message.tool_calls, style, f"{param}.tool_calls") if message.tool_calls else None
     optional = {
         "name": message.name,
-        "tool_call_id": message.tool_call_id,
+        "tool_call_id": None if message.tool_call_id is None else template_id(message.tool_call_id, style),
         "reasoning_content": reasoning,
         "tool_calls": calls,
     }

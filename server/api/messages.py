@@ -27,9 +27,10 @@ from server.api.fields import (
     chat_prompt,
     generation_call,
     missing_field,
+    with_end,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wishes
@@ -59,6 +60,7 @@ _ERRORS: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.ENGINE: (500, "api_error"),
     ErrorKind.UNAVAILABLE: (529, "overloaded_error"),
+    ErrorKind.UPSTREAM: (502, "api_error"),
     ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
 _STOP_REASONS = {
@@ -111,12 +113,6 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
-    display: str | None = None
-
-
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     effort: str | None = None
     format: ResponseFormat | None = None
@@ -128,7 +124,7 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     system: Blocks | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -160,21 +156,24 @@ def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: Defa
     except InvalidRequest as error:  # whose path is that of responses
         message, param = (text.replace("].parameters", "].input_schema") for text in (error.message, error.param or ""))
         raise InvalidRequest(message, param, error.code or "") from None
-    if wire.thinking is not None and wire.thinking.type != "adaptive" and defaults.thought_style is not None:
-        message = 'thinking cannot be switched here yet. Leave it out, or send {"type": "adaptive"}.'
-        raise InvalidRequest(message, "thinking", "unsupported_parameter")
-    config = wire.output_config or OutputConfig()
-    if config.effort is not None and defaults.thought_style is not None:
-        message = "output_config.effort cannot be set here yet. Leave it out."
-        raise InvalidRequest(message, "output_config.effort", "unsupported_parameter")
+    config, thinking = wire.output_config or OutputConfig(), wire.thinking or ThinkingOptions(type="adaptive")
+    thought, variables = wishes_of(
+        defaults.thought_style,
+        wire.chat_template_kwargs,
+        thinking.is_on,
+        "xhigh" if config.effort == "max" else config.effort,
+        "output_config.effort",
+        thinking.budget_tokens,
+        thinking.display != "omitted",
+    )
     where = "output_config.format" if config.format is not None else "output_format"
     return generation_call(
         wire,
         model,
         defaults,
-        (_prompt(wire, defaults, tools),),
+        (_prompt(wire, defaults, tools, variables),),
         tools=tools,
-        thought=thought_wishes(defaults.thought_style),
+        thought=thought,
         max_tokens=wire.max_tokens,
         num_logprobs=None,
         text_format=config.format or wire.output_format,
@@ -201,7 +200,9 @@ def _openai_choice(choice: ToolChoice) -> Any:
             return mode
 
 
-def _prompt(wire: MessagesBody, defaults: GenerationDefaults, tools: Any) -> ChatPrompt:
+def _prompt(
+    wire: MessagesBody, defaults: GenerationDefaults, tools: Any, variables: dict[str, Any] | None
+) -> ChatPrompt:
     if not wire.messages:
         raise InvalidRequest("messages is empty: send at least one message.", "messages")
     made: list[tuple[Message, str]] = []
@@ -220,7 +221,9 @@ def _prompt(wire: MessagesBody, defaults: GenerationDefaults, tools: Any) -> Cha
             else:
                 made.append((message, where))
     messages, params = [one for one, _ in made], [where for _, where in made]
-    return chat_prompt(messages, defaults.tool_style, tools, "messages", params, wire.chat_template_kwargs)
+    prompt = chat_prompt(messages, defaults.tool_style, tools, "messages", params, variables)
+    last = messages[-1]
+    return with_end(prompt, None, last.role == "assistant" and not last.tool_calls)  # a prefill: the answer goes on
 
 
 def _without_billing(system: Blocks | None) -> Blocks | None:
@@ -385,10 +388,10 @@ class _Blocks:
         self.parser = answer_parser(call.thought, call.tools)
         self._reply_id = context.reply_id
 
-    def parts(self, text: str, is_end: bool) -> Sequence[Part]:
+    def parts(self, text: str, reason: FinishReason | None) -> Sequence[Part]:
         if self.parser is None:
             return [Text(text)] if text else []
-        return self.parser.feed(text) + (self.parser.close() if is_end else [])
+        return parts_of(self.parser, text, reason)
 
     def add(self, part: Part) -> bool:
         """Whether the part begins a block."""
@@ -451,7 +454,7 @@ class MessageStream:
     def text(self, choice: int, text: str) -> bytes:
         if self._blocks.parser is None:
             return self._text_head + sse.json_strings[text] + b"}}" + sse.EVENT_END
-        return b"".join(map(self._added, self._blocks.parts(text, is_end=False)))
+        return b"".join(map(self._added, self._blocks.parts(text, None)))
 
     def text_frame(self, choice: int) -> TextFrame | None:
         if self._blocks.parser is not None:
@@ -463,7 +466,7 @@ class MessageStream:
             self._stop = self._blocks.stop_reason(delta)
         if self._blocks.parser is None:
             return self.text(choice, delta.text) if delta.text else b""
-        parts = self._blocks.parts(delta.text, is_end=delta.finish_reason is not None)
+        parts = self._blocks.parts(delta.text, delta.finish_reason)
         return b"".join(map(self._added, parts))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
@@ -502,7 +505,7 @@ class MessageDocument(WholeReply):
 
     def document(self, usage: Usage) -> dict[str, Any]:
         blocks = _Blocks(self._call, self._context)
-        for part in blocks.parts("".join(self.texts[0]), is_end=True):
+        for part in blocks.parts("".join(self.texts[0]), self._reasons[0]):
             blocks.add(part)
         content = [block.document() for block in blocks.all or [_Block("text")]]
         return _message(self._context) | {"content": content, **blocks.stop_reason(self._last), "usage": _usage(usage)}

@@ -18,12 +18,18 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         created_s: unix time; when it was loaded.
         max_model_len: tokens of context; None: not known.
         description: what a user should know before trusting it.
+        alias_of: the model's own name, by which it is billed; None: that is `id`.
     """
 
     id: str
     created_s: int
     max_model_len: int | None
     description: str | None = None
+    alias_of: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.alias_of or self.id
 
 
 class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +100,30 @@ def server_info_reply(card: ServerCard) -> bytes:
             "binds": card.binds,
         }
     )
+
+
+def loads_reply(card: ServerCard, stats: EngineStats, num_running: int, num_waiting: int, unix_s: float) -> bytes:
+    """The fields of SGLang's /v1/loads that routers read, of the one rank that there is.
+
+    Args:
+        num_running, num_waiting: with requests at upstreams.
+    """
+    usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+    hits = stats.num_cache_hits / stats.num_cache_queries if stats.num_cache_queries else 0.0
+    load = {
+        "dp_rank": 0,
+        "timestamp": unix_s,
+        "num_running_reqs": num_running,
+        "num_waiting_reqs": num_waiting,
+        "num_total_reqs": num_running + num_waiting,
+        "num_used_tokens": round(usage * card.num_kv_tokens),
+        "max_total_num_tokens": card.num_kv_tokens,
+        "token_usage": usage,
+        "cache_hit_rate": hits,
+        "utilization": num_running / card.max_sequences if card.max_sequences else 0.0,
+        "max_running_requests": card.max_sequences,
+    }
+    return sse.json_line({"timestamp": unix_s, "version": card.version, "dp_rank_count": 1, "loads": [load]})
 
 
 def list_reply(models: Sequence[ServedModel]) -> bytes:

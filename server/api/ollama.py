@@ -12,6 +12,7 @@ import msgspec
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.constraints import ANY_OBJECT
 from core.errors import InvalidRequest, ServiceError
+from core.tool_detection import ThoughtStyle
 from core.types import Delta, FinishReason, Usage
 from server.api.decoding import decode, parse_object
 from server.api.fields import (
@@ -27,7 +28,7 @@ from server.api.fields import (
 )
 from server.api.known_fields import rules_of
 from server.api.models import ServedModel, ServerCard
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import ThoughtWishes, answer_parser, parts_of, wishes_of
 from server.api.replies import ErrorForm, Extras, ReplyContext, Surface, WholeReply, status_of
 from server.api.tools import CalledFunction, FunctionTool, ToolCall, tool_wishes
 from server.wire import sse
@@ -58,6 +59,7 @@ class OllamaFields(SamplingFields, frozen=True, kw_only=True):
 
     max_tokens: MaxTokens | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    think: bool | str | None = None
 
 
 class ChatBody(OllamaFields, frozen=True, kw_only=True):
@@ -68,6 +70,7 @@ class ChatBody(OllamaFields, frozen=True, kw_only=True):
 class GenerateBody(OllamaFields, frozen=True, kw_only=True):
     prompt: str
     system: str | None = None
+    suffix: str | None = None
     raw: bool | None = None
 
 
@@ -76,8 +79,9 @@ def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     model, defaults = defaults_of(_name(wire.model))
     tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, defaults.tool_style)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(wire.messages)]
-    prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=wire.chat_template_kwargs)
-    own = {"tools": tools, "thought": thought_wishes(defaults.thought_style)} | _own(wire, unknown_fields)
+    thought, variables = _thought(wire, defaults.thought_style)
+    prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=variables)
+    own = {"tools": tools, "thought": thought} | _own(wire, unknown_fields)
     return _call(wire, generation_call(wire, model, defaults, (prompt,), **own))
 
 
@@ -85,14 +89,22 @@ def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = _decode(body, GenerateBody)
     model, defaults = defaults_of(_name(wire.model))
     prompt: ChatPrompt | TextPrompt
-    if wire.raw:
-        prompt = TextPrompt(wire.prompt)
+    is_raw = bool(wire.raw or wire.suffix)
+    thought, variables = _thought(wire, None if is_raw else defaults.thought_style)
+    if is_raw:
+        prompt = TextPrompt(wire.prompt, suffix=wire.suffix or None)
     else:
         system = [Message(role="system", content=wire.system)] if wire.system else []
         turn = Message(role="user", content=wire.prompt)
-        prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=wire.chat_template_kwargs)
-    thought = None if wire.raw else thought_wishes(defaults.thought_style)
+        prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=variables)
     return _call(wire, generation_call(wire, model, defaults, (prompt,), thought=thought, **_own(wire, unknown_fields)))
+
+
+def _thought(wire: OllamaFields, style: ThoughtStyle | None) -> tuple[ThoughtWishes | None, dict[str, Any] | None]:
+    """`think` is true, false or an effort."""
+    effort = wire.think if isinstance(wire.think, str) else None
+    is_on = None if wire.think is None else bool(wire.think)
+    return wishes_of(style, wire.chat_template_kwargs, is_on, effort, "think")
 
 
 def _decode(body: bytes, shape: type[Any]) -> tuple[Any, tuple[str, ...]]:
@@ -153,13 +165,13 @@ class _Lines:
         self._name = ""
         self._arguments: list[str] | None = None
 
-    def parts(self, text: str, is_end: bool) -> list[dict[str, Any]]:
+    def parts(self, text: str, reason: FinishReason | None) -> list[dict[str, Any]]:
         """The fields of each line that more text makes."""
         if self._parser is None:
             return [self._content("content", text)] if text else []
-        parts = self._parser.feed(text) + (self._parser.close() if is_end else [])
+        parts = parts_of(self._parser, text, reason)
         lines = [line for part in parts for line in self._lines_of(part)]
-        return [*lines, *self._complete()] if is_end else lines
+        return lines if reason is None else [*lines, *self._complete()]
 
     def _lines_of(self, part: Part) -> Iterable[dict[str, Any]]:
         match part:
@@ -223,14 +235,14 @@ class OllamaStream:
         return b""
 
     def text(self, choice: int, text: str) -> bytes:
-        return self._written(self._lines.parts(text, is_end=False))
+        return self._written(self._lines.parts(text, None))
 
     def text_frame(self, choice: int) -> None:
         """None: each line has the time."""
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         self._reason = delta.finish_reason or self._reason
-        return self._written(self._lines.parts(delta.text, is_end=delta.finish_reason is not None))
+        return self._written(self._lines.parts(delta.text, delta.finish_reason))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         nothing = {"message": {"role": "assistant", "content": ""}} if self._lines.is_chat else {"response": ""}
@@ -251,7 +263,7 @@ class OllamaDocument(WholeReply):
     def document(self, usage: Usage) -> dict[str, Any]:
         lines = _Lines(self._call, self._context)
         said: dict[str, Any] = {"role": "assistant", "content": ""} if lines.is_chat else {"response": ""}
-        for part in lines.parts("".join(self.texts[0]), is_end=True):
+        for part in lines.parts("".join(self.texts[0]), self._reasons[0]):
             for name, value in (part["message"] if lines.is_chat else part).items():
                 if name != "role" and value:
                     said[name] = said[name] + value if name in said else value

@@ -1,9 +1,10 @@
 """/v1/responses: text in, text out, as items and named events; nothing is stored. Thread: loop."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import ErrorKind, InvalidRequest, ServiceError
@@ -26,7 +27,7 @@ from server.api.fields import (
     missing_field,
 )
 from server.api.known_fields import rules_of
-from server.api.reasoning import answer_parser, thought_wishes
+from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
 from server.api.replies import Extras, ReplyContext, Surface, WholeReply, logprob_entries
 from server.api.structured import ResponseFormat
 from server.api.tools import CalledFunction, Function, ToolCall, ToolWishes, id_of, tool_wishes
@@ -78,23 +79,26 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
-    """known_fields refuses what asks for something in `reasoning`."""
-
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     text: TextOptions | None = None
-    reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Budget | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -106,16 +110,22 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     num_logprobs = wire.top_logprobs or 0
     check_range("top_logprobs", num_logprobs, 0, defaults.limits.num_top_logprobs)
     tools = tool_wishes(
-        list(wire.tools or ()), wire.tool_choice, wire.parallel_tool_calls, defaults.tool_style, "tools[{}]"
+        list(wire.tools or ()),
+        wire.tool_choice,
+        wire.parallel_tool_calls,
+        defaults.tool_style,
+        "tools[{}]",
+        wire.max_tool_calls,
     )
+    thought, variables = thought_wishes(wire, defaults.thought_style)
     has_logprobs = num_logprobs or INCLUDE_LOGPROBS in (wire.include or ())
     return generation_call(
         wire,
         model,
         defaults,
-        (_prompt(wire, defaults.tool_style, tools),),
+        (_prompt(wire, defaults.tool_style, tools, variables),),
         tools=tools,
-        thought=thought_wishes(defaults.thought_style),
+        thought=thought,
         max_tokens=wire.max_output_tokens,
         num_logprobs=num_logprobs if has_logprobs else None,
         text_format=None if wire.text is None else wire.text.format,
@@ -124,7 +134,9 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     )
 
 
-def _prompt(wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | None) -> ChatPrompt:
+def _prompt(
+    wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | None, variables: dict[str, Any] | None
+) -> ChatPrompt:
     messages = [Message(role="system", content=wire.instructions)] if wire.instructions else []
     num_before = len(messages)
     if isinstance(wire.input, str):
@@ -151,7 +163,7 @@ def _prompt(wire: ResponsesBody, style: ToolStyle | None, tools: ToolWishes | No
         params.append(param)
     if len(messages) == num_before:
         raise InvalidRequest("input has no message: send at least one.", "input")
-    return chat_prompt(messages, style, tools, "input", params, wire.chat_template_kwargs)
+    return chat_prompt(messages, style, tools, "input", params, variables)
 
 
 def _joined(turn: Message, more: Message) -> Message:
@@ -163,7 +175,7 @@ def _thought(item: InputItem, param: str) -> str:
     """The text of a reasoning item, which the chat template may show, without summaries and encrypted content."""
     content = item.content
     if isinstance(content, list):
-        content = [part for part in content if part.type == "reasoning_text"]
+        content = [part for part in content if not isinstance(part, str) and part.type == "reasoning_text"]
     return flatten(content, f"{param}.content") if content else ""
 
 
@@ -324,9 +336,8 @@ class ResponseStream:
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
         if self._parser is not None:
-            ends = delta.finish_reason is not None
             self._logprobs += logprob_entries(delta.logprobs or (), self._context)
-            return self._parts(self._parser.feed(delta.text) + (self._parser.close() if ends else []))
+            return self._parts(parts_of(self._parser, delta.text, delta.finish_reason))
         if not delta.logprobs:
             return self.text(choice, delta.text) if delta.text else b""
         entries = logprob_entries(delta.logprobs, self._context)
@@ -442,9 +453,9 @@ class ResponseDocument(WholeReply):
             items.open().texts = texts
             items.items[0].logprobs = [one for some in entries for one in some]
         else:
-            for text, some in [*zip(texts, entries, strict=True), (None, [])]:
+            for text, some, end in [*((*one, None) for one in zip(texts, entries, strict=True)), ("", [], reason)]:
                 waiting += some
-                for part in parser.close() if text is None else parser.feed(text):
+                for part in parts_of(parser, text, end):
                     if (kind := items.begins(part)) is not None:
                         items.open(kind, part if isinstance(part, CallBegin) else None)
                     if not isinstance(part, CallBegin):
@@ -490,6 +501,7 @@ def _finished(
 def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[str, Any]:
     """A response without output, as at its start. It repeats the parameters it ran under."""
     wire: ResponsesBody = call.wire
+    reasoning = wire.reasoning or ReasoningOptions()
     return {
         "id": f"resp_{context.reply_id}",
         "object": "response",
@@ -503,7 +515,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "output": [],
         "parallel_tool_calls": wire.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": reasoning.effort or wire.reasoning_effort, "summary": None},
         "background": False,
         "completed_at": int(context.unix_clock()) if status == "completed" else None,
         "presence_penalty": call.sampling.presence_penalty,

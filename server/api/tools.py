@@ -17,7 +17,7 @@ from core.answer_parts import AnswerParser
 from core.constraints import GrammarKind, GrammarSpec, check_depth, json_schema
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
-from core.tool_formats import FORMATS, HARMONY
+from core.tool_formats import FORMATS, HARMONY, JsonArguments, NamedCall
 from core.tool_grammar import CannotHold, Tool, allowed_calls, reduced_schema, required_calls
 from server.api.decoding import parse_object
 
@@ -27,6 +27,12 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 
 FunctionName = Annotated[str, Meta(min_length=1, max_length=128)]
 _NAME = re.compile(r"[\w.\-]+")
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_SCHEMA_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_LISTS = _SCHEMA_LISTS | {"enum", "required"}
+_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_SCHEMAS = frozenset({"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"})
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,12 +69,14 @@ class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
         functions: that the model may call, and sees in its prompt.
         is_required: the answer is calls, at least one, and no text.
         most_calls: of one answer; None: any number.
+        is_old: the request has `functions`: an answer has one call, as function_call.
     """
 
     functions: tuple[Function, ...]
     style: ToolStyle
     is_required: bool = False
     most_calls: int | None = None
+    is_old: bool = False
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
@@ -89,18 +97,38 @@ class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+def old_wishes(functions: list[Function], choice: Any, style: ToolStyle | None) -> ToolWishes | None:
+    """What `functions` and `function_call` say, which `tools` and `tool_choice` have replaced.
+
+    Raises:
+        InvalidRequest: as tool_wishes.
+    """
+    match choice:
+        case None | "auto" | "none":
+            pass
+        case {"name": str(name)} if any(one.name == name for one in functions):
+            choice = {"type": "function", "name": name}
+        case _:
+            message = 'function_call must be "none", "auto", or {"name": "..."} of one of functions.'
+            raise InvalidRequest(message, "function_call")
+    wishes = tool_wishes(functions, choice, False, style, "functions[{}]")
+    return None if wishes is None else msgspec.structs.replace(wishes, is_old=True)
+
+
 def tool_wishes(
     functions: list[Function],
     choice: Any,
     is_parallel: bool | None,
     style: ToolStyle | None,
     where: str = "tools[{}].function",
+    most_calls: int | None = None,
 ) -> ToolWishes | None:
     """What a request's fields say about tools; None: the model is offered none.
 
     Args:
         choice: tool_choice: "none", "auto", "required", a function by name, or {"type": "allowed_tools", ...}.
         where: a tool's place in the request.
+        most_calls: of one answer, as the request says beside is_parallel.
 
     Raises:
         InvalidRequest: a field contradicts another, or the model's template has no form for tools.
@@ -110,7 +138,8 @@ def tool_wishes(
             raise InvalidRequest("tool_choice needs tools beside it.", "tool_choice")
         return None
     if len(functions) > MAX_TOOLS:
-        raise InvalidRequest(f"tools must have at most {MAX_TOOLS} entries.", "tools")
+        param = where.partition("[")[0]
+        raise InvalidRequest(f"{param} must have at most {MAX_TOOLS} entries.", param)
     by_name: dict[str, Function] = {}
     for i, one in enumerate(functions):
         param = where.format(i)
@@ -121,9 +150,10 @@ def tool_wishes(
             raise InvalidRequest(f"{param}.name is {one.name!r}, as that of an earlier tool.", f"{param}.name")
         if one.parameters is not None and one.parameters.get("type", "object") != "object":
             raise InvalidRequest(f'{param}.parameters must have "type": "object".', f"{param}.parameters")
+        check_depth(one.parameters, f"{param}.parameters")
+        _check_schema(one.parameters or {}, f"{param}.parameters")
         if one.strict:
             json_schema(_parameters(one), f"{param}.parameters")
-        check_depth(one.parameters, f"{param}.parameters")
         by_name[one.name] = one
     mode, names = _chosen(choice, by_name)
     if mode == "none":
@@ -134,8 +164,35 @@ def tool_wishes(
         functions=tuple(one for one in functions if names is None or one.name in names),
         style=style,
         is_required=mode == "required",
-        most_calls=1 if is_parallel is False or style.most_calls == 1 else None,
+        most_calls=1 if is_parallel is False or style.most_calls == 1 else most_calls,
     )
+
+
+def _check_schema(schema: Any, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest: it is no JSON schema, whose depth is bounded.
+    """
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param} must be a schema: an object, true or false.", param)
+    for name, value in schema.items():
+        where = f"{param}.{name}"
+        if name == "type" and not all(one in _TYPES for one in (value if isinstance(value, list) else [str(value)])):
+            raise InvalidRequest(f"{where} must be of {', '.join(sorted(_TYPES))}.", where)
+        if name in _LISTS and not isinstance(value, list):
+            raise InvalidRequest(f"{where} must be an array.", where)
+        if name in _SCHEMAS_BY_NAME:
+            if not isinstance(value, dict):
+                raise InvalidRequest(f"{where} must be an object of schemas.", where)
+            for key, inner in value.items():
+                _check_schema(inner, f"{where}.{key}")
+        elif name in _SCHEMA_LISTS or (name == "items" and isinstance(value, list)):
+            for i, inner in enumerate(value):
+                _check_schema(inner, f"{where}[{i}]")
+        elif name in _SCHEMAS:
+            _check_schema(value, where)
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
@@ -239,39 +296,53 @@ def id_of(reply_id: str, choice: int, index: int) -> str:
     return hashlib.sha256(f"{reply_id} {choice} {index}".encode()).hexdigest()[:9]
 
 
-def reason_of(reason: str | None, parser: AnswerParser) -> str | None:
+def is_old(wishes: ToolWishes | None) -> bool:
+    """The request has `functions`."""
+    return wishes is not None and wishes.is_old
+
+
+def reason_of(reason: str | None, parser: AnswerParser, wishes: ToolWishes | None) -> str | None:
     """The finish reason of an answer that may have calls."""
-    return "tool_calls" if reason == "stop" and parser.has_complete_calls else reason
+    if reason != "stop" or not parser.has_complete_calls:
+        return reason
+    return "function_call" if is_old(wishes) else "tool_calls"
 
 
 def template_calls(calls: list[ToolCall], style: ToolStyle | None, param: str) -> list[dict[str, Any]]:
     """The calls of an assistant's message as the chat template takes them.
 
+    Arguments that are no JSON object, as of a call that was cut off, stay as they are.
+
     Raises:
-        InvalidRequest: arguments are not a JSON object, or the template has no form for calls.
+        InvalidRequest: the template has no form for calls.
     """
     if style is None:
         raise InvalidRequest(NO_TOOLS, param, "unsupported_parameter")
     return [
         {
             "type": "function",
-            **({"id": call.id} if call.id is not None else {}),
-            "function": {
-                "name": call.function.name,
-                "arguments": _arguments(call.function.arguments, style, f"{param}[{i}].function.arguments"),
-            },
+            **({"id": template_id(call.id, style)} if call.id is not None else {}),
+            "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, style)},
         }
-        for i, call in enumerate(calls)
+        for call in calls
     ]
 
 
-def _arguments(given: str | dict[str, Any] | None, style: ToolStyle, param: str) -> Any:
-    arguments: Any = given or {}
-    if isinstance(given, str) and given.strip():
-        try:
-            arguments = parse_object(given.encode("utf-8", "surrogatepass"))
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{param} must be a JSON object: {error.message}", param) from None
+def template_id(call_id: str, style: ToolStyle | None) -> str:
+    """A call's id as the chat template takes it: Mistral's want nine letters and digits."""
+    if style is None or style.format not in ("mistral", "mistral-list") or _MISTRAL_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def _arguments(given: str | dict[str, Any] | None, style: ToolStyle) -> Any:
+    if not isinstance(given, str) or not given.strip():
+        return json.dumps(given or {}, ensure_ascii=False) if style.has_text_arguments else given or {}
     if style.has_text_arguments:
-        return given if isinstance(given, str) and given.strip() else json.dumps(arguments, ensure_ascii=False)
-    return arguments
+        return given
+    try:
+        return parse_object(given.encode("utf-8", "surrogatepass"))
+    except InvalidRequest:
+        call = None if style.format == HARMONY else FORMATS[style.format].call
+        names_each = isinstance(call, NamedCall) and not isinstance(call.arguments, JsonArguments)
+        return {"arguments": given} if names_each else given

@@ -3,6 +3,10 @@
 A request takes a `Slot` at an upstream and gives it back when its answer is over. Each upstream has `max_requests` at
 most; the others wait here, by class, then by how many their tenants have in progress, then by arrival.
 
+A request goes where least has to be computed before its first token: the tokens of its prompt whose leading blocks have
+not gone there, and what waits there already, over the upstream's weight. None gets more than LOAD_BOUND times its part
+of all requests (consistent hashing with bounded loads, arXiv:1608.01350, with known prefixes in place of hashes).
+
 Health is asked for once a second: NUM_FAILURES in a row put an upstream out, NUM_SUCCESSES bring it in, with a part of
 its weight that grows over SLOW_START_S. Outcomes of requests eject: NUM_BAD_OUTCOMES in a row, for EJECTION_S, doubled
 each time, and never so many that fewer than half of the pool is left.
@@ -10,8 +14,11 @@ each time, and never so many that fewer than half of the pool is left.
 
 import asyncio
 import logging
-from collections.abc import Container
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
@@ -32,6 +39,11 @@ EJECTION_S, MOST_EJECTION_S = 1.0, 60.0
 MAX_CONNECTIONS = 4  # over HTTP/2, to one upstream
 STREAMS_PER_CONNECTION = 64  # before another is opened
 IDLE_S = 30.0  # after which an HTTP/1.1 connection is closed: before most servers do
+LOAD_BOUND = 1.25
+ACTIVE_TOKENS = 64  # of a prompt, that an answer in progress delays it like
+BLOCK_BYTES = 256  # of text, by which leading blocks are known
+MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same for all
+MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
 RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
 
 
@@ -47,11 +59,14 @@ class Upstream:
     settings: UpstreamSettings
     address: Address
     num_active: int = 0
+    num_waiting_tokens: int = 0  # of prompts that have gone there and have no first token
     is_healthy: bool = False
     num_requests: int = 0
     num_failures: int = 0  # of requests
+    has_been_asked: bool = False  # for its health
     why_out: str = "it has not answered yet"
     connections: list[Connection] = field(default_factory=list)
+    _known: dict[int, None] = field(default_factory=dict)  # leading blocks that have gone there, the oldest first
     _num_probed: int = 0  # alike, in a row: above 0 well, below it not
     _in_since_s: float = 0.0
     _num_bad: int = 0  # outcomes in a row
@@ -63,6 +78,10 @@ class Upstream:
     def url(self) -> str:
         return self.settings.url
 
+    @property
+    def num_connections(self) -> int:
+        return sum(not one.is_closed for one in self.connections)
+
     def is_in(self, now_s: float) -> bool:
         return self.is_healthy and now_s >= self._ejected_until_s
 
@@ -73,6 +92,22 @@ class Upstream:
         part = min(1.0, max(LEAST_WEIGHT, (now_s - self._in_since_s) / SLOW_START_S))
         return self.settings.weight * part
 
+    # Prompts.
+
+    def num_new_tokens(self, prompt: "LeadingBlocks") -> int:
+        """That it would have to compute of the prompt. If a block is known, so are those before it."""
+        blocks, known = prompt.hashes, self._known
+        num_known = bisect_left(range(len(blocks)), True, key=lambda i: blocks[i] not in known)
+        return max(0, prompt.num_tokens - num_known * prompt.tokens_per_block)
+
+    def learn(self, prompt: "LeadingBlocks") -> None:
+        known = self._known
+        for block in prompt.hashes:
+            known.pop(block, None)
+            known[block] = None
+        while len(known) > MAX_KNOWN:
+            del known[next(iter(known))]
+
     # Connections.
 
     async def connection(self) -> Connection:
@@ -81,7 +116,7 @@ class Upstream:
         Raises:
             UpstreamFault: it cannot be connected to.
         """
-        while True:
+        for _ in range(MAX_CONNECTIONS + 1):
             self.connections = [one for one in self.connections if not one.is_closed]
             free = [one for one in self.connections if one.room]
             if free:
@@ -98,6 +133,7 @@ class Upstream:
                 connection = await self._open()
             if connection.room:
                 return connection
+        raise UpstreamFault("its connections take no more requests", is_untouched=True)
 
     async def _open(self) -> Connection:
         connection = await connect(self.address, self.address.protocols[0])
@@ -134,7 +170,7 @@ class Upstream:
         """
         is_well = why is None
         self._num_probed = max(1, self._num_probed + 1) if is_well else min(-1, self._num_probed - 1)
-        is_first = self.why_out == "it has not answered yet"
+        is_first, self.has_been_asked = not self.has_been_asked, True
         if is_well and not self.is_healthy and (is_first or self._num_probed >= NUM_SUCCESSES):
             self.is_healthy, self._in_since_s = True, now_s - (SLOW_START_S if is_first else 0.0)
             self.why_out = ""
@@ -172,21 +208,58 @@ def _without_http2(address: Address) -> Address:
     )
 
 
+class LeadingBlocks(NamedTuple):
+    """A prompt, as upstreams may have its beginning cached.
+
+    Args:
+        num_tokens: of all of it, estimated.
+        tokens_per_block: likewise.
+        hashes: of its blocks, each chained over those before it.
+    """
+
+    num_tokens: int
+    tokens_per_block: int = 0
+    hashes: tuple[int, ...] = ()
+
+
+def leading_blocks(domain: str, texts: Sequence[str], num_tokens: int) -> LeadingBlocks:
+    """
+    Args:
+        domain: in which prompts share what is cached.
+        texts: of the prompt, in order.
+    """
+    text = "\0".join(texts)[: MAX_BLOCKS * BLOCK_BYTES]
+    chained, hashes = hash(domain), []
+    for start in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        chained = hash((chained, text[start : start + BLOCK_BYTES]))  # siphash; for this process alone
+        hashes.append(chained)
+    return LeadingBlocks(num_tokens, max(1, num_tokens * BLOCK_BYTES // max(1, sum(map(len, texts)))), tuple(hashes))
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A request's place at an upstream, until `leave`.
 
     Args:
+        prompt: for the choice.
         priority: of its class; higher goes first.
         tenant: that it counts for.
         granted: the upstream; its exception is a ServiceError.
     """
 
     pool: "Pool"
+    prompt: LeadingBlocks
     priority: int
     tenant: str
     granted: asyncio.Future[Upstream]
     upstream: Upstream | None = None
+    num_waiting_tokens: int = 0  # that it counts for at its upstream
+
+    def note_begun(self) -> None:
+        """Its first token has come."""
+        if self.upstream is not None:
+            self.upstream.num_waiting_tokens -= self.num_waiting_tokens
+            self.num_waiting_tokens = 0
 
     def leave(self) -> None:
         """The answer is over, or nobody wants it. Idempotent."""
@@ -212,6 +285,7 @@ class Pool:
         self._waiting: list[Slot] = []  # in order of arrival
         self._num_active: dict[str, int] = {}  # by tenant
         self._retries = float(MAX_RETRIES)
+        self.num_retries = 0
         self._probes: list[asyncio.Task[None]] = []
 
     @property
@@ -238,7 +312,7 @@ class Pool:
 
     async def wait_probed(self) -> None:
         """Each upstream has been asked once."""
-        while any(one.why_out == "it has not answered yet" for one in self.upstreams):
+        while not all(one.has_been_asked for one in self.upstreams):
             await asyncio.sleep(0.01)
 
     async def _watch(self, upstream: Upstream) -> None:
@@ -284,9 +358,9 @@ class Pool:
 
     # Slots.
 
-    def take_slot(self, priority: int, tenant: str) -> Slot:
+    def take_slot(self, prompt: LeadingBlocks, priority: int, tenant: str) -> Slot:
         """A slot that is granted when there is room; refused while no upstream takes requests."""
-        slot = Slot(self, priority, tenant, self._loop.create_future())
+        slot = Slot(self, prompt, priority, tenant, self._loop.create_future())
         self._waiting.append(slot)
         self._retries = min(MAX_RETRIES, self._retries + RETRY_SHARE)
         self._grant()
@@ -295,14 +369,9 @@ class Pool:
     def release(self, slot: Slot) -> None:
         if slot in self._waiting:
             self._waiting.remove(slot)
-        upstream, slot.upstream = slot.upstream, None
-        if upstream is None:
-            return
-        upstream.num_active -= 1
-        self._num_active[slot.tenant] -= 1
-        if not self._num_active[slot.tenant]:
-            del self._num_active[slot.tenant]
-        self._grant()
+        if slot.upstream is not None:
+            self._exit(slot)
+            self._grant()
 
     def _grant(self) -> None:
         while self._waiting:
@@ -314,25 +383,35 @@ class Pool:
                         slot.granted.set_exception(self._nobody())
                         slot.granted.exception()
                 return
-            upstream = self._choose(now_s)
+            slot = max(self._waiting, key=lambda one: (one.priority, -self._num_active.get(one.tenant, 0)))
+            upstream = self._choose(slot, now_s)
             if upstream is None:
                 return
-            slot = max(self._waiting, key=lambda one: (one.priority, -self._num_active.get(one.tenant, 0)))
             self._waiting.remove(slot)
-            self._enter(slot, upstream)
-            if slot.granted.cancelled():
-                self.release(slot)
-            else:
+            if not slot.granted.cancelled():
+                self._enter(slot, upstream)
                 slot.granted.set_result(upstream)
 
     def _enter(self, slot: Slot, upstream: Upstream) -> None:
         slot.upstream = upstream
+        slot.num_waiting_tokens = upstream.num_new_tokens(slot.prompt)
+        upstream.num_waiting_tokens += slot.num_waiting_tokens
+        upstream.learn(slot.prompt)
         upstream.num_active += 1
         upstream.num_requests += 1
         self._num_active[slot.tenant] = self._num_active.get(slot.tenant, 0) + 1
 
-    def _choose(self, now_s: float, without: Container[Upstream] = ()) -> Upstream | None:
-        """The one with the least load for its weight, of the first region that has room; None: none has."""
+    def _exit(self, slot: Slot) -> None:
+        slot.note_begun()
+        upstream, slot.upstream = slot.upstream, None
+        assert upstream is not None
+        upstream.num_active -= 1
+        self._num_active[slot.tenant] -= 1
+        if not self._num_active[slot.tenant]:
+            del self._num_active[slot.tenant]
+
+    def _choose(self, slot: Slot, now_s: float, without: Container[Upstream] = ()) -> Upstream | None:
+        """Where the request's first token comes soonest, in the first region that has room; None: none has."""
         for region in self._regions:
             free = [
                 one
@@ -344,8 +423,23 @@ class Pool:
                 and one.num_active < self.settings.max_requests
             ]
             if free:
-                return min(free, key=lambda one: (one.num_active + 1) / one.weight(now_s))
+                return min(free, key=self._cost_of(slot, free, now_s))
         return None
+
+    def _cost_of(
+        self, slot: Slot, free: Sequence[Upstream], now_s: float
+    ) -> Callable[[Upstream], tuple[bool, float, float]]:
+        num_all = 1 + sum(one.num_active for one in free)
+        all_weights = sum(one.weight(now_s) for one in free)
+
+        def cost_of(one: Upstream) -> tuple[bool, float, float]:
+            weight = one.weight(now_s)
+            is_beyond = one.num_active + 1 > math.ceil(LOAD_BOUND * num_all * weight / all_weights)
+            num_active_tokens = ACTIVE_TOKENS * (one.num_active + 1)
+            num_tokens = one.num_new_tokens(slot.prompt) + one.num_waiting_tokens + num_active_tokens
+            return is_beyond, num_tokens / weight, one.num_requests / weight
+
+        return cost_of
 
     def move(self, slot: Slot) -> Upstream | None:
         """Another upstream for a request that has not been answered, at once; None: there is none, or no budget."""
@@ -353,15 +447,15 @@ class Pool:
         assert failed is not None
         if self._retries < 1:
             return None
-        upstream = self._choose(self._loop.time(), without=(failed,))
+        upstream = self._choose(slot, self._loop.time(), without=(failed,))
         if upstream is None:
             # The same one, if it is well: its connection was lost, or it refused a stream
             if not failed.is_in(self._loop.time()):
                 return None
             upstream = failed
         self._retries -= 1
-        failed.num_active -= 1
-        self._num_active[slot.tenant] -= 1
+        self.num_retries += 1
+        self._exit(slot)
         self._enter(slot, upstream)
         return upstream
 

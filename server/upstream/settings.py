@@ -22,7 +22,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     Args:
         url: http://HOST:PORT, https://HOST:PORT or unix:/PATH; a path before /v1 may follow.
-        weight: its part of the requests, relative to the others'; 0: none, but for those whose tenant is bound to it.
+        weight: its part of the requests, relative to the others'; 0: none, which drains it.
         version: of what it serves, for metrics and the log.
         region: pools try their regions in the order in which they are first named.
     """

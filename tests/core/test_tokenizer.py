@@ -213,3 +213,22 @@ def test_metaspace_decoder_strips_its_own_space() -> None:
     other.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
     ids = other.encode("a step é", add_special_tokens=False).ids
     assert Tokenizer(other.to_str()).decode(ids) == other.decode(ids) == "a step é"
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], ["<fim_prefix>", "a", "<fim_suffix>", "b", "<fim_middle>"]),
+        (["[PREFIX]", "[SUFFIX]"], ["[SUFFIX]", "b", "[PREFIX]", "a"]),
+        (["<fim_prefix>", "<fim_suffix>"], None),
+    ],
+)
+def test_a_text_between_two_others_is_asked_for_by_the_models_marks(
+    marks: list[str], expected: list[str] | None
+) -> None:
+    known = small_tokenizers.byte_level()
+    known.add_special_tokens([*marks, "<|fim_pad|>"])
+    tokenizer = Tokenizer(known.to_str())
+    ids = tokenizer.encode_around("a", "b", add_special_tokens=False)
+    assert (None if ids is None else list(map(tokenizer.str_of, ids))) == expected
+    assert list(map(tokenizer.str_of, tokenizer.fill_end_ids)) == ["<|fim_pad|>"]

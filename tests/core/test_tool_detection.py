@@ -13,13 +13,13 @@ from tests.core.chat_templates import CHATML, LLAMA2, QWEN3
 from tests.core.tool_templates import TOOL_TEMPLATES
 
 
-def style_of(source: str) -> ToolStyle | None:
+def style_of(source: str, known: str | None = None) -> ToolStyle | None:
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, context_limit=4096)
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         return template.render(messages, now=datetime(2026, 1, 1), tools=tools, add_generation_prompt=False)
 
-    return detect(render)
+    return detect(render, known)
 
 
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
@@ -66,3 +66,10 @@ def test_a_template_without_calls_has_none(source: str) -> None:
 def test_a_format_that_is_not_known_is_none() -> None:
     calls = "{% for call in m.tool_calls %}CALL {{ call.function.name }}{% endfor %}"
     assert style_of("{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}") is None
+
+
+def test_the_operator_may_name_the_format() -> None:
+    """The template still says how arguments and calls come."""
+    assert style_of(CHATML, "xml") == ToolStyle("xml", False, 2)
+    assert style_of(TOOL_TEMPLATES["mistral"], "hermes") == ToolStyle("hermes", True, 2)
+    assert style_of(TOOL_TEMPLATES["llama"], "pythonic") == ToolStyle("pythonic", False, 1)

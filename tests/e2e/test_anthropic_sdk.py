@@ -5,10 +5,15 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, AsyncAnthropic
 
+from tests.core.tool_templates import TOOL_TEMPLATES
 from tests.e2e.conftest import API_KEY, MODEL
+from tests.e2e.replay import MODEL as PLAYED
+from tests.e2e.replay import playing
 from tests.e2e.server_process import ServerProcess
+from tests.e2e.test_tool_loops import ANSWER, QUESTION, TOOLS, calls_of, lead_of, play
+from tests.server.running_server import run
 
 GREEDY = {"temperature": 0}  # which the package has no argument for
 MESSAGES: Any = [{"role": "user", "content": "What is a KV cache? 🙂"}]
@@ -22,6 +27,11 @@ TOOL: Any = {
         "additionalProperties": False,
     },
 }
+
+CITY_TOOLS = [
+    {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters", {"type": "object"})}
+    for tool in TOOLS
+]
 
 
 @pytest.fixture
@@ -94,3 +104,38 @@ def test_errors_are_the_sdks_own(client: Anthropic, strict_server: ServerProcess
             else:
                 with pytest.raises(error):
                     ask(keyed)
+
+
+@pytest.mark.parametrize("form", TOOL_TEMPLATES)
+def test_a_loop_of_tools_whole_and_streamed_in_every_format(form: str) -> None:
+    lead = lead_of(form)
+
+    async def scene() -> None:
+        async with playing(form, play(form, lead)) as running:
+            url = f"http://127.0.0.1:{running.server.listener.port}"
+            async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+                for streams in (False, True):
+                    turns: list[Any] = [{"role": "user", "content": QUESTION["content"]}]
+                    for is_last in (False, True):
+                        asked: Any = {"model": PLAYED, "max_tokens": 500, "messages": turns, "tools": CITY_TOOLS}
+                        if streams:
+                            async with client.messages.stream(**asked) as stream:
+                                answer = await stream.get_final_message()
+                        else:
+                            answer = await client.messages.create(**asked)
+                        texts = [block.text for block in answer.content if block.type == "text"]
+                        calls = [block for block in answer.content if block.type == "tool_use"]
+                        named = [(call.name, call.input) for call in calls]
+                        assert ("".join(texts), named) == ((ANSWER, []) if is_last else (lead, calls_of(form)))
+                        assert answer.stop_reason == ("end_turn" if is_last else "tool_use")
+                        found = {"get_weather": "21 degrees", "now": "noon"}
+                        results = [
+                            {"type": "tool_result", "tool_use_id": call.id, "content": found[call.name]}
+                            for call in calls
+                        ]
+                        turns += [
+                            {"role": "assistant", "content": answer.content},
+                            {"role": "user", "content": results},
+                        ]
+
+    run(scene)

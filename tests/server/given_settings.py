@@ -32,6 +32,8 @@ def refusal(flags: dict[str, str | list[str]], environ: dict[str, str]) -> Start
 
 SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "BOOL": "true",
+    "activations": "int8",
+    "alias": "gpt-4o-mini",
     "FILE": "{file}",
     "MODEL": "{directory}",
     "NETWORK": "10.0.0.0/8",
@@ -47,6 +49,8 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "dtype": "float32",
     "quantize": "int8",
     "forced-tokens": "off",
+    "speculation": "off",
+    "tool-format": "xml",
     "overlap": "on",
     "graphs": "off",
     "log-level": "debug",

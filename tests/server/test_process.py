@@ -116,6 +116,16 @@ async def test_routers_are_told_what_is_served_and_how_much_of_it() -> None:
         model = (await get(running, "/model_info")).json
         server = (await get(running, "/server_info")).json
         binds = [f"http://127.0.0.1:{running.server.listener.port}"]
+        for older, path in {"/get_model_info": model, "/get_server_info": server}.items():
+            assert (await get(running, older)).json == path
+        assert (await get(running, "/health_generate")).status == 200
+        assert (await get(running, "/is_sleeping")).json == {"is_sleeping": False}
+        (load,) = (await get(running, "/v1/loads")).json["loads"]
+        assert (load["num_running_reqs"], load["token_usage"], load["max_running_requests"]) == (
+            0,
+            0,
+            LIMITS.max_sequences,
+        )
     names = dict.fromkeys(("model_path", "tokenizer_path", "served_model_name"), MODEL)
     kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     assert model.items() >= (names | {"is_generation": True, "has_image_understanding": False}).items()
@@ -165,3 +175,18 @@ async def test_a_ledger_whose_directory_cannot_be_created_says_so(tmp_path: Path
         Server(ServerConfig(port=0, ledger=tmp_path / "file" / "ledger.db"), load_with(), print)
     assert caught.value.cause.startswith(f"the ledger's directory {tmp_path / 'file'} does not exist and cannot be")
     assert "--ledger FILE" in caught.value.fix
+
+
+async def test_an_alias_is_the_model_under_another_name_and_billed_as_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    async with serving(
+        aliases=("gpt-4o-mini",), ledger=path, prices=Prices(((MODEL, ModelPrice(prompt=1)),))
+    ) as running:
+        listed = [model["id"] for model in (await get(running, "/v1/models")).json["data"]]
+        assert listed == [MODEL, "gpt-4o-mini"]
+        answers = [await ask(running.server, closing(chat(model=name))) for name in ("gpt-4o-mini", MODEL, None)]
+        assert [answer.json["model"] for answer in answers] == ["gpt-4o-mini", MODEL, MODEL]
+        assert len({answer.text() for answer in answers}) == 1
+        assert (await ask(running.server, closing(chat(model="gpt-4o")))).status == 404
+        usage = (await get(running, "/v1/usage?by=model")).json["data"]
+    assert [(line["model"], line["requests"]) for line in usage] == [(MODEL, 3)]

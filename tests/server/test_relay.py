@@ -1,20 +1,26 @@
 """Models that upstreams answer for: what passes, what is counted, and what happens when one leaves."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from server.api.replies import status_of
 from server.gate.tenants import Limits, Tenant
 from server.gate.text_rules import TextRule
+from server.listening.sockets import Bind, UnixAddress
 from server.relay import PASSAGES, refusal_of
 from server.upstream.exchange import AnswerHead
+from server.upstream.pool import LeadingBlocks, leading_blocks
+from server.upstream.settings import UpstreamSettings
 from tests.certificates import make_certificate
-from tests.server.gateway import ASKED, SURFACES, relaying, url_of, wait_until
-from tests.server.running_server import ask, closing, open_with, read_answer
-from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request
+from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
+from tests.server.running_server import ask, closing, open_with, read_answer, serving
+from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings")
 
@@ -156,7 +162,7 @@ async def test_what_was_received_of_a_broken_answer_is_billed(tmp_path: Path) ->
         while not lines:  # its settlement is on its way to the file
             lines = (await gateway.ask(request("GET", "/v1/usage?by=model"))).json["data"]
         (line,) = lines
-        assert line["completion_tokens"] >= 4
+        assert line["completion_tokens"] >= 3
         assert line["prompt_tokens"] > 0
 
 
@@ -177,6 +183,54 @@ async def test_text_rules_hold_or_the_request_is_refused(rule: TextRule, status:
             assert answer.status == status
             if code is not None:
                 assert answer.json["error"]["code"] == code
+
+
+async def test_a_gateway_describes_itself_and_has_no_tokenizer() -> None:
+    async with relaying() as gateway, relaying(1, True) as both:
+        for path, status in {
+            "/version": 200,
+            "/server_info": 200,
+            "/tokenizer_info": 404,
+            "/admin/engine": 404,
+        }.items():
+            assert (await gateway.ask(request("GET", path))).status == status
+        body = {"model": ASKED, "prompt": "step"}
+        for asked in (gateway, both):  # another model's tokens would be wrong
+            assert (await asked.ask(request("POST", "/tokenize", body))).status == 404
+        assert (await both.ask(request("GET", "/server_info"))).json["served_model_name"] == MODEL
+
+
+async def test_the_trace_goes_on_at_the_upstream() -> None:
+    async with relaying() as gateway:
+        seen: list[Any] = []
+        upstream = gateway.upstreams[0].server._app
+        upstream.accounting.export = seen.append
+        trace_id = "0af7651916cd43dd8448eb211c80319c"
+        line = f"traceparent: 00-{trace_id}-b7ad6b7169203331-01"
+        answer = await gateway.ask(with_lines(SURFACES["chat"](), line))
+        await wait_until(lambda: bool(seen))
+        span_id = answer.headers["traceresponse"].split("-")[2]
+        assert (seen[0].trace.trace_id, seen[0].trace.parent_id) == (trace_id, span_id)
+        assert seen[0].alias == answer.headers["x-request-id"]
+
+
+async def test_a_document_reserves_what_it_may_take() -> None:
+    tenant = keyed_tenant("acme", limits=Limits(tokens_per_minute=1000))
+    async with relaying(config={"tenants": (tenant,)}) as gateway:
+        for fields, status in (
+            ({"max_tokens": 1000}, 429),
+            ({"max_tokens": 12, "n": 90}, 400),
+            ({"max_tokens": 12}, 200),
+        ):
+            answer = await gateway.ask(as_caller(SURFACES["chat"](**fields), "acme"))
+            assert answer.status == status
+
+
+async def test_surfaces_that_do_not_pass_are_refused() -> None:
+    async with relaying() as gateway:
+        body = {"model": ASKED, "max_tokens": 4, "messages": [{"role": "user", "content": "step"}]}
+        answer = await gateway.ask(request("POST", "/v1/messages", body))
+        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_a_tenant_may_use_only_its_models() -> None:
@@ -202,15 +256,10 @@ async def test_an_answer_that_breaks_off_ends_with_an_error_event() -> None:
 
 async def test_without_an_upstream_there_is_a_503_until_one_comes(tmp_path: Path) -> None:
     path = tmp_path / "upstream.sock"
-    from tests.server.gateway import model, no_engine
-    from tests.server.running_server import serving
-
     async with serving(no_engine, models=(model(f"unix:{path}"),)) as front:
         refused = await ask(front.server, closing(SURFACES["chat"]()))
         assert (refused.status, refused.json["error"]["code"]) == (503, "no_upstream")
         assert refused.headers["retry-after"] == "1"
-        from server.listening.sockets import Bind, UnixAddress
-
         async with serving(binds=(Bind(UnixAddress(str(path))),)):
             (upstream,) = front.server._pools[0].upstreams
             await wait_until(lambda: upstream.is_healthy)
@@ -219,9 +268,6 @@ async def test_without_an_upstream_there_is_a_503_until_one_comes(tmp_path: Path
 
 
 async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(tmp_path: Path) -> None:
-    from tests.server.gateway import model, no_engine
-    from tests.server.running_server import serving
-
     certificate, key = make_certificate(tmp_path)
     secret = tmp_path / "key"
     secret.write_text("sk-upstream\n")
@@ -243,8 +289,6 @@ async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(
 def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> None:
     body = orjson.dumps({"error": {"message": "why", "code": "some_code", "param": "n"}})
     for status, told in {400: 400, 422: 400, 413: 413, 401: 502, 404: 502, 429: 503, 500: 502, 503: 503}.items():
-        from server.api.replies import status_of
-
         for text in (body, b"", b"[]", b"nonsense", b'{"error":"why"}'):
             assert status_of(refusal_of(status, text, AnswerHead(status, ()))) == told
 
@@ -278,9 +322,6 @@ def _chunk(**choice: Any) -> bytes:
     ],
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
-    from tests.server.gateway import model, no_engine
-    from tests.server.running_server import serving
-
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         if head.startswith(b"POST"):
@@ -306,3 +347,113 @@ async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, ex
                 got = told.json["error"]["code"]
             assert got == expected
             assert front.server._pools[0].upstreams[0].num_active == 0
+
+
+# Pools: which upstream answers when one does not.
+
+_LOADING = b"HTTP/1.1 503 No\r\ncontent-length: 2\r\nretry-after: 7\r\n\r\n{}"
+_BROKEN = b"HTTP/1.1 500 No\r\ncontent-length: 2\r\n\r\n{}"
+_WELL = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@asynccontextmanager
+async def saying(said: bytes | None) -> AsyncIterator[str]:
+    """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
+            if head.startswith(b"GET") and said is None:
+                listening.close()
+            writer.write(_WELL if head.startswith(b"GET") else said or b"")
+            if not (said or head.startswith(b"GET")):
+                break
+        writer.close()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "budget", "status"),
+    [
+        (None, 64.0, 200),  # it cannot be connected to, or the connection is lost
+        (b"", 64.0, 200),
+        (_LOADING, 64.0, 200),
+        (_BROKEN, 64.0, 502),  # it may have done something
+        (b"", 0.5, 502),
+        (_LOADING, 0.5, 503),
+    ],
+)
+async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | None, budget: float, status: int) -> None:
+    async with saying(said) as bad, serving() as good:
+        settings = model(bad, url_of(good), protocol="h1")
+        async with serving(no_engine, models=(settings,)) as front:
+            pool = front.server._pools[0]
+            pool._retries = budget
+            answer = await ask(front.server, closing(SURFACES["chat"](stream=True)))
+            assert answer.status == status
+            assert [one.num_active for one in pool.upstreams] == [0, 0]
+            assert pool.upstreams[1].num_requests == (status == 200)
+            page = (await ask(front.server, closing(request("GET", "/metrics")))).body.decode()
+            assert f'steploop_upstream_retries_total{{model_name="big",model="big"}} {int(status == 200)}' in page
+            assert f'upstream="big {bad}"}} 1' in page
+
+
+async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last() -> None:
+    async with saying(_BROKEN) as bad, serving() as good:
+        for urls, num_failed in (((bad, url_of(good)), 5), ((bad,), 13)):
+            async with serving(no_engine, models=(model(*urls, protocol="h1"),)) as front:
+                told = [(await ask(front.server, closing(SURFACES["chat"]()))).status for _ in range(13)]
+                assert told.count(502) == num_failed
+                assert set(told[-3:]) == ({200} if num_failed == 5 else {502})
+
+
+async def test_requests_beyond_max_requests_wait_here_and_go_out_in_turn() -> None:
+    async with relaying(max_requests=1) as gateway:
+        first = gateway.pool.take_slot(LeadingBlocks(1), 0, "t")
+        streams = [await open_with(gateway.server, closing(SURFACES["chat"](stream=True))) for _ in range(4)]
+        await wait_until(lambda: gateway.pool.num_waiting == 4)
+        assert gateway.num_running() == 0
+        first.leave()
+        told = await asyncio.gather(*(read_answer(*one) for one in streams))
+        assert [one.events[-1] for one in told] == ["[DONE]"] * 4
+
+
+async def test_regions_are_tried_in_order_and_weights_share() -> None:
+    async with serving() as near, serving() as far:
+        weights = (UpstreamSettings(url=url_of(near), weight=3), UpstreamSettings(url=url_of(far), weight=1))
+        regions = (UpstreamSettings(url=url_of(near), region="eu"), UpstreamSettings(url=url_of(far), region="us"))
+        for upstreams, expected in ((weights, [6, 2]), (regions, [8, 0])):
+            async with serving(no_engine, models=(model(upstreams=upstreams),)) as front:
+                pool = front.server._pools[0]
+                slots = [pool.take_slot(LeadingBlocks(1), 0, "t") for _ in range(8)]
+                assert [one.num_active for one in pool.upstreams] == expected
+                for slot in slots:
+                    slot.leave()
+                assert [(one.num_active, one.num_waiting_tokens) for one in pool.upstreams] == [(0, 0)] * 2
+
+
+async def test_a_conversation_stays_where_its_beginning_is() -> None:
+    async with relaying(3) as gateway:
+        histories = [f"{i}: " + "x" * 300 for i in range(4)]
+        placed: list[set[int]] = [set() for _ in histories]
+        for _ in range(3):
+            for i, history in enumerate(histories):
+                before = [one.num_requests for one in gateway.pool.upstreams]
+                answer = await gateway.ask(SURFACES["completions"](prompt=history, max_tokens=4))
+                after = [one.num_requests for one in gateway.pool.upstreams]
+                placed[i].add(next(k for k in range(3) if after[k] > before[k]))
+                histories[i] += answer.text() + " and more" * 9
+        assert all(len(one) == 1 for one in placed)
+
+
+async def test_one_prompt_for_all_is_spread_as_the_load_is_bounded() -> None:
+    async with relaying(3) as gateway:
+        prompt = leading_blocks("", ["y" * 5000], 1700)
+        slots = [gateway.pool.take_slot(prompt, 0, "t") for _ in range(12)]
+        assert max(one.num_active for one in gateway.pool.upstreams) <= 5
+        for slot in slots:
+            slot.leave()

@@ -1,13 +1,26 @@
 """Thoughts, through the whole server: apart from the answer, counted, however their tokens are cut."""
 
+import json
 import random
+import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.server.simulated_server import Answer, chat, request
+from core.constraints import regex
+from core.thought_grammar import AfterThought
+from core.thoughts import ThoughtStart
+from core.tool_detection import ThoughtStyle
+from server.ledger.store import Grouping
+from server.ledger.usage import UsageQuery, read_usage
+from server.loaded_engine import compiler_of, vocabulary_of
+from tests.server.simulated_server import EOS_ID, Answer, chat, request
 from tests.server.thinking_server import TOKENIZER, ids_of, thinking
 
 EVENT_TYPE: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -56,6 +69,8 @@ def num_thought_tokens(ids: list[int], end: str) -> int:
     return next((num for num, text in enumerate(texts) if end in text), len(ids))
 
 
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
 THINK, END = "</think>", "<|end|>"
 HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
 
@@ -99,6 +114,18 @@ def test_an_answer_cut_off_in_its_thought_counts_what_came(max_tokens: int) -> N
             assert answer.finish_reason() == "length"
             details = answer.usage["completion_tokens_details"]
             assert details["reasoning_tokens"] == min(max_tokens, end)
+
+
+def test_a_call_within_the_thought_is_thought_and_one_behind_it_a_call() -> None:
+    text = f"<think>\nmaybe {CALL}?\n</think>\n\nSo:\n{CALL}"
+    with thinking() as server:
+        for ids in cuts_of(text):
+            for more in ({}, STREAM):
+                answer = server.ask(ask_for(tools=TOOLS, tool_choice="auto", **more), ids)
+                found = message_of(answer)
+                assert (found["thought"], found["text"]) == (f"maybe {CALL}?", "So:")
+                assert found["calls"] == [{"name": "now", "arguments": "{}"}]
+                assert answer.finish_reason() == "tool_calls"
 
 
 @pytest.mark.parametrize("text", ["<think>a b</think>\n\na b c", "a b c", "<b c"])
@@ -160,3 +187,189 @@ def check_events(events: list[tuple[str, Any]], thought: Any, message: Any) -> N
         ]
         assert "".join(event["delta"] for kind, event in own if kind == f"response.{name}.delta") == text
         assert own[-1][1]["item"] == item
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"id": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
+    "required": ["id", "kind"],
+    "additionalProperties": False,
+}
+
+
+def check_valid(text: str) -> None:
+    found = json.loads(text)
+    assert (0 <= found["id"] <= 99, found["kind"] in "ab", len(found)) == (True, True, 2)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "r1", "harmony"])
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_a_thought_ends_at_its_budget_and_a_valid_answer_follows(template: str, budget: int) -> None:
+    with thinking(template) as server:
+        for seed in range(4):
+            fields = {"thinking_token_budget": budget, "guided_json": SCHEMA, "seed": seed}
+            script = ids_of("<|channel|>analysis<|message|>" + "hm" * 20) if template == "harmony" else None
+            whole, streamed = (server.ask(ask_for(**fields, **more), script) for more in ({}, STREAM))
+            assert message_of(whole) == message_of(streamed)
+            assert whole.finish_reason() == streamed.finish_reason() == "stop"
+            check_valid(message_of(whole)["text"])
+            num = whole.usage["completion_tokens_details"]["reasoning_tokens"]
+            # R1's prompt has begun the thought; under Qwen 3's the model may, in any tokens of its marker
+            markers = {"r1": (1,), "qwen3": (-budget, *range(2, 9)), "harmony": (num_header() + 1,)}[template]
+            assert num - budget in markers
+
+
+def num_header() -> int:
+    return len(ids_of("<|channel|>analysis<|message|>"))
+
+
+@pytest.mark.parametrize("num", [0, 3, 100])
+def test_a_budget_holds_the_thought_alone(num: int) -> None:
+    text = "one two three four</think>\n\nYes, and a long answer."
+    with thinking("r1") as server:
+        for ids in cuts_of(text):
+            answer = server.ask(ask_for(thinking_token_budget=num), ids)
+            natural, details = num_thought_tokens(ids, THINK), answer.usage["completion_tokens_details"]
+            end = ids_of(THINK)
+            is_cut = num < natural - (len(ids_of("</think>")) if ids == ids_of(text) else 0)
+            if is_cut:
+                assert details["reasoning_tokens"] <= num + len(end)
+                thought = TOKENIZER.decode(ids[:num])
+                assert message_of(answer)["thought"] == thought.partition("<")[0].rstrip("\n")
+            else:
+                assert details["reasoning_tokens"] == natural
+                assert message_of(answer)["text"] == "Yes, and a long answer."
+
+
+@pytest.mark.parametrize(
+    ("template", "lead", "thought"),
+    [
+        ("qwen3", "<think>\n{not json\n</think>\n\n", "{not json"),
+        ("qwen3", "", ""),
+        ("r1", "{not json\n</think>\n\n", "{not json"),
+        ("r1", "a</think>", "a"),
+        ("harmony", "<|channel|>analysis<|message|>{no<|end|><|start|>assistant<|channel|>final<|message|>", "{no"),
+    ],
+)
+def test_what_holds_an_answer_begins_where_the_thought_ends(template: str, lead: str, thought: str) -> None:
+    said = '{"id": 7, "kind": "b"}'
+    with thinking(template) as server:
+        for ids in cuts_of(lead + said)[: 1 if template == "harmony" else 3]:
+            for more in ({}, STREAM):
+                found = message_of(server.ask(ask_for(guided_json=SCHEMA, **more), ids))
+                assert found == {"thought": thought, "text": said, "calls": []}
+                found = message_of(server.ask(ask_for(guided_regex="[xy]{3}", **more), lead + "xyzz"))
+                assert found["thought"] == thought
+                assert re.fullmatch("[xy]{3}", found["text"])
+
+
+def test_a_required_call_follows_the_thought() -> None:
+    with thinking() as server:
+        answer = server.ask(ask_for(tools=TOOLS, tool_choice="required"), f"<think>\nNo {CALL}\n</think>\n\n{CALL}")
+        assert message_of(answer)["thought"] == f"No {CALL}"
+        assert message_of(answer)["calls"] == [{"name": "now", "arguments": "{}"}]
+        held = server.ask(ask_for(tools=TOOLS, tool_choice="required", **OFF), "No.")
+        assert message_of(held)["calls"] == [{"name": "now", "arguments": "{}"}]
+
+
+def test_a_thought_that_is_left_out_is_counted() -> None:
+    text = "hm\n</think>\n\nYes."
+    with thinking("r1") as server:
+        for fields in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
+            for more in ({}, STREAM):
+                answer = server.ask(ask_for(**fields, **more), text)
+                assert message_of(answer) == {"thought": "", "text": "Yes.", "calls": []}
+                assert b"hm" not in answer.body
+                details = answer.usage["completion_tokens_details"]
+                assert details["reasoning_tokens"] == num_thought_tokens(ids_of(text), THINK)
+        refused = server.ask(ask_for(include_reasoning=False, logprobs=True), text)
+        assert (refused.status, refused.json["error"]["param"]) == (400, "logprobs")
+
+
+def test_states_of_thoughts_roll_back() -> None:
+    vocabulary = vocabulary_of(ThoughtStyle("think", None, False), TOKENIZER, (EOS_ID,))
+    grammar = compiler_of(TOKENIZER, (EOS_ID,)).compile(regex("[ab<]{9}", "p"))
+    text = "<think>\na b</think>\n\nab<aaaaaa"
+    for ids in cuts_of(text):
+        state, masks = AfterThought(vocabulary, ThoughtStart.FREE, grammar).start(), []
+        for token_id in ids:
+            mask = np.zeros(grammar.num_words, np.int32)
+            state.fill_mask(mask)
+            assert mask.view(np.uint32)[token_id // 32] >> token_id % 32 & 1
+            masks.append(mask)
+            state.accept(token_id)
+        assert state.is_complete
+        for num in range(1, len(ids) + 1):
+            state.roll_back(1)
+            mask = np.zeros(grammar.num_words, np.int32)
+            state.fill_mask(mask)
+            assert (mask == masks[len(ids) - num]).all()
+
+
+QUESTION: Any = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "end", "script", "thought", "said"),
+    [
+        ("qwen3", "It is ", "</think>\n\nIt is ", "so.", "", "so."),
+        ("qwen3", "  It is", "</think>\n\n  It is", " so.", "", " so."),
+        ("qwen3", "", "</think>\n\n", "<think>", "", "<think>"),
+        ("qwen3", "<think>\nhm", "<think>\nhm", ", so\n</think>\n\nYes.", ", so", "Yes."),
+        ("r1", "It is", "assistant\nIt is", " so.", "", " so."),
+        ("harmony", "It is", "<|channel|>final<|message|>It is", " so.", "", " so."),
+    ],
+)
+def test_a_last_message_is_continued(
+    template: str, content: str, end: str, script: str, thought: str, said: str
+) -> None:
+    messages = [QUESTION, {"role": "assistant", "content": content}]
+    with thinking(template) as server:
+        fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        tokens = server.server.ask(request("POST", "/tokenize", fields | {"model": "small"})).json["tokens"]
+        assert TOKENIZER.decode(tokens, skip_special_tokens=False).endswith(end)
+        marked = {"messages": [QUESTION, messages[1] | {"prefix": True}]}
+        for asked in (fields, fields | STREAM, marked):
+            answer = server.ask(ask_for(**asked, return_token_ids=True), script)
+            assert message_of(answer) == {"thought": thought, "text": said, "calls": []}
+            if not asked.get("stream"):
+                assert answer.json["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True}, "messages[0]"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [QUESTION | {"prefix": True}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": "a", "partial": True}, QUESTION]}, "messages[0].partial"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], param: str) -> None:
+    with thinking() as server:
+        answer = server.ask(ask_for(**fields), "")
+        assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_a_prompt_without_its_end_is_what_the_messages_are() -> None:
+    with thinking() as server:
+        body = {"model": "small", "messages": [QUESTION], "add_generation_prompt": False}
+        tokens = server.server.ask(request("POST", "/tokenize", body)).json["tokens"]
+        assert TOKENIZER.decode(tokens, skip_special_tokens=False) == "<|im_start|>user\nx<|im_end|>\n"
+
+
+def test_the_ledger_has_the_tokens_of_the_thought_and_takes_rows_of_before(tmp_path: Path) -> None:
+    path, text = tmp_path / "ledger.db", "hm\n</think>\n\nYes."
+    with thinking("r1", ledger=path) as server:
+        server.ask(ask_for(n=2), text)
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT reasoning_tokens, completion_tokens FROM requests").fetchall() == [
+            (2 * num_thought_tokens(ids_of(text), THINK), 2 * (len(ids_of(text)) + 1))
+        ]
+        database.execute("ALTER TABLE requests DROP COLUMN reasoning_tokens")
+        database.execute("PRAGMA user_version = 1")
+        database.commit()
+    with thinking("r1", ledger=path, first_id=2) as server:
+        server.ask(ask_for(), text)
+    (line,) = read_usage(path, UsageQuery(Grouping.MODEL))
+    assert (line.requests, line.reasoning_tokens) == (2, num_thought_tokens(ids_of(text), THINK))

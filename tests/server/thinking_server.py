@@ -9,7 +9,7 @@ from msgspec.structs import replace as with_fields
 
 from core.chat_template import ChatTemplate
 from core.tokenizer import Tokenizer
-from server.loaded_engine import compiler_of, thought_style_of, tool_style_of
+from server.loaded_engine import compiler_of, thought_style_of, tool_style_of, vocabulary_of
 from server.prompts import PromptReader
 from tests.core.chat_templates import QWEN3
 from tests.core.small_tokenizers import byte_level, for_chats
@@ -34,13 +34,28 @@ TEMPLATES = {"qwen3": QWEN3, "r1": R1, "harmony": HARMONY}
 
 
 class ScriptedRunner(LogprobRunner):
-    """Samples the tokens of a script, then the end; under a mask the next one that it allows."""
+    """Samples the tokens of a script, then the end; under a mask the next one that it allows.
 
-    script: Sequence[int] = ()
+    Where other tokens were forced than the script has, it goes on with their text.
+    """
+
+    script: Sequence[int] | None = ()  # None: at random
 
     def _sample_row(self, slot: int, length: int) -> int:
-        num_own = length - self._starts[slot].num_prompt_tokens
-        return self.script[num_own] if num_own < len(self.script) else EOS_ID
+        if self.script is None:
+            return super()._sample_row(slot, length)
+        own, rest = list(self._prefix(slot, length))[self._starts[slot].num_prompt_tokens :], list(self.script)
+        if rest[: len(own)] == own:
+            rest = rest[len(own) :]
+        elif (text := _text(rest)).startswith(_text(own)):
+            rest = ids_of(text[len(_text(own)) :])
+        else:
+            rest = rest[len(own) :]
+        return rest[0] if rest else EOS_ID
+
+
+def _text(ids: Sequence[int]) -> str:
+    return TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
 class ThinkingServer:
@@ -52,8 +67,11 @@ class ThinkingServer:
     def __init__(self, server: SimulatedServer, runner: ScriptedRunner, template: str) -> None:
         self.server, self.runner = server, runner
         reader, chat_template = server.generations.reader, ChatTemplate({"default": template}, {}, 400)
-        styles = {"tool_style": tool_style_of(chat_template), "thought_style": thought_style_of(chat_template)}
-        server.generations.reader = PromptReader(
+        styles: dict[str, Any] = {
+            "tool_style": tool_style_of(chat_template),
+            "thought_style": thought_style_of(chat_template),
+        }
+        made = PromptReader(
             cards=reader.cards,
             tokenizer=TOKENIZER,
             chat_template=chat_template,
@@ -64,10 +82,12 @@ class ThinkingServer:
             make_compiler=lambda: compiler_of(TOKENIZER, (EOS_ID,)),
             special_tokens={TOKENIZER.str_of(token_id): token_id for token_id in TOKENIZER.special_ids},
             eos_ids=(EOS_ID,),
+            thoughts=vocabulary_of(styles["thought_style"], TOKENIZER, (EOS_ID,)),
         )
+        server.generations.own = server.generations.known_own._replace(reader=made)
 
-    def ask(self, data: bytes, script: str | Sequence[int]) -> Any:
-        """The answer, of a model that says the script."""
+    def ask(self, data: bytes, script: str | Sequence[int] | None) -> Any:
+        """The answer, of a model that says the script; None: anything."""
         self.runner.script = ids_of(script) if isinstance(script, str) else script
         return self.server.ask(data)
 

@@ -69,16 +69,22 @@ def test_messages_become_what_templates_know() -> None:
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file"}]}, "content[1].type", "'file'"),
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "tool_calls[0].function", "is missing"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls", "no form for tools"),
-        ({"role": "assistant", "content": "a", "function_call": {"name": "f"}}, "function_call", "is not supported"),
         ({"role": "assistant", "audio": {"id": "x"}}, "audio", "is not supported"),
         ({"role": "user", "content": "a", "images": ["x"]}, "images", "is not supported"),
-        ({"role": "assistant", "content": "a", "prefix": True}, "prefix", "is not supported"),
-        ({"role": "assistant", "content": "a", "partial": True}, "partial", "is not supported"),
     ],
 )
 def test_a_message_that_cannot_be_read_is_named(message: dict[str, Any], path: str, told: str) -> None:
     error = wire.refusal(SURFACE, messages=[message])
     assert (error.param, told in error.message) == (f"messages[0].{path}", True)
+
+
+def test_text_of_any_shape_is_taken() -> None:
+    parts = ["a", *({"type": kind, "text": kind} for kind in ("text", "input_text", "output_text"))]
+    content = [*parts, {"type": "refusal", "refusal": "no"}]
+    for given, text in ((content, "a\ntext\ninput_text\noutput_text\nno"), (["a"], "a"), ([], "")):
+        (prompt,) = wire.parse(SURFACE, messages=[{"role": "user", "content": given}]).prompts
+        assert isinstance(prompt, ChatPrompt)
+        assert prompt.messages[0]["content"] == text
 
 
 def test_fields_of_a_message_that_ask_for_nothing_are_taken() -> None:

@@ -73,6 +73,8 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
         ({"prompt": "a", "max_tokens": 0, "echo": False}, "max_tokens"),
         ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": ["a"], "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "suffix": "b", "echo": True}, "suffix"),
     ],
 )
 def test_what_cannot_be_completed_is_refused(fields: dict[str, Any], param: str) -> None:

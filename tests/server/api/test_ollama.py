@@ -59,6 +59,7 @@ def test_turns_and_prompts_become_the_templates_messages() -> None:
     ]
     assert prompt(GENERATE, system="S") == [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
     assert prompt(GENERATE, raw=True) == TextPrompt("Hi")
+    assert prompt(GENERATE, suffix="!") == TextPrompt("Hi", suffix="!")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,6 @@ def test_turns_and_prompts_become_the_templates_messages() -> None:
         (CHAT, {"format": "yaml"}, "guided_json"),
         (GENERATE, {"prompt": None}, "prompt"),
         (GENERATE, {"context": [1]}, "context"),
-        (GENERATE, {"suffix": "x"}, "suffix"),
     ],
 )
 def test_bad_input_is_refused(surface: Surface, fields: dict[str, Any], param: str) -> None:

@@ -99,6 +99,13 @@ def test_one_call_at_a_time_where_asked_or_where_the_template_has_no_more(
     assert tools.most_calls == expected
 
 
+def test_a_response_says_how_many_calls_it_may_have() -> None:
+    for asked, expected in (({"max_tool_calls": 2}, 2), ({"max_tool_calls": 2, "parallel_tool_calls": False}, 1)):
+        tools = response_call(**asked).tools
+        assert tools is not None
+        assert tools.most_calls == expected
+
+
 def test_calls_are_held_from_where_the_model_begins_them() -> None:
     for choice, has_text in (("auto", True), ("required", False)):
         tools = parsed(tools=[WEATHER], tool_choice=choice).tools
@@ -186,6 +193,76 @@ def test_a_call_that_is_cut_off_ends_for_length() -> None:
     assert [one["finish_reason"] for one in deltas if one["finish_reason"]] == ["length"]
 
 
+@pytest.mark.parametrize(
+    ("size", "text", "calls"),
+    [
+        (16, "Let me see.\n<too", []),  # as yet any text
+        (24, "Let me see.", []),
+        (50, "Let me see.", []),
+        (71, "Let me see.", [("get_weather", '{"city": "')]),
+        (len(CALLS) + 13, "Let me see.", [("get_weather", '{"city": "Köln"}')]),
+        (len(CALLS) + 40, "Let me see.", [("get_weather", '{"city": "Köln"}')]),
+    ],
+)
+def test_of_a_call_cut_off_by_length_no_mark_is_shown(size: int, text: str, calls: list[tuple[str, str]]) -> None:
+    call = parsed(tools=[WEATHER, NOW], stream=True)
+    cut = MORE_CALLS[:size]
+    whole = wire.whole(SURFACE, call, (0, say(cut, FinishReason.LENGTH)))["choices"][0]
+    assert (whole["message"]["content"] or "", whole["finish_reason"]) == (text, "length")
+    found = [one["function"] for one in whole["message"].get("tool_calls", ())]
+    assert [(one["name"], one["arguments"]) for one in found] == calls
+    deltas = [event["choices"][0] for _, event in read_events(streamed(call, cut, 3, FinishReason.LENGTH))[:-1]]
+    assert "".join(one["delta"].get("content", "") for one in deltas) == text
+    stopped = wire.whole(SURFACE, call, (0, say(cut, FinishReason.STOP)))["choices"][0]["message"]
+    assert calls or stopped["content"] == cut
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Kö', "[1]", "Köln", DEEP_ARGUMENTS])
+def test_arguments_that_were_cut_off_are_taken_back_as_text(arguments: str) -> None:
+    history = [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    for form, taken in (("hermes", arguments), ("xml", {"arguments": arguments})):
+        message = prompt_of(parsed(style=ToolStyle(form, False, 2), messages=history)).messages[1]
+        assert message["tool_calls"][0]["function"]["arguments"] == taken
+
+
+def test_mistrals_templates_get_ids_of_nine_characters() -> None:
+    for given in ("a1b2c3d4e", "call_0123456789"):
+        called = {"role": "assistant", "tool_calls": [{"id": given, "function": {"name": "f"}}]}
+        result = {"role": "tool", "tool_call_id": given, "content": "x"}
+        messages = prompt_of(parsed(style=ToolStyle("mistral", True, 2), messages=[called, result])).messages
+        (call,) = messages[0]["tool_calls"]
+        assert call["id"] == messages[1]["tool_call_id"]
+        assert len(call["id"]) == 9
+        assert (call["id"] == given) == (len(given) == 9)
+
+
+def test_functions_of_old_have_calls_of_old() -> None:
+    functions = [WEATHER["function"], NOW["function"]]
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "function_call": {"name": "now", "arguments": "{}"}},
+        {"role": "function", "name": "now", "content": "noon"},
+    ]
+    call = parsed(functions=functions, messages=history, stream=True)
+    shown = prompt_of(call)
+    assert [tool["function"]["name"] for tool in shown.tools] == ["get_weather", "now"]
+    assert shown.messages[1]["tool_calls"][0]["id"] == shown.messages[2]["tool_call_id"]
+    assert shown.messages[2]["role"] == "tool"
+    for choice, expected in (({"name": "now"}, (["now"], True)), ("auto", (["get_weather", "now"], False))):
+        wishes = parsed(functions=functions, function_call=choice).tools
+        assert wishes is not None
+        assert ([one.name for one in wishes.functions], wishes.is_required, wishes.most_calls) == (*expected, 1)
+    assert parsed(functions=functions, function_call="none").tools is None
+    answer = wire.whole(SURFACE, call, (0, say(CALLS, FinishReason.STOP)))["choices"][0]
+    assert answer["finish_reason"] == "function_call"
+    assert answer["message"]["function_call"] == {"name": "get_weather", "arguments": '{"city": "Köln"}'}
+    deltas = [event["choices"][0] for _, event in read_events(streamed(call, CALLS, 4))[:-1]]
+    pieces = [one["delta"]["function_call"] for one in deltas if "function_call" in one["delta"]]
+    assert [one.get("name") for one in pieces] == ["get_weather"] + [None] * (len(pieces) - 1)
+    assert "".join(one["arguments"] for one in pieces) == '{"city": "Köln"}'
+    assert deltas[-1]["finish_reason"] == "function_call"
+
+
 def test_an_answer_without_calls_is_text() -> None:
     answer = wire.whole(SURFACE, parsed(tools=[NOW]), (0, say("It is <b>noon</b>.", FinishReason.STOP)))
     (choice,) = answer["choices"]
@@ -223,20 +300,26 @@ def test_an_answer_without_calls_is_text() -> None:
             "tools[0].function.parameters",
             "'not'",
         ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}]},
-            "messages[0].tool_calls[0].function.arguments",
-            "must be a JSON object",
+        *(
+            (
+                {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]},
+                f"tools[0].function.parameters.properties{path}",
+                words,
+            )
+            for properties, path, words in (
+                (5, "", "object of schemas"),
+                ({"a": 5}, ".a", "must be a schema"),
+                ({"a": {"type": "strin"}}, ".a.type", "must be of array, boolean"),
+                ({"a": {"type": ["string", 5]}}, ".a.type", "must be of array, boolean"),
+                ({"a": {"enum": "x"}}, ".a.enum", "an array"),
+                ({"a": {"items": {"anyOf": [True, 1]}}}, ".a.items.anyOf[1]", "must be a schema"),
+            )
         ),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP_ARGUMENTS}}]}
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-            "nested deeper than 64",
-        ),
+        ({"functions": [NOW["function"]], "function_call": "sometimes"}, "function_call", "must be"),
+        ({"functions": [NOW["function"]], "function_call": {"name": "x"}}, "function_call", "of one of functions"),
+        ({"function_call": {"name": "x"}}, "function_call", "of one of functions"),
+        ({"functions": [NOW["function"]] * 2}, "functions[1].name", "earlier tool"),
+        ({"functions": [NOW["function"]], "tools": [NOW]}, "functions", "not both"),
         (
             {
                 "messages": [

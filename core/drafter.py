@@ -1,0 +1,240 @@
+"""Proposes how a sequence may go on, from text that it repeats. Thread: engine.
+
+A draft is a guess. The step computes its tokens as if they were right and samples a token after each one; the scheduler
+takes what was sampled up to the first that differs (speculative decoding, arXiv:2211.17192). Noise depends on the seed
+and the position alone, so the tokens are those that would be sampled one by one: drafts change how many a step brings.
+
+A draft is what followed the longest earlier occurrence of the sequence's last tokens: in itself (prompt lookup), in the
+answer that the request predicts, or in recent answers of its cache domain. How likely such a token is right is learned
+for each sequence, by the length of the occurrence, also from drafts that were not computed: what they would have
+brought is seen anyway.
+"""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from core.step_cost import StepCostModel, StepWork
+
+LEAST_MATCH = 3  # tokens that must occur again: fewer often do by chance
+MOST_MATCH = 32  # tokens that are compared
+MOST_OCCURRENCES = 8  # that are looked at, the latest ones
+MOST_DRAFT = 16  # tokens of one sequence
+MOST_INDEXED = 1 << 16  # tokens of a text: older ones are not found
+MATCH_CLASSES = (3, 5, 9, 17)  # least lengths of matches that are learned about apart
+FIRST_ACCEPTED = (0.3, 0.5, 0.75, 0.85)  # of each class, before anything was learned
+PRIOR_WEIGHT = 4.0  # tokens that the mean of all sequences counts for, beside a sequence's own
+FADING = 0.9  # of what a sequence has learned, with each draft
+ALL_FADING = 0.98
+LEAST_GAIN = 1.05  # tokens per second with a draft's token against without it, by the step-cost model
+LEAST_COST = 0.01  # of the step, that a draft's token costs at least, whatever the model has learned
+UNKNOWN_COST = 0.05  # before the model is ready
+
+
+class RepeatedText:
+    """Tokens, and where each run of LEAST_MATCH of them has occurred.
+
+    Args:
+        token_ids: may grow; what is already there never changes.
+    """
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self._first = max(0, len(token_ids) - MOST_INDEXED)
+        self._ends: dict[tuple[int, ...], int] = {}  # of a run: one past its last occurrence
+        self._earlier: list[int] = []  # by the end of an occurrence, from _first on: of the run's one before it, or 0
+
+    def find(self, tail: list[int], is_own: bool) -> tuple[int, int]:
+        """The occurrence of the longest end of `tail`: (one past it, its length); of equally long ones the latest.
+
+        (0, 0): no end of LEAST_MATCH tokens occurs.
+
+        Args:
+            is_own: the tail is this text's own end, which does not count.
+        """
+        self._index(len(self.token_ids) - is_own)
+        text, found, length = self.token_ids, 0, 0
+        end = self._ends.get(tuple(tail[-LEAST_MATCH:]), 0)
+        for _ in range(MOST_OCCURRENCES):
+            if not end:
+                break
+            most, matched = min(MOST_MATCH, end - self._first, len(tail)), LEAST_MATCH
+            while matched < most and text[end - 1 - matched] == tail[-1 - matched]:
+                matched += 1
+            if matched > length and end < len(text):
+                found, length = end, matched
+            if length >= MOST_MATCH:
+                break
+            end = self._earlier[end - self._first]
+        return found, length
+
+    def after(self, end: int, most: int) -> list[int]:
+        """Up to so many tokens from there on; at the end of the text, those again that follow `end`."""
+        draft = self.token_ids[end : end + most]
+        while draft and len(draft) < most:
+            draft += draft[: most - len(draft)]
+        return draft
+
+    def _index(self, num_tokens: int) -> None:
+        text, ends, earlier, first = self.token_ids, self._ends, self._earlier, self._first
+        for end in range(first + len(earlier), num_tokens + 1):
+            if end < first + LEAST_MATCH:
+                earlier.append(0)
+                continue
+            run = tuple(text[end - LEAST_MATCH : end])
+            earlier.append(ends.get(run, 0))
+            ends[run] = end
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Shares of drafted tokens that were right, by class of match."""
+
+    shares: list[float] = field(default_factory=lambda: list(FIRST_ACCEPTED))
+
+    def learn(self, match_class: int, num_right: int, num_tried: int) -> None:
+        kept = ALL_FADING**num_tried
+        self.shares[match_class] = kept * self.shares[match_class] + (1 - kept) * num_right / num_tried
+
+
+@dataclass(slots=True)
+class Draft:
+    """
+    Args:
+        share: how likely each token is right, if those before it are.
+        drafter: its name.
+    """
+
+    token_ids: list[int]
+    share: float
+    drafter: str
+    match_class: int
+    num_tokens_before: int
+
+
+class Drafter:
+    """One sequence's.
+
+    Args:
+        token_ids: the sequence's; it may grow.
+        acceptance: of all sequences.
+    """
+
+    def __init__(self, token_ids: list[int], acceptance: Acceptance) -> None:
+        self._own = RepeatedText(token_ids)
+        self._acceptance = acceptance
+        self._right = [0.0] * len(MATCH_CLASSES)
+        self._tried = [0.0] * len(MATCH_CLASSES)
+        self._last: Draft | None = None
+
+    def propose(self, most: int) -> Draft | None:
+        """What may come next, up to so many tokens."""
+        token_ids = self._own.token_ids
+        self._learn(token_ids)
+        end, length = self._own.find(token_ids, is_own=True)
+        if not length:
+            self._last = None
+            return None
+        match_class = sum(length >= least for least in MATCH_CLASSES) - 1
+        draft = self._own.after(end, most)
+        self._last = Draft(draft, self._share(match_class), "suffix", match_class, len(token_ids))
+        return self._last
+
+    def _share(self, match_class: int) -> float:
+        prior = PRIOR_WEIGHT * self._acceptance.shares[match_class]
+        return (prior + self._right[match_class]) / (PRIOR_WEIGHT + self._tried[match_class])
+
+    def _learn(self, token_ids: list[int]) -> None:
+        """Compare the last draft with what has come, whether it was computed or not."""
+        last = self._last
+        if last is None:
+            return
+        came = token_ids[last.num_tokens_before :]
+        num_right = num_common(last.token_ids, came)
+        num_tried = min(num_right + 1, len(last.token_ids), len(came))
+        if num_tried:
+            kind = last.match_class
+            self._right[kind] = FADING * self._right[kind] + num_right
+            self._tried[kind] = FADING * self._tried[kind] + num_tried
+            self._acceptance.learn(kind, num_right, num_tried)
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """What a step costs without drafts, and what they add.
+
+    Args:
+        num_decodes: tokens that it brings without drafts, one a sequence.
+        step_s: without drafts; in whatever unit.
+        within_s: of a draft's token that is multiplied while the weights are read ...
+        beyond_s: ... and of each further one.
+        num_few: how many of the former there are.
+        most_s: of the step.
+    """
+
+    num_decodes: int
+    step_s: float
+    within_s: float
+    beyond_s: float
+    num_few: int
+    most_s: float
+
+    @property
+    def allows_any(self) -> bool:
+        """Whether a token that is certainly right would pay."""
+        return self.step_s > LEAST_GAIN * self.num_decodes * (self.within_s if self.num_few else self.beyond_s)
+
+    def lengths(self, shares: list[float], most_each: list[int], most: int) -> list[int]:
+        """How many tokens of each draft to compute, so that the step brings the most tokens per second.
+
+        Args:
+            shares: how likely a token of each draft is right.
+            most: in all.
+        """
+        lengths = [0] * len(shares)
+        num_tokens, step_s, num_few = float(self.num_decodes), self.step_s, self.num_few
+        best = [(-share, index) for index, share in enumerate(shares) if most_each[index]]
+        heapq.heapify(best)
+        while best and most:
+            chance, index = best[0]
+            cost_s = self.within_s if num_few else self.beyond_s
+            if -chance * step_s <= LEAST_GAIN * num_tokens * cost_s or step_s + cost_s > self.most_s:
+                break
+            lengths[index] += 1
+            most -= 1
+            num_few = max(0, num_few - 1)
+            num_tokens -= chance
+            step_s += cost_s
+            if lengths[index] < most_each[index]:
+                heapq.heapreplace(best, (chance * shares[index], index))
+            else:
+                heapq.heappop(best)
+        return lengths
+
+
+def price_of(model: StepCostModel, positions: Iterable[int], has_prompts: bool, target: float | None) -> StepPrice:
+    """
+    Args:
+        positions: of the decodes' tokens.
+        has_prompts: the step computes prompts, too, which take what is multiplied while the weights are read.
+        target: see EngineConfig.inter_token_target.
+    """
+    work = StepWork()
+    for position in positions:
+        work.own_tokens += 1
+        work.own_kv += position + 1
+    num_few = 0 if has_prompts else max(0, model.few_tokens - work.own_tokens)
+    step_s, mean_kv = 1.0, work.own_kv // max(1, work.own_tokens)
+    within_s = beyond_s = UNKNOWN_COST
+    if model.is_ready:
+        step_s = model.predict(work)
+        within_s = model.own_s(mean_kv, mean_kv + 1, 1)
+        beyond_s = model.own_s(mean_kv, mean_kv + 1, 0)
+    within_s, beyond_s = max(within_s, LEAST_COST * step_s), max(beyond_s, LEAST_COST * step_s)
+    most_s = step_s * target if target is not None and work.own_tokens > 1 else float("inf")
+    return StepPrice(work.own_tokens, step_s, within_s, beyond_s, num_few, most_s)

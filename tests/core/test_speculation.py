@@ -1,0 +1,173 @@
+"""Drafts change how many tokens a step brings, and no token: whatever happens to the sequences beside that."""
+
+import zlib
+from dataclasses import replace
+from random import Random
+
+import msgspec
+import pytest
+
+from core.drafter import LEAST_MATCH, MOST_DRAFT, Acceptance, Drafter, RepeatedText, StepPrice
+from core.engine import check_conservation
+from core.simulation import CostModel, SimulatedRunner
+from core.types import Cancel, FinishReason, Pause, Request, Resume, Submit
+from tests.fakes import EngineUnderTest, FakeClock, make_request, small_limits
+
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
+LIMITS = small_limits(num_blocks=400, max_sequences=8, max_batch_tokens=64, max_model_len=300)
+EOS = 11
+
+
+class RepeatingRunner(SimulatedRunner):
+    """A token depends on the three before it, and now and then on all: text that repeats itself, but not quite."""
+
+    def _sample_row(self, slot: int, length: int) -> int:
+        start, prefix = self._starts[slot], self._prefix(slot, length)
+        seed = zlib.crc32(start.seed.to_bytes(8, "little"))
+        whole = zlib.crc32(prefix, seed)
+        token_id = whole // 16 % 40 if whole % 16 == 0 else zlib.crc32(bytes(prefix[-3:]), seed) % 3
+        is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
+        while not is_free and token_id in start.stop_ids:
+            token_id += 1
+        return token_id
+
+
+def engine(speculates: bool = True, num_blocks: int = 400, max_in_flight: int | None = None) -> EngineUnderTest:
+    clock = FakeClock()
+    in_flight = EngineUnderTest.max_in_flight if max_in_flight is None else max_in_flight
+    limits = replace(
+        LIMITS, max_in_flight=in_flight, num_blocks=num_blocks, few_tokens=8, max_drafts=32 if speculates else 0
+    )
+    return EngineUnderTest(limits, (EOS,), RepeatingRunner(limits, CostModel(), clock), clock=clock)
+
+
+def alone(request: Request) -> list[list[int]]:
+    under_test = engine(speculates=False)
+    under_test.send(Submit(request))
+    under_test.run()
+    return [under_test.log.tokens(request.request_id, index) for index in range(request.num_sequences)]
+
+
+def test_text_that_repeats_itself_takes_fewer_steps(steps_in_flight: int) -> None:
+    request = make_request("a", max_tokens=200, ignore_eos=True)
+    under_test = engine()
+    under_test.send(Submit(request))
+    under_test.run()
+    assert [under_test.log.tokens("a")] == alone(request)
+    stats = under_test.scheduler.stats()
+    assert stats.num_generated_tokens == 200
+    if steps_in_flight == 1:
+        assert stats.num_steps < 100
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert stats.num_accepted_tokens == 200 - stats.num_steps
+
+
+def random_request(rng: Random, number: int) -> Request:
+    prompt = [rng.randrange(10) for _ in range(rng.randint(1, 40))]
+    if rng.random() < 0.3:
+        prompt = prompt[:8] * 4
+    fields = {"stop_token_ids": (rng.randrange(40),)} if rng.random() < 0.3 else {}
+    if rng.random() < 0.2:
+        fields["frequency_penalty"] = 0.5  # type: ignore[assignment]
+    return make_request(
+        f"r{number}",
+        prompt_ids=tuple(prompt),
+        max_tokens=rng.randint(0, 80),
+        num_sequences=rng.choice((1, 1, 1, 2, 3)),
+        priority=rng.choice((0, 0, 1)),
+        tenant=rng.choice("ab"),
+        seed=rng.randrange(5),
+        min_tokens=rng.choice((0, 0, 5)),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("num_blocks", [400, 90])
+@pytest.mark.parametrize("seed", range(12))
+def test_any_history_brings_the_same_tokens(seed: int, num_blocks: int) -> None:
+    rng, under_test = Random(seed), engine(num_blocks=num_blocks)
+    requests = [random_request(rng, number) for number in range(20)]
+    waiting, paused, cancelled = list(requests), set[str](), set[str]()
+    is_idle = False
+    while waiting or not is_idle:
+        if waiting and (rng.random() < 0.3 or is_idle):
+            under_test.send(Submit(waiting.pop()))
+        name = rng.choice(requests).request_id
+        if rng.random() < 0.1:
+            under_test.send(Resume(name) if name in paused else Pause(name))
+            paused ^= {name}
+        if rng.random() < 0.01:
+            cancelled.add(name)
+            under_test.send(Cancel(name, FinishReason.CANCELLED))
+        is_idle = not under_test.step()
+        if is_idle and paused:
+            under_test.send(*map(Resume, sorted(paused)))
+            paused.clear()
+            is_idle = False
+        if not under_test.scheduler.in_flight:
+            check_conservation(under_test.scheduler)
+    assert under_test.scheduler.pool.num_used == 0
+    for request in requests:
+        found = [under_test.log.tokens(request.request_id, index) for index in range(request.num_sequences)]
+        wanted = alone(request)
+        if request.request_id in cancelled:
+            assert all(some == whole[: len(some)] for some, whole in zip(found, wanted, strict=True))
+            continue
+        assert found == wanted
+        usage = under_test.log.terminal(request.request_id).usage
+        assert usage is not None
+        assert usage.num_completion_tokens - sum(map(len, found)) in range(request.num_sequences + 1)
+
+
+def test_a_request_may_go_without() -> None:
+    request = make_request("a", max_tokens=100, ignore_eos=True)
+    under_test = engine()
+    under_test.send(Submit(msgspec.structs.replace(request, speculates=False)))
+    under_test.run()
+    assert under_test.scheduler.stats().num_draft_tokens == 0
+
+
+def test_a_text_finds_the_longest_and_then_the_latest_occurrence() -> None:
+    text = RepeatedText([1, 2, 3, 4, 9, 7, 2, 3, 4, 8, 2, 3, 4, 5, 0, 1, 2, 3, 4])
+    end, length = text.find(text.token_ids, is_own=True)
+    assert (end, length) == (4, 4)
+    assert text.after(end, 3) == [9, 7, 2]
+    assert text.find([6, 2, 3, 4], is_own=False) == (13, 3)
+    assert text.find([6, 6, 6], is_own=False) == (0, 0)
+    text.token_ids += [9, 7, 2]
+    end, length = text.find(text.token_ids, is_own=True)
+    assert (end, length) == (7, 7)
+
+
+def test_a_text_that_goes_round_is_drafted_round_and_round() -> None:
+    text = RepeatedText([5, 1, 2, 1, 2, 1, 2])
+    end, _ = text.find(text.token_ids, is_own=True)
+    assert text.after(end, 6) == [1, 2, 1, 2, 1, 2]
+
+
+def test_what_never_holds_is_drafted_less_and_less() -> None:
+    drafter = Drafter(token_ids := [1, 2, 3], Acceptance())
+    rng, shares = Random(1), []
+    for _ in range(30):
+        token_ids += [rng.randrange(100, 10_000), 1, 2, 3]
+        draft = drafter.propose(MOST_DRAFT)
+        assert draft is not None
+        shares.append(draft.share)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.1
+    assert len(token_ids) > LEAST_MATCH
+
+
+@pytest.mark.parametrize(
+    ("price", "shares", "wanted"),
+    [
+        (StepPrice(1, 1.0, 0.02, 0.2, 7, 9.0), [0.9], [7]),  # few are nearly free
+        (StepPrice(1, 1.0, 0.02, 0.2, 7, 9.0), [0.1], [1]),
+        (StepPrice(1, 1.0, 0.02, 0.02, 0, 1.1), [0.99], [5]),  # what others wait
+        (StepPrice(32, 1.0, 0.03, 0.05, 0, 1.6), [0.9, 0.5], [0, 0]),  # each token costs as much as a decode's
+        (StepPrice(4, 1.0, 0.02, 0.2, 4, 1.6), [0.9, 0.9], [2, 2]),
+    ],
+)
+def test_drafts_are_as_long_as_they_pay(price: StepPrice, shares: list[float], wanted: list[int]) -> None:
+    assert price.lengths(shares, [MOST_DRAFT] * len(shares), 32) == wanted

@@ -1,0 +1,135 @@
+"""Agents' packages as their users call them: `python agent_packages.py NAME URL` prints what came of it, as JSON.
+
+It runs in an environment of its own (make clients), and asks a server whose model plays a part.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+
+QUESTION, FORM_QUESTION, MODEL = "How warm is it in Köln?", "Who was Ada?", "played"
+
+
+class Person(BaseModel):
+    name: str
+    born: int
+
+
+def weather(city: str, days: int = 1) -> str:
+    """The weather of a city."""
+    return f"21 degrees in {city} for {days}"
+
+
+def openai_agents(url: str) -> Any:
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    found: list[Any] = []
+
+    async def loop(kind: Any, streams: bool) -> None:
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            model = kind(model=MODEL, openai_client=client)
+            tool = function_tool(weather, name_override="get_weather")
+            agent = Agent(name="a", instructions="Be brief.", model=model, tools=[tool])
+            if streams:
+                result: Any = Runner.run_streamed(agent, QUESTION)
+                async for _ in result.stream_events():
+                    pass
+            else:
+                result = await Runner.run(agent, QUESTION)
+            found.append([result.final_output, [one.type for one in result.new_items]])
+            form = Agent(name="b", model=model, output_type=Person)
+            found.append((await Runner.run(form, FORM_QUESTION)).final_output.model_dump())
+
+    async def all_of_them() -> None:
+        for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+            for streams in (False, True):
+                await loop(kind, streams)
+
+    asyncio.run(all_of_them())
+    return found
+
+
+def langchain(url: str) -> Any:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    found: list[Any] = []
+    for uses_responses in (False, True):
+        model = ChatOpenAI(model=MODEL, base_url=url, api_key="none", max_retries=0, use_responses_api=uses_responses)
+        bound = model.bind_tools([tool("get_weather")(weather)])
+        for streams in (False, True):
+            messages: list[Any] = [HumanMessage(QUESTION)]
+            for _ in range(2):
+                if streams:
+                    parts = list(bound.stream(messages))
+                    answer = parts[0]
+                    for part in parts[1:]:
+                        answer += part
+                else:
+                    answer = bound.invoke(messages)
+                messages.append(answer)
+                messages += [ToolMessage(weather(**one["args"]), tool_call_id=one["id"]) for one in answer.tool_calls]
+            found.append([answer.text, [len(getattr(one, "tool_calls", ())) for one in messages]])
+        for method in ("function_calling", "json_schema", "json_mode"):
+            found.append(model.with_structured_output(Person, method=method).invoke(FORM_QUESTION).model_dump())
+    return found
+
+
+def instructor(url: str) -> Any:
+    from instructor import Mode, from_openai
+    from openai import OpenAI
+
+    found = []
+    for mode in (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON, Mode.JSON_SCHEMA, Mode.MD_JSON, Mode.PARALLEL_TOOLS):
+        client = from_openai(OpenAI(base_url=url, api_key="none", max_retries=0), mode=mode)
+        form: Any = Person
+        if mode is Mode.PARALLEL_TOOLS:
+            form = Iterable[Person]
+        made = client.chat.completions.create(
+            model=MODEL, response_model=form, max_retries=0, messages=[{"role": "user", "content": FORM_QUESTION}]
+        )
+        found.append(made.model_dump() if isinstance(made, Person) else [one.model_dump() for one in made])
+    return found
+
+
+def pydantic_ai(url: str) -> Any:
+    from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    found: list[Any] = []
+
+    async def loop(kind: Any) -> None:
+        model = kind(MODEL, provider=OpenAIProvider(base_url=url, api_key="none"))
+        agent = Agent(model)
+        agent.tool_plain(weather, name="get_weather")
+        found.append((await agent.run(QUESTION)).output)
+        async with agent.run_stream(QUESTION) as result:
+            found.append(await result.get_output())
+        for output in (ToolOutput(Person), NativeOutput(Person), PromptedOutput(Person)):
+            found.append((await Agent(model, output_type=output).run(FORM_QUESTION)).output.model_dump())
+
+    async def all_of_them() -> None:
+        for kind in (OpenAIChatModel, OpenAIResponsesModel):
+            await loop(kind)
+
+    asyncio.run(all_of_them())
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](sys.argv[2]), ensure_ascii=False))

@@ -1,0 +1,77 @@
+"""Agents' packages as people have them, against a server whose model plays a part. `make clients` installs them."""
+
+import asyncio
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.replay import playing, written_calls, written_text
+from tests.server.running_server import run
+
+HERE, INSTALLED = Path(__file__).parent / "clients", Path(sys.prefix) / "clients"
+PYTHON = INSTALLED / "bin" / "python"
+HAS_AI_SDK = shutil.which("node") is not None and (INSTALLED / "node_modules" / "ai").is_dir()
+ANSWER, ADA = "It is 21 °C.", {"name": "Ada", "born": 1815}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (INSTALLED / ".installed").is_file(), reason="needs agents' packages: make clients"),
+]
+
+
+def play(form: str, prompt: str) -> str:
+    """A call, then an answer; of a question for a form its fields, by a call where there is a function for it."""
+    if "21 degrees" in prompt:
+        return written_text(form, ANSWER)
+    if "Who was" not in prompt:
+        return written_calls(form, [("get_weather", {"city": "Köln", "days": 2})])
+    function = re.search(r'"name": "(Person|final_result)"', prompt)
+    return written_calls(form, [(function[1], ADA)]) if function else written_text(form, json.dumps(ADA))
+
+
+def what_comes_of(form: str, *command: str) -> Any:
+    """The JSON that the command prints, given the server's URL."""
+    found: list[Any] = []
+
+    async def scenario() -> None:
+        async with playing(form, lambda prompt: play(form, prompt)) as running:
+            url = f"http://127.0.0.1:{running.server.listener.port}/v1"
+            arguments = [url if one == "URL" else one for one in command]
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(*arguments, stdout=pipe, stderr=pipe)
+            try:
+                out, err = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+            assert process.returncode == 0, err.decode()
+            found.append(json.loads(out))
+
+    run(scenario)
+    return found[0]
+
+
+CASES = {
+    "openai_agents": [[ANSWER, ["tool_call_item", "tool_call_output_item", "message_output_item"]], ADA] * 4,
+    "langchain": [[ANSWER, [0, 1, 0, 0]], [ANSWER, [0, 1, 0, 0]], ADA, ADA, ADA] * 2,
+    "instructor": [ADA, ADA, ADA, ADA, ADA, [ADA]],
+    "pydantic_ai": [ANSWER, ANSWER, ADA, ADA, ADA] * 2,
+}
+
+
+@pytest.mark.parametrize("package", CASES)
+def test_an_agent_calls_reads_the_result_and_answers(package: str) -> None:
+    assert what_comes_of("hermes", str(PYTHON), str(HERE / "agent_packages.py"), package, "URL") == CASES[package]
+
+
+@pytest.mark.skipif(not HAS_AI_SDK, reason="needs Vercel's AI SDK: install node and npm, then make clients")
+@pytest.mark.parametrize("form", ["hermes", "xml", "mistral"])
+def test_vercels_sdk_calls_reads_the_result_and_answers(form: str) -> None:
+    steps = ["tool-calls", "stop"]
+    found = what_comes_of(form, "node", str(HERE / "ai_sdk.mjs"), "URL", str(INSTALLED))
+    assert found == [ANSWER, steps, ANSWER, steps, ADA]

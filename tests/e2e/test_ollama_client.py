@@ -1,0 +1,65 @@
+"""The ollama package, as its users have it, against the real server."""
+
+from typing import Any
+
+import ollama
+import pytest
+from ollama import AsyncClient
+
+from tests.e2e.replay import MODEL, playing
+from tests.e2e.test_tool_loops import ANSWER, QUESTION, TOOLS, calls_of, play
+from tests.server.running_server import Running, run
+
+
+def session(scenario: Any) -> None:
+    async def scene() -> None:
+        async with playing("hermes", play("hermes", "Let me look.")) as running:
+            client = AsyncClient(host=f"http://127.0.0.1:{running.server.listener.port}")
+            await scenario(client, running)
+            await client._client.aclose()
+
+    run(scene)
+
+
+def test_a_loop_of_chat_whole_and_streamed() -> None:
+    async def scenario(client: AsyncClient, running: Running) -> None:
+        for streams in (False, True):
+            messages: list[Any] = [QUESTION]
+            for is_last in (False, True):
+                if streams:
+                    parts = [part async for part in await client.chat(MODEL, messages, tools=TOOLS, stream=True)]
+                    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+                    content = "".join(part.message.content or "" for part in parts)
+                    calls = [call for part in parts for call in part.message.tool_calls or ()]
+                    last = parts[-1]
+                else:
+                    last = await client.chat(MODEL, messages, tools=TOOLS)
+                    content, calls = last.message.content or "", list(last.message.tool_calls or ())
+                assert (last.done_reason, last.model) == ("stop", MODEL)
+                assert (last.prompt_eval_count or 0) > 0 < (last.eval_count or 0)
+                named = [(call.function.name, dict(call.function.arguments)) for call in calls]
+                assert (content, named) == ((ANSWER, []) if is_last else ("Let me look.", calls_of("hermes")))
+                messages.append({"role": "assistant", "content": content, "tool_calls": calls or None})
+                for name, _ in named:
+                    said = "21 degrees" if name == "get_weather" else "noon"
+                    messages.append({"role": "tool", "tool_name": name, "content": said})
+
+    session(scenario)
+
+
+def test_what_is_asked_about_models_and_what_is_refused() -> None:
+    async def scenario(client: AsyncClient, running: Running) -> None:
+        (model,) = (await client.list()).models
+        (loaded,) = (await client.ps()).models
+        assert (model.model, loaded.model) == (MODEL, MODEL)
+        shown = await client.show(f"{MODEL}:latest")
+        assert shown.capabilities == ["completion", "tools"]
+        assert (await client.generate(MODEL, "21 degrees")).response == ANSWER
+        parts = [part.response async for part in await client.generate(MODEL, "21 degrees", stream=True)]
+        assert "".join(parts) == ANSWER
+        for asked, status in (({"model": "other"}, 404), ({"options": {"mirostat": 2}}, 400)):
+            with pytest.raises(ollama.ResponseError) as refused:
+                await client.chat(**{"model": MODEL, "messages": [QUESTION]} | asked)  # type: ignore[call-overload]
+            assert refused.value.status_code == status
+
+    session(scenario)

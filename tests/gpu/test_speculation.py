@@ -1,0 +1,131 @@
+"""Drafts on the real runner: tokens, logprobs, reasons and usage are those of steps without drafts, to the bit."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from core.drafter import Acceptance, Draft, Drafter
+from core.scheduler import Scheduler
+from core.types import EngineStats, Request, SamplingParams
+from gpu.runner import ModelRunner
+from tests.fakes import FakeClock
+from tests.gpu.conftest import ENGINE, open_runner
+from tests.gpu.test_overlap import EOS, draw_workload
+from tests.workload import Names, Outcome, Workload, WorkloadRun
+
+NUM_BLOCKS = 6
+Answers = dict[tuple[str, int], list[int]]
+
+
+class Replay(Drafter):
+    """Proposes what the sequence is known to say, with some tokens wrong."""
+
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int, answer: list[int], rng: random.Random) -> None:
+        super().__init__(token_ids, Acceptance())
+        self._token_ids, self._num_prompt_tokens, self._answer, self._rng = token_ids, num_prompt_tokens, answer, rng
+
+    def propose(self, most: int) -> Draft | None:
+        num_own = len(self._token_ids) - self._num_prompt_tokens
+        coming = self._answer[num_own : num_own + most]
+        some = [token_id if self._rng.random() < 0.8 else self._rng.randrange(3, 300) for token_id in coming]
+        return Draft(some, 0.9, "suffix", 0, len(self._token_ids)) if some else None
+
+
+class ReplayingScheduler(Scheduler):
+    """Its sequences' drafts are made of what they said in another run."""
+
+    answers: Answers
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        for sequence in self.states.groups[request.request_id].sequences:
+            if sequence.drafter is not None:
+                answer = self.answers[request.request_id, sequence.index]
+                rng = random.Random(request.request_id)
+                sequence.drafter = Replay(sequence.token_ids, sequence.num_prompt_tokens, answer, rng)
+
+
+def run(runner: ModelRunner, workload: Workload, answers: Answers | None) -> tuple[dict[str, Outcome], EngineStats]:
+    runner.limits = replace(runner.limits, num_blocks=NUM_BLOCKS, max_batch_tokens=48, timed_rows=())  # any draft pays
+    scheduler = ReplayingScheduler(runner.limits, (EOS,), seeds=lambda: 0, speculates=answers is not None)
+    scheduler.answers = answers or {}
+    outcomes = WorkloadRun(workload, scheduler, runner, FakeClock()).run()
+    return outcomes, scheduler.stats()
+
+
+def mostly_without_penalties(workload: Workload) -> Workload:
+    """Sequences with penalties have no drafts."""
+    requests = [
+        (step, request if number % 4 == 0 else msgspec.structs.replace(request, sampling=plain(request.sampling)))
+        for number, (step, request) in enumerate(workload.requests)
+    ]
+    return replace(workload, requests=requests)
+
+
+def plain(sampling: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(sampling, repetition_penalty=1.0, frequency_penalty=0.0)
+
+
+def check(runner: ModelRunner, seeds: range) -> None:
+    num_accepted = num_drafted = num_preempted = 0
+    for seed in seeds:
+        workload = mostly_without_penalties(draw_workload(random.Random(seed)))
+        expected, _ = run(runner, workload, None)
+        whole = Workload(workload.requests, Names(), Names(), {})  # drafts go on where the client leaves
+        said, _ = run(runner, whole, None)
+        answers = {(name, i): ending.token_ids for name, one in said.items() for i, ending in enumerate(one.endings)}
+        outcomes, stats = run(runner, workload, answers)
+        assert outcomes == expected, f"seed {seed}"
+        num_accepted += stats.num_accepted_tokens
+        num_drafted += stats.num_draft_tokens
+        num_preempted += stats.num_preemptions
+    assert num_preempted > 0
+    assert len(seeds) < num_accepted < num_drafted
+
+
+def opened(directory: Path, dtype: str) -> ModelRunner:
+    return open_runner(directory, replace(ENGINE, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_change_no_token(model_directory: Callable[[str], Path], dtype: str) -> None:
+    check(opened(model_directory("llama3"), dtype), range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_change_no_token_of_hundreds_of_requests(model_directory: Callable[[str], Path], dtype: str) -> None:
+    check(opened(model_directory("llama3"), dtype), range(100, 125))
+
+
+def test_a_draft_that_breaks_the_model_costs_nothing(model_directory: Callable[[str], Path]) -> None:
+    """Logits that are not finite behind a wrong draft: what was sampled before it stands."""
+    runner = opened(model_directory("llama3"), "float32")
+    workload = mostly_without_penalties(draw_workload(random.Random(1)))
+    said, _ = run(runner, workload, None)
+    spoken = {token_id for one in said.values() for ending in one.endings for token_id in ending.token_ids}
+    spoken.update(token_id for _, request in workload.requests for token_id in request.prompt_ids)
+    broken = next(token_id for token_id in range(3, 300) if token_id not in spoken)
+    answers = {
+        (name, i): [broken if place % 3 == 2 else token_id for place, token_id in enumerate(ending.token_ids)]
+        for name, one in said.items()
+        for i, ending in enumerate(one.endings)
+    }
+    forward = runner._model.forward
+
+    def breaking(batch: object, cache: object) -> torch.Tensor:
+        hidden = forward(batch, cache)  # type: ignore[arg-type]
+        asked = batch.asked  # type: ignore[attr-defined]
+        ids = batch.tokens.token_ids  # type: ignore[attr-defined]
+        hidden[(ids if asked is None else ids[asked]) == broken] = torch.nan
+        return hidden
+
+    runner._model.forward = breaking  # type: ignore[method-assign,assignment]
+    outcomes, stats = run(runner, workload, answers)
+    assert outcomes == said
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
