@@ -111,6 +111,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.prefix --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.mixed --model $(BENCH_MODEL)
+	$(VENV)/bin/python -m bench.structured --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.peers --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.report
 
