@@ -79,9 +79,9 @@ class Passage:
 
 
 PASSAGES = {
-    id(chat.SURFACE): Passage(b"/v1/chat/completions", "chatcmpl-"),
-    id(completions.SURFACE): Passage(b"/v1/completions", "cmpl-"),
-    id(responses.SURFACE): Passage(b"/v1/responses", "resp_"),
+    chat.SURFACE: Passage(b"/v1/chat/completions", "chatcmpl-"),
+    completions.SURFACE: Passage(b"/v1/completions", "cmpl-"),
+    responses.SURFACE: Passage(b"/v1/responses", "resp_"),
 }
 
 
@@ -256,7 +256,7 @@ class Relay:
         marks.enter(Stage.VALIDATE)
         fields = parse_object(body)
         asked = convert(fields, _Asked, {})
-        passage = PASSAGES.get(id(surface))
+        passage = PASSAGES.get(surface)
         if passage is None:
             paths = ", ".join(one.path.decode() for one in PASSAGES.values())
             raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")

@@ -212,6 +212,8 @@ async def test_the_trace_goes_on_at_the_upstream() -> None:
         span_id = answer.headers["traceresponse"].split("-")[2]
         assert (seen[0].trace.trace_id, seen[0].trace.parent_id) == (trace_id, span_id)
         assert seen[0].alias == answer.headers["x-request-id"]
+        shown = await gateway.ask(request("GET", "/v1/requests/" + answer.headers["x-request-id"]))
+        assert shown.json["model"] == ASKED
 
 
 async def test_a_document_reserves_what_it_may_take() -> None:
