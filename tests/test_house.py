@@ -29,7 +29,7 @@ BUDGETS = {
     "gpu/cpu_kernels": (3320, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
-    "bench": (7930, 30),
+    "bench": (7750, 29),
 }
 TEST_LINES = 56_600
 

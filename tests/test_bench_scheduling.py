@@ -1,19 +1,9 @@
-"""bench.mixed on a model of two layers, bench.fairness and bench.scheduler on few requests: what their tables say."""
+"""bench.fairness and bench.scheduler on few requests: what their tables say."""
 
 from pathlib import Path
 
-from bench import fairness, mixed, scheduler
+from bench import fairness, scheduler
 from bench.results import read_result
-from tests.oracle import save_random_model
-
-
-def test_mixed_measures_every_policy_on_one_runner(tmp_path: Path) -> None:
-    model = save_random_model("llama2", tmp_path / "model")
-    out = tmp_path / "mixed.json"
-    assert mixed.main(["--model", str(model), "--quick", "--threads", "1", "--json", str(out)]) == 0
-    (table,) = read_result(out).tables
-    assert [row[0] for row in table.rows] == [policy.name for policy in mixed.POLICIES]
-    assert all(isinstance(cell, float) and cell >= 0 for row in table.rows for cell in row[1:6])
 
 
 def test_fairness_compares_the_same_light_requests_with_and_without_the_flood(tmp_path: Path) -> None:
