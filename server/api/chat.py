@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
@@ -60,6 +62,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     functions: list[Function] | None = None  # tools' old name, with function_call for tool_choice
     function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -69,6 +72,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     tools = _tools(wire, defaults.tool_style)
     thought, variables = thought_wishes(wire, defaults.thought_style)
     prompt = chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=variables)
+    prompt = msgspec.structs.replace(prompt, documents=tuple(wire.documents or ()))
     return generation_call(
         wire,
         model,
