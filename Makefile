@@ -101,6 +101,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.cold_start
 	$(VENV)/bin/python -m bench.fairness
 	$(VENV)/bin/python -m bench.frontend
+	$(VENV)/bin/python -m bench.gateway
 	$(VENV)/bin/python -m bench.lag
 	$(VENV)/bin/python -m bench.ledger
 	$(VENV)/bin/python -m bench.limits

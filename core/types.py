@@ -7,7 +7,7 @@ EngineSnapshot in answer to an Inspect.
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -91,6 +91,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     grammar: "Grammar | AfterThought | None" = None
     speculates: bool = True
 
+    counts_late: ClassVar[bool] = False
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
@@ -111,6 +113,11 @@ class Demand(Protocol):
     @property
     def max_tokens(self) -> int:
         """Of each of its sequences."""
+        ...
+
+    @property
+    def counts_late(self) -> bool:
+        """All tokens of its answer are counted at its end."""
         ...
 
     @property

@@ -35,6 +35,7 @@ from server.gate.identity import Caller
 from server.gate.quota import NEVER
 from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
 from server.gate.text_rules import Matcher, rule_book
+from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Slot, Upstream, leading_blocks
@@ -204,6 +205,11 @@ class RelayDemand:
     share: int
     priority: int
     deadline_s: float | None
+
+    @property
+    def counts_late(self) -> bool:
+        """Its tokens are counted when all have come: what it may take is reserved at once, if it says how much."""
+        return not self.passed.tells_tokens and self.max_tokens < MANY_TOKENS
 
 
 class Relay:
@@ -615,6 +621,8 @@ class RelayHandle:
             (b"accept", b"text/event-stream" if self._call.is_stream else b"application/json"),
             (b"x-request-id", self.request.request_id.encode()),
         ]
+        if (trace := current_trace.get()) is not None:
+            fields.append((b"traceparent", trace.value))
         outgoing = self._relay.pool.request(
             upstream, b"POST", self._passage.path, tuple(fields), self.request.passed.body
         )

@@ -52,6 +52,11 @@ def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None
     assert load_config({}, {}).has_engine
 
 
+def test_the_example_is_taken() -> None:
+    config = load_config({"config_file": str(Path(__file__).parents[2] / "deploy" / "gateway.toml")}, {})
+    assert [model.name for model in config.models] == ["llama-70b", "qwen3-4b"]
+
+
 # HTTP/2, the client's side.
 
 SETTINGS = raw_http2.settings()
