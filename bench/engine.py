@@ -30,6 +30,7 @@ from bench.make_model import draw_tensor
 from bench.results import Cell, Plot, Table, table_of
 from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
 from core.engine import Engine
+from core.grammar import Grammar
 from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
@@ -85,7 +86,7 @@ class ClockedRunner:
 
 
 class Streams:
-    """Greedy requests, and when each of their tokens came.
+    """Requests, greedy by default, and when each of their tokens came.
 
     Args:
         runner: stepped by this engine alone, as long as it counts on what is cached.
@@ -115,13 +116,15 @@ class Streams:
         """Random, and with no other's beginning."""
         return tuple(self._random.choices(range(self._vocab_size), k=num_tokens))
 
-    def submit(self, prompt_ids: Sequence[int], num_tokens: int) -> str:
+    def submit(
+        self, prompt_ids: Sequence[int], num_tokens: int, temperature: float = 0.0, grammar: Grammar | None = None
+    ) -> str:
         name = str(len(self.sent_s))
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True)
         self.sent_s[name] = time.perf_counter()
         self.num_open += 1
         request = Request(request_id=name, prompt_ids=tuple(prompt_ids), sampling=sampling, arrival_s=time.monotonic())
-        self._inbox.append(Submit(request))
+        self._inbox.append(Submit(msgspec.structs.replace(request, grammar=grammar)))
         return name
 
     def cancel(self, *names: str) -> None:

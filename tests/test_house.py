@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (8040, 24),
-    "server/api": (4400, 15),
+    "server": (8090, 24),
+    "server/api": (4469, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1580, 6),
@@ -24,12 +24,12 @@ BUDGETS = {
     "server/observing": (1765, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4800, 14),
-    "core": (11_680, 32),
+    "core": (11_902, 32),
     "gpu": (8300, 29),
-    "gpu/cpu_kernels": (3320, 9),
+    "gpu/cpu_kernels": (3364, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
-    "bench": (7880, 30),
+    "bench": (8110, 31),
 }
 TEST_LINES = 56_300
 

@@ -402,6 +402,37 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             assert f'upstream="big {bad}"}} 1' in page
 
 
+@pytest.mark.parametrize(
+    ("said", "status", "by"),
+    [
+        (_BROKEN, 200, "other"),
+        (_LOADING, 200, "other"),
+        (b"", 200, "other"),
+        (_LOADING.replace(b"503", b"429"), 200, "other"),
+        (_LOADING.replace(b"503", b"400"), 400, None),  # the client's own fault
+        (None, 200, "other"),
+    ],
+)
+async def test_fallbacks_answer_before_the_first_byte_and_a_header_tells(
+    said: bytes | None, status: int, by: str | None
+) -> None:
+    async with saying(said) as bad, serving() as good:
+        models = (
+            model(bad, protocol="h1", fallbacks=("nobody", "other")),
+            model("unix:/nowhere", name="nobody"),
+            model(url_of(good), name="other", trusted=True),
+        )
+        async with serving(no_engine, models=models) as front:
+            for stream in (False, True):
+                answer = await ask(front.server, closing(SURFACES["chat"](stream=stream)))
+                assert answer.status == status
+                told = answer.headers.get("steploop-fallback")
+                assert told == by
+                if status == 200:
+                    assert b'"model":"big"' in answer.body
+            assert [one.num_active for pool in front.server._pools for one in pool.upstreams] == [0, 0, 0]
+
+
 async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last() -> None:
     async with saying(_BROKEN) as bad, serving() as good:
         for urls, num_failed in (((bad, url_of(good)), 5), ((bad,), 13)):
