@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (8090, 24),
+    "server": (8125, 24),
     "server/api": (4469, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
@@ -29,9 +29,9 @@ BUDGETS = {
     "gpu/cpu_kernels": (3364, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8289, 32),
+    "bench": (8110, 31),
 }
-TEST_LINES = 56_600
+TEST_LINES = 56_300
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
