@@ -29,6 +29,7 @@ class FinishReason(enum.StrEnum):
     CONTENT_FILTER = "content_filter"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    TOO_COMPLEX = "too_complex"  # what holds the answer, for the grammar's limits
     ERROR = "error"
 
 

@@ -197,7 +197,7 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokenizer.ggml.pre": "tekken"}, r"pre-tokenizer 'tekken' is not supported.*llama-bpe"),
+        ({"tokenizer.ggml.pre": "viking"}, r"pre-tokenizer 'viking' is not supported.*llama-bpe"),
         ({"tokenizer.ggml.model": "t5"}, r"tokenizer 't5' is not supported.*gpt2"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "merge 'a b c'"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "'a' is there twice"),
