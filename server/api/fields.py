@@ -145,6 +145,8 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False  # completions: the prompt comes before the text
     tokens: TokenWishes = TokenWishes()
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
+    speculates: bool = True  # see core.types.Request
+    prediction: str = ""  # of the answer's text
     unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
 
 
@@ -187,6 +189,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
     priority: Annotated[int, Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     ignore_eos: bool | None = None
+    speculation: bool | None = None
     skip_special_tokens: bool | None = None
     deadlines: DeadlineTable | None = None
     timings: bool | TimingsFields | None = None
@@ -263,6 +266,7 @@ def generation_call(
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
+        speculates=fields.speculation is not False,
         priority=fields.priority,
         **own,
     )
