@@ -161,6 +161,27 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention: keys and values of all heads are matrices times one vector per token.
+
+    That vector and one rotated key that all heads share are all that is cached. Source: DeepSeek-V2 (arXiv:2405.04434),
+    section 2.1.
+
+    Args:
+        rank: width of the vector.
+        query_rank: width from which queries are made likewise; 0: they come straight from the hidden state.
+        plain_dim, rope_dim: of a query head, what is not rotated, and then what is.
+        value_dim: of a head's value.
+    """
+
+    rank: int
+    query_rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts: gated MLPs of which each token goes through a few.
 
@@ -205,6 +226,7 @@ class ModelConfig(Traits):
     Args:
         max_position: tokens of context that the model was made for, or that are computed exactly: see above.
         layers: num_layers of them; empty: all have rope and no window.
+        latent: None: the usual attention. With it, num_kv_heads is 1 and head_dim the width of what is cached.
         attention_scale: factor of the scores; None: 1 / sqrt(head_dim).
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
@@ -230,6 +252,7 @@ class ModelConfig(Traits):
     output_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     activation: str = "silu"
     attention_scale: float | None = None
     attention_cap: float | None = None
@@ -269,6 +292,21 @@ class ModelConfig(Traits):
         return self.num_kv_heads * self.head_dim
 
     @property
+    def attended_size(self) -> int:
+        """Width of what attention gives to its output's matrix: all heads."""
+        return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
+
+    @property
+    def rope_head_dim(self) -> int:
+        """Of a head, what may be rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def num_cached(self) -> int:
+        """Vectors of kv_size that are cached for a token and layer: key and value, or one for both."""
+        return 2 if self.latent is None else 1
+
+    @property
     def num_parameters(self) -> int:
         """Counted once where embeddings are tied."""
         num_sparse = sum(self.layer(index).is_sparse for index in range(self.num_layers))
@@ -283,7 +321,21 @@ class ModelConfig(Traits):
         qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
         sinks = self.num_heads * self.has_sinks
+        if self.latent is not None:
+            return self._latent_parameters + norms
         return (qkv + self.query_size) * self.hidden_size + norms + qk_norms + biases + sinks
+
+    @property
+    def _latent_parameters(self) -> int:
+        assert self.latent is not None
+        latent = self.latent
+        queries = self.num_heads * (latent.plain_dim + latent.rope_dim)
+        query = queries * self.hidden_size
+        if latent.query_rank:
+            query = latent.query_rank * (self.hidden_size + 1 + queries)
+        cached = (latent.rank + latent.rope_dim) * self.hidden_size + latent.rank
+        up = self.num_heads * (latent.plain_dim + latent.value_dim) * latent.rank
+        return query + cached + up + self.attended_size * self.hidden_size
 
     @property
     def _mlp_parameters(self) -> int:
@@ -320,7 +372,9 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
     _refuse_output_changing_fields(config, family)
     sizes = _sizes(config, family)
     max_position = positive_int(config, "max_position_embeddings", DEFAULT_POSITIONS)
-    rope, local_rope = _ropes(config, family, max_position, sizes["head_dim"], context)
+    latent = sizes["latent"]
+    rope_head_dim = sizes["head_dim"] if latent is None else latent.rope_dim
+    rope, local_rope = _ropes(config, family, max_position, rope_head_dim, context)
     biased = {part for name, parts in family.biases.items() if not name or read_bool(config, name) for part in parts}
     return ModelConfig(
         architecture=family.architecture,
@@ -335,7 +389,7 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
         **_traits(config, family),
         experts=_experts(config, family),
         activation=_activation(config, family),
-        **_scales(config, family),
+        **_scales(config, family, latent),
         tie_embeddings=read_bool(config, "tie_word_embeddings"),
         packed=parse_packed(config),
         fp8=parse_fp8(config),
@@ -399,7 +453,10 @@ def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise bad_field(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}.")
+    latent = _latent(config) if family.has_latent else None
     head_dim = positive_int(config, "head_dim", family.defaults.get("head_dim") or hidden_size // num_heads)
+    if latent is not None:
+        num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
     if head_dim % 2:
         raise bad_field(f"head_dim={head_dim} is odd: RoPE turns pairs.")
     if num_heads * head_dim > MAX_WIDTH:
@@ -412,7 +469,16 @@ def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
+        "latent": latent,
     }
+
+
+def _latent(config: Mapping[str, Any]) -> LatentConfig:
+    rank, rope_dim = (positive_int(config, name, at_most=MAX_WIDTH) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if rank % 2 or rope_dim % 2:
+        raise bad_field(f"kv_lora_rank={rank} or qk_rope_head_dim={rope_dim} is odd: RoPE turns pairs.")
+    plain_dim, value_dim = (positive_int(config, f"{name}_head_dim", at_most=MAX_WIDTH) for name in ("qk_nope", "v"))
+    return LatentConfig(rank, count(config, "q_lora_rank"), plain_dim, rope_dim, value_dim)
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -451,8 +517,12 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     return str(name)
 
 
-def _scales(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Factors and caps of Granite and Gemma; other families have none of these fields."""
+def _scales(config: Mapping[str, Any], family: Family, latent: LatentConfig | None) -> dict[str, Any]:
+    """Factors and caps of Granite, Gemma and DeepSeek; other families have none of these fields."""
+    if latent is not None:
+        return {
+            "attention_scale": (latent.plain_dim + latent.rope_dim) ** -0.5 * _yarn_growth(_rope_fields(config)) ** 2
+        }
     if family.model_type == "granite":
         return {
             "attention_scale": positive_float(config, "attention_multiplier"),
@@ -602,6 +672,11 @@ def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -
     if family.experts is None or family.experts.dense == "none":
         return [family.experts is not None] * num_layers
     if family.experts.dense == "first":
+        listed = config.get("mlp_layer_types")
+        if isinstance(listed, list) and len(listed) == num_layers and set(listed) <= {"dense", "sparse"}:
+            return [kind == "sparse" for kind in listed]
+        if listed is not None:
+            raise unsupported_field("mlp_layer_types", listed, (["dense"], ["sparse"]))
         first = count(config, "first_k_dense_replace")
         return [index >= first for index in range(num_layers)]
     if family.experts.dense == "ernie":
@@ -653,6 +728,8 @@ def _experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
 
 
 def _groups(config: Mapping[str, Any], num_experts: int, num_active: int) -> dict[str, int]:
+    if config.get("topk_method") == "greedy":
+        return {}
     num_groups = positive_int(config, "n_group", 1)
     num_active_groups = positive_int(config, "topk_group", 1)
     if num_experts % num_groups or not num_active <= num_active_groups * (num_experts // num_groups) <= num_experts:
@@ -721,6 +798,14 @@ def _llama3(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:
     if not low < high:
         raise bad_field(f"rope: low_freq_factor={low} is not below high_freq_factor={high}.")
     return replace(rope, factor=positive_float(given, "factor"), low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn_growth(given: Mapping[str, Any]) -> float:
+    """What latent attention multiplies queries and keys by, each, beside attention_factor."""
+    if given.get("rope_type", given.get("type", "default")) == "default" or not given.get("mscale_all_dim"):
+        return 1.0
+    factor = positive_float(given, "factor")
+    return 0.1 * positive_float(given, "mscale_all_dim") * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _yarn(given: Mapping[str, Any], rope: RopeConfig) -> RopeConfig:

@@ -4,7 +4,7 @@ Defaults are those of transformers' configuration classes. The second table is a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -46,8 +46,9 @@ class ExpertFields:
         scale: a factor of the shares; "": none.
         scoring, has_choice_bias, is_router_float: see core.config.ExpertsConfig.
         has_groups: experts are chosen within the best topk_group of n_group.
-        dense: which layers have a plain MLP: "none"; "first" (first_k_dense_replace); "steps" (all but every
-            decoder_sparse_step-th, and mlp_only_layers); "ernie" (moe_layer_start_index, _end_index, _interval).
+        dense: which layers have a plain MLP: "none"; "first" (first_k_dense_replace, or mlp_layer_types); "steps" (all
+            but every decoder_sparse_step-th, and mlp_only_layers); "ernie" (moe_layer_start_index, _end_index,
+            _interval).
     """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -74,6 +75,7 @@ class Family(Traits):
         biases: optional fields, and what has biases where they are true: "qkv", "output", "mlp"; "": always.
         neutral: further fields that change the output, and the values under which they do not.
         has_partial_rope: partial_rotary_factor is computed.
+        has_latent: attention's keys and values come from one vector per token: see core.config.LatentConfig.
         has_query_scale: queries grow with their position: llama_4_scaling_beta of the rope.
         has_mrope: rope_type may be "mrope", whose three positions are one where all is text.
         has_local_rope: layers with a window have a rope of their own: rope_local_base_freq, or rope_theta unscaled.
@@ -92,6 +94,7 @@ class Family(Traits):
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     has_partial_rope: bool = False
+    has_latent: bool = False
     has_query_scale: bool = False
     has_mrope: bool = False
     has_local_rope: bool = False
@@ -146,6 +149,23 @@ _DEEPSEEK_EXPERTS = ExpertFields(
     has_groups=True,
     dense="first",
 )
+_DEEPSEEK_DEFAULTS = {
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK_NEUTRAL = {
+    "rope_interleave": (True, None),
+    "moe_layer_freq": (1, None),
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+}
 
 FAMILIES = (
     Family(architecture="LlamaForCausalLM", model_type="llama", biases=_BIASES),
@@ -422,6 +442,67 @@ FAMILIES = (
         qk_norm="head",
         qk_norm_field="use_qk_norm",
         has_partial_rope=True,
+        experts=_DEEPSEEK_EXPERTS,
+    ),
+    Family(
+        architecture="DeepseekV2ForCausalLM",
+        model_type="deepseek_v2",
+        defaults={
+            **_DEEPSEEK_DEFAULTS,
+            "q_lora_rank": 1536,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "norm_topk_prob": False,
+        },
+        neutral={
+            **_DEEPSEEK_NEUTRAL,
+            "norm_topk_prob": (False, None),
+            "scoring_func": ("softmax", None),
+            "topk_method": ("greedy", "group_limited_greedy", None),
+        },
+        has_latent=True,
+        are_pairs_adjacent=True,
+        experts=replace(_DEEPSEEK_EXPERTS, scoring="softmax", has_choice_bias=False),
+    ),
+    Family(
+        architecture="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        defaults={
+            **_DEEPSEEK_DEFAULTS,
+            "q_lora_rank": 1536,
+            "max_position_embeddings": 4096,
+            "n_group": 8,
+            "topk_group": 4,
+            "n_routed_experts": 256,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+        },
+        neutral=_DEEPSEEK_NEUTRAL,
+        has_latent=True,
+        are_pairs_adjacent=True,
+        experts=_DEEPSEEK_EXPERTS,
+    ),
+    Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        model_type="glm4_moe_lite",
+        defaults={
+            **_DEEPSEEK_DEFAULTS,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "max_position_embeddings": 202_752,
+            "rms_norm_eps": 1e-5,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        },
+        neutral=_DEEPSEEK_NEUTRAL,
+        has_latent=True,
+        are_pairs_adjacent=True,
         experts=_DEEPSEEK_EXPERTS,
     ),
     Family(

@@ -28,7 +28,7 @@ def thought_start(name: str, prompt: str, turn: int | None = None) -> ThoughtSta
     Args:
         name: of THOUGHTS, or HARMONY.
         prompt: rendered.
-        turn: where in it the message begins that the answer goes on with; None: the answer is a message of its own.
+        turn: where in it the text begins that the answer goes on with; None: the answer is a message of its own.
     """
     if name == HARMONY:
         return ThoughtStart.FREE if turn is None else ThoughtStart.CLOSED
@@ -38,8 +38,9 @@ def thought_start(name: str, prompt: str, turn: int | None = None) -> ThoughtSta
         if end.endswith(markers.begin):
             return ThoughtStart.OPEN
         return ThoughtStart.CLOSED if end.endswith(markers.end) else ThoughtStart.FREE
-    text = prompt[turn:]
-    return ThoughtStart.OPEN if text.rfind(markers.begin) > text.rfind(markers.end) else ThoughtStart.CLOSED
+    text, is_begun = prompt[turn:], prompt[:turn].rstrip().endswith(markers.begin)
+    begun, ended = text.rfind(markers.begin), text.rfind(markers.end)
+    return ThoughtStart.OPEN if begun > ended or (is_begun and ended < 0) else ThoughtStart.CLOSED
 
 
 class ThoughtFollower(Protocol):

@@ -44,16 +44,18 @@ class Scores:
         scale: their factor; None: 1 / sqrt(head_dim).
         cap: scores become cap * tanh(score / cap); None: they are not capped.
         sinks: [heads], one more score for each, which takes its share and adds no value; None: none.
+        are_latent: values are narrower than keys.
     """
 
     scale: float | None = None
     cap: float | None = None
     sinks: Tensor | None = None
+    are_latent: bool = False
 
     @property
     def are_plain(self) -> bool:
         """Whether torch's own attention computes them."""
-        return self.cap is None and self.sinks is None
+        return self.cap is None and self.sinks is None and not self.are_latent
 
 
 PLAIN = Scores()
@@ -288,10 +290,10 @@ def _attend_group(query: Tensor, kv: LayerKV, group: DecodeGroup | PromptGroup, 
 
 
 def _gather(kv: LayerKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks [rows, n], each [rows, kv_heads, n * 16, head_dim]."""
-    both = kv.both.index_select(1, blocks.flatten())  # [2, rows * n, 16, kv_heads, head_dim]
-    both = both.view(2, blocks.shape[0], -1, *both.shape[3:]).transpose(2, 3)
-    return both[0], both[1]
+    """Keys and values of blocks [rows, n], each [rows, kv_heads, n * 16, head_dim]; values: perhaps narrower."""
+    both = kv.both.index_select(1, blocks.flatten())  # [2 or 1, rows * n, 16, kv_heads, head_dim]
+    both = both.view(len(both), blocks.shape[0], -1, *both.shape[3:]).transpose(2, 3)
+    return both[0], both[-1][..., : kv.values.shape[-1]]
 
 
 def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, scores: Scores) -> Tensor:
@@ -304,13 +306,13 @@ def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, scores: Scores) -> T
     else:
         mask = None if group.mask is None else group.mask.unsqueeze(1)
         out = attend_by_scores(grouped.unsqueeze(3), keys, values, mask, scores)
-    return out.reshape(num_rows, -1)  # [rows, heads * head_dim]
+    return out.reshape(num_rows, -1)  # [rows, heads * width of a value]
 
 
 def _attend_prompt(query: Tensor, kv: LayerKV, group: PromptGroup, scores: Scores) -> Tensor:
     """KV heads take the place of rows, so that keys are shared without a copy."""
     keys, values = (both[0] for both in _gather(kv, group.blocks.unsqueeze(0)))  # [kv_heads, context, dim]
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, _, head_dim = query.shape
     query = query.view(num_tokens, keys.shape[0], -1, head_dim).permute(1, 2, 0, 3)  # [kv_heads, per_kv, tokens, dim]
     outputs, first = [], 0
     for tile in group.tiles:
@@ -319,7 +321,7 @@ def _attend_prompt(query: Tensor, kv: LayerKV, group: PromptGroup, scores: Score
         outputs.append(_attend_tile(part, keys[:, seen], values[:, seen], tile, scores))
         first += tile.num_tokens
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-    return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads * head_dim)
+    return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
 
 def _attend_tile(query: Tensor, keys: Tensor, values: Tensor, tile: PromptTile, scores: Scores) -> Tensor:
@@ -352,7 +354,7 @@ def attend_by_scores(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
         keys, values: [..., kv_heads, context, head_dim].
         mask: added to the scores [..., kv_heads, heads per kv, tokens, context]; broadcast.
     Returns:
-        as query.
+        as query, as wide as the values.
     """
     *rows, per_kv, num_tokens, _ = query.shape
     num_context = keys.shape[-2]
@@ -362,7 +364,7 @@ def attend_by_scores(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
         end = min(first + step, num_tokens)
         hidden = mask[..., first:end, :] if mask is not None and mask.shape[-2] > 1 else mask
         shares = _shares(query[..., first:end, :], keys, hidden, scores)
-        part = _matmul(
+        part = multiply_in_company(
             shares.to(values.dtype).flatten(-3, -2), values
         )  # [..., kv_heads, heads per kv * tokens, head_dim]
         outputs.append(part.view(*rows, per_kv, end - first, -1))
@@ -371,7 +373,9 @@ def attend_by_scores(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
 
 def _shares(query: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """[..., kv_heads, heads per kv, tokens, context], float32; with its sink, each token's sum to 1."""
-    found = _matmul(query.flatten(-3, -2), keys.transpose(-1, -2))  # heads that share keys act as more tokens
+    found = multiply_in_company(
+        query.flatten(-3, -2), keys.transpose(-1, -2)
+    )  # heads that share keys act as more tokens
     found = found.float().mul_(scores.scale or query.shape[-1] ** -0.5).view(*query.shape[:-1], -1)
     if scores.cap is not None:
         found = found.div_(scores.cap).tanh_().mul_(scores.cap)
@@ -384,7 +388,7 @@ def _shares(query: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores) ->
     return shares[..., :-1]
 
 
-def _matmul(rows: Tensor, matrix: Tensor) -> Tensor:
+def multiply_in_company(rows: Tensor, matrix: Tensor) -> Tensor:
     """rows @ matrix, each row the same to the last bit in any company."""
     num_rows = rows.shape[-2]
     if num_rows >= LEAST_ROWS:

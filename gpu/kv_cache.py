@@ -16,11 +16,11 @@ from core.config import BLOCK_SIZE, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's views of the cache."""
+    """One layer's views of the cache. With latent attention, values are the first numbers of keys."""
 
-    both: Tensor  # [2, blocks + 1 or 2, 16, kv_heads, head_dim]
+    both: Tensor  # [2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim]
     keys: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim]
-    values: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim]
+    values: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim or latent.rank]
 
 
 class KVCache:
@@ -41,10 +41,12 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.scratch_block, self.padding_block = num_blocks, num_blocks + 1
-        shape = (config.num_layers, 2, num_blocks + 1 + has_padding, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.tensor = zeros(shape, dtype, device)  # [layers, 2, blocks + 1 or 2, 16, kv_heads, head_dim]
+        blocks = (num_blocks + 1 + has_padding, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.tensor = zeros((config.num_layers, config.num_cached, *blocks), dtype, device)
+        value_dim = config.head_dim if config.latent is None else config.latent.rank
         self.layers = [
-            LayerKV(layer, layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.tensor.unbind(0)
+            LayerKV(layer, layer[0].flatten(0, 1), layer[-1].flatten(0, 1)[..., :value_dim])
+            for layer in self.tensor.unbind(0)  # [2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim]
         ]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
@@ -59,7 +61,7 @@ class KVCache:
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token, all layers."""
-    return 2 * config.num_layers * config.kv_size * dtype.itemsize
+    return config.num_cached * config.num_layers * config.kv_size * dtype.itemsize
 
 
 def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -499,9 +499,10 @@ class HostMemory:
         self.block_bytes = bytes_per_block(config, dtype)
         self._num_staged = max(1, STAGING_BYTES // self.block_bytes)
         self._cache, self._stream = cache, streams.current
-        shape = (num_slots, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        block = (config.num_cached, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        shape = (num_slots, config.num_layers, *block)
         pinned = streams.pinned_for_good(num_slots * self.block_bytes)
-        self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2, 16, kv_heads, head_dim]
+        self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2 or 1, 16, kv_heads, head_dim]
 
     def copy(self, copies: BlockCopies) -> "CopyTicket":
         """Start copying out, then back, on the stream: after all work sent so far, before any sent later."""
@@ -534,7 +535,7 @@ class HostMemory:
 
     def _copy_out(self, blocks: list[int], slots: list[int]) -> None:
         found = self._cache.tensor.index_select(2, self._on_device(blocks))
-        found = found.permute(2, 0, 1, 3, 4, 5).contiguous()  # [copies, layers, 2, 16, heads, dim]
+        found = found.permute(2, 0, 1, 3, 4, 5).contiguous()  # [copies, layers, 2 or 1, 16, heads, dim]
         for i, slot in enumerate(slots):
             self.tensor[slot].copy_(found[i], non_blocking=True)
 

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import ExpertsConfig, RopeConfig
+from core.config import ExpertsConfig, LatentConfig, RopeConfig
+from gpu.attention import multiply_in_company
 from gpu.linear import Linear, make_linear
-from gpu.parameters import ExpertWeights
+from gpu.parameters import ExpertWeights, LatentWeights
 from gpu.quant import Weight
 
 Gated = Callable[[Tensor], Tensor]
@@ -29,6 +30,7 @@ MakeLinear = Callable[[Weight, Tensor | None], Linear]
 # gpt-oss's swiglu_alpha and swiglu_limit
 SWIGLU_SLOPE = 1.702
 SWIGLU_LIMIT = 7.0
+LATENT_EPS = 1e-6  # of norms within latent attention, whatever rms_norm_eps: DeepSeek's modeling files
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ class WithSharedExpert:
         """x: [tokens, hidden], normed; also returned so."""
         added = self._shared(x)
         if self._gate is not None:
-            added = added * torch.sigmoid(self._gate(x))
+            added = added * sigmoid(self._gate(x))
         return added.add_(self._experts(x))
 
 
@@ -145,7 +147,8 @@ def shares_of(scores: Tensor, config: ExpertsConfig, choice_bias: Tensor | None 
     Source of groups: DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; of the bias and sigmoids: DeepSeek-V3
     (arXiv:2412.19437), section 2.1.2.
     """
-    likely = scores.float().sigmoid() if config.scoring == "sigmoid" else scores.float().softmax(-1)
+    scores = scores.float()
+    likely = sigmoid(scores) if config.scoring == "sigmoid" else scores.softmax(-1)
     choosing = likely if choice_bias is None else likely + choice_bias
     if config.num_active_groups < config.num_groups:
         choosing = _in_best_groups(choosing, config)
@@ -155,6 +158,11 @@ def shares_of(scores: Tensor, config: ExpertsConfig, choice_bias: Tensor | None 
     if config.is_normalized:
         shares = shares / shares.sum(-1, keepdim=True)
     return shares if config.scale == 1 else shares * config.scale, chosen
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The same bits in any company: torch's own computes what does not fill a vector by another function."""
+    return torch.stack([x, torch.zeros_like(x)], -1).softmax(-1)[..., 0]
 
 
 def _in_best_groups(choosing: Tensor, config: ExpertsConfig) -> Tensor:
@@ -168,6 +176,52 @@ def _in_best_groups(choosing: Tensor, config: ExpertsConfig) -> Tensor:
 
 def _row(rows: Tensor | None, index: int) -> Tensor | None:
     return None if rows is None else rows[index]
+
+
+class Latent:
+    """What latent attention computes around the cache: see LatentConfig.
+
+    The matrices that would make every cached token's keys and values multiply the queries and what was attended to
+    instead, which gives the same scores and outputs: all heads attend over the cached vectors themselves.
+    """
+
+    def __init__(self, config: LatentConfig, weights: LatentWeights, make: MakeLinear) -> None:
+        self._config = config
+        self._query_norm, self._norm = weights.query_norm, weights.norm
+        self._query_up = None if weights.query_up is None else make(weights.query_up, None)
+        up = weights.up.view(-1, config.plain_dim + config.value_dim, config.rank)
+        self._key_up = up[:, : config.plain_dim].contiguous()  # [heads, plain_dim, rank]
+        self._value_up = up[:, config.plain_dim :].transpose(1, 2).contiguous()  # [heads, rank, value_dim]
+
+    def queries_and_cached(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            x: [tokens, query_rank or all query heads, and what is cached], of the layer's first matrix.
+            rotation: see Rope; of rope_dim.
+        Returns:
+            queries over what is cached, [tokens, heads, rank + rope_dim]; what is cached, [tokens, 1, rank + rope_dim].
+        """
+        config = self._config
+        query, vector, key = x.split_with_sizes(
+            [x.shape[1] - config.rank - config.rope_dim, config.rank, config.rope_dim], 1
+        )
+        if self._query_up is not None and self._query_norm is not None:
+            query = self._query_up(_latent_norm(query, self._query_norm))
+        query = query.reshape(len(x), -1, config.plain_dim + config.rope_dim)
+        plain, turning = query.split_with_sizes([config.plain_dim, config.rope_dim], 2)
+        over_vectors = multiply_in_company(plain.transpose(0, 1), self._key_up).transpose(0, 1)
+        turned = apply_rope(torch.cat([turning, key.unsqueeze(1)], 1), rotation)  # [tokens, heads + 1, rope_dim]
+        cached = torch.cat([_latent_norm(vector, self._norm).unsqueeze(1), turned[:, -1:]], 2)
+        return torch.cat([over_vectors, turned[:, :-1]], 2), cached
+
+    def values(self, attended: Tensor) -> Tensor:
+        """attended: [tokens, heads * rank]; returns [tokens, heads * value_dim]."""
+        by_head = attended.view(len(attended), -1, self._config.rank).transpose(0, 1)
+        return multiply_in_company(by_head, self._value_up).transpose(0, 1).reshape(len(attended), -1)
+
+
+def _latent_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, LATENT_EPS)
 
 
 class Rope:

@@ -447,7 +447,7 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
     gathered = gathered_tokens * 2 * model.kv_size * dtype.itemsize
     # Rows that sample: raw, adjusted, scaled, noise; prompts' rows beside them: the head's, raw, logarithms
     logits = 4 * model.vocab_size * max(4 * engine.max_sequences, engine.max_sequences + 3 * scored_rows)  # float32
-    is_written_out = model.attention_cap is not None or model.has_sinks
+    is_written_out = model.attention_cap is not None or model.has_sinks or model.latent is not None
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: scores, and two steps on
     slab_bytes = SLAB_BYTES if device.device.type == "cpu" else DEVICE_SLAB_BYTES
     slabs = 4 * slab_bytes if engine.quantize or model.packing else 0  # part of a weight: bits, integers, floats

@@ -13,7 +13,7 @@ from core.config import LayerConfig, ModelConfig
 from gpu.attention import RaggedRows, Scores
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
-from gpu.layers import Block, Experts, Mlp, Rope, WithSharedExpert
+from gpu.layers import Block, Experts, Latent, Mlp, Rope, WithSharedExpert
 from gpu.linear import Embed, Linear, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
@@ -53,10 +53,11 @@ class Layer:
     rope: int | None  # index among the model's; None: q and k are not rotated
     window: int | None
     attention_norm: Tensor | None  # [hidden]
-    qkv: Linear  # hidden -> query + 2 * kv
+    qkv: Linear  # hidden -> query + 2 * kv; see LatentWeights
     head_norms: HeadNorms | None
+    latent: Latent | None
     scores: Scores
-    output: Linear  # query -> hidden
+    output: Linear  # all heads -> hidden
     attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor | None  # [hidden]
     mlp: Block
@@ -74,7 +75,7 @@ class Model:
         self._embed, self.lm_head = _ends(weights, self.operators)
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
-        self.ropes = [Rope(rope, config.head_dim, device) for rope in used]
+        self.ropes = [Rope(rope, config.rope_head_dim, device) for rope in used]
         self.layers = [
             _layer(config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, self.operators)
             for layer in map(config.layer, range(config.num_layers))
@@ -139,7 +140,7 @@ class Model:
             width = config.intermediate_size
             if isinstance(layer.mlp, Experts) and config.experts is not None:
                 width = config.experts.intermediate_size
-            found += [(layer.qkv, config.hidden_size), (layer.output, config.query_size)]
+            found += [(layer.qkv, config.hidden_size), (layer.output, config.attended_size)]
             for mlp in mlps:
                 found += [(mlp.gate_up, config.hidden_size), (mlp.down, width)]
             size += (
@@ -153,8 +154,14 @@ class Model:
     def _attention(self, layer: Layer, x: Tensor, rotations: list[Rotation], batch: Batch, kv: LayerKV) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
         operators = self.operators
-        qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         turned = UNROTATED if layer.rope is None else rotations[layer.rope]
+        if layer.latent is not None and turned.factors is not None:
+            query, cached = layer.latent.queries_and_cached(layer.qkv(x), turned.factors)
+            kv.keys.index_copy_(0, batch.tokens.kv_slots, cached)
+            attended = operators.attention.attend(query, kv, batch.attending[layer.window], layer.scores)
+            added = layer.output(layer.latent.values(attended))
+            return added if operators.ranks is None else operators.ranks.sum(added)
+        qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), turned.factors, kv, batch.tokens.kv_slots)
         if turned.query_scale is not None:
             query = query.mul_(turned.query_scale)
@@ -203,7 +210,10 @@ def _layer(
         attention_norm=weights.attention_norm,
         qkv=operators.linear(weights.qkv, weights.qkv_bias),
         head_norms=head_norms,
-        scores=Scores(config.attention_scale, config.attention_cap, weights.sinks),
+        latent=None
+        if config.latent is None or weights.latent is None
+        else Latent(config.latent, weights.latent, operators.linear),
+        scores=Scores(config.attention_scale, config.attention_cap, weights.sinks, config.latent is not None),
         output=operators.linear(weights.output, weights.output_bias),
         attention_post_norm=weights.attention_post_norm,
         mlp_norm=weights.mlp_norm,

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core.config import ExpertsConfig, ModelConfig
+from core.config import ExpertsConfig, LatentConfig, ModelConfig
 from gpu.blocks import BlockWeight
 from gpu.quant import Weight, floats
 
@@ -187,6 +187,16 @@ class MlpWeights:
 
 
 @dataclass(slots=True)
+class LatentWeights:
+    """Of latent attention; `qkv` of the layer is [query_rank or all query heads, hidden], then what is cached."""
+
+    query_norm: Tensor | None  # [query_rank]
+    query_up: Weight | None  # [heads * (plain_dim + rope_dim), query_rank]
+    norm: Tensor  # [rank]
+    up: Tensor  # [heads * (plain_dim + value_dim), rank]; each head's key, then its value
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """One layer; None: the family has no such parameter. Rows of q and k are reordered: see interleave_halves.
 
@@ -205,6 +215,7 @@ class LayerWeights:
     mlp_norm: Tensor | None  # [hidden]
     mlp: MlpWeights | ExpertWeights
     mlp_post_norm: Tensor | None  # [hidden]
+    latent: LatentWeights | None = None
 
 
 @dataclass(slots=True)
@@ -278,6 +289,25 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
         targets[name] = Target(into, matrix=matrix)
         return into
 
+    def queries_and_cached(latent: LatentConfig) -> Tensor:
+        queries = config.num_heads * (latent.plain_dim + latent.rope_dim)
+        sizes = [latent.query_rank or queries, latent.rank + latent.rope_dim]
+        into = empty((sum(sizes), hidden))
+        names = ("q_a_proj" if latent.query_rank else "q_proj", "kv_a_proj_with_mqa")
+        for name, rows in zip(names, into.split_with_sizes(sizes), strict=True):
+            targets[f"self_attn.{name}.weight"] = Target(rows, matrix="qkv")
+        return into
+
+    def of_latent(latent: LatentConfig) -> LatentWeights:
+        queries = config.num_heads * (latent.plain_dim + latent.rope_dim)
+        query_rank, up = latent.query_rank, config.num_heads * (latent.plain_dim + latent.value_dim)
+        return LatentWeights(
+            norm("self_attn.q_a_layernorm", query_rank) if query_rank else None,
+            whole("self_attn.q_b_proj.weight", queries, query_rank, matrix="query_up") if query_rank else None,
+            norm("self_attn.kv_a_layernorm", latent.rank),
+            whole("self_attn.kv_b_proj.weight", up, latent.rank),
+        )
+
     def qkv(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
         sizes = [config.query_size, config.kv_size, config.kv_size]
         into = empty((sum(sizes), *inputs))
@@ -317,17 +347,18 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
     norms = [layer_norm(name) for name in config.norms]
     layer = LayerWeights(
         attention_norm=norms[0],
-        qkv=qkv("weight", hidden, matrix="qkv"),
+        qkv=qkv("weight", hidden, matrix="qkv") if config.latent is None else queries_and_cached(config.latent),
         qkv_bias=qkv("bias") if config.qkv_bias else None,
         query_norm=norm("self_attn.q_norm", *query_heads, head_dim, head_dim=reordered) if has_head_norms else None,
         key_norm=norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=reordered) if has_head_norms else None,
         sinks=whole("self_attn.sinks", config.num_heads) if config.has_sinks else None,
-        output=whole("self_attn.o_proj.weight", hidden, config.query_size, matrix="output"),
+        output=whole("self_attn.o_proj.weight", hidden, config.attended_size, matrix="output"),
         output_bias=whole("self_attn.o_proj.bias", hidden) if config.output_bias else None,
         attention_post_norm=norms[1],
         mlp_norm=norms[2],
         mlp=experts() if config.layer(index).is_sparse else mlp(),
         mlp_post_norm=norms[3],
+        latent=None if config.latent is None else of_latent(config.latent),
     )
     return layer, {f"model.layers.{index}.{name}": target for name, target in targets.items()}
 
@@ -364,8 +395,8 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
         targets[names.choice_bias] = Target(into)
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         rows = (*floats(weights.shared_gate_up).chunk(2), floats(weights.shared_down))
-        matrices = ("shared_gate_up", "shared_gate_up", "shared_down")
-        for name, into, matrix in zip(names.projections, rows, matrices, strict=True):
+        owners = ("shared_gate_up", "shared_gate_up", "shared_down")
+        for name, into, matrix in zip(names.projections, rows, owners, strict=True):
             targets[f"{names.shared}.{name}.weight"] = Target(into, matrix=matrix)
     if weights.shared_gate is not None:
         targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)
@@ -394,7 +425,8 @@ def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
     return targets
 
 
-def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | MlpWeights | ExpertWeights, str]]:
+def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | LatentWeights | MlpWeights | ExpertWeights, str]]:
     """What may be quantised: owner and attribute."""
+    latent = [(layer.latent, "query_up")] if layer.latent is not None and layer.latent.query_up is not None else []
     mlp = [(layer.mlp, name) for name in MLP_MATRICES if getattr(layer.mlp, name, None) is not None]
-    return [*((layer, name) for name in ATTENTION_MATRICES), *mlp]
+    return [*((layer, name) for name in ATTENTION_MATRICES), *latent, *mlp]

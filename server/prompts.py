@@ -31,6 +31,8 @@ from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 
+_END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -46,7 +48,8 @@ class Prepared:
     @property
     def continues_text(self) -> bool:
         """The output goes on with the prompt's text, rather than being one of its own."""
-        return not isinstance(self.call.prompts[0], ChatPrompt)
+        prompt = self.call.prompts[0]
+        return not isinstance(prompt, ChatPrompt) or prompt.continues_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +162,24 @@ class PromptReader:
         """The text that the chat template makes of the prompt."""
         if marks is not None:
             marks.enter(Stage.TEMPLATE)
-        return self.chat_template.render(
-            prompt.messages,
+        messages = prompt.messages
+        if prompt.continues_last:
+            last = messages[-1]
+            messages = (*messages[:-1], last | {"content": last["content"] + _END_MARK})
+        text = self.chat_template.render(
+            messages,
             now=datetime.fromtimestamp(self.unix_clock()),
             tools=prompt.tools or None,
             template_kwargs=prompt.template_kwargs,
             param=prompt.param,
+            add_generation_prompt=prompt.begins_answer,
         )
+        if not prompt.continues_last:
+            return text
+        if (end := text.rfind(_END_MARK)) < 0:
+            where = f"{prompt.param}[{len(messages) - 1}]"
+            raise InvalidRequest(f"{where} cannot be continued: the model's chat template leaves it out.", where)
+        return text[:end]
 
     def _encode_checked(self, prompt: Prompt, param: str, text: str | None, marks: StageMarks) -> tuple[int, ...]:
         """
@@ -298,7 +312,11 @@ def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCal
     """
     if call.thought is None or text is None:
         return call
-    start = thought_start(call.thought.style.name, text)
+    prompt, turn = call.prompts[0], None
+    if isinstance(prompt, ChatPrompt) and prompt.continues_last:
+        begun = prompt.messages[-1]["content"].lstrip()  # templates trim the beginning
+        turn = text.rfind(begun) if begun else len(text)
+    start = thought_start(call.thought.style.name, text, turn)
     return msgspec.structs.replace(call, thought=msgspec.structs.replace(call.thought, start=start))
 
 

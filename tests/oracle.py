@@ -20,6 +20,17 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -315,6 +326,38 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Ernie4_5_MoeForCausalLM",
         "Ernie4_5_MoeConfig",
         {**_HEADS, "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2, "num_hidden_layers": 3},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **_LATENT,
+            "q_lora_rank": 32,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {**_YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteConfig",
+        {**_LATENT, "q_lora_rank": 32, "n_routed_experts": 6, "pad_token_id": 0},
     ),
     "gpt_oss": (
         "GptOssForCausalLM",

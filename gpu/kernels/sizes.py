@@ -287,6 +287,8 @@ def why_not_this_model(config: ModelConfig) -> str | None:
 
 def why_no_attention(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Why the attention kernels cannot serve where the others do, as a phrase; None: they can."""
+    if config.latent is not None:
+        return "the kernels do not support latent attention"
     if config.head_dim > max_head_dim(dtype):
         return f"heads of {config.head_dim} in {str(dtype)[6:]}: the kernels support up to {max_head_dim(dtype)}"
     per_kv, most = config.num_heads // config.num_kv_heads, tiles_for(config.head_dim, dtype).extend_rows

@@ -224,7 +224,7 @@ def _obstacles(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> Ite
         yield f"{whole.num_heads} heads do not split into {num_ranks} parts"
     if whole.num_kv_heads % num_ranks and num_ranks % whole.num_kv_heads:
         yield f"{whole.num_kv_heads} KV heads neither split into {num_ranks} parts nor share {num_ranks} ranks evenly"
-    split_inputs = [whole.query_size]  # of matrices whose rows are split
+    split_inputs = [whole.attended_size]  # of matrices whose rows are split
     if any(not whole.layer(index).is_sparse for index in range(whole.num_layers)):
         split_inputs.append(whole.intermediate_size)
         if whole.intermediate_size % num_ranks:

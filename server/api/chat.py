@@ -23,6 +23,7 @@ from server.api.fields import (
     check_range,
     flatten,
     generation_call,
+    with_end,
 )
 from server.api.known_fields import rules_of
 from server.api.reasoning import Budget, ReasoningOptions, ThinkingOptions, answer_parser, parts_of, thought_wishes
@@ -66,6 +67,8 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     enable_thinking: bool | None = None
     thinking_token_budget: Budget | None = None
     include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     functions: list[Function] | None = None  # tools' old name, with function_call for tool_choice
     function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -78,11 +81,12 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     tools = _tools(wire, defaults.tool_style)
     thought, variables = thought_wishes(wire, defaults.thought_style)
+    prompt = chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=variables)
     return generation_call(
         wire,
         model,
         defaults,
-        (chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=variables),),
+        (with_end(prompt, wire.add_generation_prompt, wire.continue_final_message),),
         tools=tools,
         thought=thought,
         max_tokens=max_tokens,

@@ -55,12 +55,16 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         param: the request's field that they came in.
         tools: that the prompt shows, in chat's form.
         template_kwargs: more variables of the chat template.
+        begins_answer: the prompt ends with what the template writes before an assistant's message.
+        continues_last: it ends with the last message, an assistant's, which the answer goes on with.
     """
 
     messages: tuple[dict[str, Any], ...]
     param: str = "messages"
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] | None = None
+    begins_answer: bool = True
+    continues_last: bool = False
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -398,7 +402,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     function_call: CalledFunction | None = None
     audio: Any = None
     images: Any = None  # ollama's
-    prefix: Any = None  # DeepSeek's and Mistral's: the answer goes on with this text
+    prefix: Any = None  # of the last, DeepSeek's and Mistral's: the answer goes on with it
     partial: Any = None  # Qwen's and Kimi's: the same
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -424,6 +428,8 @@ def chat_prompt(
         raise InvalidRequest(f"{param} is empty: send at least one message.", param)
     params = params or [f"{param}[{i}]" for i in range(len(messages))]
     messages = [_renewed(message, i, messages[i - 1 : i]) for i, message in enumerate(messages)]
+    is_begun = bool(messages[-1].prefix or messages[-1].partial)
+    messages[-1] = msgspec.structs.replace(messages[-1], prefix=None, partial=None)
     made = [_template_message(message, style, where) for message, where in zip(messages, params, strict=True)]
     names = {call["id"]: call["function"]["name"] for one in made for call in one.get("tool_calls", ()) if "id" in call}
     for one, where in zip(made, params, strict=True):
@@ -433,7 +439,28 @@ def chat_prompt(
                 where += ".tool_call_id" if param == "messages" else ".call_id"
                 raise InvalidRequest(f"{where} is of no call in an earlier message.", where)
             one.setdefault("name", names[call_id])
-    return ChatPrompt(tuple(made), param, () if tools is None else tuple(tools.for_template()), template_kwargs)
+    shown = () if tools is None else tuple(tools.for_template())
+    return with_end(ChatPrompt(tuple(made), param, shown, template_kwargs), None, is_begun)
+
+
+def with_end(prompt: ChatPrompt, begins_answer: bool | None, continues_last: bool | None) -> ChatPrompt:
+    """The prompt, with what a request says of its end: add_generation_prompt and continue_final_message.
+
+    Raises:
+        InvalidRequest: they contradict each other, or the last message cannot be continued.
+    """
+    last, where = prompt.messages[-1], f"{prompt.param}[{len(prompt.messages) - 1}]"
+    if not (prompt.continues_last or continues_last):
+        return msgspec.structs.replace(prompt, begins_answer=begins_answer is not False)
+    if begins_answer:
+        message = (
+            "add_generation_prompt begins a message, and continue_final_message goes on with one. Send one of them."
+        )
+        raise InvalidRequest(message, "add_generation_prompt")
+    if last["role"] != "assistant" or "tool_calls" in last:
+        message = f"{where} cannot be continued: it must be an assistant's message without calls."
+        raise InvalidRequest(message, where)
+    return msgspec.structs.replace(prompt, begins_answer=False, continues_last=True)
 
 
 def flatten(content: Content, param: str) -> str:

@@ -99,8 +99,6 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(CHAT, "echo", False),
         *_refused(CHAT | TOKENIZE, "chat_template"),
         *_refused(CHAT, "documents", []),
-        *_refused(CHAT | TOKENIZE, "add_generation_prompt", True),
-        *_refused(CHAT | TOKENIZE, "continue_final_message", False),
         *_refused(TOKENIZE, "tools", []),
         *_refused(COMPLETIONS, "prompt_embeds"),
         *_refused(GENERATION, "use_beam_search", False),

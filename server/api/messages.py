@@ -27,6 +27,7 @@ from server.api.fields import (
     chat_prompt,
     generation_call,
     missing_field,
+    with_end,
 )
 from server.api.known_fields import rules_of
 from server.api.reasoning import ThinkingOptions, answer_parser, parts_of, wishes_of
@@ -220,7 +221,9 @@ def _prompt(
             else:
                 made.append((message, where))
     messages, params = [one for one, _ in made], [where for _, where in made]
-    return chat_prompt(messages, defaults.tool_style, tools, "messages", params, variables)
+    prompt = chat_prompt(messages, defaults.tool_style, tools, "messages", params, variables)
+    last = messages[-1]
+    return with_end(prompt, None, last.role == "assistant" and not last.tool_calls)  # a prefill: the answer goes on
 
 
 def _without_billing(system: Blocks | None) -> Blocks | None:

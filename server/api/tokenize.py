@@ -7,7 +7,7 @@ import msgspec
 
 from core.errors import InvalidRequest
 from server.api.decoding import decode
-from server.api.fields import ChatPrompt, Message, TextPrompt, chat_prompt
+from server.api.fields import ChatPrompt, Message, TextPrompt, chat_prompt, with_end
 from server.api.known_fields import rules_of
 from server.wire import sse
 
@@ -20,6 +20,8 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Message] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -42,7 +44,8 @@ def parse_tokenize(body: bytes) -> tuple[TokenizeBody, TextPrompt | ChatPrompt, 
     if wire.add_special_tokens:
         message = "The chat template writes the special tokens of messages. Leave it out, or send false."
         raise InvalidRequest(message, "add_special_tokens", "unsupported_parameter")
-    return wire, chat_prompt(wire.messages or [], template_kwargs=wire.chat_template_kwargs), unknown_fields
+    prompt = chat_prompt(wire.messages or [], template_kwargs=wire.chat_template_kwargs)
+    return wire, with_end(prompt, wire.add_generation_prompt, wire.continue_final_message), unknown_fields
 
 
 def tokenize_reply(ids: Sequence[int], max_model_len: int, token_strs: Sequence[str] | None) -> bytes:

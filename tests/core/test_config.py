@@ -91,6 +91,9 @@ def test_defaults_of_old_configurations() -> None:
         ({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "x"}}, "quantization_config"),
         ({"architectures": ["MixtralForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_type='su'"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": False}, "rope_interleave=False"),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True}, "norm_topk_prob=True"),
+        ({"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": ["x"]}, "mlp_layer_types"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_type='mrope'"),
         ({"architectures": ["ArceeForCausalLM"]}, "hidden_act='silu'"),
         ({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "x"}}, "text_config"),
@@ -180,6 +183,52 @@ def test_mixtures_of_experts_have_their_known_sizes() -> None:
     assert oss.num_parameters == 20_914_757_184
     assert (oss.rope.kind, oss.rope.theta, oss.max_position) == ("yarn", 150_000.0, 131_072)
     assert [layer.window for layer in oss.layers[:2]] == [128, None]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "num_parameters"),
+    [
+        (  # DeepSeek-V3, without its layer that predicts a second token
+            "DeepseekV3ForCausalLM",
+            {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61}
+            | {"num_attention_heads": 128, "num_nextn_predict_layers": 1},
+            671_026_419_200,
+        ),
+        (  # DeepSeek-V2-Lite
+            "DeepseekV2ForCausalLM",
+            {"vocab_size": 102_400, "hidden_size": 2048, "intermediate_size": 10_944, "num_hidden_layers": 27}
+            | {"num_attention_heads": 16, "q_lora_rank": None, "moe_intermediate_size": 1408, "topk_method": "greedy"}
+            | {"first_k_dense_replace": 1},
+            15_706_484_224,
+        ),
+        (  # GLM-4.5-Air
+            "Glm4MoeForCausalLM",
+            {"vocab_size": 151_552, "intermediate_size": 10_944, "num_hidden_layers": 46, "num_attention_heads": 96}
+            | {"head_dim": 128, "attention_bias": True},
+            106_852_251_264,
+        ),
+        (  # Qwen1.5-MoE-A2.7B
+            "Qwen2MoeForCausalLM",
+            {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
+            | {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60},
+            14_315_784_192,
+        ),
+    ],
+)
+def test_mixtures_with_shared_experts_have_their_known_sizes(
+    architecture: str, changes: dict[str, Any], num_parameters: int
+) -> None:
+    config = parse_model_config(llama(architectures=[architecture], **changes))
+    assert config.num_parameters == num_parameters
+
+
+def test_latent_attention_caches_one_vector_and_scales_as_yarn_says() -> None:
+    """DeepSeek-V3's: 512 numbers and a rotated key of 64; the factor is its modeling file's mscale, squared."""
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    fields = {"rope_scaling": {**yarn, "original_max_position_embeddings": 4096}, "max_position_embeddings": 163_840}
+    config = parse_model_config(llama(architectures=["DeepseekV3ForCausalLM"], **fields))
+    assert (config.num_cached, config.num_kv_heads, config.head_dim, config.max_position) == (1, 1, 576, 163_840)
+    assert config.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
 
 
 def test_qwen3_moe_may_have_dense_layers() -> None:
@@ -291,6 +340,8 @@ def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
             "hidden_size": 4112,
             "quantization_config": {"quant_method": "mxfp4"},
         },
+        {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 7},
+        {"architectures": ["DeepseekV3ForCausalLM"], "qk_rope_head_dim": 63},
         {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     ],
     ids=str,

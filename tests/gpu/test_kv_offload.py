@@ -84,6 +84,15 @@ def test_restored_blocks_give_the_tokens_of_computed_ones(directory: Path, expec
     assert stats.num_offloaded_blocks >= stats.num_restored_blocks
 
 
+def test_restored_blocks_of_latent_attention_do_too(model_directory: Callable[[str], Path]) -> None:
+    plain, served = (Served(open_runner(model_directory("deepseek_v3"), engine)) for engine in (ENGINE, HOST))
+    expected = ask_all(plain, "plain.")
+    for turn in range(2):
+        answers = ask_all(served, f"{turn}.")
+        assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
+    assert all(num_cached for _, num_cached in answers)
+
+
 def test_copies_go_behind_what_was_sent_and_come_before_what_is(directory: Path) -> None:
     """A device does them late: neither the host nor a block that is overwritten meanwhile may notice."""
     config = parse_model_config(read_config(directory))

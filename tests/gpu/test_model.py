@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config import RopeConfig
-from gpu.layers import Rope, apply_rope, rope_frequencies
+from core.config import ExpertsConfig, RopeConfig
+from gpu.layers import Rope, apply_rope, rope_frequencies, shares_of, sigmoid
 from gpu.operators import Operators
 from gpu.runner import ModelRunner
 from tests.gpu.conftest import ENGINE, open_runner
@@ -79,6 +79,17 @@ def test_greedy_tokens_equal_the_oracles_in_any_company(runner: ModelRunner, exp
         driver.step(None, late, *stays)
     driver.preempt(late)
     assert driver.generate(NUM_TOKENS, late, *stays) == [expected(4, 33), *(expected(*shape) for shape in shapes)]
+
+
+@pytest.mark.parametrize("num_experts", [6, 8, 20])
+def test_experts_are_chosen_in_the_same_way_in_any_company(num_experts: int) -> None:
+    config = ExpertsConfig(num_experts, 3, 8, "deepseek_v3", scoring="sigmoid", num_groups=2, num_active_groups=1)
+    scores = torch.randn(9, num_experts, generator=torch.Generator().manual_seed(0))
+    together = shares_of(scores, config)
+    for token in range(9):
+        alone = shares_of(scores[token : token + 1], config)
+        assert all(torch.equal(one[0], all_[token]) for one, all_ in zip(alone, together, strict=True))
+    assert torch.allclose(sigmoid(scores), scores.sigmoid(), atol=1e-7)
 
 
 def test_longropes_long_factors_serve_the_longer_context(model_directory: Callable[[str], Path]) -> None:

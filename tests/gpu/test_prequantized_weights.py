@@ -150,7 +150,7 @@ def test_logits_are_those_of_the_floats_by_transformers(scheme: str, pair: Pair)
         assert (logits_of(stored, engine) - want).abs().max() <= 1e-4 * want.abs().max()
 
 
-@pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen3_moe", "olmo2", "qwen2"])
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen3_moe", "olmo2", "qwen2", "deepseek_v3"])
 @pytest.mark.parametrize("scheme", ["blocks", "whole", "compressed channels"])
 def test_families_say_what_their_floats_say(
     scheme: str, family: str, model_directory: Callable[[str], Path], tmp_path: Path

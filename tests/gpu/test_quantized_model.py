@@ -21,7 +21,7 @@ from tests.oracle import read_config
 
 CPU = torch.device("cpu")
 PROMPTS = ([5], list(range(40, 47)), list(range(100, 140)))  # rows for the operators, and for slabs
-FAMILIES = ("llama2", "qwen2", "gemma2", "phi3", "qwen3_moe", "qwen2_moe", "gpt_oss")
+FAMILIES = ("llama2", "qwen2", "gemma2", "phi3", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 def tokens_of(runner: ModelRunner, num_tokens: int = 24) -> list[list[int]]:

@@ -299,3 +299,55 @@ def test_states_of_thoughts_roll_back() -> None:
             mask = np.zeros(grammar.num_words, np.int32)
             state.fill_mask(mask)
             assert (mask == masks[len(ids) - num]).all()
+
+
+QUESTION: Any = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "end", "script", "thought", "said"),
+    [
+        ("qwen3", "It is ", "</think>\n\nIt is ", "so.", "", "so."),
+        ("qwen3", "  It is", "</think>\n\n  It is", " so.", "", " so."),
+        ("qwen3", "", "</think>\n\n", "<think>", "", "<think>"),
+        ("qwen3", "<think>\nhm", "<think>\nhm", ", so\n</think>\n\nYes.", ", so", "Yes."),
+        ("r1", "It is", "assistant\nIt is", " so.", "", " so."),
+        ("harmony", "It is", "<|channel|>final<|message|>It is", " so.", "", " so."),
+    ],
+)
+def test_a_last_message_is_continued(
+    template: str, content: str, end: str, script: str, thought: str, said: str
+) -> None:
+    messages = [QUESTION, {"role": "assistant", "content": content}]
+    with thinking(template) as server:
+        fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        tokens = server.server.ask(request("POST", "/tokenize", fields | {"model": "small"})).json["tokens"]
+        assert TOKENIZER.decode(tokens, skip_special_tokens=False).endswith(end)
+        marked = {"messages": [QUESTION, messages[1] | {"prefix": True}]}
+        for asked in (fields, fields | STREAM, marked):
+            answer = server.ask(ask_for(**asked, return_token_ids=True), script)
+            assert message_of(answer) == {"thought": thought, "text": said, "calls": []}
+            if not asked.get("stream"):
+                assert answer.json["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True}, "messages[0]"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [QUESTION | {"prefix": True}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": "a", "partial": True}, QUESTION]}, "messages[0].partial"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], param: str) -> None:
+    with thinking() as server:
+        answer = server.ask(ask_for(**fields), "")
+        assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_a_prompt_without_its_end_is_what_the_messages_are() -> None:
+    with thinking() as server:
+        body = {"model": "small", "messages": [QUESTION], "add_generation_prompt": False}
+        tokens = server.server.ask(request("POST", "/tokenize", body)).json["tokens"]
+        assert TOKENIZER.decode(tokens, skip_special_tokens=False) == "<|im_start|>user\nx<|im_end|>\n"

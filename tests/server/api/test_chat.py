@@ -75,8 +75,6 @@ def test_messages_become_what_templates_know() -> None:
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls", "no form for tools"),
         ({"role": "assistant", "audio": {"id": "x"}}, "audio", "is not supported"),
         ({"role": "user", "content": "a", "images": ["x"]}, "images", "is not supported"),
-        ({"role": "assistant", "content": "a", "prefix": True}, "prefix", "is not supported"),
-        ({"role": "assistant", "content": "a", "partial": True}, "partial", "is not supported"),
     ],
 )
 def test_a_message_that_cannot_be_read_is_named(message: dict[str, Any], path: str, told: str) -> None:
