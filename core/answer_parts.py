@@ -783,6 +783,8 @@ def _typed(text: str, types: frozenset[str]) -> str:
     except (ValueError, RecursionError):
         return _json(text)
     kind = _TYPE_NAMES[type(parsed)]
+    if kind == "string":  # strings are written bare: its quotes are its own
+        return _json(text)
     if kind in types or (kind == "integer" and "number" in types):
         return value
     if kind == "number" and types & {"integer"} and parsed == int(parsed):

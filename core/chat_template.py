@@ -110,6 +110,7 @@ class ChatTemplate:
         *,
         now: datetime,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         param: str = "messages",
@@ -121,6 +122,7 @@ class ChatTemplate:
                 transformers, a field that is None counts as absent, also content: an empty turn has the content "".
             now: for the template's strftime_now, in the time zone to show.
             tools: OpenAI's form, {"type": "function", "function": {...}}.
+            documents: to answer from, as the template takes them: often {"title": "...", "text": "..."} each.
             template_kwargs: more variables, e.g. {"enable_thinking": False}, which override special tokens.
             param: the request's field with the messages, for errors.
 
@@ -139,7 +141,7 @@ class ChatTemplate:
             **self._marked(extra),
             "messages": [self._marked_message(_prepared(message)) for message in messages],
             "tools": None if tools is None else self._marked(list(tools)),
-            "documents": None,
+            "documents": None if documents is None else self._marked(list(documents)),
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": now.strftime,
         }
@@ -159,6 +161,10 @@ class ChatTemplate:
             return self.render([{"role": "user", "content": "x"}], now=datetime.min, add_generation_prompt=False)
         except InvalidRequest:
             return ""
+
+    @property
+    def shows_documents(self) -> bool:
+        return any("documents" in source for source in self.sources.values())
 
     def _choose(self, param: str, has_tools: bool) -> Template:
         if has_tools and "tool_use" in self._templates:

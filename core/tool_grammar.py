@@ -165,7 +165,7 @@ class _Writer:
         required = tool.schema.get("required", ())
         gap = "\n" if form.has_newlines else ""
         parts = []
-        for name, schema in tool.schema.get("properties", {}).items():
+        for name, schema in _properties(tool.schema, tool.name).items():
             begin = form.key_begin + name + form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
             value = self._tagged_value(schema, gap + form.value_end + "\n", f"{tool.name}.{name}", tool.schema)
             parts.append(f"({_quoted(begin)} {value}){'' if name in required else '?'}")
@@ -189,7 +189,7 @@ class _Writer:
         required = schema.get("required", ())
         separator = _quoted(", " if form.has_escapes else ",")
         first = rest = '""'
-        for name, one in reversed(schema.get("properties", {}).items()):
+        for name, one in reversed(_properties(schema, path).items()):
             value = self._literal_value(form, one, f"{path}.{name}")
             pair = self.rule(f"pair_{len(self._rules)}", f"{_quoted(quote + name + quote + assign)} {value}")
             is_required = name in required
@@ -226,6 +226,12 @@ class _Writer:
                 return f"{_quoted('{')} {self._pairs(form, schema, path, assign, quote)} {_quoted('}')}"
             case _:
                 return "INTEGER" if kinds == "integer" else "NUMBER"
+
+
+def _properties(schema: Schema, path: str) -> dict[str, Schema]:
+    if False in (properties := dict(schema.get("properties", {}))).values():
+        raise CannotHold(path, "false")
+    return {name: {} if one is True else one for name, one in properties.items()}
 
 
 def _check(schema: Schema, path: str, others: set[str]) -> None:

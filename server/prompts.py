@@ -162,6 +162,9 @@ class PromptReader:
         """The text that the chat template makes of the prompt."""
         if marks is not None:
             marks.enter(Stage.TEMPLATE)
+        if prompt.documents and not self.chat_template.shows_documents:
+            message = "This model's chat template shows no documents. Put their text into a message."
+            raise InvalidRequest(message, "documents", "unsupported_parameter")
         messages = prompt.messages
         if prompt.continues_last:
             last = messages[-1]
@@ -170,6 +173,7 @@ class PromptReader:
             messages,
             now=datetime.fromtimestamp(self.unix_clock()),
             tools=prompt.tools or None,
+            documents=prompt.documents or None,
             template_kwargs=prompt.template_kwargs,
             param=prompt.param,
             add_generation_prompt=prompt.begins_answer,
@@ -210,6 +214,7 @@ class PromptReader:
         """The prompt's text, each field of a message by itself: templates may show names and reasoning, too."""
         if isinstance(prompt, ChatPrompt):
             texts = [text for message in prompt.messages for name, text in message.items() if name != "role"]
+            texts += prompt.documents
             return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
         if isinstance(prompt, TextPrompt):
             return [prompt.text] if prompt.suffix is None else [prompt.text, prompt.suffix]

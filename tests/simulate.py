@@ -2,7 +2,8 @@
 
 First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
 flight and with two, without host memory and with it (tests/core/test_scheduler_machine.py), in turn by seed; then the
-whole server with every fault (tests/server/fault_history.py). A failing seed is printed, with how to run it again, and
+whole server with every fault (tests/server/fault_history.py); then tool calls in every format, rendered, cut and parsed
+(tests/core/test_answer_parts.py). A failing seed is printed, with how to run it again, and
 how fast it all went.
 """
 
@@ -18,9 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import TypeVar
 
+from core.tool_formats import FORMATS
 from tests.core.drawn_rules import run_seeded
+from tests.core.test_answer_parts import check_random_calls
 from tests.core.test_scheduler_machine import MACHINES
 from tests.server.fault_checks import Tally
 from tests.server.fault_history import FaultHistory
@@ -33,6 +37,7 @@ HISTORIES_PER_JOB = 10
 GC_THRESHOLD = 50_000  # objects: a server of a hundred requests is all garbage at its end, and hardly any before
 MACHINE_STEPS = 10_000_000
 HISTORIES = 2_000
+CALLS = 10_000  # answers with calls, of each format
 
 
 def run_fault_histories(seeds: Iterable[int]) -> Tally:
@@ -46,6 +51,14 @@ def run_fault_histories(seeds: Iterable[int]) -> Tally:
 def run_machine_of(seed: int) -> int:
     """Some histories of the machine whose turn it is. Returns how many steps they had."""
     return _noted(seed, "machine", lambda seed: run_seeded(seed, MACHINES[seed % len(MACHINES)]))
+
+
+def run_calls(seeds: Sequence[int]) -> int:
+    """An answer in every format for each seed. Returns how many."""
+    for seed in seeds:
+        for form in FORMATS:
+            _noted(seed, "calls", partial(check_random_calls, form))
+    return len(seeds) * len(FORMATS)
 
 
 def _noted(seed: int, kind: str, run: Callable[[int], T]) -> T:
@@ -87,18 +100,18 @@ def _prepare() -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulate", description=__doc__)
-    parser.add_argument("--only", choices=("machine", "faults"), help="one of the two; default: both")
+    parser.add_argument("--only", choices=("machine", "faults", "calls"), help="one of these; default: all")
     parser.add_argument("--seed", type=int, help="this one alone, in this process")
     parser.add_argument("--first-seed", type=int, default=1_000_000, help="of those that are run without --seed")
     parser.add_argument("--steps", type=int, default=MACHINE_STEPS, help="of the machine (default: %(default)s)")
     parser.add_argument("--histories", type=int, default=HISTORIES, help="of faults (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=CALLS, help="answers with calls, of each format")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one a core)")
     arguments = parser.parse_args(argv)
     _prepare()
-    if arguments.only != "faults":
-        _run_machine(arguments)
-    if arguments.only != "machine":
-        _run_faults(arguments)
+    for kind, run in (("machine", _run_machine), ("faults", _run_faults), ("calls", _run_calls)):
+        if arguments.only in (None, kind):
+            run(arguments)
     return 0
 
 
@@ -131,6 +144,17 @@ def _run_faults(arguments: argparse.Namespace) -> None:
     print(f"{num_histories} histories of faults: {asked} hold; {rate.of(tally.num_asked, 'requests')}")
     for event, count in tally.events.most_common():
         print(f"{count:9} {event}")
+
+
+def _run_calls(arguments: argparse.Namespace) -> None:
+    rate = Rate()
+    if arguments.seed is not None:
+        num_answers = run_calls([arguments.seed])
+    else:
+        end = arguments.first_seed + arguments.calls
+        jobs = (range(start, min(start + 100, end)) for start in range(arguments.first_seed, end, 100))
+        num_answers = sum(in_processes(arguments.processes, run_calls, jobs))
+    print(f"{num_answers} answers with calls are parsed as they were written; {rate.of(num_answers, 'answers')}")
 
 
 class Rate:

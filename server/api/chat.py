@@ -1,12 +1,9 @@
 """/v1/chat/completions: messages in, chunks or one document out. Thread: loop."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
-from core.answer_parts import Arguments, CallBegin, Reasoning, Text
-from core.answer_parts import Part as AnswerPart
+from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
 from core.types import Delta, TokenLogprobs, Usage
@@ -17,7 +14,7 @@ from server.api.fields import (
     GenerationCall,
     MaxTokens,
     Message,
-    Part,
+    Prediction,
     RequestLimits,
     chat_prompt,
     check_range,
@@ -45,13 +42,6 @@ RULES = rules_of("chat")
 ID_PREFIX = "chatcmpl-"
 
 
-class Prediction(msgspec.Struct, frozen=True):
-    """Text that the answer is likely to repeat: it is a draft, and changes nothing."""
-
-    type: Literal["content"]
-    content: str | list[Part]
-
-
 class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     messages: list[Message]
     max_tokens: MaxTokens | None = None
@@ -72,6 +62,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     functions: list[Function] | None = None  # tools' old name, with function_call for tool_choice
     function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     prediction: Prediction | None = None
 
 
@@ -82,6 +73,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     tools = _tools(wire, defaults.tool_style)
     thought, variables = thought_wishes(wire, defaults.thought_style)
     prompt = chat_prompt(wire.messages, defaults.tool_style, tools, template_kwargs=variables)
+    prompt = msgspec.structs.replace(prompt, documents=tuple(wire.documents or ()))
     return generation_call(
         wire,
         model,
@@ -133,7 +125,7 @@ class ChatStream(ChunkStream):
     def text_frame(self, choice: int) -> TextFrame | None:
         return super().text_frame(choice) if self._parsers[choice] is None else None
 
-    def _parts(self, choice: int, parts: list[AnswerPart]) -> bytes:
+    def _parts(self, choice: int, parts: list[Part]) -> bytes:
         has_old = is_old(self._call.tools)
         deltas = (delta_of(part, self._context.reply_id, choice, has_old) for part in parts)
         return b"".join(self._chunk(choice, self._line(choice, delta, None, [], None)) for delta in deltas)
@@ -210,7 +202,7 @@ class ChatDocument(WholeReply):
         return line | {"token_ids": self._ids[choice]} if wishes.returns_ids else line
 
 
-def delta_of(part: AnswerPart, reply_id: str, choice: int, has_old: bool = False) -> dict[str, Any]:
+def delta_of(part: Part, reply_id: str, choice: int, has_old: bool = False) -> dict[str, Any]:
     """What a part of the answer adds to the message."""
     if has_old and isinstance(part, CallBegin | Arguments):  # there is one call
         named = {"name": part.name, "arguments": ""} if isinstance(part, CallBegin) else {"arguments": part.text}
@@ -228,7 +220,7 @@ def delta_of(part: AnswerPart, reply_id: str, choice: int, has_old: bool = False
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def collected(parts: list[AnswerPart], reply_id: str, choice: int, has_old: bool = False) -> dict[str, Any]:
+def collected(parts: list[Part], reply_id: str, choice: int, has_old: bool = False) -> dict[str, Any]:
     """What the parts of a whole answer are in its message."""
     content, thought = ("".join(part.text for part in parts if isinstance(part, kind)) for kind in (Text, Reasoning))
     calls: list[dict[str, Any]] = []

@@ -55,6 +55,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         param: the request's field that they came in.
         tools: that the prompt shows, in chat's form.
         template_kwargs: more variables of the chat template.
+        documents: that the prompt shows.
         begins_answer: the prompt ends with what the template writes before an assistant's message.
         continues_last: it ends with the last message, an assistant's, which the answer goes on with.
     """
@@ -63,6 +64,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     param: str = "messages"
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] | None = None
+    documents: tuple[dict[str, Any], ...] = ()
     begins_answer: bool = True
     continues_last: bool = False
 
@@ -390,7 +392,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | UnsetType | None = UNSET
 
 
-Content = str | list[Part] | None | UnsetType
+Content = str | list[Part | str] | None | UnsetType
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -489,7 +491,9 @@ def missing_field(param: str) -> InvalidRequest:
     return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
 
 
-def _part_text(part: Part, param: str) -> str:
+def _part_text(part: Part | str, param: str) -> str:
+    if isinstance(part, str):
+        return part
     field = _TEXT_FIELDS.get(part.type)
     if field is None:
         raise InvalidRequest(

@@ -89,7 +89,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -175,7 +175,7 @@ def _thought(item: InputItem, param: str) -> str:
     """The text of a reasoning item, which the chat template may show, without summaries and encrypted content."""
     content = item.content
     if isinstance(content, list):
-        content = [part for part in content if part.type == "reasoning_text"]
+        content = [part for part in content if not isinstance(part, str) and part.type == "reasoning_text"]
     return flatten(content, f"{param}.content") if content else ""
 
 

@@ -27,6 +27,11 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additi
 
 FunctionName = Annotated[str, Meta(min_length=1, max_length=128)]
 _NAME = re.compile(r"[\w.\-]+")
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_SCHEMA_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_LISTS = _SCHEMA_LISTS | {"enum", "required"}
+_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_SCHEMAS = frozenset({"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"})
 _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 
 
@@ -145,9 +150,10 @@ def tool_wishes(
             raise InvalidRequest(f"{param}.name is {one.name!r}, as that of an earlier tool.", f"{param}.name")
         if one.parameters is not None and one.parameters.get("type", "object") != "object":
             raise InvalidRequest(f'{param}.parameters must have "type": "object".', f"{param}.parameters")
+        check_depth(one.parameters, f"{param}.parameters")
+        _check_schema(one.parameters or {}, f"{param}.parameters")
         if one.strict:
             json_schema(_parameters(one), f"{param}.parameters")
-        check_depth(one.parameters, f"{param}.parameters")
         by_name[one.name] = one
     mode, names = _chosen(choice, by_name)
     if mode == "none":
@@ -160,6 +166,33 @@ def tool_wishes(
         is_required=mode == "required",
         most_calls=1 if is_parallel is False or style.most_calls == 1 else most_calls,
     )
+
+
+def _check_schema(schema: Any, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest: it is no JSON schema, whose depth is bounded.
+    """
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param} must be a schema: an object, true or false.", param)
+    for name, value in schema.items():
+        where = f"{param}.{name}"
+        if name == "type" and not all(one in _TYPES for one in (value if isinstance(value, list) else [str(value)])):
+            raise InvalidRequest(f"{where} must be of {', '.join(sorted(_TYPES))}.", where)
+        if name in _LISTS and not isinstance(value, list):
+            raise InvalidRequest(f"{where} must be an array.", where)
+        if name in _SCHEMAS_BY_NAME:
+            if not isinstance(value, dict):
+                raise InvalidRequest(f"{where} must be an object of schemas.", where)
+            for key, inner in value.items():
+                _check_schema(inner, f"{where}.{key}")
+        elif name in _SCHEMA_LISTS or (name == "items" and isinstance(value, list)):
+            for i, inner in enumerate(value):
+                _check_schema(inner, f"{where}[{i}]")
+        elif name in _SCHEMAS:
+            _check_schema(value, where)
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:

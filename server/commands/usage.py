@@ -63,7 +63,18 @@ def _print_table(by: Grouping, lines: Sequence[UsageLine]) -> None:
     table = Table(box=None, pad_edge=False, show_footer=len(lines) > 1)
     cells = [_cells(line) for line in lines]
     footer = _cells(total(lines))
-    heads = (by.value, "requests", "aborted", "prompt", "cached", "completion", "price", "device s", "block s")
+    heads = (
+        by.value,
+        "requests",
+        "aborted",
+        "prompt",
+        "cached",
+        "completion",
+        "reasoning",
+        "price",
+        "device s",
+        "block s",
+    )
     for i, (head, foot) in enumerate(zip(heads, footer, strict=True)):
         table.add_column(head, foot, justify="left" if i == 0 else "right", no_wrap=True)
     for row in cells:
@@ -72,7 +83,8 @@ def _print_table(by: Grouping, lines: Sequence[UsageLine]) -> None:
 
 
 def _cells(line: UsageLine) -> tuple[str, ...]:
-    counts = (line.requests, line.aborted, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
+    tokens = (line.prompt_tokens, line.cached_tokens, line.completion_tokens, line.reasoning_tokens)
+    counts = (line.requests, line.aborted, *tokens)
     seconds = (line.device_us, line.kv_block_us)
     return (
         line.group or NO_KEY,

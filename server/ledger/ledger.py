@@ -173,6 +173,7 @@ class Entry:
             prompt_tokens=usage.num_prompt_tokens,
             cached_tokens=usage.num_cached_tokens,
             completion_tokens=usage.num_completion_tokens,
+            reasoning_tokens=usage.num_thought_tokens,
             counted_tokens=self.count(usage),
             price_micro=self.ledger.prices.cost_micro(self.row.model, usage),
             **fields,

@@ -18,7 +18,7 @@ from core.errors import ExitCode, StartupError
 
 MICRO = 10**6  # of a second, and of the currency
 APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_MS = 250  # to wait for a lock that another process holds for a moment, as a backup does
 PRUNED_ROWS = 500  # at once: 5 ms
 PAGE_BYTES = 4096  # SQLite's default
@@ -70,6 +70,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     counted_tokens: int = 0
     finish_reason: str | None = None
     status: int | None = None
@@ -158,7 +159,7 @@ CREATE TABLE requests (
     reserved_tokens INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL, counted_tokens INTEGER NOT NULL, finish_reason TEXT, status INTEGER,
     error_code TEXT, stages_ms TEXT, device_us INTEGER NOT NULL, kv_block_us INTEGER NOT NULL,
-    price_micro INTEGER NOT NULL
+    price_micro INTEGER NOT NULL, reasoning_tokens INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX requests_by_time ON requests (updated_us);
 CREATE INDEX requests_in_progress ON requests (request_id) WHERE state = '{RowState.RESERVED}';
@@ -170,9 +171,12 @@ CREATE TABLE answers (
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
+# From version 1
+_UPGRADE = ("ALTER TABLE requests ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0", "PRAGMA user_version = 2")
 COLUMNS = LedgerRow.__struct_fields__
 CHECKPOINTED = (
-    "updated_us", "prompt_tokens", "cached_tokens", "completion_tokens", "counted_tokens", "price_micro",
+    "updated_us", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "counted_tokens",
+    "price_micro",
 )  # fmt: skip
 _INSERT = f"INSERT INTO requests ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
 _SETTLE = (
@@ -245,6 +249,11 @@ class LedgerStore:
         execute = self._database.execute
         is_new = not _value(execute("SELECT count(*) FROM sqlite_schema"))
         found = _value(execute("PRAGMA application_id")), _value(execute("PRAGMA user_version"))
+        if found == (APPLICATION_ID, 1):
+            with self._transaction():
+                for statement in _UPGRADE:
+                    execute(statement)
+            found = APPLICATION_ID, SCHEMA_VERSION
         if not is_new and found != (APPLICATION_ID, SCHEMA_VERSION):
             is_other_version = found[0] == APPLICATION_ID
             kind = f"a ledger of version {found[1]}, not {SCHEMA_VERSION}" if is_other_version else "not a ledger"

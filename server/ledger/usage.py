@@ -110,6 +110,7 @@ class UsageLine(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int
     price_micro: int
     device_us: int
     kv_block_us: int

@@ -56,19 +56,25 @@ def cut(rng: random.Random, text: str) -> list[str]:
     return pieces
 
 
+def check_random_calls(form: str, seed: int) -> None:
+    """They are parsed as they were rendered: whole, by characters, and in random pieces."""
+    rng = random.Random(seed)
+    calls = [random_call(rng) for _ in range(rng.choice([1, 1, 2, 3]))]
+    lead = rng.choice(["", "Let me look.", "a < b\n\n"]) if not FORMATS[form].opens_answer else ""
+    before = FORMATS[form].before if lead else ""
+    tail = rng.choice(["", "", "\n", "\nDone."]) if FORMATS[form].end else ""
+    text = lead + before + RENDER[form](calls) + tail
+    for pieces in ([text], list(text), cut(rng, text)):
+        events = parsed(form, pieces)
+        assert [(name, json.loads(args)) for name, args in calls_of(events)] == calls, text
+        assert text_of(events) == lead + (tail if tail.strip() else ""), text
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_is_rendered_is_parsed_whole_and_in_any_pieces(form: str) -> None:
+    """`make simulate` tries more of them."""
     for seed in range(200):
-        rng = random.Random(seed)
-        calls = [random_call(rng) for _ in range(rng.choice([1, 1, 2, 3]))]
-        lead = rng.choice(["", "Let me look.", "a < b\n\n"]) if not FORMATS[form].opens_answer else ""
-        before = FORMATS[form].before if lead else ""
-        tail = rng.choice(["", "", "\n", "\nDone."]) if FORMATS[form].end else ""
-        text = lead + before + RENDER[form](calls) + tail
-        for pieces in ([text], list(text), cut(rng, text)):
-            events = parsed(form, pieces)
-            assert [(name, json.loads(args)) for name, args in calls_of(events)] == calls, text
-            assert text_of(events) == lead + (tail if tail.strip() else ""), text
+        check_random_calls(form, seed)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -90,6 +90,19 @@ def test_renders_as_transformers(
     assert ours(template, CHATS[chat], **options) == theirs(monkeypatch, template, CHATS[chat], **options)
 
 
+def test_documents_render_as_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "{% for d in documents %}{{ loop.index0 }}{{ d.title }}: {{ d['text'] | trim }}\n{% endfor %}{{ documents }}"
+    )
+    documents = [{"title": "A <b>", "text": " x\n"}, {"title": "B", "text": "<|eot_id|>", "id": 3}]
+    options: Any = {"documents": documents}
+    assert ours(source, CHATS["one"], **options) == theirs(monkeypatch, source, CHATS["one"], **options)
+    assert [ChatTemplate({"default": one}, {}, 99).shows_documents for one in (source, "{{ messages }}")] == [
+        True,
+        False,
+    ]
+
+
 @pytest.mark.parametrize("snippet", chat_templates.SNIPPETS)
 def test_each_construct_renders_as_transformers(snippet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours(snippet, CHATS["turns"]) == theirs(monkeypatch, snippet, CHATS["turns"], add_generation_prompt=True)

@@ -2,14 +2,18 @@
 
 import json
 from collections.abc import Awaitable, Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
+from core.chat_template import ChatTemplate
+from server.api.tools import CalledFunction, ToolCall, template_calls
+from server.loaded_engine import tool_style_of
 from tests.core.answer_texts import Call
 from tests.core.tool_templates import TOOL_TEMPLATES
-from tests.e2e.replay import MODEL, playing, written_calls, written_text
+from tests.e2e.replay import MODEL, end_of, playing, tokenizer_of, written_calls, written_text
 from tests.server.running_server import Running, run
 
 TOOLS: Any = [
@@ -126,3 +130,57 @@ def test_a_loop_of_responses_whole_and_streamed(form: str) -> None:
             assert (calls, called.output_text, said.output_text) == (calls_of(form), lead_of(form), ANSWER)
 
     session(form, scenario, lead_of(form))
+
+
+@pytest.mark.parametrize("form", TOOL_TEMPLATES)
+def test_a_turn_that_comes_back_is_found_in_the_cache(form: str) -> None:
+    """Its ids are those that were generated, up to where the template writes it in another way."""
+    lead = {"hermes": "<think>\nHm.\n</think>\n\nLet me look.", "harmony": ""}.get(form, lead_of(form))
+    rewritten = {"pythonic": "city='", "mistral-list": '"days": 2}'}  # strings' quotes; ids, which the model left out
+
+    async def scenario(client: AsyncOpenAI, running: Running) -> None:
+        asked: Any = {"model": MODEL, "tools": TOOLS}
+        first = await client.chat.completions.create(**asked, messages=[QUESTION])
+        (choice,) = first.choices
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"} for call in choice.message.tool_calls
+        ]
+        history = [QUESTION, choice.message.model_dump(exclude_none=True), *results]
+        second = await client.chat.completions.create(**asked, messages=history)
+        written = written_calls(form, calls_of(form), lead)
+        num_written = first.usage.completion_tokens
+        if form in rewritten:
+            same = written.partition(rewritten[form])[0]
+            num_written = len(tokenizer_of(form).encode(same, add_special_tokens=False)) - 2  # cut in another way
+        assert (
+            second.usage.prompt_tokens_details.cached_tokens >= (first.usage.prompt_tokens + num_written - 1) // 16 * 16
+        )
+
+    session(form, scenario, lead)
+
+
+@pytest.mark.parametrize("form", TOOL_TEMPLATES)
+def test_no_result_and_no_argument_becomes_a_control_token(form: str) -> None:
+    """The control tokens of a turn are the template's, whatever stands in between."""
+    tokenizer = tokenizer_of(form)
+    template = ChatTemplate({"default": TOOL_TEMPLATES[form]}, {"bos_token": "", "eos_token": end_of(form)}, 4096)
+    style = tool_style_of(template)
+    assert style is not None
+    marks = [tokenizer.str_of(token_id) for token_id in sorted(tokenizer.special_ids)]
+    marks += [mark for mark in ("<tool_call>", "</tool_call>", "<arg_value>") if mark in TOOL_TEMPLATES[form]]
+
+    def control_ids(argument: str, result: str) -> list[int]:
+        call = ToolCall(id="a1b2c3d4e", function=CalledFunction(name="now", arguments={"a": argument}))
+        messages = [
+            QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": template_calls([call], style, "")},
+            {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": result},
+        ]
+        ids = tokenizer.encode_chat(template.render(messages, now=datetime(2026, 1, 1), tools=TOOLS))
+        return [one for one in ids if tokenizer.str_of(one) in marks]
+
+    expected = control_ids("x", "x")
+    for mark in marks:
+        assert control_ids("x", f"a{mark}b") == expected
+        if tokenizer.id_of(mark) in tokenizer.special_ids:
+            assert control_ids(f"a{mark}b", "x") == expected

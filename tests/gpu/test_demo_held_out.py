@@ -75,6 +75,13 @@ def written_out(corpus: Corpus) -> Iterator[str]:
         yield f"{opener} {body} {closer}"
 
 
+@pytest.fixture
+def prepared(compositions: Compositions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The corpus's compositions, which take seconds to find, are found once."""
+    monkeypatch.setattr("gpu.demo.held_out.Compositions", lambda corpus: compositions)
+
+
+@pytest.mark.usefixtures("prepared")
 def test_gate_shares_no_six_words_with_a_training_question(corpus: Corpus) -> None:
     assert list(shared_runs(corpus, load_gate())) == []
 
@@ -131,6 +138,7 @@ def test_one_word_of_the_asker_s_own_parts_a_run(compositions: Compositions, tex
     assert not any(compositions.have(run) for run in runs_of(words_of(text)))
 
 
+@pytest.mark.usefixtures("prepared")
 def test_shared_runs_names_the_question_and_the_words(corpus: Corpus) -> None:
     planted = Question("token", "Now then: what is TLS for a beginner")
     fine = Question("token", "a token")

@@ -17,7 +17,7 @@ from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.oracle import Oracle
 
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 
 
 def make_prompt(seed: int, num_tokens: int) -> list[int]:
@@ -26,7 +26,7 @@ def make_prompt(seed: int, num_tokens: int) -> list[int]:
 
 @pytest.fixture(scope="session")
 def expected(oracle: Oracle) -> object:
-    """(seed, prompt tokens) -> 64 greedy tokens, each computed once per family."""
+    """(seed, prompt tokens) -> NUM_TOKENS greedy tokens, each computed once per family."""
 
     @functools.cache
     def greedy(seed: int, num_tokens: int) -> list[int]:
@@ -52,9 +52,8 @@ def test_greedy_tokens_equal_the_oracles_plain(runner: ModelRunner, expected) ->
         assert driver.generate(NUM_TOKENS, driver.add(make_prompt(seed, length))) == [expected(seed, length)]
 
 
-@pytest.mark.parametrize("chunk_seed", range(3))
-def test_greedy_tokens_equal_the_oracles_in_random_chunks(runner: ModelRunner, expected, chunk_seed: int) -> None:
-    driver, rng = Driver(runner), random.Random(chunk_seed)
+def test_greedy_tokens_equal_the_oracles_in_random_chunks(runner: ModelRunner, expected) -> None:
+    driver, rng = Driver(runner), random.Random(0)
     sequence = driver.add(make_prompt(1, 70))
     while not sequence.output_ids:
         driver.step({sequence.slot: rng.choice((1, 2, 5, 16, 17, 33))}, sequence)

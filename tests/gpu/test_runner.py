@@ -19,7 +19,7 @@ from gpu.memory_plan import estimate
 from gpu.runner import NOT_FINITE, ModelRunner
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
-from tests.oracle import read_config
+from tests.oracle import FAMILIES, read_config
 
 PROMPT = list(range(10, 45))
 Said = list[TokenLogprobs]
@@ -123,7 +123,12 @@ def crowded(driver: Driver, sequence: DrivenSequence) -> Iterator[tuple[dict[int
         yield {sequence.slot: chunk}, random.sample(others, random.randrange(9))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+IN_BFLOAT16 = ("llama3", "gemma2", "gpt_oss", "qwen3_moe")  # a plain one, windows and caps, sinks and biases, experts
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((name, "float32") for name in FAMILIES), *((name, "bfloat16") for name in IN_BFLOAT16)]
+)
 def test_a_seeded_request_says_the_same_alone_and_in_a_crowd(family: str, dtype: str, model_directory) -> None:
     """Logprobs, too, to the last bit."""
     engine = dataclasses.replace(ENGINE, dtype=dtype)

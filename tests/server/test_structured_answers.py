@@ -80,3 +80,9 @@ def test_variables_of_the_template_reach_it(server: SimulatedServer) -> None:
     assert refused.json["error"]["param"] == "chat_template_kwargs"
     plain, without = (server.ask(chat(chat_template_kwargs=one)) for one in ({}, {"bos_token": "<s>"}))
     assert (plain.status, without.status) == (200, 200)
+
+
+def test_documents_that_no_template_shows_are_refused(server: SimulatedServer) -> None:
+    refused = server.ask(chat(documents=[{"text": "It is noon."}]))
+    assert (refusal_of(refused)[0], refused.json["error"]["param"]) == (400, "documents")
+    assert server.ask(chat(documents=[])).finish_reason() == "length"

@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,8 @@ from core.constraints import regex
 from core.thought_grammar import AfterThought
 from core.thoughts import ThoughtStart
 from core.tool_detection import ThoughtStyle
+from server.ledger.store import Grouping
+from server.ledger.usage import UsageQuery, read_usage
 from server.loaded_engine import compiler_of, vocabulary_of
 from tests.server.simulated_server import EOS_ID, Answer, chat, request
 from tests.server.thinking_server import TOKENIZER, ids_of, thinking
@@ -351,3 +356,20 @@ def test_a_prompt_without_its_end_is_what_the_messages_are() -> None:
         body = {"model": "small", "messages": [QUESTION], "add_generation_prompt": False}
         tokens = server.server.ask(request("POST", "/tokenize", body)).json["tokens"]
         assert TOKENIZER.decode(tokens, skip_special_tokens=False) == "<|im_start|>user\nx<|im_end|>\n"
+
+
+def test_the_ledger_has_the_tokens_of_the_thought_and_takes_rows_of_before(tmp_path: Path) -> None:
+    path, text = tmp_path / "ledger.db", "hm\n</think>\n\nYes."
+    with thinking("r1", ledger=path) as server:
+        server.ask(ask_for(n=2), text)
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT reasoning_tokens, completion_tokens FROM requests").fetchall() == [
+            (2 * num_thought_tokens(ids_of(text), THINK), 2 * (len(ids_of(text)) + 1))
+        ]
+        database.execute("ALTER TABLE requests DROP COLUMN reasoning_tokens")
+        database.execute("PRAGMA user_version = 1")
+        database.commit()
+    with thinking("r1", ledger=path, first_id=2) as server:
+        server.ask(ask_for(), text)
+    (line,) = read_usage(path, UsageQuery(Grouping.MODEL))
+    assert (line.requests, line.reasoning_tokens) == (2, num_thought_tokens(ids_of(text), THINK))

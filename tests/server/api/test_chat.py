@@ -82,6 +82,15 @@ def test_a_message_that_cannot_be_read_is_named(message: dict[str, Any], path: s
     assert (error.param, told in error.message) == (f"messages[0].{path}", True)
 
 
+def test_text_of_any_shape_is_taken() -> None:
+    parts = ["a", *({"type": kind, "text": kind} for kind in ("text", "input_text", "output_text"))]
+    content = [*parts, {"type": "refusal", "refusal": "no"}]
+    for given, text in ((content, "a\ntext\ninput_text\noutput_text\nno"), (["a"], "a"), ([], "")):
+        (prompt,) = wire.parse(SURFACE, messages=[{"role": "user", "content": given}]).prompts
+        assert isinstance(prompt, ChatPrompt)
+        assert prompt.messages[0]["content"] == text
+
+
 def test_fields_of_a_message_that_ask_for_nothing_are_taken() -> None:
     plain = {"role": "assistant", "content": "a"}
     empty = {"tool_calls": [], "function_call": None, "audio": None, "images": [], "prefix": False, "partial": False}

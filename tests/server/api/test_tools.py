@@ -300,6 +300,21 @@ def test_an_answer_without_calls_is_text() -> None:
             "tools[0].function.parameters",
             "'not'",
         ),
+        *(
+            (
+                {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]},
+                f"tools[0].function.parameters.properties{path}",
+                words,
+            )
+            for properties, path, words in (
+                (5, "", "object of schemas"),
+                ({"a": 5}, ".a", "must be a schema"),
+                ({"a": {"type": "strin"}}, ".a.type", "must be of array, boolean"),
+                ({"a": {"type": ["string", 5]}}, ".a.type", "must be of array, boolean"),
+                ({"a": {"enum": "x"}}, ".a.enum", "an array"),
+                ({"a": {"items": {"anyOf": [True, 1]}}}, ".a.items.anyOf[1]", "must be a schema"),
+            )
+        ),
         ({"functions": [NOW["function"]], "function_call": "sometimes"}, "function_call", "must be"),
         ({"functions": [NOW["function"]], "function_call": {"name": "x"}}, "function_call", "of one of functions"),
         ({"function_call": {"name": "x"}}, "function_call", "of one of functions"),
