@@ -9,7 +9,7 @@ Thread: loop, or wherever a long body is parsed.
 import math
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -393,6 +393,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Content = str | list[Part | str] | None | UnsetType
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Text that the answer is likely to repeat: it is a draft, and changes nothing."""
+
+    type: Literal["content"]
+    content: str | list[Part | str]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
