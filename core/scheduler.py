@@ -43,7 +43,7 @@ from core.types import (
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_FAILED = "What holds this answer became too complex to follow. Use a simpler schema or grammar."
+GRAMMAR_FAILED = "The server failed to hold this answer to its form. The fault is not in the request."
 MOST_FORCED = BLOCK_SIZE  # tokens of a sequence in one step: what a slow reader is given at once stays bounded
 ASK_EVERY_STEPS = 8  # whether a running sequence gives way to the queue's head: all of them are looked at
 LOOK_EVERY_S = 0.25  # for the Outlook
@@ -720,7 +720,8 @@ class Scheduler:
         if grammar is not None and grammar.fault is not None:
             sequence.token_ids.pop()
             logger.error("%s: its grammar failed: %s", sequence.request_id, grammar.fault)
-            self.states.finish(sequence, FinishReason.ERROR, GRAMMAR_FAILED)
+            failed = FinishReason.TOO_COMPLEX if grammar.is_too_complex else FinishReason.ERROR
+            self.states.finish(sequence, failed, GRAMMAR_FAILED)
             return
         if grammar is not None and grammar.is_free:
             sequence.grammar = None

@@ -7,7 +7,7 @@ EngineSnapshot in answer to an Inspect.
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -29,6 +29,7 @@ class FinishReason(enum.StrEnum):
     CONTENT_FILTER = "content_filter"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    TOO_COMPLEX = "too_complex"  # what holds the answer, for the grammar's limits
     ERROR = "error"
 
 
@@ -93,6 +94,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
 
+    counts_late: ClassVar[bool] = False
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
@@ -113,6 +116,11 @@ class Demand(Protocol):
     @property
     def max_tokens(self) -> int:
         """Of each of its sequences."""
+        ...
+
+    @property
+    def counts_late(self) -> bool:
+        """All tokens of its answer are counted at its end."""
         ...
 
     @property

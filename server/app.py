@@ -25,7 +25,15 @@ from server.gate.tenants import OwnDeadlineExceeded
 from server.generation import Generations
 from server.listening.clients import DENIED
 from server.listening.listener import Listener
-from server.observing.accounting import NO_REQUEST, Account, Accounting, TraceContext, continue_trace, status_told
+from server.observing.accounting import (
+    NO_REQUEST,
+    Account,
+    Accounting,
+    TraceContext,
+    continue_trace,
+    current_trace,
+    status_told,
+)
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, answer_headers
@@ -93,6 +101,16 @@ class Exchange(Account):
         """The models that the caller may use."""
         return self.server.served.cards_for(self.known_caller.tenant)
 
+    @property
+    def own_cards(self) -> tuple[ServedModel, ...]:
+        """Those of them that this process computes. Raises ServiceError (not found) if it has no engine."""
+        return self.server.served.reader.cards_for(self.known_caller.tenant)
+
+    @property
+    def described_cards(self) -> tuple[ServedModel, ...]:
+        """Of which the server's card tells."""
+        return self.cards if self.server.served.own is None else self.own_cards
+
     def enter(self, stage: Stage) -> None:
         self.timings.enter(stage, self.server.clock.monotonic())
 
@@ -107,6 +125,7 @@ class Exchange(Account):
         if self.trace is None and self.server.accounting.export is not None:
             self.trace = TraceContext(token_hex(16), self.server.new_span_id(), None, is_sampled=True)
             current_trace_id.set(self.trace.trace_id)
+            current_trace.set(self.trace)
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -234,6 +253,7 @@ class App:
         self.exchanges[stream] = exchange
         current_request_id.set(exchange.request_id)
         current_trace_id.set(None if exchange.trace is None else exchange.trace.trace_id)
+        current_trace.set(exchange.trace)
         stream.common_headers = (*exchange.identity_headers, *self._cross_origin.headers(stream.request))
         error_code = None
         try:

@@ -101,6 +101,10 @@ class DeltaSink(Protocol):
         """Likewise, of one that an upstream answers."""
         ...
 
+    def on_fallback(self, model: str) -> None:
+        """Another model answers; to be told before the first text."""
+        ...
+
     def fail(self, error: ServiceError) -> None:
         """The answer breaks off; on_end still comes."""
         ...

@@ -227,6 +227,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     Raises:
         StartupError: the model is missing or not supported, or it does not fit.
     """
+    if not config.has_engine:
+        return _upstream_facts(config)
     from gpu.memory_plan import estimate
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
@@ -263,7 +265,11 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
-    return tuple(Fact(name, value) for name, value in facts.items() if value is not None)
+    return (*(Fact(name, value) for name, value in facts.items() if value is not None), *_upstream_facts(config))
+
+
+def _upstream_facts(config: ServerConfig) -> tuple[Fact, ...]:
+    return tuple(Fact(one.name, f"at {', '.join(at.url for at in one.upstreams)}") for one in config.models)
 
 
 def _shown_drafts(config: ServerConfig, device_type: str) -> str:

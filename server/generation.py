@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out
+FALLBACK = b"steploop-fallback"
 NEWS_EVERY_S = 0.1  # at most, of a place in the queue
 
 
@@ -661,6 +663,10 @@ class Generation:
             self._num_prefilled = mark.num_tokens
         else:
             self._timings.on_engine_mark(mark)
+
+    def on_fallback(self, model: str) -> None:
+        others = (field for field in self._stream.common_headers if field[0] != FALLBACK)
+        self._stream.common_headers = (*others, (FALLBACK, quote(model).encode()))
 
     def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
         self._timings.go_on(before, stage, now_s)

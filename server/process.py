@@ -17,6 +17,8 @@ from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import EngineStats, StepDelivery
+from server import __version__
+from server.api.models import ServerCard
 from server.app import App, Readiness
 from server.backend import Backend
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
@@ -116,6 +118,10 @@ class Server:
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._pools = [Pool(one, self._loop) for one in config.models]
+        self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
+        self._metrics.upstreams = lambda: {
+            f"{pool.settings.name} {one.url}": one for pool in self._pools for one in pool.upstreams
+        }
         self._relaying: asyncio.Task[None] | None = None  # where no engine is loaded: until upstreams have been asked
         self._client: EngineClient | None = None  # once the engine is loaded
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -215,6 +221,7 @@ class Server:
                 await pool.wait_probed()
             self._metrics.model_name = self._pools[0].settings.name
             self._serve(None, None)
+            self._app.card = gateway_card(self._pools, self._app.served.backends, self._endpoints)
         except Exception as error:
             self.on_failed(error)
 
@@ -228,8 +235,10 @@ class Server:
     def _backends(self, own: OwnBackend | None) -> dict[str, Backend]:
         """Of the models that upstreams answer for, by each name."""
         found: dict[str, Backend] = {}
+        pools = {pool.settings.name: pool for pool in self._pools}
         for pool in self._pools:
             relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits)
+            relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks)
             found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
         if own is not None:
             refuse_same_names([*(card.id for card in own.reader.cards), *found], "the configuration")
@@ -480,6 +489,20 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
         handshake_s=config.handshake_timeout_s,
         notsent_bytes=config.max_unsent_bytes,
         connection=config.connection_limits,
+    )
+
+
+def gateway_card(pools: Sequence[Pool], backends: Sequence[Backend], endpoints: Sequence[Endpoint]) -> ServerCard:
+    """The description of a server without an engine, for routers."""
+    return ServerCard(
+        model=backends[0].reader.cards[0],
+        model_type=None,
+        architectures=(),
+        version=__version__,
+        max_sequences=sum(len(pool.upstreams) * pool.settings.max_requests for pool in pools),
+        max_batch_tokens=0,
+        num_kv_tokens=0,
+        binds=tuple(map(str, endpoints)),
     )
 
 

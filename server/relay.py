@@ -35,9 +35,11 @@ from server.gate.identity import Caller
 from server.gate.quota import NEVER
 from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
 from server.gate.text_rules import Matcher, rule_book
+from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Slot, Upstream, leading_blocks
+from server.upstream.settings import ModelSettings
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -183,9 +185,11 @@ class Passed:
     """A body, ready to be sent: `Prompts` of a relay."""
 
     call: GenerationCall
-    body: bytes
+    body: bytes  # for the model's own upstreams
     prompt: LeadingBlocks
     tells_tokens: bool
+    tenant_salt: str | None  # for upstreams of our own
+    asked_salt: str | None  # for others
     prompts: tuple[tuple[int, ...], ...] = ()
     table: None = None
     continues_text: bool = False
@@ -205,12 +209,20 @@ class RelayDemand:
     priority: int
     deadline_s: float | None
 
+    @property
+    def counts_late(self) -> bool:
+        """Its tokens are counted when all have come: what it may take is reserved at once, if it says how much."""
+        return not self.passed.tells_tokens and self.max_tokens < MANY_TOKENS
+
 
 class Relay:
     """The `PromptSource` and `TokenSource` of one model.
 
     Args:
         request_limits: of n and prompts.
+
+    Attributes:
+        fallbacks: of other models, which are asked in turn while this one's upstreams do not answer.
     """
 
     def __init__(
@@ -224,6 +236,7 @@ class Relay:
         self.pool = pool
         self.admission = admission
         self.work = work or LoopWork()
+        self.fallbacks: tuple[Pool, ...] = ()
         self.make_compiler = None
         self.clock = clock
         self._limits = request_limits
@@ -267,11 +280,19 @@ class Relay:
             rules.check_prompt(texts, name)
             all_texts += texts
         call = self._call(asked, fields, passage, tenant)
-        self._rewrite(fields, asked, call, tenant)
+        salt = None
+        if tenant.name != LOCAL_NAME:
+            salted = f"{tenant.cache_salt_domain}\0{asked.cache_salt or ''}"
+            salt = sha256(salted.encode("utf-8", "replace")).hexdigest()
+        if call.is_stream and not passage.is_responses:
+            fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
+        if asked.priority is not None:
+            fields["priority"] = tenant.priority_of(asked.priority)
+        _address_to(self.pool.settings, fields, salt, asked.cache_salt)
         marks.enter(Stage.OFFLOAD)
         num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
         prompt = leading_blocks(f"{tenant.cache_salt_domain} {asked.cache_salt}", all_texts, num_prompt_tokens)
-        return Passed(call, sse.json_line(fields), prompt, tells_tokens=call.is_stream)
+        return Passed(call, sse.json_line(fields), prompt, call.is_stream, salt, asked.cache_salt)
 
     def _call(self, asked: _Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant) -> GenerationCall:
         prompt, num_prompts = fields.get("prompt"), 1
@@ -294,18 +315,6 @@ class Relay:
             includes_usage=options is not None and bool(options.include_usage),
             wire=passage,
         )
-
-    def _rewrite(self, fields: dict[str, Any], asked: _Asked, call: GenerationCall, tenant: Tenant) -> None:
-        """What an upstream gets instead of what the client has sent."""
-        settings = self.pool.settings
-        fields["model"] = settings.upstream_model or settings.name
-        if call.is_stream and not _passage(call).is_responses:
-            fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
-        if asked.priority is not None:
-            fields["priority"] = tenant.priority_of(asked.priority)
-        if settings.trusted and tenant.name != LOCAL_NAME:
-            salt = f"{tenant.cache_salt_domain}\0{asked.cache_salt or ''}"
-            fields["cache_salt"] = sha256(salt.encode("utf-8", "replace")).hexdigest()
 
     def requests_of(self, prepared: Passed, request_id: str, arrived_s: float, caller: Caller) -> list[RelayDemand]:
         call, tenant = prepared.call, caller.tenant
@@ -347,6 +356,17 @@ class Relay:
     ) -> "RelayHandle":
         """Arguments beyond the sink are the engine's: an upstream does that by itself."""
         return RelayHandle(self, request, sink)
+
+
+def _address_to(
+    settings: ModelSettings, fields: dict[str, Any], tenant_salt: str | None, asked_salt: str | None
+) -> None:
+    """What an upstream of these settings gets in place of what the client has sent."""
+    fields["model"] = settings.name_there
+    salt = tenant_salt if settings.trusted and tenant_salt is not None else asked_salt
+    fields.pop("cache_salt", None)
+    if salt is not None:
+        fields["cache_salt"] = salt
 
 
 def _leaves(value: Any) -> Iterator[str | int]:
@@ -494,7 +514,9 @@ class RelayHandle:
         self._call = call
         self._passage = _passage(call)
         self._model = b'"model":' + sse.json_string(call.model)
-        self._renames = call.model != (relay.pool.settings.upstream_model or relay.pool.settings.name)
+        self._pool = relay.pool
+        self._body = request.passed.body
+        self._renames = call.model != relay.pool.settings.name_there
         self._own_id = sse.json_string(self._passage.prefix + request.request_id)
         self._their_id = b""
         self._events = _Events()
@@ -564,7 +586,7 @@ class RelayHandle:
 
     async def _run(self) -> None:
         try:
-            head = await self._begin()
+            head = await self._ask()
             if head.status == 200:
                 assert self._exchange is not None
                 self._exchange.read(self._on_data, self._on_end)
@@ -578,6 +600,31 @@ class RelayHandle:
             logger.exception("a request cannot be passed on", extra={"request_id": self.request.request_id})
             self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
 
+    async def _ask(self) -> AnswerHead:
+        """Send the request to an upstream of the model, or of its fallbacks. Raises: see _begin."""
+        fallbacks = list(self._relay.fallbacks)
+        while fallbacks:
+            try:
+                head = await self._begin()
+            except (ServiceError, UpstreamFault) as error:
+                logger.warning("%s is asked instead of %s: %s", fallbacks[0].settings.name, self._call.model, error)
+            else:
+                if head.status < 500 and head.status != 429:
+                    return head
+                await self._read_error()
+            self._fall_back(fallbacks.pop(0))
+        return await self._begin()
+
+    def _fall_back(self, pool: Pool) -> None:
+        request, passed = self.request, self.request.passed
+        self._slot.leave()
+        self._pool, self._slot = pool, pool.take_slot(passed.prompt, request.priority, request.tenant)
+        fields = msgspec.json.decode(passed.body)
+        _address_to(pool.settings, fields, passed.tenant_salt, passed.asked_salt)
+        self._body = sse.json_line(fields)
+        self._renames = self._call.model != pool.settings.name_there
+        self.sink.on_fallback(pool.settings.name)
+
     async def _begin(self) -> AnswerHead:
         """Send the request, once more elsewhere if it is safe. Returns the answer's head.
 
@@ -585,7 +632,7 @@ class RelayHandle:
             ServiceError: no upstream takes requests.
             UpstreamFault: nor could it be sent a second time.
         """
-        pool, slot = self._relay.pool, self._slot
+        pool, slot = self._pool, self._slot
         upstream = await slot.granted
         self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._loop.time())
         may_retry = True
@@ -615,9 +662,9 @@ class RelayHandle:
             (b"accept", b"text/event-stream" if self._call.is_stream else b"application/json"),
             (b"x-request-id", self.request.request_id.encode()),
         ]
-        outgoing = self._relay.pool.request(
-            upstream, b"POST", self._passage.path, tuple(fields), self.request.passed.body
-        )
+        if (trace := current_trace.get()) is not None:
+            fields.append((b"traceparent", trace.value))
+        outgoing = self._pool.request(upstream, b"POST", self._passage.path, tuple(fields), self._body)
         exchange = self._exchange = connection.send(outgoing)
         if self._is_paused:
             exchange.pause()
@@ -660,7 +707,7 @@ class RelayHandle:
             if not is_whole:
                 raise fault or UpstreamFault("its answer ends in the middle")
         except UpstreamFault as error:
-            self._relay.pool.note_outcome(self._known_upstream, False)
+            self._pool.note_outcome(self._known_upstream, False)
             self._fail(broken(error))
         except Exception:
             logger.exception("an answer cannot be passed on", extra={"request_id": self.request.request_id})

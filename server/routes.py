@@ -68,7 +68,7 @@ def computing(
 
     async def compute(exchange: Exchange) -> None:
         check_media_type(exchange.request)
-        served, cards, sharing_name = exchange.server.served, exchange.cards, exchange.known_caller.sharing_name
+        served, cards, sharing_name = exchange.server.served, exchange.own_cards, exchange.known_caller.sharing_name
         reader = served.reader
         most_bytes = BODY_BYTES + MAX_ID_BYTES * reader.max_model_len if bounds_body else math.inf
         exchange.enter(Stage.BODY)
@@ -158,7 +158,7 @@ def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
     async def describe(exchange: Exchange) -> None:
         card = exchange.server.card
         assert card is not None, "it comes with the model"
-        exchange.send(reply(structs.replace(card, model=find_model(exchange.cards[:1], None))))
+        exchange.send(reply(structs.replace(card, model=find_model(exchange.described_cards[:1], None))))
 
     return describe
 
@@ -190,7 +190,7 @@ async def show_ollamas_model(exchange: Exchange) -> None:
 
 async def show_tokenizer_info(exchange: Exchange) -> None:
     """The special tokens by name, the chat template and the context, for evaluation tools."""
-    find_model(exchange.cards[:1], None)
+    find_model(exchange.described_cards[:1], None)
     reader = exchange.server.served.reader
     template = reader.chat_template.sources.get("default")
     exchange.send(tokenize.tokenizer_info_reply(reader.tokenizer.special_tokens, template, reader.max_model_len))
@@ -242,6 +242,24 @@ def _plain_id(shown: str) -> str:
     for prefix in REPLY_PREFIXES:
         shown = shown.removeprefix(prefix)
     return shown
+
+
+# For other routers.
+
+
+async def show_loads(exchange: Exchange) -> None:
+    server = exchange.server
+    card, own, pools = server.card, server.served.own, server.metrics.pools().values()
+    assert card is not None, "it comes with the model"
+    stats = EngineStats() if own is None else own.engine.stats
+    num_running = stats.num_running + sum(one.num_active for pool in pools for one in pool.upstreams)
+    num_waiting = stats.num_waiting + sum(pool.num_waiting for pool in pools)
+    exchange.send(models.loads_reply(card, stats, num_running, num_waiting, server.clock.unix()))
+
+
+async def show_sleep(exchange: Exchange) -> None:
+    """As vLLM answers: a model here never sleeps."""
+    exchange.send(b'{"is_sleeping":false}')
 
 
 # For operators and monitoring.
@@ -326,6 +344,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/version": {"GET": Route(describing(models.version_reply), ASKS)},
     "/model_info": {"GET": Route(describing(models.model_info_reply), ASKS)},
     "/server_info": {"GET": Route(describing(models.server_info_reply), ASKS)},
+    "/v1/loads": {"GET": Route(show_loads, ASKS)},
+    "/is_sleeping": {"GET": Route(show_sleep, ASKS)},
     "/v1/usage": {"GET": Route(show_usage, Scope.USAGE)},
     "/health": {"GET": Route(show_health, None, needs_model=False)},
     "/ping": dict.fromkeys(("GET", "POST"), Route(show_health, None, needs_model=False)),
@@ -338,6 +358,15 @@ ROUTES: dict[str, dict[str, Route]] = {
 }
 _SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # in the error for an unknown path
 _LEAST_SIMILARITY = 0.8  # of a slip; /v1/messages and /v1/usage have 0.75
+# Other names that routers ask for
+ROUTES |= {
+    name: ROUTES[path]
+    for name, path in {
+        "/get_model_info": "/model_info",
+        "/get_server_info": "/server_info",
+        "/health_generate": "/ready",
+    }.items()
+}
 # For clients whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]

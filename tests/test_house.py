@@ -15,23 +15,23 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (8000, 24),
-    "server/api": (4400, 15),
+    "server": (8_098, 24),
+    "server/api": (4469, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1580, 6),
     "server/listening": (1195, 4),
-    "server/observing": (1735, 7),
-    "server/upstream": (1640, 6),
+    "server/observing": (1765, 7),
+    "server/upstream": (1660, 6),
     "server/wire": (4800, 14),
-    "core": (12_100, 32),
+    "core": (11_989, 32),
     "gpu": (8300, 29),
-    "gpu/cpu_kernels": (3320, 9),
+    "gpu/cpu_kernels": (3364, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8300, 31),
+    "bench": (8110, 31),
 }
-TEST_LINES = 56_600
+TEST_LINES = 56_300
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -102,6 +102,30 @@ def server_info_reply(card: ServerCard) -> bytes:
     )
 
 
+def loads_reply(card: ServerCard, stats: EngineStats, num_running: int, num_waiting: int, unix_s: float) -> bytes:
+    """The fields of SGLang's /v1/loads that routers read, of the one rank that there is.
+
+    Args:
+        num_running, num_waiting: with requests at upstreams.
+    """
+    usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+    hits = stats.num_cache_hits / stats.num_cache_queries if stats.num_cache_queries else 0.0
+    load = {
+        "dp_rank": 0,
+        "timestamp": unix_s,
+        "num_running_reqs": num_running,
+        "num_waiting_reqs": num_waiting,
+        "num_total_reqs": num_running + num_waiting,
+        "num_used_tokens": round(usage * card.num_kv_tokens),
+        "max_total_num_tokens": card.num_kv_tokens,
+        "token_usage": usage,
+        "cache_hit_rate": hits,
+        "utilization": num_running / card.max_sequences if card.max_sequences else 0.0,
+        "max_running_requests": card.max_sequences,
+    }
+    return sse.json_line({"timestamp": unix_s, "version": card.version, "dp_rank_count": 1, "loads": [load]})
+
+
 def list_reply(models: Sequence[ServedModel]) -> bytes:
     return sse.json_line({"object": "list", "data": [_model_object(model) for model in models]})
 

@@ -294,7 +294,10 @@ class Ticket:
 
     def reserve(self, requests: Iterable[Demand]) -> None:
         """Hold the prompts and the first tokens of each sequence; a refused request holds nothing."""
-        num = sum(one.num_prompt_tokens + one.num_sequences * min(one.max_tokens, FIRST_TOKENS) for one in requests)
+        num = 0
+        for one in requests:
+            first = one.max_tokens if one.counts_late else min(one.max_tokens, FIRST_TOKENS)
+            num += one.num_prompt_tokens + one.num_sequences * first
         self._held = tuple((account, account.tokens) for account in self._accounts)
         shortage = self.top_up(num)
         if shortage is not None:

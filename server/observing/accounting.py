@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
@@ -68,9 +69,18 @@ class TraceContext:
     is_sampled: bool
 
     @property
-    def response_header(self) -> tuple[bytes, bytes]:
+    def value(self) -> bytes:
+        """Of traceparent towards others, and of traceresponse."""
         flags = SAMPLED if self.is_sampled else 0
-        return b"traceresponse", f"00-{self.trace_id}-{self.span_id}-{flags:02x}".encode()
+        return f"00-{self.trace_id}-{self.span_id}-{flags:02x}".encode()
+
+    @property
+    def response_header(self) -> tuple[bytes, bytes]:
+        return b"traceresponse", self.value
+
+
+# Of the request whose task this is: for requests to upstreams
+current_trace: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
 
 
 def continue_trace(traceparent: bytes, span_id: str) -> TraceContext | None:

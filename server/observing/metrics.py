@@ -138,6 +138,7 @@ class Metrics:
     """
     Attributes:
         num_active: returns the number of generations in progress.
+        upstreams, pools: return those of server/upstream/pool.py, by the label that shows them.
         scrape_s: what the last page took.
     """
 
@@ -163,6 +164,8 @@ class Metrics:
         self.tenants: dict[str, TenantCounts] = {}
         self.num_active: Callable[[], int] = lambda: 0
         self.standing: Callable[[], Standing] = Standing
+        self.upstreams: Callable[[], Mapping[str, Any]] = dict
+        self.pools: Callable[[], Mapping[str, Any]] = dict
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_disconnects = 0
@@ -260,6 +263,8 @@ class Metrics:
             "stats": stats,
             "standing": self.standing(),
             "tenants": self.tenants,
+            "upstreams": self.upstreams(),
+            "pools": self.pools(),
             "devices": self._devices.states(),
             "slo": slo,
             "promised": {name: state for name, state in slo.items() if state.threshold is not None},
@@ -311,6 +316,18 @@ vllm:e2e_request_latency_seconds histogram metrics.e2e | First byte of the head 
 vllm:request_queue_time_seconds histogram metrics.queue_time | Waited in the queue.
 vllm:request_prefill_time_seconds histogram metrics.prefill_time | Admitted to first token sampled.
 vllm:request_decode_time_seconds histogram metrics.decode_time | First token to last.
+vllm:gpu_cache_usage_perc gauge kv_usage | As vllm:kv_cache_usage_perc: its older name.
+vllm:gpu_prefix_cache_queries_total counter stats.num_cache_queries | As vllm:prefix_cache_queries_total.
+vllm:gpu_prefix_cache_hits_total counter stats.num_cache_hits | As vllm:prefix_cache_hits_total.
+steploop_upstream_up gauge upstreams.is_healthy[upstream] | 1: its health check is answered; 0: it gets no requests.
+steploop_upstream_requests_active gauge upstreams.num_active[upstream] | Requests in progress there.
+steploop_upstream_requests_total counter upstreams.num_requests[upstream] | Requests sent there.
+steploop_upstream_failures_total counter upstreams.num_failures[upstream] | Of these, those that it has failed.
+steploop_upstream_connections gauge upstreams.num_connections[upstream] | Open connections to it.
+steploop_upstream_prompt_tokens_waiting gauge upstreams.num_waiting_tokens[upstream] | Of prompts without a first token
+    there, those that it had to compute; estimated.
+steploop_upstream_requests_waiting gauge pools.num_waiting[model] | Requests that wait here for an upstream.
+steploop_upstream_retries_total counter pools.num_retries[model] | Requests that were sent a second time.
 steploop_connections gauge num_connections | Open connections, handshakes included.
 steploop_connections_accepted_total counter num_accepted | Connections accepted.
 steploop_connections_refused_total counter connections_refused[reason] | Connections turned away.

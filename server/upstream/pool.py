@@ -43,7 +43,7 @@ LOAD_BOUND = 1.25
 ACTIVE_TOKENS = 64  # of a prompt, that an answer in progress delays it like
 BLOCK_BYTES = 256  # of text, by which leading blocks are known
 MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same for all
-MAX_KNOWN = 200_000  # blocks that an upstream is taken to have: it evicts the oldest, too
+MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
 RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
 
 
@@ -77,6 +77,10 @@ class Upstream:
     @property
     def url(self) -> str:
         return self.settings.url
+
+    @property
+    def num_connections(self) -> int:
+        return sum(not one.is_closed for one in self.connections)
 
     def is_in(self, now_s: float) -> bool:
         return self.is_healthy and now_s >= self._ejected_until_s
@@ -112,7 +116,7 @@ class Upstream:
         Raises:
             UpstreamFault: it cannot be connected to.
         """
-        while True:
+        for _ in range(MAX_CONNECTIONS + 1):
             self.connections = [one for one in self.connections if not one.is_closed]
             free = [one for one in self.connections if one.room]
             if free:
@@ -129,6 +133,7 @@ class Upstream:
                 connection = await self._open()
             if connection.room:
                 return connection
+        raise UpstreamFault("its connections take no more requests", is_untouched=True)
 
     async def _open(self) -> Connection:
         connection = await connect(self.address, self.address.protocols[0])
@@ -280,6 +285,7 @@ class Pool:
         self._waiting: list[Slot] = []  # in order of arrival
         self._num_active: dict[str, int] = {}  # by tenant
         self._retries = float(MAX_RETRIES)
+        self.num_retries = 0
         self._probes: list[asyncio.Task[None]] = []
 
     @property
@@ -448,6 +454,7 @@ class Pool:
                 return None
             upstream = failed
         self._retries -= 1
+        self.num_retries += 1
         self._exit(slot)
         self._enter(slot, upstream)
         return upstream

@@ -54,7 +54,13 @@ def copied(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Te
     return target
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama_linear", "qwen2", "qwen3"])
+FILES = (
+    *("llama2", "llama_linear", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"),
+    *("gemma", "glm4", "ernie4_5", "seed_oss"),
+)
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_families_give_the_same_tokens_as_their_safetensors(name: str, tmp_path: Path, model_directory) -> None:
     directory = model_directory(name)
     file = write_gguf(directory, tmp_path / "model.gguf")
@@ -67,6 +73,7 @@ AS_LLAMA_CPP_HAS_IT: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "sliding_window": None},
     "mixtral": {},
     "qwen3_moe": {"norm_topk_prob": True, "num_hidden_layers": 1, "mlp_only_layers": [], "layer_types": None},
+    "qwen2_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "layer_types": None},
     "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None},
     "granite": {},
     "olmo2": {},

@@ -116,6 +116,16 @@ async def test_routers_are_told_what_is_served_and_how_much_of_it() -> None:
         model = (await get(running, "/model_info")).json
         server = (await get(running, "/server_info")).json
         binds = [f"http://127.0.0.1:{running.server.listener.port}"]
+        for older, path in {"/get_model_info": model, "/get_server_info": server}.items():
+            assert (await get(running, older)).json == path
+        assert (await get(running, "/health_generate")).status == 200
+        assert (await get(running, "/is_sleeping")).json == {"is_sleeping": False}
+        (load,) = (await get(running, "/v1/loads")).json["loads"]
+        assert (load["num_running_reqs"], load["token_usage"], load["max_running_requests"]) == (
+            0,
+            0,
+            LIMITS.max_sequences,
+        )
     names = dict.fromkeys(("model_path", "tokenizer_path", "served_model_name"), MODEL)
     kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     assert model.items() >= (names | {"is_generation": True, "has_image_understanding": False}).items()

@@ -20,7 +20,7 @@ from server.upstream.settings import UpstreamSettings
 from tests.certificates import make_certificate
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
 from tests.server.running_server import ask, closing, open_with, read_answer, serving
-from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request
+from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings")
 
@@ -183,6 +183,54 @@ async def test_text_rules_hold_or_the_request_is_refused(rule: TextRule, status:
             assert answer.status == status
             if code is not None:
                 assert answer.json["error"]["code"] == code
+
+
+async def test_a_gateway_describes_itself_and_has_no_tokenizer() -> None:
+    async with relaying() as gateway, relaying(1, True) as both:
+        for path, status in {
+            "/version": 200,
+            "/server_info": 200,
+            "/tokenizer_info": 404,
+            "/admin/engine": 404,
+        }.items():
+            assert (await gateway.ask(request("GET", path))).status == status
+        body = {"model": ASKED, "prompt": "step"}
+        for asked in (gateway, both):  # another model's tokens would be wrong
+            assert (await asked.ask(request("POST", "/tokenize", body))).status == 404
+        assert (await both.ask(request("GET", "/server_info"))).json["served_model_name"] == MODEL
+
+
+async def test_the_trace_goes_on_at_the_upstream() -> None:
+    async with relaying() as gateway:
+        seen: list[Any] = []
+        upstream = gateway.upstreams[0].server._app
+        upstream.accounting.export = seen.append
+        trace_id = "0af7651916cd43dd8448eb211c80319c"
+        line = f"traceparent: 00-{trace_id}-b7ad6b7169203331-01"
+        answer = await gateway.ask(with_lines(SURFACES["chat"](), line))
+        await wait_until(lambda: bool(seen))
+        span_id = answer.headers["traceresponse"].split("-")[2]
+        assert (seen[0].trace.trace_id, seen[0].trace.parent_id) == (trace_id, span_id)
+        assert seen[0].alias == answer.headers["x-request-id"]
+
+
+async def test_a_document_reserves_what_it_may_take() -> None:
+    tenant = keyed_tenant("acme", limits=Limits(tokens_per_minute=1000))
+    async with relaying(config={"tenants": (tenant,)}) as gateway:
+        for fields, status in (
+            ({"max_tokens": 1000}, 429),
+            ({"max_tokens": 12, "n": 90}, 400),
+            ({"max_tokens": 12}, 200),
+        ):
+            answer = await gateway.ask(as_caller(SURFACES["chat"](**fields), "acme"))
+            assert answer.status == status
+
+
+async def test_surfaces_that_do_not_pass_are_refused() -> None:
+    async with relaying() as gateway:
+        body = {"model": ASKED, "max_tokens": 4, "messages": [{"role": "user", "content": "step"}]}
+        answer = await gateway.ask(request("POST", "/v1/messages", body))
+        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_a_tenant_may_use_only_its_models() -> None:
@@ -349,6 +397,40 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             assert answer.status == status
             assert [one.num_active for one in pool.upstreams] == [0, 0]
             assert pool.upstreams[1].num_requests == (status == 200)
+            page = (await ask(front.server, closing(request("GET", "/metrics")))).body.decode()
+            assert f'steploop_upstream_retries_total{{model_name="big",model="big"}} {int(status == 200)}' in page
+            assert f'upstream="big {bad}"}} 1' in page
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "by"),
+    [
+        (_BROKEN, 200, "other"),
+        (_LOADING, 200, "other"),
+        (b"", 200, "other"),
+        (_LOADING.replace(b"503", b"429"), 200, "other"),
+        (_LOADING.replace(b"503", b"400"), 400, None),  # the client's own fault
+        (None, 200, "other"),
+    ],
+)
+async def test_fallbacks_answer_before_the_first_byte_and_a_header_tells(
+    said: bytes | None, status: int, by: str | None
+) -> None:
+    async with saying(said) as bad, serving() as good:
+        models = (
+            model(bad, protocol="h1", fallbacks=("nobody", "other")),
+            model("unix:/nowhere", name="nobody"),
+            model(url_of(good), name="other", trusted=True),
+        )
+        async with serving(no_engine, models=models) as front:
+            for stream in (False, True):
+                answer = await ask(front.server, closing(SURFACES["chat"](stream=stream)))
+                assert answer.status == status
+                told = answer.headers.get("steploop-fallback")
+                assert told == by
+                if status == 200:
+                    assert b'"model":"big"' in answer.body
+            assert [one.num_active for pool in front.server._pools for one in pool.upstreams] == [0, 0, 0]
 
 
 async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last() -> None:

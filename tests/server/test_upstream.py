@@ -26,6 +26,8 @@ GOOD = '[[models]]\nname = "a"\nupstreams = [{ url = "http://h:1" }]\n'
         (GOOD + GOOD, "two models of the name 'a'"),
         (GOOD + 'aliases = ["a"]', "two models of the name 'a'"),
         (GOOD + 'protocol = "h3"', "protocol"),
+        (GOOD + 'fallbacks = ["a"]', "no other of [[models]]"),
+        (GOOD + 'fallbacks = ["b"]', "no other of [[models]]"),
         (GOOD + 'health = "ready"', "must be a path"),
         (GOOD + "max_requests = 0", "max_requests"),
         (GOOD + 'tls_ca = "x"', "https:// upstreams"),
@@ -50,6 +52,11 @@ def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None
     assert not load_config(flags, {}).has_engine
     assert load_config(flags | {"model": str(tmp_path)}, {}).has_engine
     assert load_config({}, {}).has_engine
+
+
+def test_the_example_is_taken() -> None:
+    config = load_config({"config_file": str(Path(__file__).parents[2] / "deploy" / "gateway.toml")}, {})
+    assert [model.name for model in config.models] == ["llama-70b", "qwen3-4b"]
 
 
 # HTTP/2, the client's side.
