@@ -472,7 +472,8 @@ class Generation:
         is_billed = not (is_refused or self._is_unsettled)
         if is_billed:
             self._shared.metrics.finished.update(self._reasons)
-        return Outcome(usage, tuple(dict.fromkeys(self._reasons)), self._error, is_refused, is_billed)
+        reasons, model = tuple(dict.fromkeys(self._reasons)), self._prepared.call.model
+        return Outcome(usage, reasons, model, self._error, is_refused, is_billed)
 
     # The table, and its actions.
 

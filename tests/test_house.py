@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (8_098, 24),
+    "server": (8_138, 24),
     "server/api": (4469, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
