@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
+ROWS_IN_8_BITS = "rows in 8 bits"  # doctor --quality: a GGUF file's blocks as stored
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
 
@@ -331,6 +332,8 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
 def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterator[Fact]:
     """How well the model predicts the held text: unquantized, then with --quantize's scheme or with each.
 
+    A GGUF file's numbers are the reference, multiplied in the serving format; then its blocks are, by rows in 8 bits.
+
     Raises:
         StartupError: the model is missing or not supported, or it does not fit.
     """
@@ -345,9 +348,14 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
     engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1, tensor_parallel=1)
     yield Fact("held text", f"{len(tokens):,} tokens of prose, speech and code")
     plain: Predictions | None = None
-    for scheme in (None, config.quantize) if config.quantize is not None else (None, *QUANTIZE_SCHEMES):
+    schemes = (config.quantize,) if config.quantize is not None else QUANTIZE_SCHEMES
+    in_8_bits = (ROWS_IN_8_BITS,) if is_gguf(files.path) else ()
+    for scheme in (None, *in_8_bits, *schemes):
         report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
-        runner = load_runner(files.path, model, replace(engine, quantize=scheme), lambda done, total: None)
+        is_quantized = scheme in schemes
+        asked = replace(engine, quantize=scheme if is_quantized else None)
+        asked = replace(asked, activations="int8" if scheme == ROWS_IN_8_BITS else "bf16")
+        runner = load_runner(files.path, model, asked, lambda done, total: None)
         made, memory = predict(runner, tokens), runner.memory
         del runner  # before the next is loaded
         weights = f"weights {format_size(memory.weights_bytes)}"
