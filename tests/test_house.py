@@ -24,7 +24,7 @@ BUDGETS = {
     "server/observing": (1765, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4800, 14),
-    "core": (12_185, 32),
+    "core": (12_205, 32),
     "gpu": (8400, 29),
     "gpu/cpu_kernels": (3450, 9),
     "gpu/kernels": (2825, 7),
