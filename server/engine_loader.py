@@ -22,6 +22,7 @@ from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
 from core.types import StepDelivery
+from server.banner import DRAFTS
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
@@ -261,6 +262,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
+        "drafts": _shown_drafts(config, plan.device.device.type),
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
@@ -269,6 +271,14 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
 
 def _upstream_facts(config: ServerConfig) -> tuple[Fact, ...]:
     return tuple(Fact(one.name, f"at {', '.join(at.url for at in one.upstreams)}") for one in config.models)
+
+
+def _shown_drafts(config: ServerConfig, device_type: str) -> str:
+    if config.speculation == "off":
+        return "none: --speculation off"
+    if device_type != "cpu" or config.tensor_parallel > 1:
+        return "none: they are verified on a CPU, by one process"
+    return DRAFTS
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:

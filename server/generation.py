@@ -907,6 +907,8 @@ def total_usage(usages: list[Usage]) -> Usage:
         num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
         num_thought_tokens=sum(usage.num_thought_tokens for usage in usages),
+        num_predicted_tokens=sum(usage.num_predicted_tokens for usage in usages),
+        num_mispredicted_tokens=sum(usage.num_mispredicted_tokens for usage in usages),
     )
 
 
