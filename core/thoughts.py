@@ -51,14 +51,12 @@ class ThoughtFollower(Protocol):
         is_over: it has ended, or there was none.
         num_tokens: of it, with its markers.
         tail: the end of the text, which may belong to a marker.
-        is_calling: a call has begun, though it is not over.
     """
 
     is_inside: bool
     is_over: bool
     num_tokens: int
     tail: bytes
-    is_calling: bool
 
     @property
     def is_thinking(self) -> bool:
@@ -79,8 +77,6 @@ class MarkedThought:
     Args:
         bytes_of: a token, special ones by name.
     """
-
-    is_calling = False
 
     def __init__(self, markers: ThoughtMarkers, is_open: bool, bytes_of: Callable[[int], bytes]) -> None:
         self.is_inside = is_open
@@ -123,7 +119,6 @@ class HarmonyThought:
         self.is_over = False
         self.num_tokens = 0
         self.tail = b""
-        self.is_calling = False
         self.is_thinking = False
         self._bytes_of = bytes_of
         self._only_final = only_final
@@ -146,7 +141,6 @@ class HarmonyThought:
             self.is_over = is_none and not self._only_final  # a model may forget the header
             return self.tail if self.is_over else b""
         self.is_thinking = b"<|channel|>analysis" in header
-        self.is_calling = b" to=functions." in header
         self.is_over = b"<|channel|>final" in header if self._only_final else not self.is_thinking
         self._is_header, self.tail = False, b""
         if self.is_thinking:
