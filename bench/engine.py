@@ -30,6 +30,7 @@ from bench.make_model import draw_tensor
 from bench.results import Cell, Plot, Table, table_of
 from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
 from core.engine import Engine
+from core.grammar import Grammar
 from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
@@ -59,20 +60,15 @@ MODEL_FLAGS = (
 
 
 class ClockedRunner:
-    """A runner, and the seconds that its calls take: forward and sample send, collect waits.
-
-    Attributes:
-        plan: of the last step.
-    """
+    """A runner, and the seconds that its calls take: forward and sample send, collect waits."""
 
     def __init__(self, runner: Runner[Any]) -> None:
         self._runner = runner
         self.limits: RunnerLimits = runner.limits
         self.send_s = self.wait_s = 0.0
-        self.plan: StepPlan | None = None
 
     def forward(self, plan: StepPlan) -> Any:
-        started_s, self.plan = time.perf_counter(), plan
+        started_s = time.perf_counter()
         ticket = self._runner.forward(plan)
         self.send_s += time.perf_counter() - started_s
         return ticket
@@ -90,11 +86,10 @@ class ClockedRunner:
 
 
 class Streams:
-    """Greedy requests, and when each of their tokens came.
+    """Requests, greedy by default, and when each of their tokens came.
 
     Args:
         runner: stepped by this engine alone, as long as it counts on what is cached.
-        limits: instead of the runner's.
         store: host memory, and a directory, for blocks that are evicted.
         scheduling: further arguments of the scheduler.
     """
@@ -103,7 +98,6 @@ class Streams:
         self,
         runner: Runner[Any],
         seed: int = 0,
-        limits: RunnerLimits | None = None,
         store: BlockStore | None = None,
         **scheduling: Any,
     ) -> None:
@@ -115,20 +109,22 @@ class Streams:
         self.num_open = 0
         self._inbox: deque[Message] = deque()
         self._random, self._vocab_size = Random(seed), runner.limits.vocab_size
-        self.scheduler = Scheduler(limits or runner.limits, (), lambda: 0, **scheduling)
+        self.scheduler = Scheduler(runner.limits, (), lambda: 0, **scheduling)
         self.engine = Engine(self.scheduler, self.clocked, time.monotonic, self._inbox, self._take, store)
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
         """Random, and with no other's beginning."""
         return tuple(self._random.choices(range(self._vocab_size), k=num_tokens))
 
-    def submit(self, prompt_ids: Sequence[int], num_tokens: int) -> str:
+    def submit(
+        self, prompt_ids: Sequence[int], num_tokens: int, temperature: float = 0.0, grammar: Grammar | None = None
+    ) -> str:
         name = str(len(self.sent_s))
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True)
         self.sent_s[name] = time.perf_counter()
         self.num_open += 1
         request = Request(request_id=name, prompt_ids=tuple(prompt_ids), sampling=sampling, arrival_s=time.monotonic())
-        self._inbox.append(Submit(request))
+        self._inbox.append(Submit(msgspec.structs.replace(request, grammar=grammar)))
         return name
 
     def cancel(self, *names: str) -> None:

@@ -6,9 +6,10 @@ frozen. Thread: any.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 from typing import Any
 
 from core.errors import InvalidRequest
@@ -22,6 +23,11 @@ MAX_TOTAL_DEPTH = 256  # references followed
 # It compares each of these with each: 1,000 patternProperties, or 32 patterns that hold together, take minutes
 MAX_PATTERN_PROPERTIES = 64
 MAX_INTERSECTED = 12  # schemas that hold together with another
+MAX_OPTIONAL = 480  # properties of an object: any of them may be the next, and the library follows 2,000 rules at once
+MAX_TAGS = 128
+# Between the tokens of JSON: nothing, a blank, or a line break with its indentation. Models that loop would otherwise
+# fill their context with blanks.
+WHITESPACE = r"[ ]|\n[ ]{0,24}|\n\t{0,12}"
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_RULES = 500
 MAX_BRACKETS = 64  # open at once, in a grammar
@@ -38,9 +44,14 @@ ENFORCED = frozenset(
         r"\S+",
         "type enum const anyOf oneOf allOf $ref items prefixItems minItems maxItems properties additionalProperties"
         " patternProperties required minProperties maxProperties minLength maxLength pattern format minimum maximum"
-        " exclusiveMinimum exclusiveMaximum multipleOf",
+        " exclusiveMinimum exclusiveMaximum multipleOf nullable",
     )
 )
+MAX_REPEATED = 20_000  # characters of a regular expression, counts multiplied
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
+_EXTENSION = re.compile(r"x-(?!guidance)")  # annotations of OpenAPI's; x-guidance has options for the library
+MAX_SHOWN = 200  # characters of what a refusal repeats
+MAX_SUBSETS = 128  # of an object's properties, to hold how many of the optional ones there are
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _DATE = (
     r"[1-9][0-9]{3}-"
@@ -67,6 +78,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     LARK = "grammar"  # llguidance's notation
     GBNF = "gbnf"  # llama.cpp's
+    TAGGED = "structural_tag"  # written here, in Lark: its refusals show none of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +112,53 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
     check_depth(schema, param)
     for path, keyword, value in keywords_of(schema, param, 0):
         _check_numbers(path, keyword, value, param)
-        if keyword not in ANNOTATIONS | ENFORCED:
-            hint = "Leave it out." if keyword.startswith("x-") else "It cannot be enforced. Leave it out."
-            raise InvalidRequest(f"{path} has the keyword {keyword!r}. {hint}", param)
+        if keyword not in ANNOTATIONS | ENFORCED and not _EXTENSION.match(keyword):
+            message = f"{path} has the keyword {keyword!r}. It cannot be enforced. Leave it out."
+            raise InvalidRequest(message, param)
         if keyword == "$ref" and not (isinstance(value, str) and value.startswith("#")):
-            raise InvalidRequest(f"{path}.$ref must point into the same schema, as '#/$defs/NAME' does.", param)
-        if keyword == "format" and value not in FORMATS:
+            message = f"{path}.$ref is {str(value)[:MAX_SHOWN]!r}. It must point into the same schema: '#/$defs/NAME'."
+            raise InvalidRequest(message, param)
+        if keyword == "pattern":
+            _check_repeats(value, f"{path}.pattern", param)
+        if keyword == "patternProperties":
+            for pattern in value:
+                _check_repeats(pattern, f"{path}.patternProperties", param)
+        if keyword == "format" and not (isinstance(value, str) and value in FORMATS):
             raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
-    source = json.dumps(_with_formats(schema), ensure_ascii=False, separators=(",", ":"))
+    source = json.dumps(_as_held(schema), ensure_ascii=False, separators=(",", ":"))
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
 def regex(pattern: str, param: str) -> GrammarSpec:
-    """The whole answer matches. Raises InvalidRequest: it is too long."""
+    """The whole answer matches. Raises InvalidRequest: it is too long, or repeats too much."""
+    _check_repeats(pattern, param, param)
     return _bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
+
+
+def _check_repeats(pattern: str, path: str, param: str) -> None:
+    """
+    Raises:
+        InvalidRequest: what the counts in its braces repeat, one within the other, comes to too much.
+    """
+    sizes, last = [0], 0  # of the groups that are open, and of what came last
+    for part in _REGEX_PARTS.finditer(pattern):
+        text = part[0]
+        if text == "(":
+            sizes.append(0)
+            last = 0
+            continue
+        if text == ")" and len(sizes) > 1:
+            last = sizes.pop()
+        elif part["most"]:
+            sizes[-1] -= last
+            last *= max(1, int(part["most"][:9]))
+        elif text not in "*+?|":
+            last = 1
+        else:
+            continue
+        sizes[-1] += last
+        if last > MAX_REPEATED:
+            raise InvalidRequest(f"{path} repeats more than {MAX_REPEATED} characters by its counts.", param)
 
 
 def choice(texts: Sequence[str], param: str) -> GrammarSpec:
@@ -121,6 +166,60 @@ def choice(texts: Sequence[str], param: str) -> GrammarSpec:
     if not texts or len(texts) > MAX_CHOICES:
         raise InvalidRequest(f"{param} must have 1 to {MAX_CHOICES} choices.", param)
     return _bounded(GrammarSpec(GrammarKind.REGEX, "|".join(map(_escaped, texts)), param))
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """Args: content: a checked JSON schema's source; or a text, which is as it is."""
+
+    begin: str
+    content: GrammarSpec | str
+    end: str
+
+
+def tagged_text(
+    triggers: Sequence[str], tags: Sequence[Tag], param: str, at_least_one: bool = False, stops: bool = False
+) -> GrammarSpec:
+    """Text that is free until one of the triggers comes; then one of the tags that begin with it follows whole.
+
+    Args:
+        stops: the first tag ends the answer.
+
+    Raises:
+        InvalidRequest: there is no tag or trigger, or too many; a tag begins with no trigger; a trigger begins no tag.
+    """
+    if not 0 < len(tags) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS or not all(triggers):
+        raise InvalidRequest(f"{param} must have 1 to {MAX_TAGS} tags and triggers, none of them empty.", param)
+    lines, tagged = ["%llguidance {}", "TEXT: /(?s:.*)/"], []
+    left = set(range(len(tags)))
+    for i, trigger in enumerate(triggers):
+        begun = [number for number, tag in enumerate(tags) if tag.begin.startswith(trigger)]
+        if not begun:
+            raise InvalidRequest(f"{param}: no tag begins with the trigger {trigger[:MAX_SHOWN]!r}.", param)
+        left -= set(begun)
+        whole = " | ".join(_tag_in_lark(tags[number], len(trigger)) for number in begun)
+        lines += [f"lead_{i}[lazy]: TEXT {_json(trigger)}", f"tagged_{i}: lead_{i} ({whole})"]
+        tagged.append(f"tagged_{i}")
+    for number in left:
+        raise InvalidRequest(f"{param}: {tags[number].begin[:MAX_SHOWN]!r} begins with none of the triggers.", param)
+    one = f"({' | '.join(tagged)})"
+    some = one if stops else f"{one}+ TEXT"
+    lines.append(f"start: {some}" if at_least_one else f"start: TEXT | {some}")
+    return _bounded(GrammarSpec(GrammarKind.TAGGED, "\n".join(lines), param))
+
+
+def _tag_in_lark(tag: Tag, num_begun: int) -> str:
+    content = tag.content
+    if isinstance(content, GrammarSpec):
+        schema = {**json.loads(content.source), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        inner = f"%json {_json(schema)}"
+    else:
+        inner = _json(content)
+    return f"({_json(tag.begin[num_begun:])} {inner} {_json(tag.end)})"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def client_grammar(source: str, param: str) -> GrammarSpec:
@@ -209,15 +308,61 @@ def _check_numbers(path: str, keyword: str, value: Any, param: str) -> None:
                 raise InvalidRequest(f"{path}.{keyword} is beyond 2**53, and cannot be held.", param)
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (lambda value: isinstance(value, str) or (_are_names(value) and value != []), "a type, or a list of types"),
+    "enum": (lambda value: isinstance(value, list) and value != [], "a list of values"),
+    "required": (_are_names, "a list of names"),
+    "pattern": (lambda value: isinstance(value, str), "a regular expression"),
+    "nullable": (lambda value: isinstance(value, bool), "true or false"),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), (_is_number, "a number")),
+    **{
+        least + what: (_is_whole, "a whole number, at least 0")
+        for least in ("min", "max")
+        for what in ("Items", "Length", "Properties")
+    },
+}
+
+
 def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
-    """Raises InvalidRequest: bounds that the library does not hold."""
+    """Raises InvalidRequest: values of the wrong type, or bounds that the library does not hold."""
+    for keyword in schema.keys() & _VALUES.keys():
+        is_fit, what = _VALUES[keyword]
+        if not is_fit(schema[keyword]):
+            raise InvalidRequest(f"{path}.{keyword} must be {what}.", param)
     least, most = (schema.get(name, ()) for name in ("exclusiveMinimum", "exclusiveMaximum"))
     low, high = schema.get("minimum", least), schema.get("maximum", most)
     is_close = isinstance(low, int | float) and isinstance(high, int | float) and high - low < 1
     if (least != () or most != ()) and is_close:
         raise InvalidRequest(f"{path} has exclusive bounds less than 1 apart, which cannot be held.", param)
-    num_least, num_required = schema.get("minProperties", 0), len(schema.get("required", ()))
-    if isinstance(num_least, int) and num_least > max(1, num_required):
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    if isinstance(properties, dict) and len(properties) - len(required) > MAX_OPTIONAL:
+        raise InvalidRequest(f"{path} has more than {MAX_OPTIONAL} optional properties.", param)
+    if isinstance(properties, dict) and _counts_optional(schema):
+        known = {"type", "properties", "required", "additionalProperties", "minProperties", "maxProperties"}
+        is_closed = schema.get("type") == "object" and schema.get("additionalProperties") is False
+        num_subsets = 2 ** (len(properties) - len(required))
+        if not is_closed or schema.keys() - known - ANNOTATIONS or num_subsets > MAX_SUBSETS:
+            message = (
+                f"{path}.minProperties and .maxProperties are held where at most 7 properties are optional, no other"
+            )
+            raise InvalidRequest(
+                f"{message} names are allowed (additionalProperties: false), and type is object.", param
+            )
+        return
+    if schema.get("minProperties", 0) > max(1, len(required)):
         message = f"{path}.minProperties is more than what is required: it cannot be held, as keys may repeat."
         raise InvalidRequest(message, param)
 
@@ -261,22 +406,45 @@ def keywords_of(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str, 
             yield from keywords_of(value, at, depth + 1)
 
 
-def _with_formats(schema: Any) -> Any:
-    """Each format as what it is held by."""
+def _as_held(schema: Any) -> Any:
+    """The schema in the library's keywords: without annotations, each format as what it is held by."""
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
-    for keyword, value in schema.items():
+    made = {keyword: value for keyword, value in schema.items() if not _EXTENSION.match(keyword)}
+    for keyword, value in made.items():
         if keyword in _SCHEMAS_BY_NAME:
-            made[keyword] = {name: _with_formats(one) for name, one in value.items()}
+            made[keyword] = {name: _as_held(one) for name, one in value.items()}
         elif keyword in _SCHEMA_LISTS:
-            made[keyword] = [_with_formats(one) for one in value]
+            made[keyword] = [_as_held(one) for one in value]
         elif keyword in _SCHEMAS:
-            made[keyword] = _with_formats(value)
+            made[keyword] = _as_held(value)
     if "format" in made:
         held_by = FORMATS[made.pop("format")]
         if made.keys() & held_by.keys():
             made["allOf"] = [*made.get("allOf", ()), {"type": "string", **held_by}]
         else:
             made |= held_by
+    if _counts_optional(made):
+        made = {"anyOf": list(_subsets(made))}
+    if made.pop("nullable", False) and isinstance(made.get("type"), str):
+        made["type"] = [made["type"], "null"]
     return made
+
+
+def _counts_optional(schema: Mapping[str, Any]) -> bool:
+    """Whether it says how many of its optional properties there are, which the library cannot hold by itself."""
+    num_optional = len(schema.get("properties", {})) - len(schema.get("required", ()))
+    return num_optional > 0 and ("maxProperties" in schema or schema.get("minProperties", 0) > 1)
+
+
+def _subsets(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The same object with each choice of its optional properties."""
+    required, properties = schema.get("required", ()), schema["properties"]
+    optional = [name for name in properties if name not in required]
+    least, most = (schema.get(name) for name in ("minProperties", "maxProperties"))
+    for count in range(len(optional) + 1):
+        if (least or 0) <= count + len(required) <= (len(properties) if most is None else most):
+            for chosen in combinations(optional, count):
+                names = [name for name in properties if name in required or name in chosen]
+                kept = {keyword: schema[keyword] for keyword in ("type", "additionalProperties")}
+                yield {**kept, "properties": {name: properties[name] for name in names}, "required": names}

@@ -639,21 +639,49 @@ class GgufFamily:
         return next(family for family in FAMILIES if family.model_type == self.model_type)
 
 
+_EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
+_EXPERT_FIELDS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", are_heads_turned=True),
     "qwen2": GgufFamily("qwen2"),
     "qwen3": GgufFamily("qwen3"),
+    "qwen2vl": GgufFamily("qwen2_5_vl_text"),
+    "qwen3vl": GgufFamily("qwen3_vl_text"),
     "qwen3moe": GgufFamily(
         "qwen3_moe",
         {**_LLAMA, "ffn_gate_inp": "mlp.gate"},
-        {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
-        fields={
-            "num_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-        },
+        _EXPERTS,
+        fields=_EXPERT_FIELDS,
         constants={"norm_topk_prob": True},
     ),
+    "qwen2moe": GgufFamily(
+        "qwen2_moe",
+        {
+            **_LLAMA,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+        },
+        _EXPERTS,
+        fields={**_EXPERT_FIELDS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    ),
+    "seed_oss": GgufFamily("seed_oss", {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}),
+    "ernie4_5": GgufFamily("ernie4_5"),
+    "glm4": GgufFamily(
+        "glm4",
+        {
+            **_LLAMA,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "gemma": GgufFamily("gemma"),
     "smollm3": GgufFamily("smollm3", are_heads_turned=True),
     "granite": GgufFamily(
         "granite",

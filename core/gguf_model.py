@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
 
 from core.errors import BadCheckpoint, UnsupportedModel
@@ -85,6 +86,9 @@ def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
             for number in range(num_experts):
                 offset = tensor.offset + number * size
                 found[stem.format(number)] = GgufTensor(tuple(shape), tensor.format, offset, size)
+        elif match is not None and match[2] == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:  # a matrix of one row
+            name = f"model.layers.{match[1]}.{family.layer_names.get(match[2], match[2])}.{match[3]}"
+            found[name] = replace(tensor, shape=(1, *tensor.shape))
         elif match is not None and match[2] in family.layer_names:
             found[f"model.layers.{match[1]}.{family.layer_names[match[2]]}.{match[3]}"] = tensor
         else:
@@ -149,8 +153,8 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
 
 
 def _head_dim(fields: Mapping[str, Any], family: GgufFamily) -> int | None:
-    """Phi-3 rotates a part of a head, and its files leave out a head's size."""
-    if family.model_type == "phi3" and "attention.key_length" not in fields:
+    """Phi-3 and GLM rotate a part of a head, and their files may leave out a head's size."""
+    if family.family.has_partial_rope and "attention.key_length" not in fields:
         return _count(fields, "embedding_length") // _count(fields, "attention.head_count")
     found: int | None = fields.get("attention.key_length", fields.get("rope.dimension_count"))
     return found
@@ -171,9 +175,12 @@ def _family_fields(
         found |= {"sliding_window": None, "sliding_window_pattern": 1}  # every layer sees all
     if family.model_type == "phi3":
         found["sliding_window"] = fields.get("attention.sliding_window") or None
+    if family.family.has_partial_rope:
         found["partial_rotary_factor"] = _count(fields, "rope.dimension_count") / (head_dim or 1)
-    if "blk.0.attn_output.bias" in file.tensors:
-        found["attention_bias"] = True
+    biased = {"qkv": "attn_q", "output": "attn_output", "mlp": "ffn_down"}
+    for name, parts in family.family.biases.items():
+        if name:
+            found[name] = f"blk.0.{biased[parts[-1]]}.bias" in file.tensors
     return found
 
 
@@ -216,7 +223,7 @@ def _refuse_output_changing(fields: Mapping[str, Any], family: GgufFamily, key_l
     holds: dict[str, Callable[[Any], bool]] = {
         "expert_count": lambda value: value == 0,
         "rope.scaling.type": lambda value: value in ("none", "linear"),
-        "rope.dimension_count": lambda value: value == key_length or family.model_type == "phi3",
+        "rope.dimension_count": lambda value: value == key_length or family.family.has_partial_rope,
         "attention.value_length": lambda value: value == key_length,
         "attention.sliding_window": lambda value: value == 0,
         "attention.sliding_window_pattern": lambda value: not value,
@@ -315,6 +322,13 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2_SPLIT = rf"{_WORDS}|\p{{N}}|{_REST}"
+# Mistral's: a word's capitals, then its small letters
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED_SPLIT = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _DEFAULT_SPLITS = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
@@ -330,8 +344,13 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "smaug-bpe": (_LLAMA3_SPLIT,),
     "qwen2": (_QWEN2_SPLIT,),
     "smollm": (r"\p{N}", _GPT2_SPLIT),
+    "tekken": (_TEKKEN_SPLIT,),
+    "glm4": (_LLAMA3_SPLIT,),
+    "seed-coder": (_SEED_SPLIT,),
 }
+_KEEPS_WHOLE = ("llama-bpe", "tekken")  # what is a token as it is needs no merges; and a text begins with BOS
 _ALIASES = {
+    "chatglm-bpe": "glm4",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
@@ -356,7 +375,7 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, 
         case "gpt2":
             pre = _pre_tokenizer(metadata)
             content = _byte_level(metadata, tokens, types, pre)
-            add_bos = pre == "llama-bpe"
+            add_bos = pre in _KEEPS_WHOLE
         case "llama":
             content = _sentencepiece(metadata, tokens, types)
             add_bos = True
@@ -447,7 +466,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
             "type": "BPE",
             "vocab": vocab,
             "merges": pairs,
-            "ignore_merges": pre == "llama-bpe",
+            "ignore_merges": pre in _KEEPS_WHOLE,
         },
     }
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from core.constraints import GrammarKind, GrammarSpec, keywords_of
+from core.constraints import WHITESPACE, GrammarKind, GrammarSpec, keywords_of
 from core.errors import InvalidRequest
 
 Int32Array = npt.NDArray[np.int32]
@@ -28,11 +28,13 @@ LIMITS = LLParserLimits(
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
+    verbose_errors=False,
 )
-# Between the tokens of JSON: nothing, a blank, or a line break with its indentation. Models that loop would otherwise
-# fill their context with blanks.
-JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}|\n\t{0,12}"}
+# Beginnings of answers that are tried when a grammar is compiled, to find most of those that become too complex
+NUM_PROBES, PROBE_TOKENS = 3, 24
+JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
+_MISPLACED = re.compile("doesn't satisfy the grammar|out of range")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -43,14 +45,20 @@ class GrammarState:
         num_accepted: tokens.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
         self.num_accepted = 0
         self._matcher = matcher
+        self._num_words = num_words
 
     @property
     def fault(self) -> str | None:
         """Why the sequence cannot go on: the library's limits are exceeded, or a token came that may not."""
         return self._matcher.get_error() if self._matcher.is_error() else None
+
+    @property
+    def is_too_complex(self) -> bool:
+        """The fault is the library's limits, not a token that may not come."""
+        return self.fault is not None and _MISPLACED.search(self.fault) is None
 
     def fill_mask(self, mask: Int32Array) -> None:
         """Which tokens may come next: a bit each, the lowest of the first word is token 0's. After a fault any may.
@@ -58,9 +66,15 @@ class GrammarState:
         Args:
             mask: [words], contiguous; as wide as the logits.
         """
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)]
-        mask[: len(found)] = found
-        mask[len(found) :] = 0
+        if self._matcher.is_error():
+            mask[:] = -1
+            return
+        if len(mask) == self._num_words:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        else:
+            found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)]
+            mask[: len(found)] = found
+            mask[len(found) :] = 0
         if self._matcher.is_error():
             mask[:] = -1
 
@@ -110,7 +124,7 @@ class Grammar:
     num_words: int
 
     def start(self) -> GrammarState:
-        return GrammarState(self.matcher.deep_copy())
+        return GrammarState(self.matcher.deep_copy(), self.num_words)
 
 
 class GrammarCompiler:
@@ -133,6 +147,7 @@ class GrammarCompiler:
             token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
         self._num_words = -(-len(token_bytes) // 32)
+        self._punctuation = [i for i, one in enumerate(token_bytes) if len(one) == 1 and one in b'"{}[]:,']
         self._tokenizer = LLTokenizer(
             TokenizerWrapper(_Vocabulary(token_bytes, special_ids, eos_ids, encode)), len(token_bytes), list(eos_ids)
         )
@@ -157,7 +172,7 @@ class GrammarCompiler:
                 text = LLMatcher.grammar_from_json_schema(source, overrides=options)
             case GrammarKind.REGEX:
                 text = LLMatcher.grammar_from_regex(source)
-            case GrammarKind.LARK:
+            case GrammarKind.LARK | GrammarKind.TAGGED:
                 text = LLMatcher.grammar_from_lark(source)
             case GrammarKind.GBNF:
                 try:
@@ -168,12 +183,31 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidRequest(_refusal(spec, matcher.get_error()), spec.param)
         grammar = Grammar(matcher, self._num_words)
-        mask = np.zeros(self._num_words, np.int32)
-        state = grammar.start()
-        state.fill_mask(mask)
-        if state.fault is not None or not mask.any():
-            raise InvalidRequest(f"{spec.param} cannot be satisfied: no answer begins so.", spec.param)
+        self._probe(grammar, spec.param)
         return grammar
+
+    def _probe(self, grammar: Grammar, param: str) -> None:
+        """Follow the grammar along some answers of punctuation, where alternatives begin.
+
+        Raises:
+            InvalidRequest: no answer begins, or its first tokens are over the limits already.
+        """
+        mask = np.zeros(self._num_words, np.int32)
+        for first in range(NUM_PROBES):
+            state = grammar.start()
+            for turn in range(first, first + PROBE_TOKENS):
+                state.fill_mask(mask)
+                if not state.num_accepted and (state.fault is not None or not mask.any()):
+                    raise InvalidRequest(f"{param} cannot be satisfied: no answer begins so.", param)
+                if state.fault is not None:
+                    message = f"{param} is too complex to follow. Use fewer optional properties, or fewer alternatives."
+                    raise InvalidRequest(message, param)
+                choices = [token_id for token_id in self._punctuation if mask[token_id >> 5] >> (token_id & 31) & 1]
+                if not choices:
+                    choices = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0][:1].tolist()
+                if state.has_ended or not choices:
+                    break
+                state.accept(choices[turn % len(choices)])
 
 
 def _refusal(spec: GrammarSpec, error: str) -> str:
@@ -184,6 +218,8 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
         found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
         places = [f"{path}.{key}" for path, key, _ in found_keys if key in names]
         return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
+    if spec.kind is GrammarKind.TAGGED:
+        error = re.sub(r"^at \d+\(\d+\): |\n   \d+ \|.*", "", error, flags=re.DOTALL)
     return f"{spec.param} cannot be used: {error}"
 
 

@@ -220,11 +220,25 @@ class Sampled:
     logprobs: RequestedLogprobs | None
 
 
-SampleRows = Callable[[Tensor, IntArray, IntArray], tuple[Tensor, Tensor]]
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """Rows that may sample some tokens only.
+
+    Args:
+        rows: [masked], of the logits.
+        masks: [masked, words], int32, contiguous: a bit for each token, see core.plan.Runner.sample.
+    """
+
+    rows: IntArray
+    masks: Int32Array
+
+
+SampleRows = Callable[[Tensor, IntArray, IntArray, Masked | None], tuple[Tensor, Tensor]]
 """A kernel that the host calls with float32 logits [rows, vocab], slots and positions of the tokens to sample.
 
-Returns token ids, int64 [rows], and whether the logits are finite, bool [rows]. It reads the SamplingSlots it was made
-with, counts the tokens it samples, and leaves the logits as they were.
+Before everything else that changes logits, those that a mask forbids become FORBIDDEN. Returns token ids, int64 [rows],
+and whether the logits are finite, bool [rows]. It reads the SamplingSlots it was made with, counts the tokens it
+samples, and leaves the logits as they were.
 """
 
 
@@ -273,19 +287,6 @@ NOISE_CHUNK_CPU = 1 << 17
 NOISE_CHUNK_CUDA = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Masked:
-    """Rows that may sample some tokens only.
-
-    Args:
-        rows: [masked], of the logits.
-        masks: [masked, words], int32: a bit for each token, see core.plan.Runner.sample.
-    """
-
-    rows: IntArray
-    masks: Int32Array
-
-
 class Sampler:
     """Samples the rows of a step by a kernel, or by torch.
 
@@ -331,29 +332,25 @@ class Sampler:
         """Sample a token per row, at once.
 
         Args:
-            logits: [rows, vocab], float32; changed only where a mask forbids tokens.
+            logits: [rows, vocab], float32; not changed.
             slots: [rows]
             positions: [rows], of the token to sample in its sequence.
         """
-        raw_logits = logits
-        if masked is not None:
-            if (self._numbers(slots, Number.FEATURES) & Feature.LOGPROBS).any():
-                logits = logits.clone()
-            self._forbid(logits, masked)
         if self._called is not None:
-            token_ids, is_finite = self._called(logits, slots, positions)
+            token_ids, is_finite = self._called(logits, slots, positions, masked)
         else:
             is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
-            token_ids = self._sample_rows(logits, slots, positions)
+            allowed = logits if masked is None else self._allowed(logits, masked)
+            token_ids = self._sample_rows(allowed, slots, positions)
         self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
-        return Sampled(token_ids, is_finite, self._requested_logprobs(slots, partial(_logprobs, raw_logits, token_ids)))
+        return Sampled(token_ids, is_finite, self._requested_logprobs(slots, partial(_logprobs, logits, token_ids)))
 
-    def _forbid(self, logits: Tensor, masked: Masked) -> None:
-        """Before everything else that changes logits: what a mask forbids is far below all that it allows."""
-        bits = np.unpackbits(masked.masks.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
-        is_forbidden = to_device(bits == 0, self._device)  # [masked, vocab]
-        for row, forbidden in zip(masked.rows.tolist(), is_forbidden, strict=True):
-            logits[row].masked_fill_(forbidden, FORBIDDEN)
+    def _allowed(self, logits: Tensor, masked: Masked) -> Tensor:
+        """A copy of the logits: what a mask forbids is far below all that it allows. The masks are unpacked here."""
+        rows, masks = self._ids(masked.rows), to_device(masked.masks, self._device)  # [masked, words]
+        places = torch.arange(32, dtype=torch.int32, device=self._device)
+        is_allowed = (masks.unsqueeze(2) >> places & 1).flatten(1)[:, : self._vocab_size]  # [masked, vocab]
+        return logits.index_copy(0, rows, logits[rows].masked_fill_(is_allowed == 0, FORBIDDEN))
 
     def _requested_logprobs(
         self, slots: IntArray, find: Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out
+FALLBACK = b"steploop-fallback"
 NEWS_EVERY_S = 0.1  # at most, of a place in the queue
 
 
@@ -470,7 +472,8 @@ class Generation:
         is_billed = not (is_refused or self._is_unsettled)
         if is_billed:
             self._shared.metrics.finished.update(self._reasons)
-        return Outcome(usage, tuple(dict.fromkeys(self._reasons)), self._error, is_refused, is_billed)
+        reasons, model = tuple(dict.fromkeys(self._reasons)), self._prepared.call.model
+        return Outcome(usage, reasons, model, self._error, is_refused, is_billed)
 
     # The table, and its actions.
 
@@ -661,6 +664,10 @@ class Generation:
             self._num_prefilled = mark.num_tokens
         else:
             self._timings.on_engine_mark(mark)
+
+    def on_fallback(self, model: str) -> None:
+        others = (field for field in self._stream.common_headers if field[0] != FALLBACK)
+        self._stream.common_headers = (*others, (FALLBACK, quote(model).encode()))
 
     def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
         self._timings.go_on(before, stage, now_s)
@@ -900,6 +907,8 @@ def total_usage(usages: list[Usage]) -> Usage:
         num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
         num_thought_tokens=sum(usage.num_thought_tokens for usage in usages),
+        num_predicted_tokens=sum(usage.num_predicted_tokens for usage in usages),
+        num_mispredicted_tokens=sum(usage.num_mispredicted_tokens for usage in usages),
     )
 
 

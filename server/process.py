@@ -235,8 +235,10 @@ class Server:
     def _backends(self, own: OwnBackend | None) -> dict[str, Backend]:
         """Of the models that upstreams answer for, by each name."""
         found: dict[str, Backend] = {}
+        pools = {pool.settings.name: pool for pool in self._pools}
         for pool in self._pools:
             relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits)
+            relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks)
             found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
         if own is not None:
             refuse_same_names([*(card.id for card in own.reader.cards), *found], "the configuration")

@@ -23,7 +23,7 @@ import msgspec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.thoughts import ThoughtFollower
 from core.types import LOWEST_CLASS, TOP_CLASS, Cost, Delta, FinishReason, SamplingParams, Usage
-from server.api import chat, completions, responses
+from server.api import chat, completions, messages, responses
 from server.api.decoding import convert, parse_object
 from server.api.fields import GenerationCall, MaxTokens, RequestLimits
 from server.api.models import ServedModel
@@ -39,6 +39,7 @@ from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Slot, Upstream, leading_blocks
+from server.upstream.settings import ModelSettings
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ REASONS = {
     "max_output_tokens": FinishReason.LENGTH,
     "tool_calls": FinishReason.TOOL_CALLS,
     "content_filter": FinishReason.CONTENT_FILTER,
+    "max_tokens": FinishReason.LENGTH,  # messages
+    "tool_use": FinishReason.TOOL_CALLS,
+    "refusal": FinishReason.CONTENT_FILTER,
 }
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"')
@@ -73,14 +77,16 @@ class Passage:
     prefix: str
 
     @property
-    def is_responses(self) -> bool:
-        return self.prefix == "resp_"
+    def has_chunks(self) -> bool:
+        """Chat and completions: chunks of choices, then [DONE]. The others name their events."""
+        return self.prefix in ("chatcmpl-", "cmpl-")
 
 
 PASSAGES = {
-    id(chat.SURFACE): Passage(b"/v1/chat/completions", "chatcmpl-"),
-    id(completions.SURFACE): Passage(b"/v1/completions", "cmpl-"),
-    id(responses.SURFACE): Passage(b"/v1/responses", "resp_"),
+    chat.SURFACE: Passage(b"/v1/chat/completions", "chatcmpl-"),
+    completions.SURFACE: Passage(b"/v1/completions", "cmpl-"),
+    responses.SURFACE: Passage(b"/v1/responses", "resp_"),
+    messages.SURFACE: Passage(b"/v1/messages", messages.ID_PREFIX),
 }
 
 
@@ -121,7 +127,7 @@ class PassedStream:
         return b""
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
-        if _passage(self._call).is_responses:
+        if not _passage(self._call).has_chunks:
             return self._last
         more: dict[str, Any] = dict(extras)
         if not self._last and self._call.includes_usage:  # it was ended here
@@ -133,6 +139,8 @@ class PassedStream:
         return self._last + sse.event(sse.json_line(envelope | more)) + sse.DONE
 
     def error(self, error: ServiceError) -> bytes:
+        if _passage(self._call).prefix == messages.ID_PREFIX:
+            return sse.event(messages.ERRORS.body(error, self._context.reply_id), "error")
         return error_event(error)
 
 
@@ -184,9 +192,11 @@ class Passed:
     """A body, ready to be sent: `Prompts` of a relay."""
 
     call: GenerationCall
-    body: bytes
+    body: bytes  # for the model's own upstreams
     prompt: LeadingBlocks
     tells_tokens: bool
+    tenant_salt: str | None  # for upstreams of our own
+    asked_salt: str | None  # for others
     prompts: tuple[tuple[int, ...], ...] = ()
     table: None = None
     continues_text: bool = False
@@ -217,6 +227,9 @@ class Relay:
 
     Args:
         request_limits: of n and prompts.
+
+    Attributes:
+        fallbacks: of other models, which are asked in turn while this one's upstreams do not answer.
     """
 
     def __init__(
@@ -230,6 +243,7 @@ class Relay:
         self.pool = pool
         self.admission = admission
         self.work = work or LoopWork()
+        self.fallbacks: tuple[Pool, ...] = ()
         self.make_compiler = None
         self.clock = clock
         self._limits = request_limits
@@ -249,7 +263,7 @@ class Relay:
         marks.enter(Stage.VALIDATE)
         fields = parse_object(body)
         asked = convert(fields, _Asked, {})
-        passage = PASSAGES.get(id(surface))
+        passage = PASSAGES.get(surface)
         if passage is None:
             paths = ", ".join(one.path.decode() for one in PASSAGES.values())
             raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")
@@ -273,11 +287,19 @@ class Relay:
             rules.check_prompt(texts, name)
             all_texts += texts
         call = self._call(asked, fields, passage, tenant)
-        self._rewrite(fields, asked, call, tenant)
+        salt = None
+        if tenant.name != LOCAL_NAME:
+            salted = f"{tenant.cache_salt_domain}\0{asked.cache_salt or ''}"
+            salt = sha256(salted.encode("utf-8", "replace")).hexdigest()
+        if call.is_stream and passage.has_chunks:
+            fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
+        if asked.priority is not None:
+            fields["priority"] = tenant.priority_of(asked.priority)
+        _address_to(self.pool.settings, fields, salt, asked.cache_salt)
         marks.enter(Stage.OFFLOAD)
         num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
         prompt = leading_blocks(f"{tenant.cache_salt_domain} {asked.cache_salt}", all_texts, num_prompt_tokens)
-        return Passed(call, sse.json_line(fields), prompt, tells_tokens=call.is_stream)
+        return Passed(call, sse.json_line(fields), prompt, call.is_stream, salt, asked.cache_salt)
 
     def _call(self, asked: _Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant) -> GenerationCall:
         prompt, num_prompts = fields.get("prompt"), 1
@@ -300,18 +322,6 @@ class Relay:
             includes_usage=options is not None and bool(options.include_usage),
             wire=passage,
         )
-
-    def _rewrite(self, fields: dict[str, Any], asked: _Asked, call: GenerationCall, tenant: Tenant) -> None:
-        """What an upstream gets instead of what the client has sent."""
-        settings = self.pool.settings
-        fields["model"] = settings.upstream_model or settings.name
-        if call.is_stream and not _passage(call).is_responses:
-            fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
-        if asked.priority is not None:
-            fields["priority"] = tenant.priority_of(asked.priority)
-        if settings.trusted and tenant.name != LOCAL_NAME:
-            salt = f"{tenant.cache_salt_domain}\0{asked.cache_salt or ''}"
-            fields["cache_salt"] = sha256(salt.encode("utf-8", "replace")).hexdigest()
 
     def requests_of(self, prepared: Passed, request_id: str, arrived_s: float, caller: Caller) -> list[RelayDemand]:
         call, tenant = prepared.call, caller.tenant
@@ -355,6 +365,17 @@ class Relay:
         return RelayHandle(self, request, sink)
 
 
+def _address_to(
+    settings: ModelSettings, fields: dict[str, Any], tenant_salt: str | None, asked_salt: str | None
+) -> None:
+    """What an upstream of these settings gets in place of what the client has sent."""
+    fields["model"] = settings.name_there
+    salt = tenant_salt if settings.trusted and tenant_salt is not None else asked_salt
+    fields.pop("cache_salt", None)
+    if salt is not None:
+        fields["cache_salt"] = salt
+
+
 def _leaves(value: Any) -> Iterator[str | int]:
     """The texts and numbers in JSON. Its depth is bounded by the parser."""
     if isinstance(value, dict):
@@ -376,26 +397,30 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Of chat and completions, and of responses."""
+    """Of chat and completions, of responses, and of messages."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None  # of messages, beside input_tokens
+    cache_read_input_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     output_tokens_details: _Details | None = None
 
     def usage(self) -> Usage:
-        prompt = max(0, self.prompt_tokens or self.input_tokens or 0)
+        read = max(0, self.cache_read_input_tokens or 0)
+        beside = read + max(0, self.cache_creation_input_tokens or 0)
+        prompt = max(0, self.prompt_tokens or self.input_tokens or 0) + beside
         completion = max(0, self.completion_tokens or self.output_tokens or 0)
         of_prompt = self.prompt_tokens_details or self.input_tokens_details or _Details()
         of_completion = self.completion_tokens_details or self.output_tokens_details or _Details()
         return Usage(
             num_prompt_tokens=prompt,
             num_completion_tokens=completion,
-            num_cached_tokens=min(max(0, of_prompt.cached_tokens or 0), prompt),
+            num_cached_tokens=min(max(0, of_prompt.cached_tokens or read), prompt),
             num_thought_tokens=min(max(0, of_completion.reasoning_tokens or 0), completion),
         )
 
@@ -424,8 +449,16 @@ class _Response(msgspec.Struct, frozen=True, kw_only=True):
     error: Any = None
 
 
+class _Stop(msgspec.Struct, frozen=True):
+    stop_reason: str | None = None
+
+
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
     """An event or a document, of any surface."""
+
+    message: _Response | None = None
+    delta: _Stop | str | None = None
+    stop_reason: str | None = None
 
     id: str | None = None
     type: str | None = None
@@ -500,7 +533,9 @@ class RelayHandle:
         self._call = call
         self._passage = _passage(call)
         self._model = b'"model":' + sse.json_string(call.model)
-        self._renames = call.model != (relay.pool.settings.upstream_model or relay.pool.settings.name)
+        self._pool = relay.pool
+        self._body = request.passed.body
+        self._renames = call.model != relay.pool.settings.name_there
         self._own_id = sse.json_string(self._passage.prefix + request.request_id)
         self._their_id = b""
         self._events = _Events()
@@ -538,7 +573,7 @@ class RelayHandle:
         unfinished = [one for one in self.sequences if not one.is_finished]
         if self._has_ended or not unfinished:
             return
-        if not self._call.is_stream or self._passage.is_responses:
+        if not self._call.is_stream or not self._passage.has_chunks:
             message = "The token quota was used up before the answer was complete. Ask for fewer tokens at once."
             self.sink.fail(ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded"))
             return
@@ -570,7 +605,7 @@ class RelayHandle:
 
     async def _run(self) -> None:
         try:
-            head = await self._begin()
+            head = await self._ask()
             if head.status == 200:
                 assert self._exchange is not None
                 self._exchange.read(self._on_data, self._on_end)
@@ -584,6 +619,31 @@ class RelayHandle:
             logger.exception("a request cannot be passed on", extra={"request_id": self.request.request_id})
             self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
 
+    async def _ask(self) -> AnswerHead:
+        """Send the request to an upstream of the model, or of its fallbacks. Raises: see _begin."""
+        fallbacks = list(self._relay.fallbacks)
+        while fallbacks:
+            try:
+                head = await self._begin()
+            except (ServiceError, UpstreamFault) as error:
+                logger.warning("%s is asked instead of %s: %s", fallbacks[0].settings.name, self._call.model, error)
+            else:
+                if head.status < 500 and head.status != 429:
+                    return head
+                await self._read_error()
+            self._fall_back(fallbacks.pop(0))
+        return await self._begin()
+
+    def _fall_back(self, pool: Pool) -> None:
+        request, passed = self.request, self.request.passed
+        self._slot.leave()
+        self._pool, self._slot = pool, pool.take_slot(passed.prompt, request.priority, request.tenant)
+        fields = msgspec.json.decode(passed.body)
+        _address_to(pool.settings, fields, passed.tenant_salt, passed.asked_salt)
+        self._body = sse.json_line(fields)
+        self._renames = self._call.model != pool.settings.name_there
+        self.sink.on_fallback(pool.settings.name)
+
     async def _begin(self) -> AnswerHead:
         """Send the request, once more elsewhere if it is safe. Returns the answer's head.
 
@@ -591,7 +651,7 @@ class RelayHandle:
             ServiceError: no upstream takes requests.
             UpstreamFault: nor could it be sent a second time.
         """
-        pool, slot = self._relay.pool, self._slot
+        pool, slot = self._pool, self._slot
         upstream = await slot.granted
         self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._loop.time())
         may_retry = True
@@ -623,9 +683,7 @@ class RelayHandle:
         ]
         if (trace := current_trace.get()) is not None:
             fields.append((b"traceparent", trace.value))
-        outgoing = self._relay.pool.request(
-            upstream, b"POST", self._passage.path, tuple(fields), self.request.passed.body
-        )
+        outgoing = self._pool.request(upstream, b"POST", self._passage.path, tuple(fields), self._body)
         exchange = self._exchange = connection.send(outgoing)
         if self._is_paused:
             exchange.pause()
@@ -668,7 +726,7 @@ class RelayHandle:
             if not is_whole:
                 raise fault or UpstreamFault("its answer ends in the middle")
         except UpstreamFault as error:
-            self._relay.pool.note_outcome(self._known_upstream, False)
+            self._pool.note_outcome(self._known_upstream, False)
             self._fail(broken(error))
         except Exception:
             logger.exception("an answer cannot be passed on", extra={"request_id": self.request.request_id})
@@ -688,16 +746,18 @@ class RelayHandle:
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        self._note_id(message.id or (None if message.response is None else message.response.id))
-        if message.usage is not None:
-            self._usage = message.usage.usage()
+        inner = message.response or message.message
+        self._note_id(message.id or (None if inner is None else inner.id))
+        for told in (message.usage, None if inner is None else inner.usage):
+            if told is not None:
+                self._note_usage(told.usage())
         framed = (
             sse.event_head(None if name is None else name.decode("ascii", "replace"))
             + self._renamed(data)
             + sse.EVENT_END
         )
-        if self._passage.is_responses:
-            self._take_response_event(message, framed, now_s)
+        if not self._passage.has_chunks:
+            self._take_named_event(message, framed, now_s)
         elif message.choices:
             self._take_choices(message.choices, framed, now_s)
         elif self._call.includes_usage or message.usage is None:
@@ -715,17 +775,25 @@ class RelayHandle:
             self._write(choice.index, framed, now_s, reason)
             framed = b""
 
-    def _take_response_event(self, message: _Message, framed: bytes, now_s: float) -> None:
+    def _take_named_event(self, message: _Message, framed: bytes, now_s: float) -> None:
+        """Of responses or messages."""
         kind, response, (sequence,) = message.type or "", message.response, self.sequences
         if kind == "response.failed":
             raise UpstreamFault(f"it ended its answer with an error: {_told(response and response.error)}")
-        if kind.endswith(".delta"):
+        if kind.endswith(".delta") or kind == "content_block_delta":
             self._count(sequence, now_s)
+        if kind in ("message_delta", "message_stop"):
+            reason = None
+            if kind == "message_delta" and not sequence.is_finished:
+                stop = message.delta.stop_reason if isinstance(message.delta, _Stop) else None
+                sequence.is_finished, reason = True, REASONS.get(stop or "", FinishReason.STOP)
+            self._write(0, framed, now_s, reason, is_last=True)
+            if kind == "message_stop":
+                self._be_done()
+            return
         if kind not in ("response.completed", "response.incomplete") or response is None:
             self._write(0, framed, now_s)
             return
-        if response.usage is not None:
-            self._usage = response.usage.usage()
         sequence.is_finished = True
         self._write(0, framed, now_s, _reason_of(response.incomplete_details), is_last=True)
         self._be_done()
@@ -735,7 +803,9 @@ class RelayHandle:
         self._note_id(message.id)
         if message.usage is not None:
             self._usage = message.usage.usage()
-        if self._passage.is_responses:
+        if self._passage.prefix == messages.ID_PREFIX:
+            reasons = {0: REASONS.get(message.stop_reason or "", FinishReason.STOP)}
+        elif not self._passage.has_chunks:
             reasons = {0: _reason_of(message.incomplete_details)}
         else:
             reasons = {
@@ -775,6 +845,14 @@ class RelayHandle:
             return
         delta = RelayedDelta(text=" ", num_tokens=0, finish_reason=reason, event=event, is_last=is_last)
         self.sink.on_delta(choice, delta, now_s)
+
+    def _note_usage(self, usage: Usage) -> None:
+        """The latest counts; messages tell those of the prompt at the start alone."""
+        before = self._usage
+        if before is not None and not usage.num_prompt_tokens:
+            counts = {"num_prompt_tokens": before.num_prompt_tokens, "num_cached_tokens": before.num_cached_tokens}
+            usage = msgspec.structs.replace(usage, **counts)
+        self._usage = usage
 
     def _note_id(self, theirs: str | None) -> None:
         if theirs and not self._their_id:

@@ -12,12 +12,21 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from core.config import text_config
 from core.gguf import BLOCKS, GgufFile, parse_gguf
+from gpu.checkpoint import OTHER_TOWERS, text_name
 
 Q = gguf.GGMLQuantizationType
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 # config.json's model_type -> general.architecture, where they differ
-ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+    "gemma3_text": "gemma3",
+    "qwen2_5_vl_text": "qwen2vl",
+    "qwen3_vl_text": "qwen3vl",
+}
 TURNED = ("llama", "smollm3", "granite")  # the architectures whose q and k lie as pairs side by side
 
 
@@ -34,7 +43,7 @@ def write_gguf(
         quantisation: of the matrices whose rows come in its blocks; vectors stay F32, as in llama.cpp.
         metadata: fields beside the architecture's.
     """
-    config = json.loads((directory / "config.json").read_text())
+    config = dict(text_config(json.loads((directory / "config.json").read_text())))
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(file, architecture)
     _write_config(writer, config)
@@ -43,12 +52,16 @@ def write_gguf(
         _write_field(writer, key, value)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
-    for name, rows in _stacked_experts(load_file(directory / "model.safetensors")).items():
+    stored = load_file(directory / "model.safetensors")
+    tensors = {text_name(name): tensor for name, tensor in stored.items() if not name.startswith(OTHER_TOWERS)}
+    for name, rows in _stacked_experts(tensors).items():
         if architecture in TURNED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
             rows = _permute(rows, heads)
-        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
             rows = rows + 1
+        if name.endswith("shared_expert_gate.weight"):
+            rows = rows.squeeze()
         _write_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")) or name, rows, quantisation)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
@@ -124,7 +137,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if family != "phi3":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if family in ("llama", "mixtral", "granite", "smollm3", "phi3"):
+    if family in ("llama", "mixtral", "granite", "smollm3", "phi3", "glm4"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -146,12 +159,14 @@ def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) 
             writer.add_embedding_scale(config["embedding_multiplier"])
             writer.add_residual_scale(config["residual_multiplier"])
             writer.add_logit_scale(config["logits_scaling"])
-        case "mixtral" | "qwen3_moe":
+        case "mixtral" | "qwen3_moe" | "qwen2_moe":
             writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
             writer.add_expert_used_count(config["num_experts_per_tok"])
         case _:
             pass
-    if family == "qwen3_moe":
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if family in ("qwen3_moe", "qwen2_moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 

@@ -381,6 +381,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Of each kind of rotation, norm, head, window, sink, activation and expert one: for what is the steps', not a family's
+KINDS = ("llama3", "qwen2", "qwen2_late_window_dynamic", "qwen3", "olmo2", "smollm3", "granite", "phi4_longrope")
+KINDS += ("gemma2", "gemma3", "qwen3_moe", "glm4_moe", "gpt_oss")
+
 
 def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB", **sizes: int) -> Path:
     """Save a random float32 model of a family, of these sizes beside its own, its biases and norms random too."""

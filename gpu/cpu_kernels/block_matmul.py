@@ -22,7 +22,7 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from torch import Tensor
 
-from gpu.blocks import BLOCK_OUTPUTS, FORMATS, PART_INPUTS, BlockWeight, PackedBlocks
+from gpu.blocks import BLOCK_OUTPUTS, FORMATS, IQ4_NUMBERS, PART_INPUTS, BlockWeight, PackedBlocks
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
@@ -73,17 +73,21 @@ HAS_AVX512 = "avx512bw" in cpu_flags()
 HAS_BF16 = "avx512_bf16" in cpu_flags()
 MOST_TILE_ROWS = 6 if HAS_AVX512 else 2  # with 4 registers of sums each
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
-STREAM_AHEAD = 4096  # bytes: how far ahead blocks are prefetched
+FEW_ROWS = 2  # that each thread quantises for itself
+# A row's 32 inputs: as many integers, then a float32 scale, and int32 sums: of all, of the first and the last half.
+SUM_AT, GROUP_BYTES = GROUP + 4, GROUP + 16
 PART_BYTES = PART_INPUTS * BLOCK_OUTPUTS  # decoded
 PART_SCALES = PART_INPUTS // 16 * SUM_ROW_BYTES
 NUMBERS_PER_THREAD = 1 << 14  # that are quantised: a thread is woken for so many
 
 MOST = np.float32(127)
 ROUNDER = np.float32(1.5 * 2**23)
-NIBBLES, TWOS = 0x0F0F0F0F, 0x03030303
+NIBBLES, TWOS, SIXES, ONES = 0x0F0F0F0F, 0x03030303, 0x3F3F3F3F, 0x01010101
 SIGNS = np.int32(-0x7F7F7F80)  # 0x80 in each byte
 CODES = {name: code for code, name in enumerate(FORMATS)}
-Q8_0, Q4_0, Q4_K, Q6_K = (CODES[name] for name in ("Q8_0", "Q4_0", "Q4_K", "Q6_K"))
+Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 = (CODES[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
+Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (CODES[name] for name in ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"))
+SPREAD_BITS = 0x00204081  # times four bits: one at the foot of each byte
 
 
 class Arguments(ctypes.Structure):
@@ -91,9 +95,8 @@ class Arguments(ctypes.Structure):
 
     _fields_ = integers(
         "next_piece",  # 0
-        "x",  # int8 [rows, inputs]
-        "x_scales",  # float32 [rows, inputs / 32]
-        "x_sums",  # int32 [rows, inputs / 16 + inputs / 32]: of 16 numbers each, then of 32
+        "x",  # GROUP_BYTES [rows, inputs / 32]; 0: to be made of source
+        "source",  # see RowArguments
         "blocks",  # int64 [blocks, 4]: address, format, first output, outputs
         "bias",  # as out [outputs]; 0: none
         "out",  # [rows, outputs]
@@ -114,8 +117,6 @@ class RowArguments(ctypes.Structure):
         "stride",  # bytes from row to row
         "is_bf16",
         "x",  # see Arguments
-        "x_scales",
-        "x_sums",
         "num_rows",
         "num_inputs",
     )
@@ -180,6 +181,38 @@ def left(builder, x, by):
 def or_(builder, x, y):
     """x | y"""
     return builder.or_(x, y)
+
+
+@operation(pairs, pairs, types.int64)
+def times(builder, x, by):
+    """The low 32 bits of each product."""
+    return builder.mul(x, broadcast(builder, _scalar(builder, by), PAIRS))
+
+
+@operation(pairs, pairs)
+def iq4_numbers(builder, nibbles):
+    """Of each byte, 0 to 15, the table's number plus 128."""
+    table = [number + 128 for number in IQ4_NUMBERS]
+    if HAS_AVX512:
+        octets = ir.VectorType(ir.IntType(8), REGISTER_BYTES)
+        found = call(
+            *(builder, "llvm.x86.avx512.pshuf.b.512", octets, ir.Constant(octets, 4 * table)),
+            builder.bitcast(nibbles, octets),
+        )
+        return builder.bitcast(found, PAIRS)
+    octets, half = ir.VectorType(ir.IntType(8), REGISTER_BYTES // 2), ir.VectorType(INT32, LANES // 2)
+    parts = []
+    for first in (0, LANES // 2):
+        part = builder.bitcast(shuffle(builder, nibbles, nibbles, [*range(first, first + LANES // 2)]), octets)
+        found = call(builder, "llvm.x86.avx2.pshuf.b", octets, ir.Constant(octets, 2 * table), part)
+        parts.append(builder.bitcast(found, half))
+    return shuffle(builder, parts[0], parts[1], [*range(LANES)])
+
+
+@operation(pairs, address)
+def load_shorts(builder, at):
+    """Unsigned 16 bits [16], each widened to 32."""
+    return builder.zext(load(builder, at, ir.VectorType(ir.IntType(16), LANES)), PAIRS)
 
 
 @operation(floats, address)
@@ -263,123 +296,131 @@ def _pair_sums(builder, x, y):
     return shuffle(builder, parts[0], parts[1], [*range(LANES)])
 
 
-@operation(nothing, *[types.int64] * 15)
-def tile(
-    builder,
-    num_rows,
-    x,
-    x_stride,
-    x_scales,
-    x_scale_stride,
-    x_sums,
-    x_sum_stride,
-    values,
-    values_stride,
-    scales,
-    minima,
-    middle,
-    num_groups,
-    group_quads,
-    sums,
-):
-    """Add the products of up to MOST_TILE_ROWS with some groups of a block to their sums. Strides are bytes.
+def _make_tile(has_halves, has_minima):
+    """Add the products of up to MOST_TILE_ROWS with a part of a block to their sums."""
 
-    Args:
-        x: address of int8 [num_rows, inputs].
-        x_scales: address of float32 [num_rows, groups of 32].
-        x_sums: address of int32 [num_rows, groups].
-        values: address of bytes [groups, quads, 64 outputs, 4 inputs].
-        scales, minima: addresses of float32 [groups, 64]; minima 0: there are none.
-        middle: the byte that stands for 0.
-        group_quads: 8 or 4, of inputs.
-        sums: address of float32 [num_rows, 64].
-    """
-    arguments = (
-        *(x, x_stride, x_scales, x_scale_stride, x_sums, x_sum_stride),
-        *(values, values_stride, scales, minima, middle, num_groups, group_quads, sums),
-    )
-    emit_by_count(builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, *arguments))
+    @operation(nothing, *[types.int64] * 12)
+    def tile(
+        builder,
+        num_rows,
+        x,
+        x_stride,
+        values,
+        values_stride,
+        scales,
+        minima,
+        middle,
+        num_groups,
+        sums,
+        wanted,
+        num_lines,
+    ):
+        """
+        Args:
+            x: address of the rows' groups: see Arguments; rows are x_stride bytes apart.
+            values: address of bytes [groups, quads of inputs, 64 outputs, 4], groups values_stride bytes apart.
+            scales, minima: addresses of float32 [groups, 64], of half groups where the format has_halves.
+            middle: the byte that stands for 0.
+            sums: address of float32 [num_rows, 64].
+            wanted: address of what is prefetched meanwhile; num_lines: how much for a quad.
+        """
+        given = (x, x_stride, values, values_stride, scales, minima, middle, num_groups, sums, wanted, num_lines)
+        emit_by_count(
+            builder,
+            num_rows,
+            MOST_TILE_ROWS,
+            lambda rows: _emit_tile(builder, rows, has_halves, has_minima, *given),
+        )
+
+    return tile
+
+
+def _at(builder, base, *parts):
+    """Emit base plus each index times its size."""
+    for index, size in parts:
+        base = builder.add(base, builder.mul(index, size if isinstance(size, ir.Value) else constant(size)))
+    return base
 
 
 def _emit_tile(
     builder,
     num_rows,
+    has_halves,
+    has_minima,
     x,
     x_stride,
-    x_scales,
-    x_scale_stride,
-    x_sums,
-    x_sum_stride,
     values,
     values_stride,
     scales,
     minima,
     middle,
     num_groups,
-    group_quads,
     sums,
+    wanted,
+    num_lines,
 ):
-    def at(base, *parts):
-        for index, size in parts:
-            base = builder.add(base, builder.mul(index, size if isinstance(size, ir.Value) else constant(size)))
-        return base
-
-    rows = range(num_rows)
-    integers_ = [[cgutils.alloca_once(builder, PAIRS) for _ in range(COLUMNS)] for _ in rows]
+    registers = [[cgutils.alloca_once(builder, PAIRS) for _ in range(COLUMNS)] for _ in range(num_rows)]
     negative = builder.trunc(builder.neg(middle), INT32)
-    has_halves = builder.icmp_signed("==", group_quads, constant(4))  # two groups share a scale of x
+    num_parts = 2 if has_halves else 1
+    num_quads = GROUP // 4 // num_parts
     with cgutils.for_range(builder, num_groups) as groups:
-        group_x = at(x, (groups.index, builder.mul(group_quads, constant(4))))
-        group_values = at(values, (groups.index, values_stride))
-        group_sums = [
-            load(builder, at(x_sums, (constant(row), x_sum_stride), (groups.index, 4)), INT32) for row in rows
-        ]
-        for row in rows:
-            first = broadcast(builder, builder.mul(group_sums[row], negative), PAIRS)
-            for register in integers_[row]:
-                builder.store(first, register)
-        with cgutils.for_range(builder, group_quads) as quads:
-            place = at(group_values, (quads.index, QUAD_BYTES))
-            weights = [load(builder, offset(builder, place, n * REGISTER_BYTES), PAIRS) for n in range(COLUMNS)]
-            for row in rows:
-                four = load(builder, at(group_x, (constant(row), x_stride), (quads.index, 4)), INT32)
-                four = broadcast(builder, four, PAIRS)
-                for register, weight in zip(integers_[row], weights, strict=True):
-                    builder.store(_multiplied(builder, builder.load(register), weight, four), register)
-        scale_index = builder.select(has_halves, builder.lshr(groups.index, constant(1)), groups.index)
-        row_scales = [
-            load(builder, at(x_scales, (constant(row), x_scale_stride), (scale_index, 4)), FLOAT) for row in rows
-        ]
-        for column in range(COLUMNS):
-            place = offset(builder, at(scales, (groups.index, SUM_ROW_BYTES)), column * REGISTER_BYTES)
-            scale = load(builder, place, FLOATS)
-            for row in rows:
-                place = offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES)
-                scaled = builder.fmul(builder.sitofp(builder.load(integers_[row][column]), FLOATS), scale)
-                by = broadcast(builder, row_scales[row], FLOATS)
-                store(builder, place, multiply_add.emit(builder, scaled, by, load(builder, place, FLOATS)))
-        with builder.if_then(builder.icmp_signed("!=", minima, constant(0))):
+        rows = [_at(builder, x, (constant(row), x_stride), (groups.index, GROUP_BYTES)) for row in range(num_rows)]
+        for part in range(num_parts):
+            of_sum = SUM_AT if not has_halves else SUM_AT + 4 * (1 + part)
+            x_sums = [load(builder, offset(builder, row, of_sum), INT32) for row in rows]
+            for x_sum, of_row in zip(x_sums, registers, strict=True):
+                first = broadcast(builder, builder.mul(x_sum, negative), PAIRS)
+                for register in of_row:
+                    builder.store(first, register)
+            first_values = _at(builder, values, (groups.index, values_stride))
+            with cgutils.for_range(builder, constant(num_quads)) as quads:
+                quad = builder.add(quads.index, constant(part * num_quads))
+                done = builder.add(builder.mul(groups.index, constant(GROUP // 4)), quad)
+                ahead = _at(builder, wanted, (builder.mul(done, num_lines), REGISTER_BYTES))
+                with cgutils.for_range(builder, num_lines) as lines:
+                    prefetch.emit(builder, _at(builder, ahead, (lines.index, REGISTER_BYTES)))
+                place = _at(builder, first_values, (quad, QUAD_BYTES))
+                weights = [load(builder, offset(builder, place, n * REGISTER_BYTES), PAIRS) for n in range(COLUMNS)]
+                for row, of_row in zip(rows, registers, strict=True):
+                    four = broadcast(builder, load(builder, _at(builder, row, (quad, 4)), INT32), PAIRS)
+                    for register, weight in zip(of_row, weights, strict=True):
+                        builder.store(_multiplied(builder, builder.load(register), weight, four), register)
+            x_scales = [load(builder, offset(builder, row, GROUP), FLOAT) for row in rows]
             totals = [
-                builder.fmul(builder.sitofp(group_sums[row], FLOAT), builder.fneg(row_scales[row])) for row in rows
+                builder.fmul(builder.sitofp(x_sum, FLOAT), builder.fneg(by))
+                for x_sum, by in zip(x_sums, x_scales, strict=True)
             ]
+            group = builder.add(builder.mul(groups.index, constant(num_parts)), constant(part))
             for column in range(COLUMNS):
-                place = offset(builder, at(minima, (groups.index, SUM_ROW_BYTES)), column * REGISTER_BYTES)
-                minimum = load(builder, place, FLOATS)
-                for row in rows:
+                place = offset(builder, _at(builder, scales, (group, SUM_ROW_BYTES)), column * REGISTER_BYTES)
+                scale = load(builder, place, FLOATS)
+                place = offset(builder, _at(builder, minima, (group, SUM_ROW_BYTES)), column * REGISTER_BYTES)
+                minimum = load(builder, place, FLOATS) if has_minima else None
+                for row in range(num_rows):
                     place = offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES)
-                    by = broadcast(builder, totals[row], FLOATS)
-                    store(builder, place, multiply_add.emit(builder, minimum, by, load(builder, place, FLOATS)))
+                    scaled = builder.fmul(builder.sitofp(builder.load(registers[row][column]), FLOATS), scale)
+                    by = broadcast(builder, x_scales[row], FLOATS)
+                    found = multiply_add.emit(builder, scaled, by, load(builder, place, FLOATS))
+                    if minimum is not None:
+                        found = multiply_add.emit(builder, minimum, broadcast(builder, totals[row], FLOATS), found)
+                    store(builder, place, found)
+
+
+_plain_tile, _minima_tile = _make_tile(False, False), _make_tile(False, True)
+_halves_tile = _make_tile(True, False)
 
 
 @njit(cache=True)
 def _multiply_tile(
-    num_rows, x, x_stride, x_scales, x_scale_stride, x_sums, x_sum_stride,
-    values, values_stride, scales, minima, middle, num_groups, group_quads, sums,
-):  # fmt: skip
-    tile(
-        num_rows, x, x_stride, x_scales, x_scale_stride, x_sums, x_sum_stride,
-        values, values_stride, scales, minima, middle, num_groups, group_quads, sums,
-    )  # fmt: skip
+    group, has_minima, num_rows, x, x_stride, values, stride, scales, minima, middle, num_groups, sums, wanted, lines
+):
+    if group == GROUP:
+        if has_minima:
+            _minima_tile(num_rows, x, x_stride, values, stride, scales, minima, middle, num_groups, sums, wanted, lines)
+        else:
+            _plain_tile(num_rows, x, x_stride, values, stride, scales, minima, middle, num_groups, sums, wanted, lines)
+    else:
+        _halves_tile(num_rows, x, x_stride, values, stride, scales, minima, middle, num_groups, sums, wanted, lines)
 
 
 @njit(cache=True)
@@ -389,14 +430,73 @@ def _decode_halves(at, scales):
 
 
 @njit(cache=True)
-def _decode_q4_0(at, values, scales):
-    """A scale, four words whose low halves are the first 16 inputs and whose high halves are the others."""
-    _decode_halves(at, scales)
+def _decode_minima(at, minima):
+    """What is added, with its sign turned."""
+    for column in range(COLUMNS):
+        store_floats(minima + column * REGISTER_BYTES, zeros() - load_halves(at + column * REGISTER_BYTES // 2))
+
+
+@njit(cache=True)
+def _decode_nibbles(at, values, is_iq4):
+    """Four words whose low halves are 16 inputs and whose high halves are the next."""
     for place in range(0, 4 * QUAD_BYTES, REGISTER_BYTES):
-        both = load_pairs(at + 2 * BLOCK_OUTPUTS + place)
-        prefetch(at + STREAM_AHEAD + place)
-        store_pairs(values + place, and_(both, NIBBLES))
-        store_pairs(values + 4 * QUAD_BYTES + place, and_(right(both, 4), NIBBLES))
+        both = load_pairs(at + place)
+        low, high = and_(both, NIBBLES), and_(right(both, 4), NIBBLES)
+        if is_iq4:
+            low, high = iq4_numbers(low), iq4_numbers(high)
+        store_pairs(values + place, low)
+        store_pairs(values + 4 * QUAD_BYTES + place, high)
+
+
+@njit(cache=True)
+def _decode_fives(at, values):
+    """A word of 32 fifth bits, four words of halves as above."""
+    for column in range(0, QUAD_BYTES, REGISTER_BYTES):
+        fifths = load_pairs(at + column)
+        for quad in range(4):
+            both, shift = load_pairs(at + (1 + quad) * QUAD_BYTES + column), 4 * quad
+            low = left(and_(times(and_(right(fifths, shift), 15), SPREAD_BITS), ONES), 4)
+            high = left(and_(times(and_(right(fifths, 16 + shift), 15), SPREAD_BITS), ONES), 4)
+            store_pairs(values + quad * QUAD_BYTES + column, or_(and_(both, NIBBLES), low))
+            store_pairs(values + (4 + quad) * QUAD_BYTES + column, or_(and_(right(both, 4), NIBBLES), high))
+
+
+@njit(cache=True)
+def _decode_iq4_xs(at, values, scales):
+    """Scale, high pairs of bits of eight scales, a word of their low halves, 32 words of numbers.
+
+    Source: ggml-quants.c, dequantize_row_iq4_xs.
+    """
+    for column in range(0, QUAD_BYTES, REGISTER_BYTES):
+        scale, pairs_ = load_halves(at + column // 2), load_shorts(at + 2 * BLOCK_OUTPUTS + column // 2)
+        low = load_pairs(at + 4 * BLOCK_OUTPUTS + column)
+        for part in range(8):
+            number = or_(and_(right(low, 4 * part), 15), left(and_(right(pairs_, 2 * part), 3), 4))
+            store_floats(scales + part * SUM_ROW_BYTES + column, (converted(number) - spread(np.float32(32))) * scale)
+    for part in range(8):
+        source = at + 8 * BLOCK_OUTPUTS + part * 4 * QUAD_BYTES
+        _decode_nibbles(source, values + part * 8 * QUAD_BYTES, True)
+
+
+@njit(cache=True)
+def _decode_q5_k(at, values):
+    """8 words of fifth bits, whose bit n is part n's, then halves as Q4_K's."""
+    for place in range(0, 8 * QUAD_BYTES, REGISTER_BYTES):
+        fifths = load_pairs(at + place)
+        for chunk in range(4):
+            both = load_pairs(at + (8 + chunk * 8) * QUAD_BYTES + place)
+            target = values + chunk * 16 * QUAD_BYTES + place
+            low = left(and_(right(fifths, 2 * chunk), ONES), 4)
+            high = left(and_(right(fifths, 2 * chunk + 1), ONES), 4)
+            store_pairs(target, or_(and_(both, NIBBLES), low))
+            store_pairs(target + 8 * QUAD_BYTES, or_(and_(right(both, 4), NIBBLES), high))
+
+
+@njit(cache=True)
+def _store_scaled(four, scale, target):
+    """The bytes of each word times a scale, a row of float32 [64] for each."""
+    for part in range(4):
+        store_floats(target + part * SUM_ROW_BYTES, converted(and_(right(four, 8 * part), 255)) * scale)
 
 
 @njit(cache=True)
@@ -411,16 +511,12 @@ def _decode_k_scales(at, scales, minima):
         minimum = load_halves(at + 2 * BLOCK_OUTPUTS + column // 2)
         low, high = load_pairs(words + column), load_pairs(words + step + column)
         mixed = load_pairs(words + 2 * step + column)
-        for part in range(4):
-            shift = 8 * part
-            s, m = right(low, shift), right(high, shift)
-            x = right(mixed, shift)
-            target = part * SUM_ROW_BYTES + column
-            store_floats(scales + target, converted(and_(s, 63)) * scale)
-            store_floats(minima + target, converted(and_(m, 63)) * minimum)
-            target += 4 * SUM_ROW_BYTES
-            store_floats(scales + target, converted(or_(and_(x, 15), and_(right(s, 2), 48))) * scale)
-            store_floats(minima + target, converted(or_(and_(right(x, 4), 15), and_(right(m, 2), 48))) * minimum)
+        _store_scaled(and_(low, SIXES), scale, scales + column)
+        _store_scaled(and_(high, SIXES), minimum, minima + column)
+        lower = or_(and_(mixed, NIBBLES), and_(right(low, 2), TWOS << 4))
+        _store_scaled(lower, scale, scales + 4 * SUM_ROW_BYTES + column)
+        upper = or_(and_(right(mixed, 4), NIBBLES), and_(right(high, 2), TWOS << 4))
+        _store_scaled(upper, minimum, minima + 4 * SUM_ROW_BYTES + column)
 
 
 @njit(cache=True)
@@ -430,7 +526,6 @@ def _decode_k_nibbles(at, values):
         source, target = at + chunk * 8 * QUAD_BYTES, values + chunk * 16 * QUAD_BYTES
         for place in range(0, 8 * QUAD_BYTES, REGISTER_BYTES):
             both = load_pairs(source + place)
-            prefetch(source + STREAM_AHEAD + place)
             store_pairs(target + place, and_(both, NIBBLES))
             store_pairs(target + 8 * QUAD_BYTES + place, and_(right(both, 4), NIBBLES))
 
@@ -447,9 +542,6 @@ def _decode_q6_k(at, values, scales):
         for place in range(0, 8 * QUAD_BYTES, REGISTER_BYTES):
             first, second = load_pairs(low + place), load_pairs(low + 8 * QUAD_BYTES + place)
             twos = load_pairs(high + place)
-            prefetch(low + STREAM_AHEAD + place)
-            prefetch(low + 8 * QUAD_BYTES + STREAM_AHEAD + place)
-            prefetch(high + STREAM_AHEAD + place)
             store_pairs(target + place, or_(and_(first, NIBBLES), left(and_(twos, TWOS), 4)))
             store_pairs(target + 8 * QUAD_BYTES + place, or_(and_(second, NIBBLES), and_(left(twos, 2), TWOS << 4)))
             store_pairs(target + 16 * QUAD_BYTES + place, or_(and_(right(first, 4), NIBBLES), and_(twos, TWOS << 4)))
@@ -481,55 +573,63 @@ def _decode(code, at, num_inputs, values, scales, minima):
         for group in range(num_inputs // GROUP):
             _decode_halves(at + group * BYTES[Q8_0] * BLOCK_OUTPUTS, scales + group * SUM_ROW_BYTES)
         return at + 2 * BLOCK_OUTPUTS, BYTES[Q8_0] * BLOCK_OUTPUTS
-    if code == Q4_0:
+    if ELEMENTS[code] == GROUP:
         for group in range(num_inputs // GROUP):
-            source = at + group * BYTES[Q4_0] * BLOCK_OUTPUTS
-            _decode_q4_0(source, values + group * 8 * QUAD_BYTES, scales + group * SUM_ROW_BYTES)
+            source, target = at + group * BYTES[code] * BLOCK_OUTPUTS, values + group * 8 * QUAD_BYTES
+            _decode_halves(source, scales + group * SUM_ROW_BYTES)
+            source += 2 * BLOCK_OUTPUTS
+            if HAVE_MINIMA[code]:
+                _decode_minima(source, minima + group * SUM_ROW_BYTES)
+                source += 2 * BLOCK_OUTPUTS
+            if code in (Q5_0, Q5_1):
+                _decode_fives(source, target)
+            else:
+                _decode_nibbles(source, target, code == IQ4_NL)
     elif code == Q4_K:
         _decode_k_scales(at, scales, minima)
         _decode_k_nibbles(at + 16 * BLOCK_OUTPUTS, values)
+    elif code == Q5_K:
+        _decode_k_scales(at, scales, minima)
+        _decode_q5_k(at + 16 * BLOCK_OUTPUTS, values)
+    elif code == IQ4_XS:
+        _decode_iq4_xs(at, values, scales)
     elif code == Q6_K:
         _decode_q6_k(at, values, scales)
-    return values, GROUPS[code] * BLOCK_OUTPUTS
+    return values, GROUP * BLOCK_OUTPUTS
 
 
 @njit(cache=True)
-def _multiply_block(code, at, args, num_rows, first_row, memory, sums):
-    """Sums of a block: a part is decoded once for all rows."""
+def _multiply_block(code, at, x, num_inputs, num_rows, memory, sums):
+    """Sums of a block: a part is decoded once for all rows; the first of them prefetch the next part."""
     scales = memory + PART_BYTES
     minima = scales + PART_SCALES
-    num_inputs, group = args.num_inputs, GROUPS[code]
-    scale_stride = num_inputs // GROUP * 4
-    sum_stride = num_inputs // 16 * 4 + scale_stride
+    x_stride = num_inputs // GROUP * GROUP_BYTES
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
-    has_minima = minima if HAVE_MINIMA[code] else 0
     for start in range(0, num_inputs, PART_INPUTS):
         some = min(PART_INPUTS, num_inputs - start)
         values, stride = _decode(code, at, some, memory, scales, minima)
         at += some // ELEMENTS[code] * BYTES[code] * BLOCK_OUTPUTS
-        x_sums = args.x_sums + start // group * 4 + (num_inputs // 16 * 4 if group == GROUP else 0)
-        first = 0
+        num_lines = (4 * BYTES[code] + ELEMENTS[code] - 1) // ELEMENTS[code]  # of a quad's 64 outputs
+        part_x, first = x + start // GROUP * GROUP_BYTES, 0
         for index in range(num_tiles):
             end = (index + 1) * num_rows // num_tiles
-            row = first_row + first
             _multiply_tile(
+                GROUPS[code],
+                HAVE_MINIMA[code],
                 end - first,
-                args.x + row * num_inputs + start,
-                num_inputs,
-                args.x_scales + row * scale_stride + start // GROUP * 4,
-                scale_stride,
-                x_sums + row * sum_stride,
-                sum_stride,
+                part_x + first * x_stride,
+                x_stride,
                 values,
                 stride,
                 scales,
-                has_minima,
+                minima,
                 MIDDLES[code],
-                some // group,
-                group // 4,
+                some // GROUP,
                 sums + first * SUM_ROW_BYTES,
+                at,
+                num_lines,
             )
-            first = end
+            first, num_lines = end, 0
 
 
 @njit(cache=True)
@@ -550,70 +650,68 @@ def _write(sums, bias, out, num_outputs, is_bf16, spare):
             carray(pointer(target), size * some, np.uint8)[:] = carray(pointer(spare), size * some, np.uint8)
 
 
+@njit(cache=True)
+def _quantize_row(source, is_bf16, num_inputs, target):
+    """A number that is not finite makes its group's scale NaN, and so its row."""
+    for index in range(num_inputs // GROUP):
+        if is_bf16:
+            at = source + index * 2 * GROUP
+            first, second = load_widened(at), load_widened(at + 2 * LANES)
+        else:
+            at = source + index * 4 * GROUP
+            first, second = load_floats(at), load_floats(at + 4 * LANES)
+        most = first_lane(spread_largest(larger(larger(first, zeros() - first), larger(second, zeros() - second))))
+        by = spread(MOST / most if most > 0 else np.float32(0))
+        first_integers, second_integers = rounded(first * by), rounded(second * by)
+        group = target + index * GROUP_BYTES
+        store_bytes(group, first_integers)
+        store_bytes(group + LANES, second_integers)
+        check = total(first + second) * np.float32(0)  # 0, or NaN
+        carray(pointer(group + GROUP), 1, np.float32)[0] = most / MOST + check
+        sums = carray(pointer(group + SUM_AT), 3, np.int32)
+        sums[1], sums[2] = sum_integers(first_integers), sum_integers(second_integers)
+        sums[0] = sums[1] + sums[2]
+
+
+@cfunc(types.void(types.int64), cache=True)
+def quantize_rows(arguments):
+    """Take rows until none is left: any number of threads at once. arguments: the address of RowArguments."""
+    args = carray(pointer(arguments), 1, _ROWS)[0]
+    row = take_next(arguments)
+    while row < args.num_rows:
+        target = args.x + row * (args.num_inputs // GROUP * GROUP_BYTES)
+        _quantize_row(args.source + row * args.stride, args.is_bf16, args.num_inputs, target)
+        row = take_next(arguments)
+
+
 @cfunc(types.void(types.int64), cache=True)
 def multiply_blocks(arguments):
     """Take blocks until none is left: any number of threads at once. arguments: the address of Arguments."""
     args = carray(pointer(arguments), 1, _ARGUMENTS)[0]
     blocks = carray(pointer(args.blocks), (args.num_blocks, 4), np.int64)
-    size, num_rows = 2 if args.is_bf16 else 4, args.num_rows
-    panel = min(num_rows, PANEL_ROWS)
-    memory = np.empty(PART_BYTES + 2 * PART_SCALES + panel * SUM_ROW_BYTES + REGISTER_BYTES, dtype=np.uint8)
+    size, num_rows, x = 2 if args.is_bf16 else 4, args.num_rows, args.x
+    row_bytes = args.num_inputs // GROUP * GROUP_BYTES
+    sum_bytes, own_bytes = num_rows * SUM_ROW_BYTES, 0 if x else num_rows * row_bytes
+    memory = np.empty(PART_BYTES + 2 * PART_SCALES + sum_bytes + own_bytes + REGISTER_BYTES, dtype=np.uint8)
     scratch = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     sums = scratch + PART_BYTES + 2 * PART_SCALES
+    if not x:
+        x = sums + sum_bytes
+        for row in range(num_rows):
+            source = args.source + size * row * args.num_inputs
+            _quantize_row(source, args.is_bf16, args.num_inputs, x + row * row_bytes)
     block = take_next(arguments)
     while block < args.num_blocks:
         first_output = blocks[block, 2]
         bias = args.bias + size * first_output if args.bias else 0
         for index in range(0, num_rows * BLOCK_OUTPUTS, LANES):
             store_floats(sums + 4 * index, zeros())
-        _multiply_block(blocks[block, 1], blocks[block, 0], args, num_rows, 0, scratch, sums)
+        _multiply_block(blocks[block, 1], blocks[block, 0], x, args.num_inputs, num_rows, scratch, sums)
         for row in range(num_rows):
             out = args.out + size * (row * args.num_outputs + first_output)
             _write(sums + row * SUM_ROW_BYTES, bias, out, blocks[block, 3], args.is_bf16, scratch)
         block = take_next(arguments)
     keep(memory)
-
-
-@njit(cache=True)
-def _quantize_sixteen(first, by, target, sums):
-    numbers = rounded(first * by)
-    store_bytes(target, numbers)
-    found = sum_integers(numbers)
-    carray(pointer(sums), 1, np.int32)[0] = found
-    return found
-
-
-@cfunc(types.void(types.int64), cache=True)
-def quantize_rows(arguments):
-    """Take rows until none is left: any number of threads at once. arguments: the address of RowArguments.
-
-    A number that is not finite makes its group's scale NaN, and so its row.
-    """
-    args = carray(pointer(arguments), 1, _ROWS)[0]
-    num_inputs, is_bf16 = args.num_inputs, args.is_bf16
-    scale_row, sixteens = num_inputs // GROUP, num_inputs // 16
-    row = take_next(arguments)
-    while row < args.num_rows:
-        source, target = args.source + row * args.stride, args.x + row * num_inputs
-        scales = carray(pointer(args.x_scales + row * scale_row * 4), scale_row, np.float32)
-        sums = args.x_sums + row * (sixteens + scale_row) * 4
-        wide_sums = carray(pointer(sums + sixteens * 4), scale_row, np.int32)
-        for group in range(scale_row):
-            if is_bf16:
-                at = source + group * 2 * GROUP
-                first, second = load_widened(at), load_widened(at + 2 * LANES)
-            else:
-                at = source + group * 4 * GROUP
-                first, second = load_floats(at), load_floats(at + 4 * LANES)
-            most = first_lane(spread_largest(larger(larger(first, zeros() - first), larger(second, zeros() - second))))
-            check = total(first + second) * np.float32(0)  # 0, or NaN
-            scales[group] = most / MOST + check
-            by = spread(MOST / most if most > 0 else np.float32(0))
-            place = sums + group * 8
-            total_sum = _quantize_sixteen(first, by, target + group * GROUP, place)
-            total_sum += _quantize_sixteen(second, by, target + group * GROUP + LANES, place + 4)
-            wide_sums[group] = total_sum
-        row = take_next(arguments)
 
 
 @cfunc(types.void(types.int64), cache=True)
@@ -638,8 +736,8 @@ def gather_rows(arguments):
             values_at, stride = _decode(code, at, some, scratch, scales_at, minima_at)
             at += some // ELEMENTS[code] * BYTES[code] * BLOCK_OUTPUTS
             for index in range(some):
-                within = index % group
-                place = values_at + index // group * stride + within // 4 * QUAD_BYTES + output * 4 + within % 4
+                within = index % GROUP
+                place = values_at + index // GROUP * stride + within // 4 * QUAD_BYTES + output * 4 + within % 4
                 number = np.float32(np.int64(carray(pointer(place), 1, np.uint8)[0]) - middle)
                 value = scales[index // group, output] * number
                 if has_minima:
@@ -740,31 +838,29 @@ class BlockMatmul:
             num_outputs=self._num_out,
             is_bf16=self._is_bf16,
         )
+        self._row_arguments = RowArguments(
+            stride=self._num_in * weight.dtype.itemsize, is_bf16=self._is_bf16, num_inputs=self._num_in
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
-        num_rows, num_in = x.shape
+        num_rows, panel, num_threads = x.shape[0], self._arguments, torch.get_num_threads()
         out = x.new_empty((num_rows, self._num_out))
-        integers = torch.empty((num_rows, num_in), dtype=torch.int8)
-        scales = torch.empty((num_rows, num_in // GROUP))
-        sums = torch.empty((num_rows, num_in // 16 + num_in // GROUP), dtype=torch.int32)
-        num_threads = torch.get_num_threads()
-        rows = RowArguments(
-            source=x.data_ptr(),
-            stride=x.stride(0) * x.element_size(),
-            is_bf16=self._is_bf16,
-            x=integers.data_ptr(),
-            x_scales=scales.data_ptr(),
-            x_sums=sums.data_ptr(),
-            num_rows=num_rows,
-            num_inputs=num_in,
-        )
+        x = x.contiguous()
+        panel.next_piece, panel.num_rows, panel.out, panel.x = 0, num_rows, out.data_ptr(), 0
+        if num_rows <= FEW_ROWS:
+            panel.source = x.data_ptr()
+            self._multiply(panel, num_threads)
+            return out
+        row_bytes = self._num_in // GROUP * GROUP_BYTES
+        quantized = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
+        rows = self._row_arguments
+        rows.next_piece, rows.num_rows, rows.source, rows.x = 0, num_rows, x.data_ptr(), quantized.data_ptr()
         self._quantize(rows, max(1, min(num_threads, x.numel() // NUMBERS_PER_THREAD)))
-        panel = self._arguments
+        first_x, first_out, out_stride = quantized.data_ptr(), out.data_ptr(), self._num_out * out.element_size()
         for first in range(0, num_rows, PANEL_ROWS):
             panel.next_piece, panel.num_rows = 0, min(PANEL_ROWS, num_rows - first)
-            panel.x, panel.x_scales = integers[first:].data_ptr(), scales[first:].data_ptr()
-            panel.x_sums, panel.out = sums[first:].data_ptr(), out[first:].data_ptr()
+            panel.x, panel.out = first_x + first * row_bytes, first_out + first * out_stride
             self._multiply(panel, num_threads)
         return out
 

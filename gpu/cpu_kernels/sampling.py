@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import pointer, take_next
-from gpu.sampler import ADJUSTED, Factor, Feature, IntArray, Number, SamplingSlots
+from gpu.sampler import ADJUSTED, FORBIDDEN, Factor, Feature, IntArray, Masked, Number, SamplingSlots
 from gpu.sampling_rules import (
     EXP2_TERMS,
     GOLDEN,
@@ -43,6 +43,8 @@ MINUS_INFINITY = np.float32(-np.inf)
 LEAST_INT, MOST_INT, SIGN_SHIFT = np.int32(-0x80000000), np.int32(0x7FFFFFFF), np.int32(31)
 MINUS_INFINITY_KEY, INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)  # see _ordered
 _SIGN = np.int64(1 << 31)
+WORD_BITS = 32  # of a mask
+_FORBIDDEN = np.float32(FORBIDDEN)
 _LEAST_POWER, _ROUNDER = np.float32(LEAST_POWER), np.float32(ROUNDER)
 _TERMS = tuple(np.float32(term) for term in EXP2_TERMS)
 UNIT = np.float32(2.0**-UNIFORM_BITS)
@@ -63,8 +65,18 @@ _NUM_NUMBERS, _NUM_FACTORS = len(Number), len(Factor)
 
 
 @njit(cache=True)
+def _forbid(logits, mask, allowed):
+    """The logits, FORBIDDEN where the mask has no bit. mask: uint32 [words]; allowed: float32 [vocab], written."""
+    for word in range(len(mask)):
+        bits, first = mask[word], word * WORD_BITS
+        some, of_some = logits[first : first + WORD_BITS], allowed[first : first + WORD_BITS]
+        for index in range(len(some)):
+            of_some[index] = some[index] if (bits >> np.uint32(index)) & np.uint32(1) else _FORBIDDEN
+
+
+@njit(cache=True)
 def _adjust(logits, adjusted, numbers, factors, position, seen, bias_ids, biases, stop_ids):
-    """Stage 1 of the rules. adjusted: float32 [vocab], written."""
+    """Stage 1 of the rules. adjusted: float32 [vocab], written; may be the logits."""
     if numbers[_FEATURES] & _PENALTIES:
         repetition, presence, frequency = factors[_REPETITION], factors[_PRESENCE], factors[_FREQUENCY]
         for token in range(len(logits)):
@@ -345,8 +357,11 @@ class Arguments(ctypes.Structure):
         "seen",  # int32 [slots, vocab], counted in; not touched without penalties
         "token_ids",  # int64 [rows], written
         "is_finite",  # uint8 [rows], written
+        "masks",  # uint32 [masked, words of vocab]
+        "mask_of",  # int64 [rows], index of its mask; < 0: none
         "scratch",  # [threads, scratch_bytes(vocab)]
         "num_rows",
+        "num_masked",
         "vocab_size",
         "num_slots",
         "num_biases",
@@ -355,6 +370,7 @@ class Arguments(ctypes.Structure):
 
 
 _ARGUMENTS = np.dtype(Arguments)
+_NO_MASKS = np.empty((0, 1), np.int32)
 
 
 @njit(cache=True)
@@ -379,6 +395,9 @@ def sample_rows(arguments):
     seen = carray(pointer(args.seen), (num_slots, vocab_size), np.int32)
     token_ids = carray(pointer(args.token_ids), args.num_rows, np.int64)
     finite = carray(pointer(args.is_finite), args.num_rows, np.uint8)
+    num_words = (vocab_size + WORD_BITS - 1) // WORD_BITS
+    masks = carray(pointer(args.masks), (args.num_masked, num_words), np.uint32)
+    mask_of = carray(pointer(args.mask_of), args.num_rows, np.int64)
     scratch = args.scratch + take_next(arguments + 8) * scratch_bytes(vocab_size)
     weights = carray(pointer(scratch), vocab_size, np.int64)
     adjusted = carray(pointer(scratch + 8 * vocab_size), vocab_size, np.float32)
@@ -392,10 +411,14 @@ def sample_rows(arguments):
         top_segment, is_finite = _scan(of_row, maxima)
         token = np.int64(0)
         if is_finite:
+            if mask_of[row] >= 0:
+                _forbid(of_row, masks[mask_of[row]], adjusted)
+                of_row = adjusted
             if features & _ADJUSTED:
                 lists = bias_ids[slot], biases[slot], stop_ids[slot]
                 _adjust(of_row, adjusted, numbers[slot], factors[slot], positions[row], seen[slot], *lists)
                 of_row = adjusted
+            if features & _ADJUSTED or mask_of[row] >= 0:
                 top_segment, _ = _scan(of_row, maxima)
             top, key = maxima[top_segment], _key_of(numbers[slot, _SEED], positions[row])
             if features & _FILTERS:
@@ -419,7 +442,9 @@ class RowSampler:
         self._kernel = Kernel(sample_rows)
         self._scratch = np.empty(0, dtype=np.uint8)
 
-    def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See SampleRows."""
         settings, logits = self._settings, logits.contiguous()
         num_rows, vocab_size = logits.shape
@@ -428,6 +453,10 @@ class RowSampler:
         if len(self._scratch) < needed:
             self._scratch = np.empty(needed, dtype=np.uint8)
         slots, positions = np.ascontiguousarray(slots, np.int64), np.ascontiguousarray(positions, np.int64)
+        masks, mask_of = _NO_MASKS, np.full(num_rows, -1, np.int64)
+        if masked is not None:
+            masks = np.ascontiguousarray(masked.masks)
+            mask_of[masked.rows] = np.arange(len(masks))
         token_ids = torch.empty(num_rows, dtype=torch.int64)
         is_finite = torch.empty(num_rows, dtype=torch.bool)
         has_penalties = settings.numbers[slots, Number.FEATURES] & Feature.PENALTIES
@@ -443,8 +472,11 @@ class RowSampler:
             seen=settings.write_seen().data_ptr() if has_penalties.any() else 0,
             token_ids=token_ids.data_ptr(),
             is_finite=is_finite.data_ptr(),
+            masks=masks.ctypes.data,
+            mask_of=mask_of.ctypes.data,
             scratch=self._scratch.ctypes.data,
             num_rows=num_rows,
+            num_masked=len(masks),
             vocab_size=vocab_size,
             num_slots=len(settings.numbers),
             num_biases=settings.bias_ids.shape[1],

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from core.errors import ErrorKind, ServiceError
+from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api.fields import DefaultsOf, GenerationCall
 from server.wire import sse
@@ -107,6 +107,9 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
     if reason is FinishReason.DEADLINE:
         message = "The request's deadline has passed. Ask for fewer tokens or allow more time."
         return ServiceError(ErrorKind.DEADLINE_EXCEEDED, cause or message, "deadline_exceeded")
+    if reason is FinishReason.TOO_COMPLEX:
+        message = "What holds the answer became too complex to follow. Use fewer alternatives, or optional properties."
+        return InvalidRequest(message, code="grammar_too_complex")
     if reason is FinishReason.ERROR:
         message = "The engine failed on this request. Try again; if it fails again, tell the operator."
         return ServiceError(ErrorKind.ENGINE, cause or message, "engine_error")
@@ -251,7 +254,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     """As chat and completions write it."""
     return partial_usage(usage.num_prompt_tokens, usage.num_completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_thought_tokens,
+            "accepted_prediction_tokens": usage.num_predicted_tokens,
+            "rejected_prediction_tokens": usage.num_mispredicted_tokens,
+        },
     }
 
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from core import constraints
-from core.constraints import ANY_OBJECT, GrammarSpec
+from core.constraints import ANY_OBJECT, GrammarSpec, Tag
 from core.errors import InvalidRequest
 
 Choices = Annotated[list[str], Meta(min_length=1, max_length=constraints.MAX_CHOICES)]
@@ -34,12 +34,49 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
         schema: beside json_object as llama-server takes it.
     """
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
     name: str | None = None
     description: str | None = None
     schema: Any = None
     strict: bool | None = None
+    structures: Any = None
+    triggers: Any = None
+    format: Any = None
+
+
+class TagContent(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one of xgrammar's tags."""
+
+    type: Literal["json_schema", "const_string"]
+    json_schema: Any = None
+    value: str = ""
+
+
+class TagOf(msgspec.Struct, frozen=True, kw_only=True):
+    """Args: schema: of the older form, which has no content."""
+
+    begin: str
+    end: str
+    schema: Any = None
+    content: TagContent | None = None
+
+
+class TagFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["triggered_tags"]
+    triggers: list[str]
+    tags: list[TagOf]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class StructuralTag(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's, in its older form (structures and triggers) or xgrammar's (format)."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: list[TagOf] = []
+    triggers: list[str] = []
+    format: TagFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +123,6 @@ def constraint_of(
 def _asked(fields: StructuredFields) -> list[Any]:
     """(param, what makes its constraint) of each that is asked for."""
     outputs = fields.structured_outputs or StructuredOutputs()
-    if outputs.structural_tag is not None:
-        message = "structured_outputs.structural_tag is not supported. Send a grammar, or tools."
-        raise InvalidRequest(message, "structured_outputs.structural_tag", "unsupported_parameter")
     prefixed = "structured_outputs."
     candidates = [
         (prefixed + "json", outputs.json, _schema),
@@ -96,6 +130,7 @@ def _asked(fields: StructuredFields) -> list[Any]:
         (prefixed + "regex", outputs.regex, constraints.regex),
         (prefixed + "choice", outputs.choice, constraints.choice),
         (prefixed + "grammar", outputs.grammar, constraints.client_grammar),
+        (prefixed + "structural_tag", outputs.structural_tag, _tagged),
         ("guided_json", fields.guided_json, _schema),
         ("guided_regex", fields.guided_regex, constraints.regex),
         ("guided_choice", fields.guided_choice, constraints.choice),
@@ -109,6 +144,9 @@ def _asked(fields: StructuredFields) -> list[Any]:
 
 
 def _of_format(response_format: ResponseFormat, param: str) -> GrammarSpec:
+    if response_format.type == "structural_tag":
+        parts = {name: getattr(response_format, name) for name in ("structures", "triggers", "format")}
+        return _tagged({name: one for name, one in parts.items() if one is not None}, param)
     if response_format.type == "json_object":
         schema = ANY_OBJECT if response_format.schema is None else response_format.schema
         return _schema(schema, f"{param}.schema" if response_format.schema is not None else param)
@@ -127,6 +165,34 @@ def _schema(schema: Any, param: str) -> GrammarSpec:
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param} is not valid JSON: {error}.", param) from None
     return constraints.json_schema(schema, param)
+
+
+def _tagged(value: Any, param: str) -> GrammarSpec:
+    try:
+        if isinstance(value, str):  # as vLLM takes it
+            asked = msgspec.json.decode(value, type=StructuralTag)
+        else:
+            asked = msgspec.convert(value, StructuralTag)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise InvalidRequest(f"{param} is no structural tag that can be held: {error}.", param) from None
+    form = asked.format
+    if form is None:
+        tags = [
+            Tag(one.begin, _schema(one.schema, f"{param}.structures[{i}].schema"), one.end)
+            for i, one in enumerate(asked.structures)
+        ]
+        return constraints.tagged_text(asked.triggers, tags, param)
+    tags = []
+    for i, one in enumerate(form.tags):
+        at = f"{param}.format.tags[{i}].content"
+        if one.content is None:
+            raise InvalidRequest(f"{at} is missing.", at, "missing_required_parameter")
+        content = one.content
+        is_text = content.type == "const_string"
+        tags.append(
+            Tag(one.begin, content.value if is_text else _schema(content.json_schema, f"{at}.json_schema"), one.end)
+        )
+    return constraints.tagged_text(form.triggers, tags, param, form.at_least_one, form.stop_after_first)
 
 
 def _any_object(_: bool, param: str) -> GrammarSpec:

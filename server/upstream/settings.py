@@ -42,6 +42,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Args:
         name: that clients ask for.
         aliases: other names for it.
+        fallbacks: models of this list that answer while this one's upstreams do not.
         upstream_model: its name there; None: the same.
         protocol: h2 is prior knowledge where the URL is http; auto tries that, and takes HTTP/1.1 otherwise.
         health: path that answers 200 while the upstream takes requests.
@@ -56,6 +57,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     name: _Name
     upstreams: Annotated[tuple[UpstreamSettings, ...], msgspec.Meta(max_length=256)] = ()
     aliases: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)] = ()
+    fallbacks: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=8)] = ()
     upstream_model: _Name | None = None
     protocol: Literal["auto", "h2", "h1"] = "auto"
     health: str = "/ready"
@@ -82,6 +84,10 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("an upstream is named twice")
         if not any(one.weight for one in self.upstreams):
             raise ValueError("no upstream has a weight above 0")
+
+    @property
+    def name_there(self) -> str:
+        return self.upstream_model or self.name
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,6 +131,11 @@ def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:
         raise StartupError(f"models in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
     models = tuple(_parse_model(table, i, path) for i, table in enumerate(tables, 1))
     refuse_same_names([name for model in models for name in model.names], str(path))
+    for model in models:
+        for name in model.fallbacks:
+            if name == model.name or name not in {one.name for one in models}:
+                cause = f"the model {model.name!r} in {path} has the fallback {name!r}, which is no other of [[models]]"
+                raise StartupError(cause, "name another model of the list", ExitCode.CONFIGURATION)
     return models
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from core.constraints import choice, json_schema, regex
-from core.grammar import Grammar
+from core.grammar import Grammar, GrammarCompiler
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Pause, Request, Resume, SamplingParams, Submit
 from tests.core.grammars import compiler, tokenizer
@@ -131,13 +131,19 @@ def test_a_faulty_neighbour_changes_no_token(how: str, steps_in_flight: int) -> 
         assert under_test.log.tokens(request.request_id) == alone(request)
 
 
-def test_a_grammar_that_fails_ends_its_sequence_alone() -> None:
-    state_fails = compiler().compile(json_schema({"type": "string"}, "schema"))
+@pytest.mark.parametrize("is_too_complex", [True, False])
+def test_a_grammar_that_fails_ends_its_sequence_alone(is_too_complex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a schema that is too much for the library's limits, or by a token that may not come."""
+    monkeypatch.setattr(GrammarCompiler, "_probe", lambda *_: None)
+    properties = {f"a{i}": {"type": "integer"} for i in range(400)}
+    complex_one = {"anyOf": [{"type": "object", "properties": {**properties, name: {}}} for name in "bc"]}
+    schema = complex_one if is_too_complex else {"type": "string"}
+    fails = compiler().compile(json_schema(schema, "schema"))
 
     class Failing:
         def start(self) -> object:
-            state = state_fails.start()
-            state.accept(0)  # no string begins so: a fault
+            state = fails.start()
+            state.accept(tokenizer().encode("{", False)[0])
             return state
 
     under_test = engine(limits())
@@ -145,7 +151,8 @@ def test_a_grammar_that_fails_ends_its_sequence_alone() -> None:
     under_test.send(*map(Submit, crowd), Submit(constrained("failing", Failing())))  # type: ignore[arg-type]
     under_test.run()
     terminal = under_test.log.terminal("failing")
-    assert (terminal.finish_reason, terminal.usage and terminal.usage.num_completion_tokens) == (FinishReason.ERROR, 0)
+    reason = FinishReason.TOO_COMPLEX if is_too_complex else FinishReason.ERROR
+    assert (terminal.finish_reason, terminal.usage and terminal.usage.num_completion_tokens) == (reason, 0)
     for request in crowd:
         assert under_test.log.tokens(request.request_id) == alone(request)
 

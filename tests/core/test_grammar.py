@@ -69,6 +69,29 @@ def test_every_finished_answer_is_valid(is_bounded: bool) -> None:
     assert num_finished >= (248 if is_bounded else 200)
 
 
+def optional(count: int) -> dict[str, Any]:
+    """An object of so many properties that may be left out."""
+    names = {f"a{i}": {"type": "integer"} for i in range(count)}
+    return {"type": "object", "properties": names, "additionalProperties": False}
+
+
+def test_how_many_of_the_optional_properties_there_are_is_held() -> None:
+    for bounds in (
+        {"minProperties": 2},
+        {"maxProperties": 1},
+        {"required": ["a2"], "minProperties": 3, "maxProperties": 3},
+    ):
+        grammar = compiler().compile(json_schema({**optional(4), **bounds}, PARAM))
+        for seed in range(10):
+            check(sampled(grammar, random.Random(seed)) or "{}", {**optional(4), **bounds})
+
+
+def test_what_openapi_adds_is_taken() -> None:
+    schema = {"type": "integer", "minimum": 3, "maximum": 4, "nullable": True, "x-order": 3, "example": 4}
+    grammar = compiler().compile(json_schema(schema, PARAM))
+    assert {sampled(grammar, random.Random(seed)) for seed in range(40)} == {"3", "4", "null"}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_held(name: str) -> None:
     for extra in ({}, {"maxLength": 40, "pattern": "[0-9a-zA-Z]$"}):
@@ -119,7 +142,22 @@ def chain(num_links: int) -> dict[str, Any]:
         ({"type": "object", "properties": {"a": {"not": {}}}}, "response_format.properties.a has the keyword 'not'"),
         ({"anyOf": [{}, {"uniqueItems": True}]}, "response_format.anyOf[1] has the keyword 'uniqueItems'"),
         ({"colour": "red"}, "response_format has the keyword 'colour'"),
-        ({"$ref": "https://example.org/s.json"}, "response_format.$ref must point into the same schema"),
+        ({"$ref": "https://example.org/s.json"}, "response_format.$ref is 'https://example.org/s.json'. It must point"),
+        ({"x-guidance": {"lenient": True}}, "response_format has the keyword 'x-guidance'"),
+        ({"properties": {"a": {"required": None}}}, "response_format.properties.a.required must be a list of names"),
+        ({"required": [1]}, "response_format.required must be a list of names"),
+        ({"minItems": "1"}, "response_format.minItems must be a whole number, at least 0"),
+        ({"maxLength": True}, "response_format.maxLength must be a whole number, at least 0"),
+        ({"minimum": []}, "response_format.minimum must be a number"),
+        ({"multipleOf": 0}, "response_format.multipleOf must be a number above 0"),
+        ({"enum": []}, "response_format.enum must be a list of values"),
+        ({"type": []}, "response_format.type must be a type, or a list of types"),
+        ({"format": ["a"]}, "response_format.format must be one of"),
+        ({"pattern": "(a{999}){99}"}, "response_format.pattern repeats more than 20000 characters"),
+        ({"pattern": 3}, "response_format.pattern must be a regular expression"),
+        ({"nullable": "yes"}, "response_format.nullable must be true or false"),
+        ({**optional(8), "minProperties": 2}, "are held where at most 7 properties are optional"),
+        ({**optional(3), "maxProperties": 2, "additionalProperties": {}}, "are held where at most 7 properties"),
         ({"type": "string", "format": "iban"}, "response_format.format must be one of date, date-time"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
@@ -145,6 +183,8 @@ def chain(num_links: int) -> dict[str, Any]:
         ({"properties": {"a": {"enum": [1, 10**22]}}}, "response_format.properties.a.enum is beyond 2**53"),
         ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.1}, "less than 1 apart"),
         ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
+        ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
+        ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
         (False, "must be a JSON schema"),
         ([], "must be a JSON schema"),
         (None, "must be a JSON schema"),
@@ -165,6 +205,8 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
     [
         (lambda: regex("(a", PARAM), "unclosed group"),
         (lambda: regex("(?=a)b", PARAM), "look-around"),
+        (lambda: regex("a{1000}{1000}", PARAM), "repeats more than 20000 characters"),
+        (lambda: regex("((b|[^]{9}]{100}){99,}c){1,100}", PARAM), "repeats more than 20000 characters"),
         (lambda: choice([], PARAM), "must have 1 to 4096 choices"),
         (lambda: choice(["x"] * (MAX_CHOICES + 1), PARAM), "must have 1 to 4096 choices"),
         (lambda: client_grammar("start: (", PARAM), "1 | start: ("),

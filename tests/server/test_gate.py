@@ -51,7 +51,7 @@ def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:
     with serving(tenants=(ACME,)) as server:
         scopes = {(method, path): route.scope for path, method, route in all_routes()}
         public = {path for (_, path), scope in scopes.items() if scope is None}
-        assert public == {"/health", "/ping", "/ready"}
+        assert public == {"/health", "/health_generate", "/ping", "/ready"}
         assert {path for (_, path), scope in scopes.items() if scope is Scope.METRICS} == {"/metrics"}
         is_admins = {path: scope is Scope.ADMIN for (_, path), scope in scopes.items()}
         assert is_admins == {path: path.startswith("/admin/") for path in is_admins}

@@ -86,11 +86,23 @@ LLAMA3 = (  # of Meta-Llama-3's tokenizer.json, verbatim
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+TEKKEN = (  # of Mistral-Small-3.1's tokenizer.json, verbatim
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED = (  # of Seed-Coder's
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 PRE_TOKENIZERS = {
     "qwen2": None,
     "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
+    "tekken": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TEKKEN), "isolated"), BYTES]),
+    "glm4": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
+    "seed-coder": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SEED), "isolated"), BYTES]),
     "gpt-2": WORDS,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), WORDS]),
 }
@@ -103,7 +115,7 @@ def hugging_faces(pre: str) -> Tokenizer:
     else:
         tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     content = json.loads(tokenizer.to_str())
-    content["model"]["ignore_merges"] = pre == "llama-bpe"
+    content["model"]["ignore_merges"] = pre in ("llama-bpe", "tekken")
     return Tokenizer.from_str(json.dumps(content))
 
 
@@ -185,7 +197,7 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokenizer.ggml.pre": "tekken"}, r"pre-tokenizer 'tekken' is not supported.*llama-bpe"),
+        ({"tokenizer.ggml.pre": "viking"}, r"pre-tokenizer 'viking' is not supported.*llama-bpe"),
         ({"tokenizer.ggml.model": "t5"}, r"tokenizer 't5' is not supported.*gpt2"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "merge 'a b c'"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "'a' is there twice"),

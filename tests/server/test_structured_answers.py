@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from core.constraints import GrammarKind, GrammarSpec, regex
-from core.grammar import Grammar, GrammarCache
+from core.grammar import Grammar, GrammarCache, GrammarCompiler
+from server.api.structured import ResponseFormat, StructuredFields, constraint_of
 from tests.server.simulated_server import STREAM, SimulatedServer, chat, completion, refusal_of
 
 SCHEMA = {
@@ -52,6 +54,69 @@ def test_a_grammar_is_compiled_once_and_off_the_loop(server: SimulatedServer) ->
     assert len(offloaded) == 2
 
 
+def test_a_tag_that_begins_is_held(server: SimulatedServer) -> None:
+    tag = {"begin": "<f=x>", "schema": {"enum": [7, 8]}, "end": "</f>"}
+    older = {"structures": [tag], "triggers": ["<f"]}
+    content = {"type": "json_schema", "json_schema": tag["schema"]}
+    form = {
+        "type": "triggered_tags",
+        "triggers": ["<f"],
+        "tags": [{"begin": "<f=x>", "content": content, "end": "</f>"}],
+    }
+    newer = {"type": "structural_tag", "format": {**form, "at_least_one": True, "stop_after_first": True}}
+    for seed in range(3):
+        fields = {"seed": seed, "max_tokens": 40}
+        free = server.ask(chat(**fields, structured_outputs={"structural_tag": older}))
+        assert re.fullmatch(r"(?s:.*?)(<f=x>[78]</f>.*)?", free.text())
+    grammar = server.generations.reader.make_compiler().compile(
+        constraint_of(StructuredFields(), msgspec.convert(newer, ResponseFormat))
+    )
+    state = grammar.start()
+    tokenizer = server.generations.reader.tokenizer
+    for token_id in tokenizer.encode("Well, <f=x>", add_special_tokens=False):
+        state.accept(token_id)
+    assert state.fault is None
+    assert not state.is_complete
+    for token_id in tokenizer.encode("7</f>", add_special_tokens=False):
+        state.accept(token_id)
+    assert (state.fault, state.has_ended) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"structures": [], "triggers": []}, "must have 1 to 128 tags and triggers"),
+        (
+            {"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]},
+            "no tag begins with the trigger",
+        ),
+        (
+            {"structures": [{"begin": x, "schema": {}, "end": ""} for x in "ab"], "triggers": ["a"]},
+            "'b' begins with none of the triggers",
+        ),
+        (
+            {"structures": [{"begin": "a", "schema": {"not": {}}, "end": ""}], "triggers": ["a"]},
+            "schema has the keyword",
+        ),
+        (
+            {
+                "structures": [{"begin": "a", "schema": {"pattern": "(", "type": "string"}, "end": ""}],
+                "triggers": ["a"],
+            },
+            "unclosed group",
+        ),
+        ({"format": {"type": "or", "elements": []}}, "format.type"),
+    ],
+)
+def test_tags_that_cannot_be_held_are_refused(server: SimulatedServer, asked: Any, words: str) -> None:
+    refused = server.ask(chat(structured_outputs={"structural_tag": asked}))
+    assert refusal_of(refused)[0] == 400
+    message = refused.json["error"]["message"]
+    assert words in message
+    assert "lead_0" not in message
+    assert "TEXT" not in message
+
+
 @pytest.mark.parametrize("stop", [["b"], []])
 def test_a_stop_string_ends_a_held_answer_too(server: SimulatedServer, stop: list[str]) -> None:
     answer = server.ask(completion(guided_regex="aab", stop=stop, max_tokens=20))
@@ -80,6 +145,19 @@ def test_variables_of_the_template_reach_it(server: SimulatedServer) -> None:
     assert refused.json["error"]["param"] == "chat_template_kwargs"
     plain, without = (server.ask(chat(chat_template_kwargs=one)) for one in ({}, {"bos_token": "<s>"}))
     assert (plain.status, without.status) == (200, 200)
+
+
+def test_what_is_found_too_complex_in_mid_answer_is_refused(
+    server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GrammarCompiler, "_probe", lambda *_: None)
+    names = {f"a{i}": {"type": "integer"} for i in range(400)}
+    schema = {"anyOf": [{"type": "object", "properties": {**names, name: {}}} for name in "bc"]}
+    refused = server.ask(chat(guided_json=schema))
+    assert (refusal_of(refused)[0], refused.json["error"]["code"]) == (400, "grammar_too_complex")
+    streamed = server.ask(chat(guided_json=schema, **STREAM))
+    assert b"grammar_too_complex" in streamed.body
+    assert server.ask(completion(guided_regex="ab?")).text() in ("a", "ab")
 
 
 def test_documents_that_no_template_shows_are_refused(server: SimulatedServer) -> None:

@@ -26,6 +26,8 @@ GOOD = '[[models]]\nname = "a"\nupstreams = [{ url = "http://h:1" }]\n'
         (GOOD + GOOD, "two models of the name 'a'"),
         (GOOD + 'aliases = ["a"]', "two models of the name 'a'"),
         (GOOD + 'protocol = "h3"', "protocol"),
+        (GOOD + 'fallbacks = ["a"]', "no other of [[models]]"),
+        (GOOD + 'fallbacks = ["b"]', "no other of [[models]]"),
         (GOOD + 'health = "ready"', "must be a path"),
         (GOOD + "max_requests = 0", "max_requests"),
         (GOOD + 'tls_ca = "x"', "https:// upstreams"),
