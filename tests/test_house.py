@@ -31,7 +31,7 @@ BUDGETS = {
     "gpu/parallel": (760, 5),
     "bench": (8110, 31),
 }
-TEST_LINES = 56_300
+TEST_LINES = 56_420
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
