@@ -116,6 +116,20 @@ def test_an_answer_cut_off_in_its_thought_counts_what_came(max_tokens: int) -> N
             assert details["reasoning_tokens"] == min(max_tokens, end)
 
 
+def test_a_thought_behind_a_preamble_is_counted() -> None:
+    thought, preamble = HARMONY[: HARMONY.index(END)] + END, "<|start|>assistant<|channel|>commentary<|message|>Now."
+    ids = ids_of(f"{thought}{preamble}{END}<|start|>assistant{HARMONY}")
+    with thinking("harmony") as server:
+        for more in ({}, STREAM, {"stop": ["Nothing"]}):
+            answer = server.ask(ask_for(**more), ids)
+            assert message_of(answer) == {"thought": "hmhm", "text": "Now.Yes", "calls": []}
+            details = answer.usage["completion_tokens_details"]
+            assert details["reasoning_tokens"] == 2 * len(ids_of(thought)) + len(ids_of("<|start|>assistant"))
+        metrics = server.server.ask(request("GET", "/metrics"), "GET").body.decode()
+        num = 3 * details["reasoning_tokens"]
+        assert re.search(rf"^steploop_reasoning_tokens_total{{.*}} {num}$", metrics, re.MULTILINE)
+
+
 def test_a_call_within_the_thought_is_thought_and_one_behind_it_a_call() -> None:
     text = f"<think>\nmaybe {CALL}?\n</think>\n\nSo:\n{CALL}"
     with thinking() as server:
