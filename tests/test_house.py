@@ -43,7 +43,7 @@ ROOMS = (
     ("ledger", "observing"),
     ("upstream",),
     ("config", "callers"),
-    ("prompts", "output", "engine_client", "engine_thread", "backend", "generation", "relay"),
+    ("prompts", "output", "engine_client", "engine_thread", "grammar_guard", "backend", "generation", "relay"),
     ("app", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),

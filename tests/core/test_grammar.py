@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -387,7 +388,7 @@ def _property(name: str) -> Callable[[str], dict[str, Any]]:
 )
 def test_no_chain_of_references_gets_past_the_bounds(schema: dict[str, Any]) -> None:
     """The library recurses along them, without a guard of its stack."""
-    with pytest.raises(InvalidRequest, match="levels, references followed|points to no schema"):
+    with pytest.raises(InvalidRequest, match=r"levels, references followed|points to no schema"):
         json_schema(schema, "schema")
 
 
