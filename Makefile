@@ -110,7 +110,7 @@ bench: $(VENV)/.installed-bench
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.prefix --model $(BENCH_MODEL)
-	$(VENV)/bin/python -m bench.mixed --model $(BENCH_MODEL)
+	$(VENV)/bin/python -m bench.speculative --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.structured --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.peers --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.report

@@ -60,20 +60,15 @@ MODEL_FLAGS = (
 
 
 class ClockedRunner:
-    """A runner, and the seconds that its calls take: forward and sample send, collect waits.
-
-    Attributes:
-        plan: of the last step.
-    """
+    """A runner, and the seconds that its calls take: forward and sample send, collect waits."""
 
     def __init__(self, runner: Runner[Any]) -> None:
         self._runner = runner
         self.limits: RunnerLimits = runner.limits
         self.send_s = self.wait_s = 0.0
-        self.plan: StepPlan | None = None
 
     def forward(self, plan: StepPlan) -> Any:
-        started_s, self.plan = time.perf_counter(), plan
+        started_s = time.perf_counter()
         ticket = self._runner.forward(plan)
         self.send_s += time.perf_counter() - started_s
         return ticket
@@ -95,7 +90,6 @@ class Streams:
 
     Args:
         runner: stepped by this engine alone, as long as it counts on what is cached.
-        limits: instead of the runner's.
         store: host memory, and a directory, for blocks that are evicted.
         scheduling: further arguments of the scheduler.
     """
@@ -104,7 +98,6 @@ class Streams:
         self,
         runner: Runner[Any],
         seed: int = 0,
-        limits: RunnerLimits | None = None,
         store: BlockStore | None = None,
         **scheduling: Any,
     ) -> None:
@@ -116,7 +109,7 @@ class Streams:
         self.num_open = 0
         self._inbox: deque[Message] = deque()
         self._random, self._vocab_size = Random(seed), runner.limits.vocab_size
-        self.scheduler = Scheduler(limits or runner.limits, (), lambda: 0, **scheduling)
+        self.scheduler = Scheduler(runner.limits, (), lambda: 0, **scheduling)
         self.engine = Engine(self.scheduler, self.clocked, time.monotonic, self._inbox, self._take, store)
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:

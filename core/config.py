@@ -54,7 +54,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 # Of a model of texts and images, where text_config does not have them
-_SHARED_FIELDS = "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"
+_SHARED_FIELDS = "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,8 +443,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if model_type not in tower.texts:
         raise unsupported_field("text_config.model_type", model_type, tower.texts)
     shared = {name: config[name] for name in _SHARED_FIELDS if config.get(name) is not None}
-    ties = {"tie_word_embeddings": tower.ties_embeddings}
-    return {**ties, **shared, **text, "model_type": model_type, "architectures": None}
+    ties = config.get("tie_word_embeddings")  # the whole model's goes before its part's
+    ties = text.get("tie_word_embeddings", tower.ties_embeddings) if ties is None else ties
+    return {**shared, **text, "tie_word_embeddings": ties, "model_type": model_type, "architectures": None}
 
 
 def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -32,6 +32,9 @@ WHITESPACE = r"[ ]|\n[ ]{0,24}|\n\t{0,12}"
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_RULES = 500
 MAX_BRACKETS = 64  # open at once, in a grammar
+# Of grammars, where brackets stand for themselves: texts, classes or expressions, and comments
+_GBNF_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*', re.DOTALL)
+_LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*')
 MAX_WHOLE = 2**53  # beyond it the library rounds
 ANNOTATIONS = frozenset(
     re.findall(
@@ -235,13 +238,13 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
         raise InvalidRequest(f"{param} has more than {MAX_INTERSECTED} of & and ~.", param)
     if "%json" in source:
         raise InvalidRequest(f"{param} may not have %json. Send a schema by itself.", param)
+    is_gbnf = re.search(r"^\s*root\s*::=", source, re.MULTILINE) is not None
     num_open = deepest = 0
-    for bracket in re.findall(r"[(\[{)\]}]", source):
+    for bracket in re.findall(r"[(\[{)\]}]", (_GBNF_TEXTS if is_gbnf else _LARK_TEXTS).sub("", source)):
         num_open += 1 if bracket in "([{" else -1
         deepest = max(deepest, num_open)
     if deepest > MAX_BRACKETS:
         raise InvalidRequest(f"{param} has more than {MAX_BRACKETS} brackets open at once.", param)
-    is_gbnf = re.search(r"^\s*root\s*::=", source, re.MULTILINE) is not None
     return _bounded(GrammarSpec(GrammarKind.GBNF if is_gbnf else GrammarKind.LARK, source, param))
 
 

@@ -11,7 +11,8 @@ brought is seen anyway.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from core.step_cost import StepCostModel, StepWork
@@ -22,10 +23,18 @@ MOST_OCCURRENCES = 8  # that are looked at, the latest ones
 MOST_DRAFT = 16  # tokens of one sequence
 MOST_INDEXED = 1 << 16  # tokens of a text: older ones are not found
 MATCH_CLASSES = (3, 5, 9, 17)  # least lengths of matches that are learned about apart
-FIRST_ACCEPTED = (0.3, 0.5, 0.75, 0.85)  # of each class, before anything was learned
+# By drafter, shares of each class before anything was learned. Of equal matches the first drafter's is taken.
+FIRST_ACCEPTED = {
+    "prediction": (0.6, 0.7, 0.8, 0.9),
+    "suffix": (0.3, 0.5, 0.75, 0.85),
+    "recent": (0.2, 0.4, 0.7, 0.8),
+}
 PRIOR_WEIGHT = 4.0  # tokens that the mean of all sequences counts for, beside a sequence's own
 FADING = 0.9  # of what a sequence has learned, with each draft
 ALL_FADING = 0.98
+MOST_RECENT = 1 << 15  # tokens of recent answers, of a cache domain
+MOST_DOMAINS = 64  # whose recent answers are kept
+END = -1  # between recent answers
 LEAST_GAIN = 1.05  # tokens per second with a draft's token against without it, by the step-cost model
 LEAST_COST = 0.01  # of the step, that a draft's token costs at least, whatever the model has learned
 UNKNOWN_COST = 0.05  # before the model is ready
@@ -68,10 +77,12 @@ class RepeatedText:
             end = self._earlier[end - self._first]
         return found, length
 
-    def after(self, end: int, most: int) -> list[int]:
-        """Up to so many tokens from there on; at the end of the text, those again that follow `end`."""
+    def after(self, end: int, most: int, is_own: bool) -> list[int]:
+        """Up to so many tokens from there on, up to END; at the end of the own text, those again that follow `end`."""
         draft = self.token_ids[end : end + most]
-        while draft and len(draft) < most:
+        if END in draft:
+            del draft[draft.index(END) :]
+        while is_own and draft and len(draft) < most:
             draft += draft[: most - len(draft)]
         return draft
 
@@ -86,15 +97,40 @@ class RepeatedText:
             ends[run] = end
 
 
+class RecentAnswers:
+    """What each cache domain was answered lately: of a tenant, under one salt, as in the prefix cache."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[Hashable, RepeatedText] = OrderedDict()
+
+    def of(self, domain: Hashable) -> RepeatedText:
+        """The domain's, which may be empty; it changes when an answer is added."""
+        if domain not in self._texts:
+            self._texts[domain] = RepeatedText([])
+            if len(self._texts) > MOST_DOMAINS:
+                self._texts.popitem(last=False)
+        self._texts.move_to_end(domain)
+        return self._texts[domain]
+
+    def add(self, domain: Hashable, answer: list[int]) -> None:
+        text = self.of(domain)
+        text.token_ids += [*answer[:MOST_RECENT], END]
+        if len(text.token_ids) > 2 * MOST_RECENT:
+            self._texts[domain] = RepeatedText(text.token_ids[-MOST_RECENT:])
+
+    def clear(self) -> None:
+        self._texts.clear()
+
+
 @dataclass(slots=True)
 class Acceptance:
-    """Shares of drafted tokens that were right, by class of match."""
+    """Shares of drafted tokens that were right, by drafter and class of match."""
 
-    shares: list[float] = field(default_factory=lambda: list(FIRST_ACCEPTED))
+    shares: dict[str, list[float]] = field(default_factory=lambda: {n: list(all) for n, all in FIRST_ACCEPTED.items()})
 
-    def learn(self, match_class: int, num_right: int, num_tried: int) -> None:
-        kept = ALL_FADING**num_tried
-        self.shares[match_class] = kept * self.shares[match_class] + (1 - kept) * num_right / num_tried
+    def learn(self, drafter: str, match_class: int, num_right: int, num_tried: int) -> None:
+        kept, shares = ALL_FADING**num_tried, self.shares[drafter]
+        shares[match_class] = kept * shares[match_class] + (1 - kept) * num_right / num_tried
 
 
 @dataclass(slots=True)
@@ -118,45 +154,63 @@ class Drafter:
     Args:
         token_ids: the sequence's; it may grow.
         acceptance: of all sequences.
+        prediction: of the answer, which begins behind token_ids as they are now.
+        recent: answers of its cache domain.
+
+    Attributes:
+        last: what was proposed last.
     """
 
-    def __init__(self, token_ids: list[int], acceptance: Acceptance) -> None:
+    def __init__(
+        self,
+        token_ids: list[int],
+        acceptance: Acceptance,
+        prediction: Sequence[int] = (),
+        recent: RepeatedText | None = None,
+    ) -> None:
+        self.last: Draft | None = None
         self._own = RepeatedText(token_ids)
+        self._texts = {"suffix": self._own}
+        if prediction:
+            self._texts = {"prediction": RepeatedText([*token_ids[-LEAST_MATCH:], *prediction]), **self._texts}
+        if recent is not None:
+            self._texts["recent"] = recent
         self._acceptance = acceptance
-        self._right = [0.0] * len(MATCH_CLASSES)
-        self._tried = [0.0] * len(MATCH_CLASSES)
-        self._last: Draft | None = None
+        self._right: dict[tuple[str, int], float] = {}
+        self._tried: dict[tuple[str, int], float] = {}
 
     def propose(self, most: int) -> Draft | None:
         """What may come next, up to so many tokens."""
-        token_ids = self._own.token_ids
-        self._learn(token_ids)
-        end, length = self._own.find(token_ids, is_own=True)
-        if not length:
-            self._last = None
-            return None
-        match_class = sum(length >= least for least in MATCH_CLASSES) - 1
-        draft = self._own.after(end, most)
-        self._last = Draft(draft, self._share(match_class), "suffix", match_class, len(token_ids))
-        return self._last
+        own = self._own
+        self._learn(own.token_ids)
+        self.last = None
+        longest = 0
+        for name, text in self._texts.items():
+            is_own = text is own
+            end, length = text.find(own.token_ids, is_own)
+            if length > longest and (draft := text.after(end, most, is_own)):
+                longest = length
+                match_class = sum(length >= least for least in MATCH_CLASSES) - 1
+                self.last = Draft(draft, self._share(name, match_class), name, match_class, len(own.token_ids))
+        return self.last
 
-    def _share(self, match_class: int) -> float:
-        prior = PRIOR_WEIGHT * self._acceptance.shares[match_class]
-        return (prior + self._right[match_class]) / (PRIOR_WEIGHT + self._tried[match_class])
+    def _share(self, drafter: str, match_class: int) -> float:
+        prior, key = PRIOR_WEIGHT * self._acceptance.shares[drafter][match_class], (drafter, match_class)
+        return (prior + self._right.get(key, 0.0)) / (PRIOR_WEIGHT + self._tried.get(key, 0.0))
 
     def _learn(self, token_ids: list[int]) -> None:
         """Compare the last draft with what has come, whether it was computed or not."""
-        last = self._last
+        last = self.last
         if last is None:
             return
         came = token_ids[last.num_tokens_before :]
         num_right = num_common(last.token_ids, came)
         num_tried = min(num_right + 1, len(last.token_ids), len(came))
         if num_tried:
-            kind = last.match_class
-            self._right[kind] = FADING * self._right[kind] + num_right
-            self._tried[kind] = FADING * self._tried[kind] + num_tried
-            self._acceptance.learn(kind, num_right, num_tried)
+            key = last.drafter, last.match_class
+            self._right[key] = FADING * self._right.get(key, 0.0) + num_right
+            self._tried[key] = FADING * self._tried.get(key, 0.0) + num_tried
+            self._acceptance.learn(*key, num_right, num_tried)
 
 
 def num_common(one: list[int], other: list[int]) -> int:

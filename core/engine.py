@@ -398,6 +398,7 @@ class Engine:
                     self._scheduler.resume(request_id)
                 case ClearCache():
                     self._scheduler.pool.clear()
+                    self._scheduler.states.recent.clear()
                     self._drop_forgotten(is_asked=True)
                 case Inspect() as inspect:
                     self._inspect = inspect

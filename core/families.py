@@ -208,6 +208,23 @@ FAMILIES = (
         has_mrope=True,
     ),
     Family(
+        architecture="Qwen3VLMoeTextModel",
+        model_type="qwen3_vl_moe_text",
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 500_000.0,
+            "num_local_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "decoder_sparse_step": 1,
+        },
+        biases=_ATTENTION_BIAS,
+        qk_norm="head",
+        has_mrope=True,
+        experts=ExpertFields(dense="steps"),
+    ),
+    Family(
         architecture="MistralForCausalLM",
         model_type="mistral",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
@@ -587,6 +604,7 @@ TEXT_TOWERS = {
     "Mistral3ForConditionalGeneration": TextTower("mistral3", ("mistral", "ministral3"), True),
     "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2_5_vl", ("qwen2_5_vl_text",), False),
     "Qwen3VLForConditionalGeneration": TextTower("qwen3_vl", ("qwen3_vl_text",), False),
+    "Qwen3VLMoeForConditionalGeneration": TextTower("qwen3_vl_moe", ("qwen3_vl_moe_text",), False),
 }
 
 # The architectures of GGUF files, as llama.cpp's converter writes them (conversion/*.py); where a file is silent, as

@@ -20,13 +20,13 @@ from operator import attrgetter
 import numpy as np
 
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
-from core.drafter import MOST_DRAFT, Acceptance, Draft, Drafter, num_common, price_of
+from core.drafter import FIRST_ACCEPTED, MOST_DRAFT, Acceptance, Draft, Drafter, num_common, price_of
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
 from core.plan import Flight, Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
-from core.sequence_states import SequenceStates
+from core.sequence_states import SequenceStates, domain_of
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import (
     Admitted,
@@ -59,8 +59,6 @@ class _Counts:
     num_prefill_rows: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_forced_tokens: int = 0
     num_preemptions: int = 0
     num_cache_queries: int = 0
@@ -116,6 +114,7 @@ class Scheduler:
         self._forces_tokens = forces_tokens
         self._speculates = speculates and limits.max_drafts > 0
         self._acceptance = Acceptance()
+        self._draft_tokens, self._accepted_tokens = (dict.fromkeys(FIRST_ACCEPTED, 0) for _ in range(2))
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
         self._is_short = False  # of blocks or slots that sequences in flight may have to give up
@@ -184,7 +183,8 @@ class Scheduler:
         if self._speculates and request.speculates:
             for sequence in group.sequences:
                 if sequence.grammar is None and not sequence.has_penalties:
-                    sequence.drafter = Drafter(sequence.token_ids, self._acceptance)
+                    recent = self.states.recent.of(domain_of(request))
+                    sequence.drafter = Drafter(sequence.token_ids, self._acceptance, request.prediction_ids, recent)
         return group
 
     def cancel(
@@ -659,8 +659,13 @@ class Scheduler:
             sequence = flight.sequences[row]
             if sequence.num_computed_tokens:  # it was not forgotten meanwhile
                 sequence.num_computed_tokens -= num_drafts - num_right
-            self._counts.num_draft_tokens += num_drafts
-            self._counts.num_accepted_tokens += num_right
+            last = None if sequence.drafter is None else sequence.drafter.last
+            assert last is not None, "it has drafts"
+            self._draft_tokens[last.drafter] += num_drafts
+            self._accepted_tokens[last.drafter] += num_right
+            if last.drafter == "prediction":
+                sequence.num_predicted_tokens += num_right
+                sequence.num_mispredicted_tokens += num_drafts - num_right
         return refused
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int], refused: set[int]) -> None:
@@ -893,6 +898,8 @@ class Scheduler:
             num_recomputed_blocks=self.host.num_recomputed,
             block_bytes=self.limits.block_bytes,
             outlook=self._outlook,
+            draft_tokens=dict(self._draft_tokens),
+            accepted_tokens=dict(self._accepted_tokens),
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
             **vars(self._counts),

@@ -126,6 +126,7 @@ class Sequence:
         device_s, kv_block_s: what it has taken, as in Cost.
         grammar: that its own tokens follow.
         drafter: proposes its next tokens; None: it is not speculated about.
+        num_predicted_tokens, num_mispredicted_tokens: see Usage.
         forced: its next tokens, where the grammar leaves no choice. Those already appended are not among them.
     """
 
@@ -166,6 +167,8 @@ class Sequence:
     grammar: "GrammarState | None" = None
     forced: deque[int] = field(default_factory=deque)
     drafter: "Drafter | None" = None
+    num_predicted_tokens: int = 0
+    num_mispredicted_tokens: int = 0
 
     @property
     def has_deadline(self) -> bool:

@@ -6,14 +6,25 @@ with a parent, or new. A sequence that asks for more than are free gets none; th
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
+from core.drafter import RecentAnswers
 from core.kv_cache import BlockLabel, BlockPool, HostBlocks, num_blocks_for
 from core.plan import PlanBuilder, RunnerLimits
 from core.queue import Charges, TenantShares, WaitingQueue
 from core.sequence import ALL_SCORED, NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.step_cost import StepCostModel
-from core.types import Cost, EngineMark, EngineStats, FinishReason, StepDelivery, TokenChunk, TokenLogprobs, Usage
+from core.types import (
+    Cost,
+    EngineMark,
+    EngineStats,
+    FinishReason,
+    Request,
+    StepDelivery,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
 
 FIRST_GUESS_TOKENS = 128.0  # of an answer, until some have ended
 ANSWER_RATE = 1 / 32  # weight of the newest answer in their mean length
@@ -61,6 +72,7 @@ class SequenceStates:
         num_paused: requests.
         occupants: by slot; free_slots: a heap, because low slots first keep the runner's rows dense.
         unsettled: cancelled, lost or finished while in flight.
+        recent: answers, for drafts.
         suspects: were in a step that raised, and have not sampled since.
         now_s: when the last plan was made; sequences that begin to wait or run age from then on.
         mean_answer_tokens: of finished sequences.
@@ -79,6 +91,7 @@ class SequenceStates:
         self.charges = Charges(step_cost, limits.num_blocks)
         self.shares = TenantShares()
         self.outbox = Outbox()
+        self.recent = RecentAnswers()
         self.groups: dict[str, SequenceGroup] = {}
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}
@@ -186,6 +199,9 @@ class SequenceStates:
         if sequence.num_in_flight:
             self.unsettled[sequence] = None
         self.give_back(sequence)
+        if sequence.drafter is not None and sequence.num_own_tokens:
+            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            self.recent.add(domain_of(group.request), answer[: sequence.num_billed_tokens])
         if sequence.num_own_tokens:
             self.mean_answer_tokens += ANSWER_RATE * (max(1, sequence.num_billed_tokens) - self.mean_answer_tokens)
         group.num_live -= 1
@@ -224,6 +240,8 @@ class SequenceStates:
             num_prompt_tokens=group.num_prompt_tokens_done,
             num_completion_tokens=sum(sequence.num_billed_tokens for sequence in group.sequences),
             num_cached_tokens=group.num_cached_tokens,
+            num_predicted_tokens=sum(sequence.num_predicted_tokens for sequence in group.sequences),
+            num_mispredicted_tokens=sum(sequence.num_mispredicted_tokens for sequence in group.sequences),
         )
 
     def _leave_siblings(self, group: SequenceGroup, sequence: Sequence) -> None:
@@ -337,6 +355,11 @@ class SequenceStates:
         if num_new:
             blocks += self.pool.allocate(num_new)
         return True
+
+
+def domain_of(request: Request) -> Hashable:
+    """Whose recent answers it may see."""
+    return request.tenant, request.cache_domain, request.cache_salt
 
 
 def _cacheable(sequence: Sequence) -> list[int]:

@@ -75,6 +75,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: ... and with the same salt.
         grammar: that holds each of its answers.
         speculates: drafts of its next tokens may be computed. The tokens are the same.
+        prediction_ids: what its answer is likely to say: a draft.
     """
 
     request_id: str  # ours, never the client's
@@ -91,6 +92,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     grammar: "Grammar | AfterThought | None" = None
     speculates: bool = True
+    prediction_ids: tuple[int, ...] = ()
 
     counts_late: ClassVar[bool] = False
 
@@ -195,12 +197,16 @@ class Usage(msgspec.Struct, frozen=True):
         num_completion_tokens: sampled and kept, an ending stop id included.
         num_cached_tokens: of the prompt's, those that an earlier request had computed.
         num_thought_tokens: of the completion's, those of the model's thought, its markers included.
+        num_predicted_tokens: of the completion's, those taken from the request's prediction ...
+        num_mispredicted_tokens: ... and those computed in vain, which are not in the others.
     """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
     num_thought_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_mispredicted_tokens: int = 0
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -301,8 +307,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_rows: int = 0  # of these, those that computed some of a prompt
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
-    num_draft_tokens: int = 0  # computed, whether they were right or not
-    num_accepted_tokens: int = 0  # of these, right
+    draft_tokens: dict[str, int] = msgspec.field(default_factory=dict)  # by drafter: computed, right or not
+    accepted_tokens: dict[str, int] = msgspec.field(default_factory=dict)  # of these, right
     num_forced_tokens: int = 0  # of these, not sampled: a grammar left no choice
     num_preemptions: int = 0
     num_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache
@@ -322,6 +328,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_block_s: float = 0.0  # see Cost
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
     step_cost_error_p90: float = 0.0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.draft_tokens.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_tokens.values())
 
 
 class StoreState(msgspec.Struct, frozen=True, kw_only=True):

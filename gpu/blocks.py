@@ -49,9 +49,18 @@ def _format(name: str, fields: tuple[tuple[int, int], ...], group: int, middle: 
     return BlockFormat(elements, size_bytes, fields, group, middle, **more)  # type: ignore[arg-type]
 
 
+# ggml-common.h, kvalues_iq4nl
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
 FORMATS = {
     "Q8_0": _format("Q8_0", ((2, 1), (4, 8)), 32, 128, signed=2),
     "Q4_0": _format("Q4_0", ((2, 1), (4, 4)), 32, 8),
+    "Q4_1": _format("Q4_1", ((2, 2), (4, 4)), 32, 0, has_minima=True),
+    "Q5_0": _format("Q5_0", ((2, 1), (4, 5)), 32, 16),
+    "Q5_1": _format("Q5_1", ((2, 2), (4, 5)), 32, 0, has_minima=True),
+    "IQ4_NL": _format("IQ4_NL", ((2, 1), (4, 4)), 32, 128),
+    "IQ4_XS": _format("IQ4_XS", ((2, 2), (4, 33)), 32, 128),
+    "Q5_K": _format("Q5_K", ((2, 2), (4, 43)), 32, 0, has_minima=True),
     "Q4_K": _format("Q4_K", ((2, 2), (4, 35)), 32, 0, has_minima=True),
     "Q6_K": _format("Q6_K", ((4, 48), (1, 16), (2, 1)), 16, 32),
 }

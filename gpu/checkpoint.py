@@ -24,7 +24,7 @@ from core.gguf import BLOCKS, GgufTensor, parse_gguf
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf_model import hugging_face_tensors, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
-from gpu.blocks import PackedBlocks
+from gpu.blocks import IQ4_NUMBERS, PackedBlocks
 from gpu.parameters import Target
 from gpu.prequantized import (
     FP8_FORMAT,
@@ -508,11 +508,51 @@ def dequantise_q4_0(blocks: Tensor) -> Tensor:
     return nibbles.float().sub_(8).mul_(_halves(blocks[:, :2]))
 
 
+def dequantise_q4_1(blocks: Tensor) -> Tensor:
+    """As Q4_0, with a minimum after the scale, and no zero."""
+    nibbles = torch.cat([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1)
+    return nibbles.float().mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
+
+
+def dequantise_q5_1(blocks: Tensor) -> Tensor:
+    """As Q5_0, with a minimum after the scale, and no zero."""
+    nibbles = torch.cat([blocks[:, 8:] & 15, blocks[:, 8:] >> 4], 1)
+    numbers = nibbles | (_fifth_bits(blocks[:, 4:8]) << 4)
+    return numbers.float().mul_(_halves(blocks[:, :2])).add_(_halves(blocks[:, 2:4]))
+
+
+def dequantise_iq4_nl(blocks: Tensor) -> Tensor:
+    """As Q4_0, of a table's numbers."""
+    return _table_numbers(blocks[:, 2:]).mul_(_halves(blocks[:, :2]))
+
+
+def dequantise_iq4_xs(blocks: Tensor) -> Tensor:
+    """Scale, pairs of high bits of 8 scales, their low halves, then 8 parts as IQ4_NL's.
+
+    Source: ggml-quants.c, dequantize_row_iq4_xs.
+    """
+    pairs = (blocks[:, 2:4].unsqueeze(2) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)).flatten(1) & 3
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], 2).flatten(1)
+    scales = (low | (pairs << 4)).float().sub_(32) * _halves(blocks[:, :2])  # [blocks, 8]
+    values = _table_numbers(blocks[:, 8:].reshape(-1, 16)).view(-1, 8, 32)
+    return values.mul_(scales.unsqueeze(2)).view(-1, K_ELEMENTS)
+
+
+def _table_numbers(packed: Tensor) -> Tensor:
+    """[blocks, 16] bytes → [blocks, 32] of IQ4_NUMBERS: low halves first."""
+    nibbles = torch.cat([packed & 15, packed >> 4], 1)
+    return torch.tensor(IQ4_NUMBERS, dtype=torch.float32)[nibbles.int()]
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """[blocks, 4] bytes → [blocks, 32] of 0 or 1."""
+    return ((packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+
+
 def dequantise_q5_0(blocks: Tensor) -> Tensor:
     """Scale, 32 fifth bits, then as Q4_0; 16 is zero."""
     nibbles = torch.cat([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], 1)
-    fifths = (blocks[:, 2:6].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1  # [blocks, 4, 8]
-    return (nibbles | (fifths.flatten(1) << 4)).float().sub_(16).mul_(_halves(blocks[:, :2]))
+    return (nibbles | (_fifth_bits(blocks[:, 2:6]) << 4)).float().sub_(16).mul_(_halves(blocks[:, :2]))
 
 
 def dequantise_q4_k(blocks: Tensor) -> Tensor:
@@ -565,7 +605,11 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DEQUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": dequantise_q8_0,
     "Q4_0": dequantise_q4_0,
+    "Q4_1": dequantise_q4_1,
     "Q5_0": dequantise_q5_0,
+    "Q5_1": dequantise_q5_1,
+    "IQ4_NL": dequantise_iq4_nl,
+    "IQ4_XS": dequantise_iq4_xs,
     "Q4_K": dequantise_q4_k,
     "Q5_K": dequantise_q5_k,
     "Q6_K": dequantise_q6_k,

@@ -46,6 +46,7 @@ _NAMES = {
     "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
 }
 _USUAL_NAMES = _ExpertNames()
+STACKED = "qwen3_vl_moe_text"  # the layout that has all experts in one tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +384,8 @@ def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWe
 def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
     if config.layout == "gpt_oss":
         return _gpt_oss_targets(config, weights)
+    if config.layout == STACKED:
+        return _stacked_targets(weights)
     names = _NAMES.get(config.layout, _USUAL_NAMES)
     targets = {f"{names.router}.weight": Target(weights.router)}
     for expert in range(config.num_experts):
@@ -400,6 +403,17 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
             targets[f"{names.shared}.{name}.weight"] = Target(into, matrix=matrix)
     if weights.shared_gate is not None:
         targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)
+    return targets
+
+
+def _stacked_targets(weights: ExpertWeights) -> Targets:
+    """All experts in one tensor, [in, out]; all rows of gate, then all of up."""
+    targets = {"mlp.gate.weight": Target(weights.router)}
+    write = partial(write_transposed, are_pairs=False)
+    for name, into in (("gate_up", floats(weights.gate_up)), ("down", floats(weights.down))):
+        num_experts, num_out, num_in = into.shape
+        stored_shape = (num_experts, num_in, num_out)
+        targets[f"mlp.experts.{name}_proj"] = Target(into, write=write, stored_shape=stored_shape, matrix=name)
     return targets
 
 

@@ -83,17 +83,25 @@ def endpoints_of(sockets: Sequence[ListeningSocket], has_certificate: bool) -> t
     return tuple(dict.fromkeys(endpoints))
 
 
+DRAFTS = "text that an answer repeats, of itself, its prompt, its prediction or recent answers"
+
+
 def banner_lines(facts: BannerFacts) -> list[str]:
     """The last line is a command for a shell."""
     relayed = [f"{name}: {num} upstream{'s' if num > 1 else ''}" for name, num in facts.relayed]
     return [
         f"steploop {__version__}",
         *([] if facts.engine is None else _engine_lines(facts.engine)),
+        *([f"  drafts   {DRAFTS}"] if _has_drafts(facts) else []),
         *([f"  relayed  {', '.join(relayed)}"] if relayed else []),
         f"  auth     {_auth(facts)}",
         f"  URL      {', '.join(map(str, facts.endpoints))}  {SURFACES}",
         f"  try      {_key_command(facts.config) if facts.is_shut else sample_curl(facts)}",
     ]
+
+
+def _has_drafts(facts: BannerFacts) -> bool:
+    return facts.engine is not None and facts.engine.limits.max_drafts > 0 and facts.config.speculation == "auto"
 
 
 def _engine_lines(engine: "EngineFacts") -> list[str]:

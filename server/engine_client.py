@@ -293,6 +293,7 @@ class RequestHandle:
         assert chunk.usage is not None, "it is terminal"
         self.cost = chunk.cost
         counts = {"num_completion_tokens": self.num_tokens, "num_thought_tokens": self.num_thought_tokens}
+        counts["num_predicted_tokens"] = min(self.num_tokens, chunk.usage.num_predicted_tokens)
         self._end(msgspec.structs.replace(chunk.usage, **counts), self._error)
 
     def fail(self, message: str) -> None:

@@ -22,6 +22,7 @@ from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
 from core.types import StepDelivery
+from server.banner import DRAFTS
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
+ROWS_IN_8_BITS = "rows in 8 bits"  # doctor --quality: a GGUF file's blocks as stored
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
 
@@ -260,6 +262,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
+        "drafts": _shown_drafts(config, plan.device.device.type),
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
@@ -268,6 +271,14 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
 
 def _upstream_facts(config: ServerConfig) -> tuple[Fact, ...]:
     return tuple(Fact(one.name, f"at {', '.join(at.url for at in one.upstreams)}") for one in config.models)
+
+
+def _shown_drafts(config: ServerConfig, device_type: str) -> str:
+    if config.speculation == "off":
+        return "none: --speculation off"
+    if device_type != "cpu" or config.tensor_parallel > 1:
+        return "none: they are verified on a CPU, by one process"
+    return DRAFTS
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
@@ -321,6 +332,8 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
 def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterator[Fact]:
     """How well the model predicts the held text: unquantized, then with --quantize's scheme or with each.
 
+    A GGUF file's numbers are the reference, multiplied in the serving format; then its blocks are, by rows in 8 bits.
+
     Raises:
         StartupError: the model is missing or not supported, or it does not fit.
     """
@@ -335,9 +348,14 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
     engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1, tensor_parallel=1)
     yield Fact("held text", f"{len(tokens):,} tokens of prose, speech and code")
     plain: Predictions | None = None
-    for scheme in (None, config.quantize) if config.quantize is not None else (None, *QUANTIZE_SCHEMES):
+    schemes = (config.quantize,) if config.quantize is not None else QUANTIZE_SCHEMES
+    in_8_bits = (ROWS_IN_8_BITS,) if is_gguf(files.path) else ()
+    for scheme in (None, *in_8_bits, *schemes):
         report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
-        runner = load_runner(files.path, model, replace(engine, quantize=scheme), lambda done, total: None)
+        is_quantized = scheme in schemes
+        asked = replace(engine, quantize=scheme if is_quantized else None)
+        asked = replace(asked, activations="int8" if scheme == ROWS_IN_8_BITS else "bf16")
+        runner = load_runner(files.path, model, asked, lambda done, total: None)
         made, memory = predict(runner, tokens), runner.memory
         del runner  # before the next is loaded
         weights = f"weights {format_size(memory.weights_bytes)}"

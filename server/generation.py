@@ -474,7 +474,8 @@ class Generation:
         is_billed = not (is_refused or self._is_unsettled)
         if is_billed:
             self._shared.metrics.finished.update(self._reasons)
-        return Outcome(usage, tuple(dict.fromkeys(self._reasons)), self._error, is_refused, is_billed)
+        reasons, model = tuple(dict.fromkeys(self._reasons)), self._prepared.call.model
+        return Outcome(usage, reasons, model, self._error, is_refused, is_billed)
 
     # The table, and its actions.
 
@@ -908,6 +909,8 @@ def total_usage(usages: list[Usage]) -> Usage:
         num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
         num_thought_tokens=sum(usage.num_thought_tokens for usage in usages),
+        num_predicted_tokens=sum(usage.num_predicted_tokens for usage in usages),
+        num_mispredicted_tokens=sum(usage.num_mispredicted_tokens for usage in usages),
     )
 
 

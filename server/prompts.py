@@ -42,6 +42,7 @@ class Prepared:
     prompts: list[tuple[int, ...]]
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
+    prediction_ids: tuple[int, ...] = ()
     tells_tokens: ClassVar[bool] = True
 
     @property
@@ -109,7 +110,12 @@ class PromptReader:
         ids = [self._encode_checked(*one, text, marks) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
-        return Prepared(call, ids, self._table_of(call))
+        return Prepared(call, ids, self._table_of(call), prediction_ids=self._predicted(call))
+
+    def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
+        """The ids of the predicted answer, as far as the context reaches."""
+        text = call.prediction[: max_text_chars(self.max_model_len)]
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False)[: self.max_model_len]) if text else ()
 
     def _table_of(self, call: GenerationCall) -> TokenTable:
         """The text that the answer's tokens have: with what its parsers read."""
@@ -238,6 +244,8 @@ class PromptReader:
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
                 grammar=prepared.grammar,
+                speculates=call.speculates,
+                prediction_ids=prepared.prediction_ids,
             )
             for i, ids in enumerate(prepared.prompts)
         ]

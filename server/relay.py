@@ -23,7 +23,7 @@ import msgspec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.thoughts import ThoughtFollower
 from core.types import LOWEST_CLASS, TOP_CLASS, Cost, Delta, FinishReason, SamplingParams, Usage
-from server.api import chat, completions, responses
+from server.api import chat, completions, messages, responses
 from server.api.decoding import convert, parse_object
 from server.api.fields import GenerationCall, MaxTokens, RequestLimits
 from server.api.models import ServedModel
@@ -57,6 +57,9 @@ REASONS = {
     "max_output_tokens": FinishReason.LENGTH,
     "tool_calls": FinishReason.TOOL_CALLS,
     "content_filter": FinishReason.CONTENT_FILTER,
+    "max_tokens": FinishReason.LENGTH,  # messages
+    "tool_use": FinishReason.TOOL_CALLS,
+    "refusal": FinishReason.CONTENT_FILTER,
 }
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"')
@@ -74,14 +77,16 @@ class Passage:
     prefix: str
 
     @property
-    def is_responses(self) -> bool:
-        return self.prefix == "resp_"
+    def has_chunks(self) -> bool:
+        """Chat and completions: chunks of choices, then [DONE]. The others name their events."""
+        return self.prefix in ("chatcmpl-", "cmpl-")
 
 
 PASSAGES = {
-    id(chat.SURFACE): Passage(b"/v1/chat/completions", "chatcmpl-"),
-    id(completions.SURFACE): Passage(b"/v1/completions", "cmpl-"),
-    id(responses.SURFACE): Passage(b"/v1/responses", "resp_"),
+    chat.SURFACE: Passage(b"/v1/chat/completions", "chatcmpl-"),
+    completions.SURFACE: Passage(b"/v1/completions", "cmpl-"),
+    responses.SURFACE: Passage(b"/v1/responses", "resp_"),
+    messages.SURFACE: Passage(b"/v1/messages", messages.ID_PREFIX),
 }
 
 
@@ -122,7 +127,7 @@ class PassedStream:
         return b""
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
-        if _passage(self._call).is_responses:
+        if not _passage(self._call).has_chunks:
             return self._last
         more: dict[str, Any] = dict(extras)
         if not self._last and self._call.includes_usage:  # it was ended here
@@ -134,6 +139,8 @@ class PassedStream:
         return self._last + sse.event(sse.json_line(envelope | more)) + sse.DONE
 
     def error(self, error: ServiceError) -> bytes:
+        if _passage(self._call).prefix == messages.ID_PREFIX:
+            return sse.event(messages.ERRORS.body(error, self._context.reply_id), "error")
         return error_event(error)
 
 
@@ -256,7 +263,7 @@ class Relay:
         marks.enter(Stage.VALIDATE)
         fields = parse_object(body)
         asked = convert(fields, _Asked, {})
-        passage = PASSAGES.get(id(surface))
+        passage = PASSAGES.get(surface)
         if passage is None:
             paths = ", ".join(one.path.decode() for one in PASSAGES.values())
             raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")
@@ -284,7 +291,7 @@ class Relay:
         if tenant.name != LOCAL_NAME:
             salted = f"{tenant.cache_salt_domain}\0{asked.cache_salt or ''}"
             salt = sha256(salted.encode("utf-8", "replace")).hexdigest()
-        if call.is_stream and not passage.is_responses:
+        if call.is_stream and passage.has_chunks:
             fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
         if asked.priority is not None:
             fields["priority"] = tenant.priority_of(asked.priority)
@@ -390,26 +397,30 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Of chat and completions, and of responses."""
+    """Of chat and completions, of responses, and of messages."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None  # of messages, beside input_tokens
+    cache_read_input_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     output_tokens_details: _Details | None = None
 
     def usage(self) -> Usage:
-        prompt = max(0, self.prompt_tokens or self.input_tokens or 0)
+        read = max(0, self.cache_read_input_tokens or 0)
+        beside = read + max(0, self.cache_creation_input_tokens or 0)
+        prompt = max(0, self.prompt_tokens or self.input_tokens or 0) + beside
         completion = max(0, self.completion_tokens or self.output_tokens or 0)
         of_prompt = self.prompt_tokens_details or self.input_tokens_details or _Details()
         of_completion = self.completion_tokens_details or self.output_tokens_details or _Details()
         return Usage(
             num_prompt_tokens=prompt,
             num_completion_tokens=completion,
-            num_cached_tokens=min(max(0, of_prompt.cached_tokens or 0), prompt),
+            num_cached_tokens=min(max(0, of_prompt.cached_tokens or read), prompt),
             num_thought_tokens=min(max(0, of_completion.reasoning_tokens or 0), completion),
         )
 
@@ -438,8 +449,16 @@ class _Response(msgspec.Struct, frozen=True, kw_only=True):
     error: Any = None
 
 
+class _Stop(msgspec.Struct, frozen=True):
+    stop_reason: str | None = None
+
+
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
     """An event or a document, of any surface."""
+
+    message: _Response | None = None
+    delta: _Stop | str | None = None
+    stop_reason: str | None = None
 
     id: str | None = None
     type: str | None = None
@@ -554,7 +573,7 @@ class RelayHandle:
         unfinished = [one for one in self.sequences if not one.is_finished]
         if self._has_ended or not unfinished:
             return
-        if not self._call.is_stream or self._passage.is_responses:
+        if not self._call.is_stream or not self._passage.has_chunks:
             message = "The token quota was used up before the answer was complete. Ask for fewer tokens at once."
             self.sink.fail(ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded"))
             return
@@ -727,16 +746,18 @@ class RelayHandle:
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        self._note_id(message.id or (None if message.response is None else message.response.id))
-        if message.usage is not None:
-            self._usage = message.usage.usage()
+        inner = message.response or message.message
+        self._note_id(message.id or (None if inner is None else inner.id))
+        for told in (message.usage, None if inner is None else inner.usage):
+            if told is not None:
+                self._note_usage(told.usage())
         framed = (
             sse.event_head(None if name is None else name.decode("ascii", "replace"))
             + self._renamed(data)
             + sse.EVENT_END
         )
-        if self._passage.is_responses:
-            self._take_response_event(message, framed, now_s)
+        if not self._passage.has_chunks:
+            self._take_named_event(message, framed, now_s)
         elif message.choices:
             self._take_choices(message.choices, framed, now_s)
         elif self._call.includes_usage or message.usage is None:
@@ -754,17 +775,25 @@ class RelayHandle:
             self._write(choice.index, framed, now_s, reason)
             framed = b""
 
-    def _take_response_event(self, message: _Message, framed: bytes, now_s: float) -> None:
+    def _take_named_event(self, message: _Message, framed: bytes, now_s: float) -> None:
+        """Of responses or messages."""
         kind, response, (sequence,) = message.type or "", message.response, self.sequences
         if kind == "response.failed":
             raise UpstreamFault(f"it ended its answer with an error: {_told(response and response.error)}")
-        if kind.endswith(".delta"):
+        if kind.endswith(".delta") or kind == "content_block_delta":
             self._count(sequence, now_s)
+        if kind in ("message_delta", "message_stop"):
+            reason = None
+            if kind == "message_delta" and not sequence.is_finished:
+                stop = message.delta.stop_reason if isinstance(message.delta, _Stop) else None
+                sequence.is_finished, reason = True, REASONS.get(stop or "", FinishReason.STOP)
+            self._write(0, framed, now_s, reason, is_last=True)
+            if kind == "message_stop":
+                self._be_done()
+            return
         if kind not in ("response.completed", "response.incomplete") or response is None:
             self._write(0, framed, now_s)
             return
-        if response.usage is not None:
-            self._usage = response.usage.usage()
         sequence.is_finished = True
         self._write(0, framed, now_s, _reason_of(response.incomplete_details), is_last=True)
         self._be_done()
@@ -774,7 +803,9 @@ class RelayHandle:
         self._note_id(message.id)
         if message.usage is not None:
             self._usage = message.usage.usage()
-        if self._passage.is_responses:
+        if self._passage.prefix == messages.ID_PREFIX:
+            reasons = {0: REASONS.get(message.stop_reason or "", FinishReason.STOP)}
+        elif not self._passage.has_chunks:
             reasons = {0: _reason_of(message.incomplete_details)}
         else:
             reasons = {
@@ -814,6 +845,14 @@ class RelayHandle:
             return
         delta = RelayedDelta(text=" ", num_tokens=0, finish_reason=reason, event=event, is_last=is_last)
         self.sink.on_delta(choice, delta, now_s)
+
+    def _note_usage(self, usage: Usage) -> None:
+        """The latest counts; messages tell those of the prompt at the start alone."""
+        before = self._usage
+        if before is not None and not usage.num_prompt_tokens:
+            counts = {"num_prompt_tokens": before.num_prompt_tokens, "num_cached_tokens": before.num_cached_tokens}
+            usage = msgspec.structs.replace(usage, **counts)
+        self._usage = usage
 
     def _note_id(self, theirs: str | None) -> None:
         if theirs and not self._their_id:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 _SMALL: dict[str, Any] = {
@@ -292,6 +293,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        _tower(
+            {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            head_dim=16,
+            moe_intermediate_size=24,
+            num_experts=6,
+            num_experts_per_tok=2,
+            rope_parameters={**_MROPE, "mrope_interleaved": True},
+        ),
+    ),
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
         "Qwen2MoeConfig",
@@ -381,6 +394,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Of each kind of rotation, norm, head, window, sink, activation and expert one: for what is the steps', not a family's
+KINDS = ("llama3", "qwen2", "qwen2_late_window_dynamic", "qwen3", "olmo2", "smollm3", "granite", "phi4_longrope")
+KINDS += ("gemma2", "gemma3", "qwen3_moe", "glm4_moe", "gpt_oss")
+
 
 def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB", **sizes: int) -> Path:
     """Save a random float32 model of a family, of these sizes beside its own, its biases and norms random too."""
@@ -395,6 +412,10 @@ def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB",
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if family == "qwen3_vl_moe":  # the hub's files have their experts as [in, out], which transformers reads only
+        tensors = load_file(directory / "model.safetensors")
+        turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()}
+        save_file(turned, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 

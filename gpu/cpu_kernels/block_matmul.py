@@ -22,7 +22,7 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from torch import Tensor
 
-from gpu.blocks import BLOCK_OUTPUTS, FORMATS, PART_INPUTS, BlockWeight, PackedBlocks
+from gpu.blocks import BLOCK_OUTPUTS, FORMATS, IQ4_NUMBERS, PART_INPUTS, BlockWeight, PackedBlocks
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
@@ -82,10 +82,12 @@ NUMBERS_PER_THREAD = 1 << 14  # that are quantised: a thread is woken for so man
 
 MOST = np.float32(127)
 ROUNDER = np.float32(1.5 * 2**23)
-NIBBLES, TWOS, SIXES = 0x0F0F0F0F, 0x03030303, 0x3F3F3F3F
+NIBBLES, TWOS, SIXES, ONES = 0x0F0F0F0F, 0x03030303, 0x3F3F3F3F, 0x01010101
 SIGNS = np.int32(-0x7F7F7F80)  # 0x80 in each byte
 CODES = {name: code for code, name in enumerate(FORMATS)}
-Q8_0, Q4_0, Q4_K, Q6_K = (CODES[name] for name in ("Q8_0", "Q4_0", "Q4_K", "Q6_K"))
+Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 = (CODES[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
+Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (CODES[name] for name in ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"))
+SPREAD_BITS = 0x00204081  # times four bits: one at the foot of each byte
 
 
 class Arguments(ctypes.Structure):
@@ -179,6 +181,38 @@ def left(builder, x, by):
 def or_(builder, x, y):
     """x | y"""
     return builder.or_(x, y)
+
+
+@operation(pairs, pairs, types.int64)
+def times(builder, x, by):
+    """The low 32 bits of each product."""
+    return builder.mul(x, broadcast(builder, _scalar(builder, by), PAIRS))
+
+
+@operation(pairs, pairs)
+def iq4_numbers(builder, nibbles):
+    """Of each byte, 0 to 15, the table's number plus 128."""
+    table = [number + 128 for number in IQ4_NUMBERS]
+    if HAS_AVX512:
+        octets = ir.VectorType(ir.IntType(8), REGISTER_BYTES)
+        found = call(
+            *(builder, "llvm.x86.avx512.pshuf.b.512", octets, ir.Constant(octets, 4 * table)),
+            builder.bitcast(nibbles, octets),
+        )
+        return builder.bitcast(found, PAIRS)
+    octets, half = ir.VectorType(ir.IntType(8), REGISTER_BYTES // 2), ir.VectorType(INT32, LANES // 2)
+    parts = []
+    for first in (0, LANES // 2):
+        part = builder.bitcast(shuffle(builder, nibbles, nibbles, [*range(first, first + LANES // 2)]), octets)
+        found = call(builder, "llvm.x86.avx2.pshuf.b", octets, ir.Constant(octets, 2 * table), part)
+        parts.append(builder.bitcast(found, half))
+    return shuffle(builder, parts[0], parts[1], [*range(LANES)])
+
+
+@operation(pairs, address)
+def load_shorts(builder, at):
+    """Unsigned 16 bits [16], each widened to 32."""
+    return builder.zext(load(builder, at, ir.VectorType(ir.IntType(16), LANES)), PAIRS)
 
 
 @operation(floats, address)
@@ -396,13 +430,66 @@ def _decode_halves(at, scales):
 
 
 @njit(cache=True)
-def _decode_q4_0(at, values, scales):
-    """A scale, four words whose low halves are the first 16 inputs and whose high halves are the others."""
-    _decode_halves(at, scales)
+def _decode_minima(at, minima):
+    """What is added, with its sign turned."""
+    for column in range(COLUMNS):
+        store_floats(minima + column * REGISTER_BYTES, zeros() - load_halves(at + column * REGISTER_BYTES // 2))
+
+
+@njit(cache=True)
+def _decode_nibbles(at, values, is_iq4):
+    """Four words whose low halves are 16 inputs and whose high halves are the next."""
     for place in range(0, 4 * QUAD_BYTES, REGISTER_BYTES):
-        both = load_pairs(at + 2 * BLOCK_OUTPUTS + place)
-        store_pairs(values + place, and_(both, NIBBLES))
-        store_pairs(values + 4 * QUAD_BYTES + place, and_(right(both, 4), NIBBLES))
+        both = load_pairs(at + place)
+        low, high = and_(both, NIBBLES), and_(right(both, 4), NIBBLES)
+        if is_iq4:
+            low, high = iq4_numbers(low), iq4_numbers(high)
+        store_pairs(values + place, low)
+        store_pairs(values + 4 * QUAD_BYTES + place, high)
+
+
+@njit(cache=True)
+def _decode_fives(at, values):
+    """A word of 32 fifth bits, four words of halves as above."""
+    for column in range(0, QUAD_BYTES, REGISTER_BYTES):
+        fifths = load_pairs(at + column)
+        for quad in range(4):
+            both, shift = load_pairs(at + (1 + quad) * QUAD_BYTES + column), 4 * quad
+            low = left(and_(times(and_(right(fifths, shift), 15), SPREAD_BITS), ONES), 4)
+            high = left(and_(times(and_(right(fifths, 16 + shift), 15), SPREAD_BITS), ONES), 4)
+            store_pairs(values + quad * QUAD_BYTES + column, or_(and_(both, NIBBLES), low))
+            store_pairs(values + (4 + quad) * QUAD_BYTES + column, or_(and_(right(both, 4), NIBBLES), high))
+
+
+@njit(cache=True)
+def _decode_iq4_xs(at, values, scales):
+    """Scale, high pairs of bits of eight scales, a word of their low halves, 32 words of numbers.
+
+    Source: ggml-quants.c, dequantize_row_iq4_xs.
+    """
+    for column in range(0, QUAD_BYTES, REGISTER_BYTES):
+        scale, pairs_ = load_halves(at + column // 2), load_shorts(at + 2 * BLOCK_OUTPUTS + column // 2)
+        low = load_pairs(at + 4 * BLOCK_OUTPUTS + column)
+        for part in range(8):
+            number = or_(and_(right(low, 4 * part), 15), left(and_(right(pairs_, 2 * part), 3), 4))
+            store_floats(scales + part * SUM_ROW_BYTES + column, (converted(number) - spread(np.float32(32))) * scale)
+    for part in range(8):
+        source = at + 8 * BLOCK_OUTPUTS + part * 4 * QUAD_BYTES
+        _decode_nibbles(source, values + part * 8 * QUAD_BYTES, True)
+
+
+@njit(cache=True)
+def _decode_q5_k(at, values):
+    """8 words of fifth bits, whose bit n is part n's, then halves as Q4_K's."""
+    for place in range(0, 8 * QUAD_BYTES, REGISTER_BYTES):
+        fifths = load_pairs(at + place)
+        for chunk in range(4):
+            both = load_pairs(at + (8 + chunk * 8) * QUAD_BYTES + place)
+            target = values + chunk * 16 * QUAD_BYTES + place
+            low = left(and_(right(fifths, 2 * chunk), ONES), 4)
+            high = left(and_(right(fifths, 2 * chunk + 1), ONES), 4)
+            store_pairs(target, or_(and_(both, NIBBLES), low))
+            store_pairs(target + 8 * QUAD_BYTES, or_(and_(right(both, 4), NIBBLES), high))
 
 
 @njit(cache=True)
@@ -486,13 +573,26 @@ def _decode(code, at, num_inputs, values, scales, minima):
         for group in range(num_inputs // GROUP):
             _decode_halves(at + group * BYTES[Q8_0] * BLOCK_OUTPUTS, scales + group * SUM_ROW_BYTES)
         return at + 2 * BLOCK_OUTPUTS, BYTES[Q8_0] * BLOCK_OUTPUTS
-    if code == Q4_0:
+    if ELEMENTS[code] == GROUP:
         for group in range(num_inputs // GROUP):
-            source = at + group * BYTES[Q4_0] * BLOCK_OUTPUTS
-            _decode_q4_0(source, values + group * 8 * QUAD_BYTES, scales + group * SUM_ROW_BYTES)
+            source, target = at + group * BYTES[code] * BLOCK_OUTPUTS, values + group * 8 * QUAD_BYTES
+            _decode_halves(source, scales + group * SUM_ROW_BYTES)
+            source += 2 * BLOCK_OUTPUTS
+            if HAVE_MINIMA[code]:
+                _decode_minima(source, minima + group * SUM_ROW_BYTES)
+                source += 2 * BLOCK_OUTPUTS
+            if code in (Q5_0, Q5_1):
+                _decode_fives(source, target)
+            else:
+                _decode_nibbles(source, target, code == IQ4_NL)
     elif code == Q4_K:
         _decode_k_scales(at, scales, minima)
         _decode_k_nibbles(at + 16 * BLOCK_OUTPUTS, values)
+    elif code == Q5_K:
+        _decode_k_scales(at, scales, minima)
+        _decode_q5_k(at + 16 * BLOCK_OUTPUTS, values)
+    elif code == IQ4_XS:
+        _decode_iq4_xs(at, values, scales)
     elif code == Q6_K:
         _decode_q6_k(at, values, scales)
     return values, GROUP * BLOCK_OUTPUTS

@@ -16,9 +16,11 @@ from server.api.fields import (
     GenerationCall,
     MaxTokens,
     Message,
+    Prediction,
     RequestLimits,
     chat_prompt,
     check_range,
+    flatten,
     generation_call,
     with_end,
 )
@@ -63,6 +65,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
     function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    prediction: Prediction | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -82,6 +85,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         thought=thought,
         max_tokens=max_tokens,
         num_logprobs=_num_logprobs(wire, defaults.limits),
+        prediction="" if wire.prediction is None else flatten(wire.prediction.content, "prediction.content"),
         unknown_fields=unknown_fields,
     )
 

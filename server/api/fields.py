@@ -9,7 +9,7 @@ Thread: loop, or wherever a long body is parsed.
 import math
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -151,6 +151,8 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False  # completions: the prompt comes before the text
     tokens: TokenWishes = TokenWishes()
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
+    speculates: bool = True  # see core.types.Request
+    prediction: str = ""  # of the answer's text
     unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
 
 
@@ -193,6 +195,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
     priority: Annotated[int, Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     ignore_eos: bool | None = None
+    speculation: bool | None = None
     skip_special_tokens: bool | None = None
     deadlines: DeadlineTable | None = None
     timings: bool | TimingsFields | None = None
@@ -269,6 +272,7 @@ def generation_call(
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
+        speculates=fields.speculation is not False,
         priority=fields.priority,
         **own,
     )
@@ -389,6 +393,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Content = str | list[Part | str] | None | UnsetType
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Text that the answer is likely to repeat: it is a draft, and changes nothing."""
+
+    type: Literal["content"]
+    content: str | list[Part | str]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,7 +69,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(COMPLETIONS, "tool_choice", "none", "auto"),
         *_refused(GENERATION - CHAT, "function_call", "none", "auto"),
         *_refused(CHAT, "modalities", ["text"]),
-        *_refused(CHAT, "audio prediction web_search_options"),
+        *_refused(CHAT, "audio web_search_options"),
         *_refused(COMPLETIONS, "reasoning_effort", "none"),
         *_refused(RESPONSES, "response_format", {"type": "text"}),
         *_refused(RESPONSES, "previous_response_id conversation prompt image"),

@@ -254,7 +254,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     """As chat and completions write it."""
     return partial_usage(usage.num_prompt_tokens, usage.num_completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_thought_tokens,
+            "accepted_prediction_tokens": usage.num_predicted_tokens,
+            "rejected_prediction_tokens": usage.num_mispredicted_tokens,
+        },
     }
 
 

@@ -197,6 +197,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     Args:
         finish_reasons: of its choices, each once.
+        model: as it was asked for; None: the one that there is.
         error: what broke it off; if the head was out, the stream has told it.
         is_refused: its reservation failed in the ledger: what was computed meanwhile is not billed.
         is_billed: False: the ledger could not record it.
@@ -204,6 +205,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     usage: Usage
     finish_reasons: tuple[FinishReason, ...] = ()
+    model: str | None = None
     error: ServiceError | None = None
     is_refused: bool = False
     is_billed: bool = True
@@ -287,7 +289,7 @@ class Accounting:
             ended_s=now_s,
             started_unix_s=self.clock.unix() - account.timings.total_ns / S_NS,
             tenant=account.tenant,
-            model=self.metrics.model_name,
+            model=(outcome and outcome.model) or self.metrics.model_name,
             intervals=intervals_of(account.timings),
             detokenize_ms=round(account.timings.detokenize_s * 1e3, 3),
             prefill_chunks=account.timings.num_prefill_chunks,

@@ -303,6 +303,8 @@ vllm:num_requests_running gauge stats.num_running | Requests running.
 vllm:kv_cache_usage_perc gauge kv_usage | Share of KV blocks in use, 0 to 1.
 vllm:prompt_tokens_total counter metrics.num_prompt_tokens | Prompt tokens.
 vllm:generation_tokens_total counter metrics.num_generation_tokens | Generated tokens.
+steploop_draft_tokens_total counter stats.draft_tokens[drafter] | Drafts' tokens computed.
+steploop_accepted_tokens_total counter stats.accepted_tokens[drafter] | Drafts' tokens that were right.
 steploop_forced_tokens_total counter stats.num_forced_tokens | Generated tokens that a grammar left no choice about.
 vllm:num_preemptions_total counter stats.num_preemptions | Preemptions.
 vllm:prefix_cache_queries_total counter stats.num_cache_queries | Prompt tokens looked up.

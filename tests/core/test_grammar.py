@@ -220,13 +220,53 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
         (lambda: client_grammar("start: %json {}", PARAM), "may not have %json"),
         (lambda: client_grammar("start: T\nT: " + " & ".join(["/a*/"] * 20), PARAM), "more than 12 of & and ~"),
         (lambda: client_grammar('start: "' + "a" * 200_000 + '"', PARAM), "is larger than 128 KiB"),
-        (lambda: client_grammar("root ::= (", PARAM), "cannot be read as GBNF"),
+        # Brackets in texts close none
+        (lambda: client_grammar("start: " + '("(" ")" ' * 65 + ")" * 65, PARAM), "more than 64 brackets"),
+        (lambda: client_grammar("root ::= " + '("[" [)] ' * 65 + ")" * 65, PARAM), "more than 64 brackets"),
+        (lambda: client_grammar('start: "a"\n  other', PARAM), "cannot be used: line 2, column"),
+        (lambda: client_grammar("start: B\nB: /(?=a)/\n", PARAM), "cannot be used: line 2, column 4: invalid regex"),
+        *(
+            (lambda source=source: client_grammar(source, PARAM), f"cannot be read as GBNF: {words}")
+            for source, words in {
+                "root ::= (": "line 1, column 11: it ends where the ) of the ( at line 1, column 10 must be",
+                'root ::= "a"\n\n b ::= c "a': "line 3, column 10: it has '\"', which is not closed",
+                "root ::= a\na ::= b": "line 2, column 7: there is no rule b",
+                r'root ::= "ab\q"': r"line 1, column 13: '\\q' does not begin with a character's escape",
+                r"root ::= [\uD800]": "line 1, column 11: ",
+                "root ::= [z-a]": "line 1, column 10: the range z-a ends below",
+                "root ::= []": "line 1, column 10: no character",
+                'root ::= "a"{3,2}': "line 1, column 13: {3,2} ends below",
+                'root ::= ("a"{200}){200}': "line 1, column 20: more than 20000 characters",
+                'root ::= "a"\nroot ::= "b"': "line 2, column 1: the rule root is there already",
+                'root ::= "a" <think>': "line 1, column 14: it has '<'",
+            }.items()
+        ),
     ],
 )
 def test_a_broken_expression_or_grammar_is_refused(make: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
         compiler().compile(make())
     assert refused.value.param == PARAM
+
+
+GBNF = {
+    r'root ::= "\u000a\x0a" start' + "\n" + r"start ::= [\]a-]": r"\n\n[\]a-]",
+    'root ::= ("a"{2}){3} ("b"?)* # a comment ( "': "a{6}b*",
+    "root ::= [+--]{3} [&&b]{2,} [^]": r"[+,-]{3}[&b]{2,}[\s\S]",
+    'root ::= "a" # one\n  | .{2}': r"a|[\s\S]{2}",
+    'root ::= word "ab" ("/" [/"\\\\])?\nword ::= [a-z]{1,3}': r'[a-z]{1,3}ab(/[/"\\])?',
+    'ROOT ::= "b"\nroot ::= ROOT a-b ws\na-b ::= a_b\na_b ::= "c"\nws ::= | " "': "bc ?",
+    'root ::= "(" root ")" | |': r"\(*\)*",
+    'root ::= "é" [^\\x00-\\U0010FFFE]': "é\U0010ffff",
+}
+
+
+@pytest.mark.parametrize("source", GBNF)
+def test_what_llama_cpp_writes_is_held(source: str) -> None:
+    grammar = compiler().compile(client_grammar(source, PARAM))
+    found = [text for seed in range(8) if (text := sampled(grammar, random.Random(seed), 40)) is not None]
+    assert found
+    assert all(re.fullmatch(GBNF[source], text) for text in found)
 
 
 def test_tokens_that_have_to_come_are_told() -> None:

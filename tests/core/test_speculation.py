@@ -7,10 +7,19 @@ from random import Random
 import msgspec
 import pytest
 
-from core.drafter import LEAST_MATCH, MOST_DRAFT, Acceptance, Drafter, RepeatedText, StepPrice
+from core.drafter import (
+    LEAST_MATCH,
+    MOST_DRAFT,
+    MOST_RECENT,
+    Acceptance,
+    Drafter,
+    RecentAnswers,
+    RepeatedText,
+    StepPrice,
+)
 from core.engine import check_conservation
 from core.simulation import CostModel, SimulatedRunner
-from core.types import Cancel, FinishReason, Pause, Request, Resume, Submit
+from core.types import Cancel, ClearCache, FinishReason, Pause, Request, Resume, Submit
 from tests.fakes import EngineUnderTest, FakeClock, make_request, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
@@ -33,9 +42,9 @@ class RepeatingRunner(SimulatedRunner):
         return token_id
 
 
-def engine(speculates: bool = True, num_blocks: int = 400, max_in_flight: int | None = None) -> EngineUnderTest:
+def engine(speculates: bool = True, num_blocks: int = 400) -> EngineUnderTest:
     clock = FakeClock()
-    in_flight = EngineUnderTest.max_in_flight if max_in_flight is None else max_in_flight
+    in_flight = EngineUnderTest.max_in_flight
     limits = replace(
         LIMITS, max_in_flight=in_flight, num_blocks=num_blocks, few_tokens=8, max_drafts=32 if speculates else 0
     )
@@ -128,11 +137,73 @@ def test_a_request_may_go_without() -> None:
     assert under_test.scheduler.stats().num_draft_tokens == 0
 
 
+def predicted(request: Request, prediction: list[int]) -> EngineUnderTest:
+    under_test = engine()
+    under_test.send(Submit(msgspec.structs.replace(request, prediction_ids=tuple(prediction))))
+    under_test.run()
+    assert [under_test.log.tokens("a")] == alone(request)
+    return under_test
+
+
+@pytest.fixture
+def one_step(steps_in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In flight: a sequence whose step is in flight has no draft."""
+    monkeypatch.setattr(EngineUnderTest, "max_in_flight", 1)
+
+
+@pytest.mark.usefixtures("one_step")
+def test_a_prediction_is_a_draft_and_is_counted_alone() -> None:
+    request = make_request("a", max_tokens=60, ignore_eos=True)
+    (answer,) = alone(request)
+    under_test = predicted(request, answer)
+    stats, usage = under_test.scheduler.stats(), under_test.log.terminal("a").usage
+    assert usage is not None
+    assert usage.num_completion_tokens == 60
+    assert usage.num_predicted_tokens == stats.accepted_tokens["prediction"] > 40
+    assert usage.num_predicted_tokens + usage.num_mispredicted_tokens == stats.draft_tokens["prediction"]
+    edited = [*answer[:20], 35, 36, *answer[22:]]
+    usage = predicted(request, edited).log.terminal("a").usage
+    assert usage is not None
+    assert usage.num_predicted_tokens > 20
+    assert usage.num_mispredicted_tokens > 0
+
+
+@pytest.mark.usefixtures("one_step")
+def test_recent_answers_are_drafts_for_their_own_domain_alone() -> None:
+    under_test = engine()
+
+    def ask(name: str, **fields: object) -> int:
+        request = make_request(name, prompt_ids=(1, 2), max_tokens=60, seed=3, ignore_eos=True, **fields)  # type: ignore[arg-type]
+        before = under_test.scheduler.stats().accepted_tokens["recent"]
+        under_test.send(Submit(request))
+        under_test.run()
+        assert [under_test.log.tokens(name)] == alone(request)
+        return under_test.scheduler.stats().accepted_tokens["recent"] - before
+
+    assert ask("first") == 0
+    assert ask("other", tenant="other") == 0
+    assert ask("salted", cache_salt="x") == 0
+    assert ask("again") > 20
+    under_test.send(ClearCache())
+    assert ask("cleared") == 0
+
+
+def test_recent_answers_are_bounded() -> None:
+    recent = RecentAnswers()
+    for number in range(4):
+        recent.add("domain", [number] * MOST_RECENT)
+    assert len(recent.of("domain").token_ids) <= 2 * MOST_RECENT
+    assert recent.of("domain").find([3] * 5, is_own=False)[1] == 5
+    for number in range(100):
+        recent.add(number, [1])
+    assert not recent.of("domain").token_ids
+
+
 def test_a_text_finds_the_longest_and_then_the_latest_occurrence() -> None:
     text = RepeatedText([1, 2, 3, 4, 9, 7, 2, 3, 4, 8, 2, 3, 4, 5, 0, 1, 2, 3, 4])
     end, length = text.find(text.token_ids, is_own=True)
     assert (end, length) == (4, 4)
-    assert text.after(end, 3) == [9, 7, 2]
+    assert text.after(end, 3, is_own=True) == [9, 7, 2]
     assert text.find([6, 2, 3, 4], is_own=False) == (13, 3)
     assert text.find([6, 6, 6], is_own=False) == (0, 0)
     text.token_ids += [9, 7, 2]
@@ -143,7 +214,7 @@ def test_a_text_finds_the_longest_and_then_the_latest_occurrence() -> None:
 def test_a_text_that_goes_round_is_drafted_round_and_round() -> None:
     text = RepeatedText([5, 1, 2, 1, 2, 1, 2])
     end, _ = text.find(text.token_ids, is_own=True)
-    assert text.after(end, 6) == [1, 2, 1, 2, 1, 2]
+    assert text.after(end, 6, is_own=True) == [1, 2, 1, 2, 1, 2]
 
 
 def test_what_never_holds_is_drafted_less_and_less() -> None:

@@ -98,10 +98,3 @@ def test_ranks_end_with_the_server_however_it_ends(spawn: Spawn, is_told: bool) 
     else:
         server.kill()
     wait_for(lambda: has_ended(follower), lambda: f"the end of rank 1, process {follower}")
-
-
-def test_a_model_that_does_not_split_is_refused_with_what_does(spawn: Spawn) -> None:
-    server = spawn("--tensor-parallel", "3")
-    assert server.wait_exit() == ExitCode.CONFIGURATION
-    assert "--tensor-parallel 3: 8 heads do not split into 3 parts." in server.log
-    assert "fix: --tensor-parallel 1, or 2, or 4, or 8." in server.log

@@ -25,7 +25,7 @@ from gpu.loading import load_runner
 from gpu.memory_plan import estimate
 from gpu.quality import predict
 from gpu.weights import load_weights
-from tests.gguf_files import Q, parsed, quantised_numbers, write_gguf
+from tests.gguf_files import Q, parsed, quantised_numbers, random_blocks, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import Driver
 from tests.oracle import read_config
@@ -191,25 +191,15 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", list(DEQUANTISERS))
 def test_any_block_is_dequantised_as_the_gguf_package_does(name: str) -> None:
-    blocks = random_blocks(name, 200)
-    expected = gguf.dequantize(blocks, Q[name])
-    assert torch.equal(DEQUANTISERS[name](torch.from_numpy(blocks)), torch.from_numpy(expected))
-
-
-def random_blocks(name: str, number: int) -> np.ndarray:
-    """Any bytes, but scales that are finite and small."""
-    blocks = np.random.default_rng(5).integers(0, 256, (number, BLOCKS[name][1]), dtype=np.uint8)
-    for column in {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[name]:
-        scales = np.random.default_rng(column).normal(0, 0.01, number).astype(np.float16)
-        blocks[:, column : column + 2] = scales.view(np.uint8).reshape(number, 2)
-    return blocks
+    blocks = random_blocks(name, 200, BLOCKS[name][0])
+    assert torch.equal(DEQUANTISERS[name](blocks), torch.from_numpy(gguf.dequantize(blocks.numpy(), Q[name])))
 
 
 @pytest.mark.parametrize("name", list(DEQUANTISERS))
 def test_a_tensor_of_many_slabs_is_read_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_gguf, "GGUF_SLAB_BYTES", 3 * BLOCKS[name][1])
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "qwen2")
-    rows = random_blocks(name, 20).reshape(10, -1)
+    rows = random_blocks(name, 10, 2 * BLOCKS[name][0]).numpy()
     writer.add_tensor("output.weight", rows, raw_dtype=Q[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

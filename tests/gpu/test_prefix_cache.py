@@ -3,13 +3,15 @@
 import random
 from collections import deque
 
+import pytest
+
 from core.engine import Engine
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.types import Message, Request, SamplingParams, Submit
 from gpu.runner import ModelRunner
 from tests.fakes import DeliveryLog, FakeClock
-from tests.oracle import Oracle
+from tests.oracle import KINDS, Oracle
 
 NUM_TOKENS = 12
 SYSTEM = random.Random(7).choices(range(3, 300), k=40)
@@ -20,6 +22,7 @@ def greedy(name: str, prompt: list[int], arrival_s: float = 0.0) -> Request:
     return Request(request_id=name, prompt_ids=tuple(prompt), sampling=sampling, arrival_s=arrival_s)
 
 
+@pytest.mark.parametrize("family", KINDS, scope="session")
 def test_greedy_tokens_equal_the_oracles_cached_chunked_batched_and_preempted(
     runner: ModelRunner, oracle: Oracle
 ) -> None:

@@ -17,7 +17,7 @@ from gpu.runner import NOT_FINITE, ModelRunner
 from tests.fakes import DeliveryLog, FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver, make_plan
-from tests.oracle import Oracle
+from tests.oracle import KINDS, Oracle
 
 Told = dict[str, list[TokenLogprobs]]
 
@@ -61,6 +61,7 @@ def run(runner: ModelRunner, max_batch_tokens: int, max_in_flight: int, num_bloc
     return {request.request_id: log.prompt_logprobs(request.request_id) for request in REQUESTS}
 
 
+@pytest.mark.parametrize("family", KINDS, scope="session")
 def test_logprobs_of_prompts_agree_with_the_oracle(runner: ModelRunner, oracle: Oracle) -> None:
     """Whole and in chunks, beside others, with a step in flight, and computed anew after preemptions."""
     wanted = {

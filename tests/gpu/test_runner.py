@@ -19,7 +19,7 @@ from gpu.memory_plan import estimate
 from gpu.runner import NOT_FINITE, ModelRunner
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
-from tests.oracle import FAMILIES, read_config
+from tests.oracle import KINDS, read_config
 
 PROMPT = list(range(10, 45))
 Said = list[TokenLogprobs]
@@ -127,7 +127,7 @@ IN_BFLOAT16 = ("llama3", "gemma2", "gpt_oss", "qwen3_moe")  # a plain one, windo
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((name, "float32") for name in FAMILIES), *((name, "bfloat16") for name in IN_BFLOAT16)]
+    ("family", "dtype"), [*((name, "float32") for name in KINDS), *((name, "bfloat16") for name in IN_BFLOAT16)]
 )
 def test_a_seeded_request_says_the_same_alone_and_in_a_crowd(family: str, dtype: str, model_directory) -> None:
     """Logprobs, too, to the last bit."""
@@ -167,6 +167,7 @@ def test_idle_work_settles_the_threads_of_the_next_step_and_gives_memory_back(
     assert torch.get_num_threads() == runner.measured.threads.of(1) == 2
 
 
+@pytest.mark.parametrize("family", KINDS)
 def test_bfloat16_follows_float32_closely(family: str, model_directory) -> None:
     engine = EngineConfig(device="cpu", dtype="bfloat16", kv_memory_bytes=2**22, threads=1)
     plan = make_plan([(0, 0, PROMPT, True)], tables=[(0, 0, 0), (0, 1, 1), (0, 2, 2)])

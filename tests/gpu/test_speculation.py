@@ -33,7 +33,8 @@ class Replay(Drafter):
         num_own = len(self._token_ids) - self._num_prompt_tokens
         coming = self._answer[num_own : num_own + most]
         some = [token_id if self._rng.random() < 0.8 else self._rng.randrange(3, 300) for token_id in coming]
-        return Draft(some, 0.9, "suffix", 0, len(self._token_ids)) if some else None
+        self.last = Draft(some, 0.9, "suffix", 0, len(self._token_ids)) if some else None
+        return self.last
 
 
 class ReplayingScheduler(Scheduler):

@@ -75,6 +75,11 @@ async def relaying(
 SURFACES: dict[str, Callable[..., bytes]] = {
     "chat": lambda **fields: chat(**{"model": ASKED} | fields),
     "completions": lambda **fields: completion(**{"model": ASKED} | fields),
+    "messages": lambda **fields: request(
+        "POST",
+        "/v1/messages",
+        {"model": ASKED, "max_tokens": 12, "messages": [{"role": "user", "content": "step"}]} | fields,
+    ),
     "responses": lambda **fields: request(
         "POST", "/v1/responses", {"model": ASKED, "input": "step", "max_output_tokens": 12, "seed": 7} | fields
     ),

@@ -27,6 +27,11 @@ pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings")
 
 def said(surface: str, answer: Any) -> Any:
     """What an answer says, without ids, times and names."""
+    if surface == "messages":
+        if "event-stream" not in answer.headers["content-type"]:
+            return answer.json["stop_reason"], answer.json["usage"]["output_tokens"]
+        (delta,) = (one for one in answer.events if one["type"] == "message_delta")
+        return delta["delta"]["stop_reason"], delta["usage"]["output_tokens"], answer.events[-1]["type"]
     if surface != "responses":
         counts = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
         return answer.text(), answer.finish_reason(), counts
@@ -38,7 +43,7 @@ def said(surface: str, answer: Any) -> Any:
 async def test_an_answer_passes_as_the_upstream_gives_it(protocol: str) -> None:
     async with relaying(protocol=protocol) as gateway:
         for surface, ask_for in SURFACES.items():
-            for stream in ({}, STREAM if surface != "responses" else {"stream": True}):
+            for stream in ({}, STREAM if surface in ("chat", "completions") else {"stream": True}):
                 direct = await ask(gateway.upstreams[0].server, closing(ask_for(model=MODEL, **stream)))
                 relayed = await gateway.ask(ask_for(**stream))
                 assert (relayed.status, said(surface, relayed)) == (200, said(surface, direct))
@@ -212,6 +217,8 @@ async def test_the_trace_goes_on_at_the_upstream() -> None:
         span_id = answer.headers["traceresponse"].split("-")[2]
         assert (seen[0].trace.trace_id, seen[0].trace.parent_id) == (trace_id, span_id)
         assert seen[0].alias == answer.headers["x-request-id"]
+        shown = await gateway.ask(request("GET", "/v1/requests/" + answer.headers["x-request-id"]))
+        assert shown.json["model"] == ASKED
 
 
 async def test_a_document_reserves_what_it_may_take() -> None:
@@ -228,9 +235,8 @@ async def test_a_document_reserves_what_it_may_take() -> None:
 
 async def test_surfaces_that_do_not_pass_are_refused() -> None:
     async with relaying() as gateway:
-        body = {"model": ASKED, "max_tokens": 4, "messages": [{"role": "user", "content": "step"}]}
-        answer = await gateway.ask(request("POST", "/v1/messages", body))
-        assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+        body = {"model": ASKED, "messages": [{"role": "user", "content": "step"}]}
+        assert (await gateway.ask(request("POST", "/api/chat", body))).status == 400
 
 
 async def test_a_tenant_may_use_only_its_models() -> None:
@@ -294,7 +300,12 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 
 
 def test_every_surface_has_a_passage() -> None:
-    assert {one.path for one in PASSAGES.values()} == {b"/v1/chat/completions", b"/v1/completions", b"/v1/responses"}
+    assert {one.path for one in PASSAGES.values()} == {
+        b"/v1/chat/completions",
+        b"/v1/completions",
+        b"/v1/responses",
+        b"/v1/messages",
+    }
 
 
 # Upstreams that are not ours: what one says byte by byte.
@@ -488,3 +499,23 @@ async def test_one_prompt_for_all_is_spread_as_the_load_is_bounded() -> None:
         assert max(one.num_active for one in gateway.pool.upstreams) <= 5
         for slot in slots:
             slot.leave()
+
+
+async def test_messages_of_another_server_are_counted_from_their_first_and_last_event(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {"id": "m1", "usage": {"input_tokens": 40, "cache_read_input_tokens": 2}}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}},
+        {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": {"output_tokens": 7}},
+        {"type": "message_stop"},
+    ]
+    body = b"".join(b"event: %b\ndata: %b\n\n" % (one["type"].encode(), orjson.dumps(one)) for one in events)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with saying(head + body) as url:
+        settings = model(url, protocol="h1")
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            answer = await ask(front.server, closing(SURFACES["messages"](stream=True)))
+            assert [one["type"] for one in answer.events] == [one["type"] for one in events]
+            usage = await ask(front.server, closing(request("GET", "/v1/usage?by=model")))
+            (line,) = usage.json["data"]
+            counts = (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"])
+            assert counts == (42, 2, 7)

@@ -4,27 +4,13 @@ Tiles are small, so that short contexts have many; what nobody may see is NaN. t
 launched on a device.
 """
 
-import random
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
-from core.config import parse_model_config
 from gpu.attention import PLAIN, Scores
-from gpu.checkpoint import open_checkpoint
-from gpu.device import DeviceChoice
 from gpu.kernels.attention import PagedAttention
 from gpu.kernels.sizes import Tiles, tiles_for
-from gpu.memory_plan import plan_memory
-from gpu.operators import Operators
-from gpu.runner import ModelRunner
-from gpu.weights import load_weights
 from tests.gpu.attention_cases import assert_near, make_case
-from tests.gpu.conftest import ENGINE, no_progress
-from tests.gpu.driver import Driver
-from tests.oracle import Oracle, read_config
 
 SMALL = Tiles(decode_tokens=16, extend_rows=32, extend_tokens=16, num_warps=4, num_stages=2, least_split=32)
 # Interpreted, -inf - -inf and what overflows warn; a device does not.
@@ -137,38 +123,3 @@ def test_heads_that_shared_memory_does_not_hold_are_refused() -> None:
     assert tiles_for(256, torch.float32).decode_tokens == 16
     with pytest.raises(ValueError, match="heads of 300: at most 256"):
         tiles_for(300, torch.float32)
-
-
-FAMILIES = ("llama3", "gemma2", "gpt_oss")  # between them: windows on some layers, caps, sinks, scales of their own
-NUM_TOKENS = 5
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_give_the_oracles_greedy_tokens(
-    family: str, model_directory: Callable[[str], Path], device: torch.device
-) -> None:
-    """In a batch, with a prompt in chunks beside decodes, and one preempted in the middle."""
-    directory = model_directory(family)
-    driver, oracle = Driver(open_with_kernels(directory, device)), Oracle(directory)
-    rng = random.Random(family)
-    prompts = [rng.choices(range(3, 300), k=length) for length in (5, 1, 40)]
-    short, single, long = (driver.add(list(prompt)) for prompt in prompts)
-    driver.step(None, short, single)
-    driver.step({long.slot: 17}, short, single, long)
-    driver.preempt(short)
-    driver.step({long.slot: 9}, long, short, single)
-    found = driver.generate(NUM_TOKENS, short, single, long)
-    assert [ids[:NUM_TOKENS] for ids in found] == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in prompts]
-
-
-def open_with_kernels(directory: Path, device: torch.device) -> ModelRunner:
-    """Torch's operators, but for attention."""
-    choice = DeviceChoice(device, "", torch.float32, "", 1, "")
-    config = parse_model_config(read_config(directory))
-    checkpoint = open_checkpoint(directory)
-    memory = plan_memory(config, ENGINE, choice, checkpoint.size_bytes, 1 << 30)
-    operators = Operators(torch.float32, device, config.rms_norm_eps)
-    operators.attention = PagedAttention(4, SMALL)
-    with torch.inference_mode():
-        weights = load_weights(checkpoint, config, torch.float32, device, no_progress)
-    return ModelRunner(config, ENGINE, memory, weights, operators)

@@ -19,7 +19,11 @@ USAGE_JSON = {
     "completion_tokens": 2,
     "total_tokens": 9,
     "prompt_tokens_details": {"cached_tokens": 4},
-    "completion_tokens_details": {"reasoning_tokens": 0},
+    "completion_tokens_details": {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    },
 }
 
 
