@@ -236,6 +236,18 @@ class Parser:
             self._at = end
             yield from self._more()
 
+    def _raw_string(self, emit: Emit) -> Step:
+        emit('"')
+        self._at += 1
+        while True:
+            yield from self._pass(_IN_JSON_STRING, emit)
+            if (yield from self._peek()) == '"':
+                emit('"')
+                self._at += 1
+                return
+            emit((yield from self._peek(2)))
+            self._at += 2
+
 
 class ThoughtParser(Parser):
     """A thought between markers, then the answer, as text.
@@ -304,6 +316,7 @@ class HarmonyParser(Parser):
 
     def _parse(self) -> Step:
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+        emit: Emit = self._emit_text
         try:
             while True:
                 self._uncertain_from = self._at
@@ -311,9 +324,15 @@ class HarmonyParser(Parser):
                 if (yield from self._is_header()):
                     yield from self._until(("<|message|>",), header.append)
                 self._uncertain_from = None
-                yield from self._until(ends, self._emitter("".join(header)))
+                emit, is_call = self._emitter("".join(header))
+                begins = (*ends, '"') if is_call else ends
+                while (yield from self._until(begins, emit)) == '"':  # marks within a string are its text
+                    self._at -= 1
+                    yield from self._raw_string(emit)
         except _Cut:
-            if self._uncertain_from is not None and not self._is_cut:
+            if self._uncertain_from is None:
+                emit(self._text[self._at :])  # a backslash
+            elif not self._is_cut:
                 self._emit_text(self._text[self._uncertain_from :])
 
     def _is_header(self) -> Step:
@@ -323,17 +342,17 @@ class HarmonyParser(Parser):
                 return True
         return False
 
-    def _emitter(self, header: str) -> Emit:
-        """What becomes of the message with that header."""
+    def _emitter(self, header: str) -> tuple[Emit, bool]:
+        """What becomes of the message with that header, and whether it is a call."""
         recipient = _RECIPIENT.search(header)
         if recipient is not None and recipient[1].startswith("functions."):
             self._emit(CallBegin(self.num_calls, recipient[1].removeprefix("functions.")))
             self.num_calls += 1
             index = self.num_calls - 1
-            return lambda text: self._emit(Arguments(index, text))
+            return lambda text: self._emit(Arguments(index, text)), True
         if recipient is not None or "<|channel|>analysis" in header:
-            return lambda text: self._emit(Reasoning(text))
-        return self._emit_text
+            return lambda text: self._emit(Reasoning(text)), False
+        return self._emit_text, False
 
 
 class ToolCallParser(Parser):
@@ -520,18 +539,6 @@ class ToolCallParser(Parser):
                 raise _Mismatch
             if depth == 0:
                 return
-
-    def _raw_string(self, emit: Emit) -> Step:
-        emit('"')
-        self._at += 1
-        while True:
-            yield from self._pass(_IN_JSON_STRING, emit)
-            if (yield from self._peek()) == '"':
-                emit('"')
-                self._at += 1
-                return
-            emit((yield from self._peek(2)))
-            self._at += 2
 
     def _json_string(self) -> Step:
         parts: list[str] = []

@@ -167,10 +167,12 @@ class Detokenizer:
         is_thinking = self._thought is not None and not self._thought.is_over
         if is_thinking:
             text = self._follow(token_id, text)
-        elif self._stop and text:
-            text = self._emit(text)
+        else:
+            if self._thought is not None and not self._thought.is_last:
+                self._thought.push(token_id)
+            text = self._emit(text) if self._stop and text else text
         is_held = self._num_to_strip or self._is_in_character or self._held or self.is_stopped
-        self.is_plain = not (is_held or is_thinking)
+        self.is_plain = not (is_held or (self._thought is not None and not self._thought.is_last))
         return text
 
     def _follow(self, token_id: int, text: str) -> str:

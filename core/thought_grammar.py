@@ -46,9 +46,12 @@ class ThoughtVocabulary:
         self.begin_parts: list[tuple[int, bytes]] = []  # tokens of which its beginning may be made
         self.overruns: list[tuple[int, bytes]] = []  # tokens that may end it with more than line breaks behind
         self.breaks: list[tuple[int, int]] = []  # line breaks alone, with their number
+        self.analysis_parts: list[int] = []  # tokens that begin the name of Harmony's channel of thoughts
         if self.is_harmony:
             channel = list(encode("<|channel|>"))
             self.begin_parts = [(channel[0], b"<|channel|>")]
+            parts = [b"analysis"[:num] for num in range(1, 9)]
+            self.analysis_parts = [token_id for token_id, data in enumerate(token_bytes) if data in parts]
             return
         self.begin, self.end = THOUGHTS[name].begin.encode(), THOUGHTS[name].end.encode()
         ends = b"|".join(re.escape(self.end[at:]) for at in range(len(self.end)))
@@ -84,14 +87,18 @@ class AfterThought:
     Args:
         answer: None: anything may come behind the thought.
         most_tokens: of the thought, between its markers; None: any number.
+        has_channels: of Harmony, the answer's grammar holds the whole, its thoughts too.
     """
 
     vocabulary: ThoughtVocabulary
     start_at: ThoughtStart
     answer: Grammar | None
     most_tokens: int | None = None
+    has_channels: bool = False
 
-    def start(self) -> "ThoughtState":
+    def start(self) -> GrammarState:
+        if self.answer is not None and self.has_channels:
+            return self.answer.start() if self.most_tokens is None else ChannelState(self, self.answer)
         return ThoughtState(self)
 
 
@@ -214,13 +221,74 @@ class ThoughtState(GrammarState):
     def _forbid_end(self, words: Any) -> None:
         """Tokens that end the answer without the thought's end, or have both the thought's end and more."""
         vocabulary, tail = self._hold.vocabulary, self._follower.tail
-        if not (vocabulary.is_harmony and self._follower.is_calling):
-            for token_id in vocabulary.eos_ids:
-                _forbid(words, token_id)
+        for token_id in vocabulary.eos_ids:
+            _forbid(words, token_id)
         for token_id, data in vocabulary.overruns:
             _, end, after = (tail + data).partition(vocabulary.end)
             if end and after.strip(b"\n"):
                 _forbid(words, token_id)
+
+
+class ChannelState(GrammarState):
+    """One sequence's of Harmony, whose grammar holds all of its messages: the budget of its thoughts."""
+
+    def __init__(self, hold: AfterThought, answer: Grammar) -> None:
+        self.num_accepted = 0
+        self._vocabulary, self._most_tokens = hold.vocabulary, hold.most_tokens or 0
+        self._follower = hold.vocabulary.follow(hold.start_at, only_final=True)
+        self._num_inside = 0
+        self._answer = answer.start()
+        self._history: deque[tuple[ThoughtFollower, int]] = deque(maxlen=MOST_ROLLED_BACK)
+
+    @property
+    def fault(self) -> str | None:
+        return self._answer.fault
+
+    @property
+    def is_complete(self) -> bool:
+        return self._answer.is_complete
+
+    @property
+    def has_ended(self) -> bool:
+        return self._answer.has_ended
+
+    def takes(self, token_id: int) -> bool:
+        return self._answer.takes(token_id)
+
+    def fill_mask(self, mask: Int32Array) -> None:
+        words, thought = mask.view(np.uint32), self._follower
+        if self._is_used_up and thought.is_thinking:
+            mask[:] = 0
+            _allow(words, self._vocabulary.encode("<|end|>")[0])
+            return
+        self._answer.fill_mask(mask)
+        if self._is_used_up and thought.is_inside and thought.tail.endswith(b"<|channel|>"):
+            for token_id in self._vocabulary.analysis_parts:
+                _forbid(words, token_id)
+
+    @property
+    def _is_used_up(self) -> bool:
+        return self._num_inside >= self._most_tokens
+
+    def forced(self) -> list[int]:
+        if self._is_used_up and self._follower.is_thinking:
+            return list(self._vocabulary.encode("<|end|>"))
+        return self._answer.forced()
+
+    def accept(self, token_id: int) -> None:
+        thought = self._follower
+        self._history.append((thought if thought.is_over else copy.copy(thought), self._num_inside))
+        self.num_accepted += 1
+        self._answer.accept(token_id)
+        if not thought.is_over:
+            self._num_inside += thought.is_thinking
+            thought.push(token_id)
+
+    def roll_back(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self._follower, self._num_inside = self._history.pop()
+        self._answer.roll_back(num_tokens)
+        self.num_accepted -= num_tokens
 
 
 def _allow(words: Any, token_id: int) -> None:

@@ -49,21 +49,23 @@ class ThoughtFollower(Protocol):
     Attributes:
         is_inside: the thought has begun.
         is_over: it has ended, or there was none.
+        is_last: and no other may follow; until then its tokens are counted.
         num_tokens: of it, with its markers.
         tail: the end of the text, which may belong to a marker.
-        is_calling: a call has begun, though it is not over.
     """
 
     is_inside: bool
     is_over: bool
     num_tokens: int
     tail: bytes
-    is_calling: bool
 
     @property
     def is_thinking(self) -> bool:
         """The next token is one between the markers."""
         ...
+
+    @property
+    def is_last(self) -> bool: ...
 
     def push(self, token_id: int) -> bytes:
         """The next token, until it is over.
@@ -80,8 +82,6 @@ class MarkedThought:
         bytes_of: a token, special ones by name.
     """
 
-    is_calling = False
-
     def __init__(self, markers: ThoughtMarkers, is_open: bool, bytes_of: Callable[[int], bytes]) -> None:
         self.is_inside = is_open
         self.is_over = False
@@ -94,6 +94,10 @@ class MarkedThought:
     @property
     def is_thinking(self) -> bool:
         return self.is_inside and not self.is_over
+
+    @property
+    def is_last(self) -> bool:
+        return self.is_over
 
     def push(self, token_id: int) -> bytes:
         self._num_seen += 1
@@ -123,34 +127,36 @@ class HarmonyThought:
         self.is_over = False
         self.num_tokens = 0
         self.tail = b""
-        self.is_calling = False
+        self.is_last = False
         self.is_thinking = False
         self._bytes_of = bytes_of
         self._only_final = only_final
         self._is_header = True
-        self._num_seen = 0
+        self._num_in_header = 0
 
     def push(self, token_id: int) -> bytes:
-        self._num_seen += 1
         self.tail += self._bytes_of(token_id)
         if not self._is_header:
-            if self.is_thinking:
-                self.num_tokens = self._num_seen
+            self.num_tokens += self.is_thinking
             self._is_header = self.tail.endswith(_END)
             self.is_thinking &= not self._is_header
             self.tail = b"" if self._is_header else self.tail[-len(_END) :]
             return b""
+        self._num_in_header += 1
         header, found, after = self.tail.partition(_MESSAGE)
         if not found:
             is_none = not any(self.tail.startswith(one[: len(self.tail)]) for one in _HEADER_BEGINS)
-            self.is_over = is_none and not self._only_final  # a model may forget the header
-            return self.tail if self.is_over else b""
+            if is_none and not self._only_final:  # a model may forget the header
+                self.is_over = self.is_last = True
+                return self.tail
+            return b""
         self.is_thinking = b"<|channel|>analysis" in header
-        self.is_calling = b" to=functions." in header
-        self.is_over = b"<|channel|>final" in header if self._only_final else not self.is_thinking
-        self._is_header, self.tail = False, b""
+        self.is_last = b"<|channel|>final" in header or b" to=functions." in header
+        self.is_over |= b"<|channel|>final" in header if self._only_final else not self.is_thinking
         if self.is_thinking:
-            self.is_inside, self.num_tokens = True, self._num_seen
+            self.is_inside = True
+            self.num_tokens += self._num_in_header
+        self._is_header, self._num_in_header, self.tail = False, 0, b""
         return after
 
 

@@ -5,11 +5,12 @@ reads as calls whose arguments fit the functions' schemas. No I/O. Thread: any.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from core.errors import InvalidRequest
 from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, TaggedArguments, ToolFormat
 
 Schema = Mapping[str, Any]
@@ -25,6 +26,10 @@ INTEGER: /-?(0|[1-9][0-9]{0,17})/
 NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
 PYTHON_STRING: /"([^"\\\x00-\x1f]|\\["'\\nrt])*"|'([^'\\\x00-\x1f]|\\["'\\nrt])*'/
 """
+
+# Of Harmony; marks that are spelled in other tokens would be read as such
+_MESSAGE_TEXT = r"MESSAGE_TEXT: /(?s:.*)/ & ~/(?s:.*)<\|(start|end|call|return)\|>(?s:.*)/"
+HARMONY_TEXT = f"%llguidance {{}}\nstart: MESSAGE_TEXT\n{_MESSAGE_TEXT}"
 
 
 class CannotHold(Exception):
@@ -98,6 +103,50 @@ def allowed_calls(
     else:
         lead = f"{text} " * bool(free_ids) + writer.rule("lead[lazy]", f"TEXT {_quoted(writer.begin)}")
     return writer.grammar(f"{text} | {lead} {writer.section(call, '')}")
+
+
+def harmony_answers(
+    tools: Sequence[Tool],
+    special: Mapping[str, int],
+    eos_ids: Collection[int] = (),
+    is_required: bool = False,
+    final: Schema | None = None,
+) -> str:
+    """The grammar of gpt-oss's whole answers, behind `<|start|>assistant`: thoughts, then a call, or text where none
+    is required. A call ends the answer.
+
+    Args:
+        special: the ids of the model's special tokens, its marks among them.
+        eos_ids: those that end an answer.
+        final: the schema of text; None: it is free.
+
+    Raises:
+        InvalidRequest: a mark of messages is no special token, or one that ends an answer.
+    """
+    ids = {name: special.get(f"<|{name}|>") for name in ("start", "channel", "constrain", "message", "end", "call")}
+    start, channel, constrain, message, end, call_end = (f"<[{token_id}]>" for token_id in ids.values())
+    for name, token_id in ids.items():
+        if token_id is None or (token_id in eos_ids and name != "call"):
+            words = f"Calls cannot be held: <|{name}|> is no special token of this model, or ends its answers."
+            raise InvalidRequest(f"{words} Leave tools out.", "tools", "unsupported_parameter")
+    rules = []
+    for i, tool in enumerate(tools):
+        recipient, arguments = _quoted(f" to=functions.{tool.name}"), _inline_json(tool.schema, tool.is_strict)
+        header = f'({recipient} {channel} "commentary" | {channel} "commentary" {recipient}) kind'
+        rules.append(f"call_{i}: {header} {message} {arguments}{'' if ids['call'] in eos_ids else ' ' + call_end}")
+    next_message = f'{message} MESSAGE_TEXT {end} {start} "assistant"'
+    answers, before = [f"call_{i}" for i in range(len(tools))], ["analysis"]
+    if not is_required:
+        before.append("preamble")
+        free = f'{channel} ("final" | "commentary") {message} MESSAGE_TEXT'
+        answers.append(free if final is None else f'{channel} "final" kind {message} {_inline_json(final)}')
+    rules += [
+        f'kind: (" "? {constrain} "json" | " json")?',
+        f'analysis: {channel} "analysis" {next_message}',
+        f'preamble: {channel} "commentary" {next_message}',
+        _MESSAGE_TEXT,
+    ]
+    return "\n".join(["%llguidance {}", f"start: ({' | '.join(before)})* ({' | '.join(answers)})", *rules])
 
 
 class _Writer:

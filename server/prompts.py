@@ -20,7 +20,7 @@ from core.thought_grammar import AfterThought, ThoughtVocabulary
 from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
-from core.tool_formats import markers_of, thought_markers_of
+from core.tool_formats import HARMONY, markers_of, thought_markers_of
 from core.types import Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
@@ -133,7 +133,9 @@ class PromptReader:
         """With what holds its calls."""
         if call.tools is None:
             return call
-        constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint)
+        prompt = call.prompts[0]
+        continues_text = isinstance(prompt, ChatPrompt) and prompt.continues_last
+        constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint, continues_text)
         return msgspec.structs.replace(call, constraint=constraint or call.constraint)
 
     def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
@@ -270,12 +272,13 @@ class PromptReader:
         Args:
             grammar: compiled, of the call's constraint.
         """
-        thought = prepared.call.thought
+        thought, tools = prepared.call.thought, prepared.call.tools
         held: Grammar | AfterThought | None = grammar
         if self.thoughts is None or thought is None or thought.start is ThoughtStart.CLOSED:
             return replace(prepared, grammar=grammar)
         if grammar is not None or thought.most_tokens is not None:
-            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens)
+            has_channels = tools is not None and tools.style.format == HARMONY and self.thoughts.is_harmony
+            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens, has_channels)
         return replace(prepared, grammar=held)
 
     def surface_of(self, surface: Surface) -> Surface:

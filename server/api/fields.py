@@ -440,10 +440,12 @@ def chat_prompt(
     is_begun = bool(messages[-1].prefix or messages[-1].partial)
     messages[-1] = msgspec.structs.replace(messages[-1], prefix=None, partial=None)
     made = [_template_message(message, style, where) for message, where in zip(messages, params, strict=True)]
-    names = {call["id"]: call["function"]["name"] for one in made for call in one.get("tool_calls", ()) if "id" in call}
+    calls = [call for one in made for call in one.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+    has_ids = len(names) > 0 or not calls
     for one, where in zip(made, params, strict=True):
         call_id = one.get("tool_call_id")
-        if one["role"] == "tool" and call_id is not None and (names or param != "messages"):
+        if one["role"] == "tool" and call_id is not None and has_ids:
             if call_id not in names:
                 where += ".tool_call_id" if param == "messages" else ".call_id"
                 raise InvalidRequest(f"{where} is of no call in an earlier message.", where)

@@ -146,15 +146,16 @@ def _prompt(
     else:
         raise InvalidRequest("input is empty: send text or at least one message.", "input")
     params = ["instructions"] * num_before
-    thought = ""  # the text of the reasoning item before a message
+    thought = ""  # the text of the reasoning items before a message
     for i, item in enumerate(items):
         param = "input" if isinstance(wire.input, str) else f"input[{i}]"
         if item.type == "reasoning":
-            thought = _thought(item, param)
+            thought = _both(thought, _thought(item, param))
             continue
         message = _message(item, param)
         if message.role == "assistant":
             message = msgspec.structs.replace(message, reasoning_content=thought or None)
+            thought = ""
             if message.tool_calls and len(messages) > num_before and messages[-1].role == "assistant":
                 messages[-1] = _joined(messages[-1], message)  # one turn: its text, and its calls
                 continue
@@ -168,7 +169,12 @@ def _prompt(
 
 def _joined(turn: Message, more: Message) -> Message:
     calls = [*(turn.tool_calls or ()), *(more.tool_calls or ())]
-    return msgspec.structs.replace(turn, tool_calls=calls)
+    thought = _both(turn.reasoning_content or "", more.reasoning_content or "")
+    return msgspec.structs.replace(turn, tool_calls=calls, reasoning_content=thought or None)
+
+
+def _both(thought: str, more: str) -> str:
+    return f"{thought}\n{more}" if thought and more else thought or more
 
 
 def _thought(item: InputItem, param: str) -> str:

@@ -6,7 +6,7 @@ Thread: loop, or wherever a long body is parsed.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,15 @@ from core.constraints import GrammarKind, GrammarSpec, check_depth, json_schema
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
 from core.tool_formats import FORMATS, HARMONY, JsonArguments, NamedCall
-from core.tool_grammar import CannotHold, Tool, allowed_calls, reduced_schema, required_calls
+from core.tool_grammar import (
+    HARMONY_TEXT,
+    CannotHold,
+    Tool,
+    allowed_calls,
+    harmony_answers,
+    reduced_schema,
+    required_calls,
+)
 from server.api.decoding import parse_object
 
 MAX_TOOLS = 128
@@ -240,7 +248,11 @@ def _checked(names: set[str], known: Mapping[str, Function]) -> set[str]:
 
 
 def call_constraint(
-    wishes: ToolWishes, special: Mapping[str, int], eos_ids: Iterable[int], text: GrammarSpec | None = None
+    wishes: ToolWishes,
+    special: Mapping[str, int],
+    eos_ids: Collection[int],
+    text: GrammarSpec | None = None,
+    continues_text: bool = False,
 ) -> GrammarSpec | None:
     """What holds an answer to its calls; None: nothing can.
 
@@ -248,17 +260,21 @@ def call_constraint(
         special: the model's control tokens.
         eos_ids: those that end an answer.
         text: what holds an answer without calls.
+        continues_text: the answer goes on with a message.
 
     Raises:
         InvalidRequest: a strict schema cannot be held in the model's format of calls, or calls and text not together.
     """
-    if wishes.style.format == HARMONY:
-        return None
-    form = FORMATS[wishes.style.format]
+    is_harmony = wishes.style.format == HARMONY
+    if is_harmony and continues_text:
+        if wishes.is_required:
+            message = "tool_choice requires a call, which cannot go on with a message. Leave one out."
+            raise InvalidRequest(message, "tool_choice")
+        return text or GrammarSpec(GrammarKind.LARK, HARMONY_TEXT, "tools")
     if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
         message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
-    if not wishes.is_required and form.opens_answer and text is None:
+    if not is_harmony and not wishes.is_required and FORMATS[wishes.style.format].opens_answer and text is None:
         return None
     tools = [Tool(one.name, _parameters(one), bool(one.strict)) for one in wishes.functions]
     spec = _call_spec(wishes, tools, special, eos_ids, text)
@@ -273,11 +289,15 @@ def _call_spec(
     wishes: ToolWishes,
     tools: list[Tool],
     special: Mapping[str, int],
-    eos_ids: Iterable[int],
+    eos_ids: Collection[int],
     text: GrammarSpec | None,
 ) -> GrammarSpec:
-    form = FORMATS[wishes.style.format]
     try:
+        if wishes.style.format == HARMONY:
+            final = None if text is None or wishes.is_required else json.loads(text.source)
+            source = harmony_answers(tools, special, eos_ids, wishes.is_required, final)
+            return GrammarSpec(GrammarKind.LARK, source, "tools")
+        form = FORMATS[wishes.style.format]
         if wishes.is_required:
             source = required_calls(form, tools, special, wishes.most_calls)
         elif text is not None:

@@ -168,6 +168,7 @@ class Metrics:
         self.pools: Callable[[], Mapping[str, Any]] = dict
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self.num_reasoning_tokens = 0
         self.num_disconnects = 0
         self.slo = SloMonitor(slo or NO_PROMISES, clock)
         self._clock = clock
@@ -179,6 +180,7 @@ class Metrics:
     def count_generation(self, usage: Usage, timings: StageClock) -> None:
         self.num_prompt_tokens += usage.num_prompt_tokens
         self.num_generation_tokens += usage.num_completion_tokens
+        self.num_reasoning_tokens += usage.num_thought_tokens
         if timings.end_s is not None:
             self.e2e.observe(timings.end_s - timings.accepted_s)
 
@@ -303,6 +305,7 @@ vllm:num_requests_running gauge stats.num_running | Requests running.
 vllm:kv_cache_usage_perc gauge kv_usage | Share of KV blocks in use, 0 to 1.
 vllm:prompt_tokens_total counter metrics.num_prompt_tokens | Prompt tokens.
 vllm:generation_tokens_total counter metrics.num_generation_tokens | Generated tokens.
+steploop_reasoning_tokens_total counter metrics.num_reasoning_tokens | Those of them that are of thoughts.
 steploop_draft_tokens_total counter stats.draft_tokens[drafter] | Drafts' tokens computed.
 steploop_accepted_tokens_total counter stats.accepted_tokens[drafter] | Drafts' tokens that were right.
 steploop_forced_tokens_total counter stats.num_forced_tokens | Generated tokens that a grammar left no choice about.

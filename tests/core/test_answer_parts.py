@@ -209,6 +209,11 @@ def harmony(text: str) -> tuple[str, str, list[tuple[str, str]]]:
             'tary <|constrain|>json<|message|>{"city": "<b>"}<|call|>',
             ("", "I look.", [("get_weather", '{"city": "<b>"}')]),
         ),
+        (
+            ' to=functions.now<|channel|>commentary json<|message|>{"a": "\\"<|end|><|call|>"}<|call|>',
+            ("", "", [("now", '{"a": "\\"<|end|><|call|>"}')]),
+        ),
+        (' to=functions.now<|channel|>commentary<|message|>{"a\\', ("", "", [("now", '{"a\\')])),
         ("<|channel|>commentary to=python<|message|>1+1<|call|>", ("1+1", "", [])),
         (" to=functions.now<|channel|>commentary<|message|>{", ("", "", [("now", "{")])),
         ("Just text", ("", "Just text", [])),

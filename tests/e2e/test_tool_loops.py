@@ -1,6 +1,7 @@
 """Turns of calls and results through the real server, by the openai package, in every format that models write."""
 
 import json
+import random
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any
@@ -11,7 +12,7 @@ from openai import AsyncOpenAI
 from core.chat_template import ChatTemplate
 from server.api.tools import CalledFunction, ToolCall, template_calls
 from server.loaded_engine import tool_style_of
-from tests.core.answer_texts import Call
+from tests.core.answer_texts import SCHEMAS, Call, dumped, random_call
 from tests.core.tool_templates import TOOL_TEMPLATES
 from tests.e2e.replay import MODEL, end_of, playing, tokenizer_of, written_calls, written_text
 from tests.server.running_server import Running, run
@@ -103,6 +104,38 @@ def test_a_loop_of_chat_whole_and_streamed(form: str, choice: str) -> None:
             assert (said.finish_reason, said.message.content) == ("stop", ANSWER)
 
     session(form, scenario, lead)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_random_calls_in_channels(choice: str) -> None:
+    """However the model writes their header, none is kept from it."""
+    rng, calls, prompts = random.Random(1), [], []
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
+    ]
+    for _ in range(40):
+        name, arguments = random_call(rng)
+        calls.append((name, {key: arguments[key] for key in SCHEMAS[name]["properties"] if key in arguments}))
+        kind = rng.choice(["", " json", "<|constrain|>json", " <|constrain|>json"])
+        to = f" to=functions.{name}"
+        header = rng.choice([f"<|channel|>commentary{to}{kind}", f"{to}<|channel|>commentary{kind}"])
+        lead = "<|channel|>analysis<|message|>Hm?<|end|><|start|>assistant" * rng.randrange(3)
+        prompts.append(f"{lead}{header}<|message|>{dumped(calls[-1][1])}")
+
+    def answer(prompt: str) -> str:
+        return next(text for i, text in enumerate(prompts) if f"Number {i}." in prompt)
+
+    async def scene() -> None:
+        async with playing("harmony", answer) as running:
+            url = f"http://127.0.0.1:{running.server.listener.port}/v1"
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                for i, call in enumerate(calls):
+                    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": f"Number {i}."}]}
+                    made = await client.chat.completions.create(**asked, tools=tools, tool_choice=choice)
+                    (found,) = made.choices[0].message.tool_calls or ()
+                    assert (found.function.name, json.loads(found.function.arguments)) == call
+
+    run(scene)
 
 
 @pytest.mark.parametrize("form", TOOL_TEMPLATES)

@@ -241,7 +241,7 @@ def test_responses_are_incomplete_by_the_filter() -> None:
         chat(messages=[{"role": "user", "content": "fine", "name": "magic"}]),
         chat(messages=[{"role": "assistant", "reasoning": "magic"}, {"role": "user", "content": "fine"}]),
         chat(messages=[{"role": "assistant", "reasoning_content": "magic"}, {"role": "user", "content": "fine"}]),
-        chat(messages=[{"role": "tool", "content": "fine", "tool_call_id": "magic"}]),
+        chat(messages=[{"role": "tool", "content": "the magic word"}]),
         completion(prompt="some magic"),
         completion(prompt=list(TOKENIZER.encode("magic"))),
         completion(prompt=["fine", "Magic magic"]),

@@ -116,6 +116,20 @@ def test_an_answer_cut_off_in_its_thought_counts_what_came(max_tokens: int) -> N
             assert details["reasoning_tokens"] == min(max_tokens, end)
 
 
+def test_a_thought_behind_a_preamble_is_counted() -> None:
+    thought, preamble = HARMONY[: HARMONY.index(END)] + END, "<|start|>assistant<|channel|>commentary<|message|>Now."
+    ids = ids_of(f"{thought}{preamble}{END}<|start|>assistant{HARMONY}")
+    with thinking("harmony") as server:
+        for more in ({}, STREAM, {"stop": ["Nothing"]}):
+            answer = server.ask(ask_for(**more), ids)
+            assert message_of(answer) == {"thought": "hmhm", "text": "Now.Yes", "calls": []}
+            details = answer.usage["completion_tokens_details"]
+            assert details["reasoning_tokens"] == 2 * len(ids_of(thought)) + len(ids_of("<|start|>assistant"))
+        metrics = server.server.ask(request("GET", "/metrics"), "GET").body.decode()
+        num = 3 * details["reasoning_tokens"]
+        assert re.search(rf"^steploop_reasoning_tokens_total{{.*}} {num}$", metrics, re.MULTILINE)
+
+
 def test_a_call_within_the_thought_is_thought_and_one_behind_it_a_call() -> None:
     text = f"<think>\nmaybe {CALL}?\n</think>\n\nSo:\n{CALL}"
     with thinking() as server:
@@ -197,6 +211,9 @@ SCHEMA = {
 }
 
 
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+
+
 def check_valid(text: str) -> None:
     found = json.loads(text)
     assert (0 <= found["id"] <= 99, found["kind"] in "ab", len(found)) == (True, True, 2)
@@ -261,6 +278,53 @@ def test_what_holds_an_answer_begins_where_the_thought_ends(template: str, lead:
                 found = message_of(server.ask(ask_for(guided_regex="[xy]{3}", **more), lead + "xyzz"))
                 assert found["thought"] == thought
                 assert re.fullmatch("[xy]{3}", found["text"])
+
+
+PICK = [{"type": "function", "function": {"name": "pick", "parameters": SCHEMA, "strict": True}}, *TOOLS]
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+TO_PICK = " to=functions.pick<|channel|>commentary json<|message|>"
+
+
+def check_calls(found: dict[str, Any]) -> None:
+    ((name, arguments),) = ((one["name"], one["arguments"]) for one in found["calls"])
+    check_valid(arguments) if name == "pick" else json.loads(arguments)
+    assert found["text"] == ""
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"tool_choice": "auto"}, {"response_format": FORM}])
+@pytest.mark.parametrize("budget", [0, 3, None])
+def test_channels_are_held(fields: dict[str, Any], budget: int | None) -> None:
+    """Of a model that writes anything, and of one that begins an answer which may not go on so."""
+    rambles = "<|channel|>analysis<|message|>" + "hm" * 20 + THOUGHT.partition("hm")[2]
+    scripts = [None, rambles + "<|channel|>analysis<|message|>x" + TO_PICK + "{", "<|channel|>final<|message|>No."]
+    scripts += [THOUGHT + TO_PICK + '{"id": "7"}', "<|channel|>commentary to=functions.none <|constrain|>x", "No."]
+    with thinking("harmony") as server:
+        for seed, script in enumerate(scripts[(budget is None) :]):
+            asked = {"tools": PICK, "thinking_token_budget": budget, "seed": seed, "parallel_tool_calls": False}
+            whole, streamed = (server.ask(ask_for(**asked | fields | more), script) for more in ({}, STREAM))
+            found = message_of(whole)
+            assert found == message_of(streamed)
+            reason = whole.finish_reason()
+            if reason == "length":
+                assert None in (budget, script)  # what is free has no end
+            elif reason == "tool_calls":
+                check_calls(found)
+            else:
+                assert (reason, fields == {"tool_choice": "required"}) == ("stop", False)
+                if "response_format" in fields:
+                    check_valid(found["text"])
+            if budget is not None and found["thought"]:
+                assert len(ids_of(found["thought"])) <= max(budget, 1)
+
+
+def test_an_answer_in_channels_that_goes_on_with_a_message_has_no_call() -> None:
+    messages = [QUESTION, {"role": "assistant", "content": "It is"}]
+    asked = {"messages": messages, "continue_final_message": True, "tools": PICK}
+    with thinking("harmony") as server:
+        found = message_of(server.ask(ask_for(**asked), " so.<|end|><|start|>assistant" + TO_PICK))
+        assert (found["text"][:4], found["calls"]) == (" so.", [])
+        refused = server.ask(ask_for(**asked, tool_choice="required"), "")
+        assert (refused.status, refused.json["error"]["param"]) == (400, "tool_choice")
 
 
 def test_a_required_call_follows_the_thought() -> None:

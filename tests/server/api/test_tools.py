@@ -330,6 +330,11 @@ def test_an_answer_without_calls_is_text() -> None:
             "messages[1].tool_call_id",
             "of no call",
         ),
+        (
+            {"messages": [{"role": "tool", "tool_call_id": "b", "content": "x"}]},
+            "messages[0].tool_call_id",
+            "of no call",
+        ),
     ],
 )
 def test_bad_tools_are_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:
@@ -401,8 +406,9 @@ def test_items_of_earlier_turns_become_one_message_of_the_assistant() -> None:
     call_item = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Köln"}'}
     items = [
         {"role": "user", "content": "Hi"},
-        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        *({"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("Hm.", "So.")),
         {"role": "assistant", "content": "Let me see."},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "First."}]},
         call_item,
         {**call_item, "call_id": "c2", "name": "now", "arguments": ""},
         {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
@@ -410,7 +416,7 @@ def test_items_of_earlier_turns_become_one_message_of_the_assistant() -> None:
     ]
     messages = prompt_of(response_call(input=items)).messages
     assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool"]
-    assert (messages[1]["content"], messages[1]["reasoning_content"]) == ("Let me see.", "Hm.")
+    assert (messages[1]["content"], messages[1]["reasoning_content"]) == ("Let me see.", "Hm.\nSo.\nFirst.")
     assert [one["function"] for one in messages[1]["tool_calls"]] == [
         {"name": "get_weather", "arguments": {"city": "Köln"}},
         {"name": "now", "arguments": {}},
