@@ -29,9 +29,9 @@ BUDGETS = {
     "gpu/cpu_kernels": (3450, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8324, 32),
+    "bench": (8400, 32),
 }
-TEST_LINES = 56_550
+TEST_LINES = 56_670
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
