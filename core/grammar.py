@@ -241,11 +241,11 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
 
 def _place_of(error: str, spec: GrammarSpec) -> str:
     """The path of the keyword that the library's words repeat."""
-    shown = {"pattern": "parse error:\n    {}\n", "$ref": "Pointer '{}'", "type": "Invalid type: {}"}
+    shown = {"pattern": "parse error:\n    {}\n", "type": "Invalid type: {}"}
     for path, keyword, value in keywords_of(json.loads(spec.source), spec.param, 0):
         for one in value if keyword == "patternProperties" else (value,):
             words = shown.get("pattern" if keyword == "patternProperties" else keyword)
-            if words is not None and words.format(str(one).removeprefix("#")) in error:
+            if words is not None and words.format(one) in error:
                 return f"{path}.{keyword}"
     return spec.param
 
