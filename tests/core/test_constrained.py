@@ -257,6 +257,20 @@ def test_penalties_count_forced_tokens() -> None:
     assert under_test.log.tokens("a") == one_by_one(request)
 
 
+def test_forced_tokens_are_the_same_where_they_are_sampled() -> None:
+    for seed in range(5):
+        found = []
+        for forces_tokens in (True, False):
+            under_test = EngineUnderTest(
+                limits(max_batch_tokens=64), engine(limits()).eos_ids, forces_tokens=forces_tokens
+            )
+            under_test.send(Submit(forcing("a", seed=seed)))
+            under_test.run()
+            assert (under_test.scheduler.stats().num_forced_tokens > 0) == forces_tokens
+            found.append(under_test.log.tokens("a"))
+        assert found[0] == found[1]
+
+
 def test_a_stop_id_and_the_limit_end_a_run_of_forced_tokens() -> None:
     whole = one_by_one(forcing("a"))
     for fields, end in (

@@ -292,6 +292,23 @@ def test_tokens_that_have_to_come_are_told() -> None:
     assert tokenizer().decode(state.forced()) == '"a long constant text"'
 
 
+def test_where_a_token_has_to_come_the_mask_allows_it_alone() -> None:
+    """So that it makes no difference to an answer whether forced tokens are sampled."""
+    num_forced = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        grammar = compiler().compile(json_schema(SchemaMaker(rng, is_bounded=True).schema(), PARAM))
+        state, mask = grammar.start(), np.zeros(grammar.num_words, np.int32)
+        while not state.has_ended:
+            state.fill_mask(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+            if forced := state.forced():
+                num_forced += 1
+                assert allowed == forced[:1]
+            state.accept(rng.choice(allowed))
+    assert num_forced > 100
+
+
 def test_a_token_is_taken_back() -> None:
     state = compiler().compile(choice(["ab", "cd"], PARAM)).start()
     (a,) = tokenizer().encode("a", False)
