@@ -279,7 +279,7 @@ class ModelWork:
     def _share_used(self) -> float:
         return self.num_used_experts / self.num_experts if self.num_experts else 0.0
 
-    def bytes_read(self, num_tokens: int, number_bytes: int, layer_bytes: float | None = None) -> float:
+    def bytes_read(self, num_tokens: int, number_bytes: float, layer_bytes: float | None = None) -> float:
         """Of weights, in a step of so many tokens; of experts, those that are used if tokens choose evenly.
 
         Args:
@@ -332,7 +332,7 @@ def decode_limit_s(
     speed: Speed,
     num_rows: int,
     context: float,
-    number_bytes: int,
+    number_bytes: float,
     layer_bytes: float | None = None,
 ) -> float:
     """The least time of a step that gives each of num_rows sequences one token: reading or computing, the longer one.
@@ -347,14 +347,14 @@ def decode_limit_s(
     return max(read_bytes / speed.read_bytes_per_s, work.flops(num_rows, num_rows * context, num_rows) / speed.flops)
 
 
-def prefill_limit_s(work: ModelWork, speed: Speed, num_tokens: int, number_bytes: int) -> float:
+def prefill_limit_s(work: ModelWork, speed: Speed, num_tokens: int, number_bytes: float) -> float:
     """The least time to compute one prompt and sample its first token."""
     flops = work.flops(num_tokens, num_tokens * (num_tokens + 1) / 2, 1)
     return max(work.bytes_read(num_tokens, number_bytes) / speed.read_bytes_per_s, flops / speed.flops)
 
 
 def serving_limit_tokens_per_s(
-    work: ModelWork, speed: Speed, num_streams: int, num_prompt: int, num_output: int, number_bytes: int
+    work: ModelWork, speed: Speed, num_streams: int, num_prompt: int, num_output: int, number_bytes: float
 ) -> float:
     """Output tokens per second at most, for so many clients that each ask again when answered.
 

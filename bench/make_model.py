@@ -329,6 +329,20 @@ def _format_in(mix: str, name: str, config: Mapping[str, Any]) -> str:
     return "Q4_K"
 
 
+def stored_bytes_a_weight(directory: Path, mix: str) -> float:
+    """Of the matrices that a step reads: all but an embedding that is not the head."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    num_weights = size_bytes = 0.0
+    for name, shape in tensor_shapes(config):
+        if len(shape) > 1 and (name != EMBEDDING or config["tie_word_embeddings"]):
+            elements, block_bytes = BLOCKS[_format_in(mix, name, config)]
+            num_weights, size_bytes = (
+                num_weights + math.prod(shape),
+                size_bytes + math.prod(shape) / elements * block_bytes,
+            )
+    return size_bytes / num_weights
+
+
 # Where a block's float16 scales lie, and the largest number that one multiplies: K formats' scales have scales.
 _SCALES = {"Q8_0": ((0, 127),), "Q4_0": ((0, 8),), "Q4_K": ((0, 63 * 8), (2, 63)), "Q6_K": ((208, 128 * 32),)}
 

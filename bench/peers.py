@@ -4,6 +4,8 @@ steploop, `transformers serve` with continuous batching, and llama.cpp's llama-s
 that is not installed is reported and left out. Compare only figures of one run on a quiet machine: the
 machine's ceilings are measured first, and the share is of what they allow for this load (bench/limits.py).
 
+With --mix all read one GGUF file of random blocks (bench/make_model.py), and the limit is of the bytes that it has.
+
 A fresh process for each part: closed loops of 1, 8 and 32 clients; 8 streams while a long prompt prefills; a client
 that leaves a long prefill.
 """
@@ -25,7 +27,7 @@ from bench.engine import model_config
 from bench.kit import DidNotStart, Flag, Found, bench, free_port, running
 from bench.limits import limit_tables, measure_limits, serving_limit_tokens_per_s, work_of
 from bench.load import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
-from bench.make_model import CannotConvert, write_gguf
+from bench.make_model import MIXES, CannotConvert, stored_bytes_a_weight, write_gguf
 from bench.results import Cell, Plot, table_of
 from gpu.device import num_physical_cores
 
@@ -65,22 +67,29 @@ class Missing(Exception):
     """A server cannot be measured here."""
 
 
-def find_server(name: str, directory: Path, threads: int | None, max_model_len: int, scratch: Path) -> PeerServer:
+def find_server(
+    name: str, directory: Path, threads: int | None, max_model_len: int, scratch: Path, mix: str | None = None
+) -> PeerServer:
     """How to start the server called `name` (of SERVERS) over this model.
 
     Args:
         threads: compute threads; None: each server's own choice, and all physical cores for llama.cpp.
         scratch: where the model is written anew for a server that needs another format.
+        mix: the quantised file of MIXES that all read; None: the directory, or the same numbers as bfloat16.
 
     Raises:
         Missing: it is not installed, or cannot read this model.
         BadCheckpoint, OSError: the model's files.
     """
     if name == STEPLOOP:
-        command = [sys.executable, "-m", "server", "serve", "--model", str(directory), "--log-level", "warning"]
+        path = directory if mix is None else _file(directory, scratch, mix)
+        command = [sys.executable, "-m", "server", "serve", "--model", str(path), "--log-level", "warning"]
         command += ["--max-model-len", str(max_model_len), *(["--threads", str(threads)] if threads else [])]
+        command += [] if mix is None else ["--served-model-name", directory.resolve().name]
         return PeerServer(name, command, directory.resolve().name, "/v1/models", True)
     bin_directory = Path(sys.executable).parent
+    if name == TRANSFORMERS and mix is not None:
+        raise Missing("it turns a quantised file into floats")
     if name == TRANSFORMERS:
         needed = ("transformers", "accelerate", "fastapi", "uvicorn", "openai")
         absent = [package for package in needed if importlib.util.find_spec(package) is None]
@@ -93,14 +102,21 @@ def find_server(name: str, directory: Path, threads: int | None, max_model_len: 
     found = shutil.which("llama-server") or shutil.which("llama-server", path=str(bin_directory))
     if found is None:
         raise Missing("llama-server is not on PATH; make peers builds it")
-    file, cores = scratch / "model.gguf", str(threads or num_physical_cores())
-    try:
-        write_gguf(directory, file)
-    except CannotConvert as error:
-        raise Missing(str(error)) from error
+    file, cores = _file(directory, scratch, mix or "BF16"), str(threads or num_physical_cores())
     command = [found, "--model", str(file), "--alias", directory.name, "--threads", cores, "--threads-batch", cores]
     command += ["--parallel", str(LLAMA_SLOTS), "--ctx-size", str(LLAMA_CONTEXT), "--kv-unified"]
     return PeerServer(name, command, directory.name, "/health", True)
+
+
+def _file(directory: Path, scratch: Path, mix: str) -> Path:
+    """The model as a GGUF file, written once for all servers."""
+    file = scratch / f"{directory.resolve().name}-{mix}.gguf"
+    if not file.exists():
+        try:
+            write_gguf(directory, file, mix)
+        except CannotConvert as error:
+            raise Missing(str(error)) from error
+    return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +228,15 @@ def _measure(arguments: argparse.Namespace) -> Found:
     done, missing = list[PeerBench](), list[dict[str, Cell]]()
 
     def limit(num_streams: int) -> float:
-        sizes = num_streams, load.num_prompt, load.num_output, BF16_BYTES
+        # Keys and values are counted as small as weights, which they are not: at this context they are a hundredth.
+        weight_bytes = BF16_BYTES if arguments.mix is None else stored_bytes_a_weight(arguments.model, arguments.mix)
+        sizes = num_streams, load.num_prompt, load.num_output, weight_bytes
         return serving_limit_tokens_per_s(work, limits.speed, *sizes)
 
     with tempfile.TemporaryDirectory() as scratch:
         for server_name in arguments.servers:
             try:
-                asked = arguments.model, arguments.threads, load.max_model_len, Path(scratch)
+                asked = arguments.model, arguments.threads, load.max_model_len, Path(scratch), arguments.mix
                 done.append(PeerBench(find_server(server_name, *asked), load, limit))
             except Missing as error:
                 missing.append({"server": server_name, "why": str(error)})
@@ -235,13 +253,15 @@ def _measure(arguments: argparse.Namespace) -> Found:
         tables.append(table_of("Left out", missing))
     failures = [failure for one in done for failure in one.failures]
     details = {"failures": failures, "limits": msgspec.to_builtins(limits)}
-    config = {"model": name, "threads": arguments.threads}
-    return Found(tables, config, details, f"peers-{name}", 1 if failures else 0)
+    config = {"model": name, "threads": arguments.threads, "mix": arguments.mix}
+    of_mix = f"-{arguments.mix.lower()}" if arguments.mix else ""
+    return Found(tables, config, details, f"peers-{name}{of_mix}", 1 if failures else 0)
 
 
 FLAGS = (
     Flag("--model", None, "of bench.make_model", more={"type": Path, "required": True}),
     Flag("--servers", SERVERS, "to compare", more={"nargs": "+", "choices": SERVERS}),
+    Flag("--mix", None, "a GGUF file of random blocks that the servers read", more={"choices": MIXES[1:]}),
     Flag("--threads", None, "of each server (default: its own choice)", more={"type": int}),
     Flag("--parts", PARTS, "of the load", more={"nargs": "+", "choices": PARTS}),
     Flag("--rounds", Load().rounds, "requests of each client in a closed loop"),

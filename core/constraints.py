@@ -19,6 +19,7 @@ MAX_DEPTH = 64
 MAX_CHOICES = 4096
 # The grammar library recurses as deep as schemas and grammars go, and its stack is not guarded: 1,000 references or
 # 3,000 rules, each in the next, end the process
+MAX_FOLLOWED = 100_000
 MAX_TOTAL_DEPTH = 256  # references followed
 # It compares each of these with each: 1,000 patternProperties, or 32 patterns that hold together, take minutes
 MAX_PATTERN_PROPERTIES = 64
@@ -100,6 +101,8 @@ class GrammarSpec:
     fallback: "GrammarSpec | None" = None
 
 
+_MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+_UNFOLLOWED = frozenset({"$defs", "definitions", "enum", "const", "default", "examples"})  # but where referred to
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -269,37 +272,62 @@ def check_depth(schema: Any, param: str) -> None:
         message = f"{param} has more than {MAX_INTERSECTED} schemas in allOf, or with a pattern beside $ref."
         raise InvalidRequest(message, param)
     seen: dict[str, int] = {}  # the level at which a reference was followed last
+    num_followed = 0
 
-    def follow(one: Any, level: int) -> None:
+    def follow(one: Any, level: int, are_names: bool = False) -> None:
+        """
+        Args:
+            are_names: the keys are names that the schema gives, no keywords.
+        """
+        nonlocal num_followed
+        num_followed += 1
         if level > MAX_TOTAL_DEPTH:
             raise InvalidRequest(f"{param} is nested deeper than {MAX_TOTAL_DEPTH} levels, references followed.", param)
+        if num_followed > MAX_FOLLOWED:
+            raise InvalidRequest(f"{param} has more than {MAX_FOLLOWED} parts, references followed.", param)
         if isinstance(one, list):
             for item in one:
                 follow(item, level + 1)
         if not isinstance(one, dict):
             return
         for name, item in one.items():
-            if name not in ("$defs", "definitions", "enum", "const", "default", "examples"):
-                follow(item, level + 1)
-        pointer = one.get("$ref")
-        if isinstance(pointer, str) and seen.get(pointer, -1) < level:
+            if are_names or name not in _UNFOLLOWED:
+                follow(item, level + 1, not are_names and name in _MAPS)
+        pointer = None if are_names else one.get("$ref")
+        if isinstance(pointer, str) and pointer.startswith("#") and seen.get(pointer, -1) < level:
             is_open = pointer in active
             seen[pointer] = level
+            target = _target(schema, pointer, param)
             if not is_open:  # a schema that holds itself is unrolled as answers need it
                 active.add(pointer)
-                follow(_target(schema, pointer), level + 1)
+                follow(target, level + 1)
                 active.discard(pointer)
 
     active: set[str] = set()
     follow(schema, 0)
 
 
-def _target(root: Any, pointer: str) -> Any:
-    """What a reference points to; None: nothing."""
-    for part in filter(None, pointer.removeprefix("#").split("/")):
+def _target(root: Any, pointer: str, param: str) -> Any:
+    """What a reference within the schema points to (RFC 6901).
+
+    The library follows more: anchors, and pointers with escapes of URLs. They would lead past the bounds on depth.
+
+    Raises:
+        InvalidRequest: it is not found, or is written in such a way.
+    """
+    first, *parts = pointer[1:].split("/")
+    found: Any = None if first or "%" in pointer else root
+    for part in parts:
         name = part.replace("~1", "/").replace("~0", "~")
-        root = root.get(name) if isinstance(root, dict) else None
-    return root
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    if not isinstance(found, dict | bool):
+        shown = pointer[:MAX_SHOWN]
+        message = f"{param} has the $ref {shown!r}, which points to no schema. Write it as '#/$defs/NAME'."
+        raise InvalidRequest(message, param)
+    return found
 
 
 def _check_numbers(path: str, keyword: str, value: Any, param: str) -> None:

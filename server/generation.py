@@ -174,6 +174,7 @@ class Generations:
     others: Mapping[str, Backend] = field(default_factory=dict)
     grammars: GrammarCache = field(default_factory=GrammarCache)
     active: dict[str, "Generation"] = field(default_factory=dict)
+    offload_compiling: Offload | None = None  # of grammars, one at a time; None: as other work
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:
@@ -273,7 +274,8 @@ class Generations:
         """
         grammar = self.grammars.find(spec)
         if grammar is None:
-            grammar = await self.offload(lambda: self.reader.make_compiler().compile(spec))
+            offload = self.offload_compiling or self.offload
+            grammar = await offload(lambda: self.reader.make_compiler().compile(spec))
             self.grammars.keep(spec, tenant, grammar)
         return grammar
 

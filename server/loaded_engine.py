@@ -23,6 +23,7 @@ from server.api.fields import GenerationDefaults, RequestLimits
 from server.api.models import ServedModel, ServerCard
 from server.clock import Clock
 from server.engine_thread import Inbox
+from server.grammar_guard import GuardedCompiler
 from server.model_files import ModelFiles
 from server.prompts import PromptReader
 
@@ -94,7 +95,7 @@ def prompt_reader(
         unix_clock=clock.unix,
         special_tokens={files.tokenizer.str_of(token_id): token_id for token_id in files.tokenizer.special_ids},
         eos_ids=files.eos_ids,
-        make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids)),
+        make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler)),
         fingerprint=_fingerprint(loaded),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
@@ -134,10 +135,12 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
-def compiler_of(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> GrammarCompiler:
+def compiler_of(
+    tokenizer: Tokenizer, eos_ids: Sequence[int], kind: type[GrammarCompiler] = GrammarCompiler
+) -> GrammarCompiler:
     """For a model whose answers end with any of these ids."""
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return GrammarCompiler(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer))
+    return kind(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer))
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
@@ -117,6 +118,7 @@ class Server:
         )
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
+        self._compiling = ThreadPoolExecutor(1, "grammars")
         self._pools = [Pool(one, self._loop) for one in config.models]
         self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
         self._metrics.upstreams = lambda: {
@@ -250,6 +252,7 @@ class Server:
             own,
             clock=self._clock,
             offload=self._offload,
+            offload_compiling=self._offload_compiling,
             metrics=self._metrics,
             max_body_bytes=config.max_body_bytes,
             deadlines=config.deadlines,
@@ -277,6 +280,9 @@ class Server:
             self._needs_certificate,
         )
         self._announce(banner_lines(shown))
+
+    def _offload_compiling(self, work: Callable[[], T], /) -> Awaitable[T]:
+        return self._loop.run_in_executor(self._compiling, work)
 
     def _offload(self, work: Callable[[], T], /) -> Awaitable[T]:
         return self._loop.run_in_executor(None, work)
@@ -428,6 +434,7 @@ class Server:
         farewell.cancel()
         if self._relaying is not None:
             self._relaying.cancel()
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         for pool in self._pools:
             await pool.close()
         if self._ledger is not None:

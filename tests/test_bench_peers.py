@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,8 +18,18 @@ from safetensors.torch import load_file
 from bench.beside import Abandoned, Beside, abandon_prefill, send_beside
 from bench.kit import DidNotStart, free_port, running
 from bench.load import CannotRun, LoadConfig
-from bench.make_model import LLAMA_8B, MOE_1B, QWEN2_05B, CannotConvert, make_model, write_gguf
+from bench.make_model import (
+    LLAMA_8B,
+    MIXES,
+    MOE_1B,
+    QWEN2_05B,
+    CannotConvert,
+    make_model,
+    stored_bytes_a_weight,
+    write_gguf,
+)
 from bench.peers import LLAMA, PARTS, STEPLOOP, TRANSFORMERS, Load, Missing, PeerBench, PeerServer, find_server
+from gpu.checkpoint import GgufReader, open_checkpoint
 from gpu.parameters import interleave_halves
 from tests.test_bench_load import num_words, write_chunk, write_whole
 from tests.test_bench_models import TINY
@@ -171,6 +182,24 @@ def test_a_gguf_file_holds_the_same_numbers(preset: dict[str, Any], tmp_path: Pa
     expected = interleave_halves(query, 8) if preset is LLAMA_8B else query
     assert torch.equal(torch.from_numpy(found["blk.0.attn_q.weight"].data.copy()).view(torch.bfloat16), expected)
     assert torch.equal(torch.from_numpy(found["output_norm.weight"].data.copy()), weights["model.norm.weight"].float())
+
+
+@pytest.mark.parametrize("mix", MIXES[1:])
+def test_a_quantised_file_has_the_mixs_formats(mix: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs gguf: make peers")
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 32}
+    make_model({**QWEN2_05B, **TINY, **wide, "num_attention_heads": 8}, tmp_path / "model")
+    write_gguf(tmp_path / "model", tmp_path / "model.gguf", mix)
+    tensors = open_checkpoint(tmp_path / "model.gguf").tensors
+    matrices = [found for found in tensors.values() if len(found.shape) > 1]
+    formats = {"Q4_K_M": {"Q4_K", "Q6_K"}, "Q4_0": {"Q4_0", "Q6_K"}}.get(mix, {mix})
+    assert {found.format for found in matrices} == formats
+    numbers, num_bytes = sum(math.prod(found.shape) for found in matrices), sum(found.size_bytes for found in matrices)
+    assert stored_bytes_a_weight(tmp_path / "model", mix) == pytest.approx(num_bytes / numbers)
+    with GgufReader(tmp_path / "model.gguf") as reader:
+        embedding = reader.get_tensor("model.embed_tokens.weight")
+    assert not embedding[:3].any()
+    assert 0.002 < embedding[3:].std() < 0.05
 
 
 @pytest.mark.parametrize(

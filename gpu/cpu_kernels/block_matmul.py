@@ -1,12 +1,15 @@
 """Matmuls straight from a file's quantised blocks, on any CPU with AVX2. Kernels: any thread, no GIL; classes: engine.
 
 Rows of x become 8-bit integers, a scale for 32 of them, and are multiplied as integers: with AVX-512 VNNI four products
-in one lane of one instruction, three times the speed of bf16's. A format is a decoder: of 256 inputs of 64 outputs to
-unsigned bytes, and float32 scales (and minima) for each 16 or 32 inputs; one tile multiplies them all. A row's result
-does not depend on its company: integers are exact, and floats are added in one order however many rows there are.
+in one lane of one instruction. A format is a decoder: of 256 inputs of 64 outputs to unsigned bytes, and float32 scales
+(and minima) for each 16 or 32 inputs; one tile multiplies them all. A row's result does not depend on its company:
+integers are exact, and floats are added in one order however many rows there are.
 
     x[i] ~ scale_x * q[i],  weight[i] = scale * (u[i] - offset) - minimum
     sum of a group = scale_x * (scale * (sum(u * q) - offset * sum(q)) - minimum * sum(q))
+
+One Zen 5 core, a busy neighbour: one row read blocks from memory at 24 (Q4_K) to 29 GB/s (Q8_0); 256 rows took as long
+as bf16's kernel takes, with Q6_K a fifth longer.
 
 The blocks lie as gpu/blocks.py packs them: as stored, each field 64 times, once for each output.
 """

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -430,3 +431,37 @@ def test_what_is_as_deep_as_allowed_is_compiled() -> None:
 def test_what_holds_less_is_used_where_more_cannot_be_held() -> None:
     spec = GrammarSpec(GrammarKind.REGEX, "(?=a)b", PARAM, fallback=GrammarSpec(GrammarKind.REGEX, "b", PARAM))
     assert sampled(compiler().compile(spec), random.Random(1)) == "b"
+
+
+def _chain(link: Callable[[str], dict[str, Any]], pointer: str = "#/$defs/a{}", num: int = 300) -> dict[str, Any]:
+    """Schemas, each of which refers to the next."""
+    links = {f"a{i}": link(pointer.format(i + 1)) for i in range(num)}
+    return {"$defs": {**links, f"a{num}": {"type": "integer"}}, "$ref": pointer.format(0)}
+
+
+def _property(name: str) -> Callable[[str], dict[str, Any]]:
+    return lambda pointer: {"type": "object", "properties": {name: {"$ref": pointer}}, "required": [name]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *(_chain(_property(name)) for name in ("default", "enum", "const", "examples", "$defs")),
+        _chain(lambda pointer: {"anyOf": [{"$ref": pointer}]}, "#/$defs/a{}"),
+        {"anyOf": [*({"$ref": f"#/anyOf/{i + 1}"} for i in range(300)), {"type": "integer"}]},
+        _chain(_property("x"), "#/%24defs/a{}"),
+        {"$defs": {f"a{i}": {"$anchor": f"n{i}", **_property("x")(f"#n{i + 1}")} for i in range(300)}, "$ref": "#n0"},
+        {"$defs": {"": _chain(_property("x"), "#/$defs//$defs/a{}")}, "$ref": "#/$defs//$defs/a0"},
+        {"$ref": "#/$defs/none"},
+        {"$defs": {"a": [5]}, "$ref": "#/$defs/a/0"},
+    ],
+)
+def test_no_chain_of_references_gets_past_the_bounds(schema: dict[str, Any]) -> None:
+    """The library recurses along them, without a guard of its stack."""
+    with pytest.raises(InvalidRequest, match=r"levels, references followed|points to no schema"):
+        json_schema(schema, "schema")
+
+
+def test_references_into_arrays_and_recursion_are_held() -> None:
+    json_schema({"anyOf": [{"$ref": "#/anyOf/1"}, {"type": "integer"}]}, "schema")
+    json_schema({"type": "object", "properties": {"next": {"$ref": "#"}}}, "schema")
