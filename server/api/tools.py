@@ -306,7 +306,8 @@ def _call_spec(
     except CannotHold as error:
         message = f"A strict tool's parameters cannot be held in this model's format of calls: {error}. Leave it out."
         raise InvalidRequest(message, "tools") from None
-    return GrammarSpec(GrammarKind.LARK, source, "tools")
+    schemas = tuple(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one.schema), one.name) for one in tools)
+    return GrammarSpec(GrammarKind.TAGGED, source, "tools", schemas=schemas)
 
 
 def id_of(reply_id: str, choice: int, index: int) -> str:

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonschema
@@ -35,15 +35,20 @@ PARAM = "response_format"
 Validator = jsonschema.Draft202012Validator
 
 
-def sampled(grammar: Grammar, rng: random.Random, most: int = 600) -> str | None:
-    """An answer of which every token that may come is as likely; None: it is longer than `most` tokens."""
+def sampled(grammar: Grammar, rng: random.Random, most: int = 600, preferred: Sequence[int] = ()) -> str | None:
+    """An answer of which every token that may come is as likely; None: it is longer than `most` tokens.
+
+    Args:
+        preferred: the first of these that may come does.
+    """
     state = grammar.start()
     mask = np.zeros(grammar.num_words, np.int32)
     token_ids: list[int] = []
     while len(token_ids) < most:
         state.fill_mask(mask)
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
-        token_id = int(allowed[rng.randrange(len(allowed))])
+        first = (one for one in preferred if mask[one >> 5] >> (one & 31) & 1)
+        token_id = next(first, int(allowed[rng.randrange(len(allowed))]))
         if token_id == tokenizer().eos_id:
             assert state.is_complete
             return tokenizer().decode(token_ids)
@@ -114,6 +119,18 @@ def test_json_is_not_filled_with_blanks() -> None:
     assert state.fault is not None
 
 
+def test_a_model_that_prefers_blanks_finishes() -> None:
+    """It takes a blank wherever one may come, and of the blanks the longest."""
+    pieces = [tokenizer().decode([token_id]) for token_id in range(tokenizer().vocab_size)]
+    blanks = sorted((i for i, one in enumerate(pieces) if one and not one.strip()), key=lambda i: -len(pieces[i]))
+    for seed in range(50):
+        schema = SchemaMaker(random.Random(seed), is_bounded=True).schema()
+        grammar = compiler().compile(json_schema(schema, PARAM))
+        text = sampled(grammar, random.Random(seed), most=1500, preferred=blanks)
+        assert text is not None
+        check(text, schema)
+
+
 def test_expressions_choices_and_grammars_are_held() -> None:
     for seed in range(20):
         rng = random.Random(seed)
@@ -162,13 +179,14 @@ def chain(num_links: int) -> dict[str, Any]:
         ({"type": "string", "format": "iban"}, "response_format.format must be one of date, date-time"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
-        ({"type": "strin"}, "strin"),
+        ({"items": {"type": "strin"}}, "response_format.items.type cannot be used: Invalid type: strin"),
         ({"items": 3}, "response_format.items must be a schema"),
         ({"properties": []}, "response_format.properties must be an object of schemas"),
         ({"anyOf": []}, "response_format.anyOf must be a list of schemas"),
-        ({"$ref": "#/$defs/none"}, "none"),
+        ({"$ref": "#/$defs/none"}, "response_format has the $ref '#/$defs/none'"),
         ({"type": "string", "pattern": "(a"}, "unclosed group"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"items": {"type": "string", "pattern": "(?=a)b"}}, "response_format.items.pattern cannot be used: regex"),
+        ({"patternProperties": {"(": {}}}, "response_format.patternProperties cannot be used"),
         (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
         ({"enum": ["x" * MAX_SOURCE_BYTES]}, "is larger than 512 KiB"),
         (chain(MAX_TOTAL_DEPTH), f"nested deeper than {MAX_TOTAL_DEPTH} levels, references followed"),
@@ -419,6 +437,18 @@ def test_what_a_format_cannot_hold_is_named() -> None:
     with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'minimum'")):
         required_calls(TOOL_FORMATS["pythonic"], tools)
     required_calls(TOOL_FORMATS["hermes"], tools)
+
+
+def test_a_refused_tool_is_named_by_its_keyword() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a"}}, "required": ["a"]}
+    source = required_calls(TOOL_FORMATS["hermes"], [TOOLS[1], Tool("f", schema)])
+    schemas = tuple(
+        GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one), name) for name, one in {**SCHEMAS, "f": schema}.items()
+    )
+    with pytest.raises(InvalidRequest) as refused:
+        compiler().compile(GrammarSpec(GrammarKind.TAGGED, source, "tools", schemas=schemas))
+    assert str(refused.value).startswith("tools: f.properties.a.pattern cannot be used: regex parse error:")
+    assert (refused.value.param, "call_0" in str(refused.value)) == ("tools", False)
 
 
 def test_what_is_as_deep_as_allowed_is_compiled() -> None:
