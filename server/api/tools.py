@@ -253,8 +253,8 @@ def call_constraint(
     eos_ids: Collection[int],
     text: GrammarSpec | None = None,
     continues_text: bool = False,
-) -> GrammarSpec | None:
-    """What holds an answer to its calls; None: nothing can.
+) -> GrammarSpec:
+    """What holds an answer to its calls.
 
     Args:
         special: the model's control tokens.
