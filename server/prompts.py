@@ -136,7 +136,7 @@ class PromptReader:
         prompt = call.prompts[0]
         continues_text = isinstance(prompt, ChatPrompt) and prompt.continues_last
         constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint, continues_text)
-        return msgspec.structs.replace(call, constraint=constraint or call.constraint)
+        return msgspec.structs.replace(call, constraint=constraint)
 
     def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
         """The ids of a prompt in any form.

@@ -253,8 +253,8 @@ def call_constraint(
     eos_ids: Collection[int],
     text: GrammarSpec | None = None,
     continues_text: bool = False,
-) -> GrammarSpec | None:
-    """What holds an answer to its calls; None: nothing can.
+) -> GrammarSpec:
+    """What holds an answer to its calls.
 
     Args:
         special: the model's control tokens.
@@ -274,8 +274,6 @@ def call_constraint(
     if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
         message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
-    if not is_harmony and not wishes.is_required and FORMATS[wishes.style.format].opens_answer and text is None:
-        return None
     tools = [Tool(one.name, _parameters(one), bool(one.strict)) for one in wishes.functions]
     spec = _call_spec(wishes, tools, special, eos_ids, text)
     if all(tool.is_strict for tool in tools):

@@ -400,9 +400,39 @@ def test_a_call_that_the_model_begins_is_held_and_text_is_free(form: str) -> Non
     assert calls_in(form, sampled_behind(grammar, "No call"))[1] == []
 
 
-def sampled_behind(grammar: Grammar, begin: str) -> str:
+@pytest.mark.parametrize(
+    ("form", "begins", "texts"),
+    [
+        (
+            "llama",
+            ['{"name": "f"', ' {\n "type": "function"', '{"name": "g", "parameters": '],
+            ["No call", '{"a": 1', '{"name": "other', '{"type": "object", "name": "f', '["f'],
+        ),
+        ("pythonic", ["[f(", " [ g (", "[f"], ["No call", "[1, 2", "[other(", "f("]),
+    ],
+)
+def test_calls_that_no_mark_begins_are_told_from_text(form: str, begins: list[str], texts: list[str]) -> None:
+    tools = [Tool(name, SCHEMAS["now"]) for name in "fg"]
+    source = allowed_calls(TOOL_FORMATS[form], tools, most_calls=2)
+    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    for begin in begins + texts:
+        for seed in range(4):
+            whole = sampled_behind(grammar, begin, seed)
+            parser = ToolCallParser(TOOL_FORMATS[form], {tool.name: tool.schema for tool in tools})
+            parts = [*parser.feed(whole), *parser.close()]
+            num_calls = sum(isinstance(part, CallBegin) for part in parts)
+            if begin in begins[:2]:
+                assert 1 <= num_calls <= 2, whole
+            if num_calls:
+                assert begin in begins
+                assert num_calls <= 2
+                assert parser.num_complete == num_calls
+                assert not any(isinstance(part, Text) for part in parts)
+
+
+def sampled_behind(grammar: Grammar, begin: str, first_seed: int = 0) -> str:
     """An answer that begins so, once one of them is short enough."""
-    for seed in range(200):
+    for seed in range(first_seed, 200):
         state = grammar.start()
         token_ids = tokenizer().encode(begin, False)
         for token_id in token_ids:
