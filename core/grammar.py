@@ -234,7 +234,7 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
     if spec.kind is GrammarKind.LARK:
         error = _PLACE.sub(r"line \1, column \2: ", error)
     else:  # the library was given what is written here: the client's text has no such place
-        error = _PLACE.sub("", error.partition("\n   1 |")[0])
+        error = _PLACE.sub("", re.sub(r"\n *\d+ \|.*", "", error, flags=re.DOTALL))
         error = re.sub(r"^invalid regex .* \(in regex\): ", "", error, flags=re.DOTALL)
     return f"{spec.param} cannot be used: {error}"
 

@@ -287,6 +287,13 @@ def test_what_llama_cpp_writes_is_held(source: str) -> None:
     assert all(re.fullmatch(GBNF[source], text) for text in found)
 
 
+def test_a_refused_grammar_shows_nothing_but_what_was_sent() -> None:
+    doubled = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40 ::= "a"'
+    with pytest.raises(InvalidRequest, match="too big") as refused:
+        compiler().compile(client_grammar(doubled, PARAM))
+    assert "T13" not in str(refused.value)
+
+
 def test_tokens_that_have_to_come_are_told() -> None:
     state = compiler().compile(json_schema({"const": "a long constant text"}, PARAM)).start()
     assert tokenizer().decode(state.forced()) == '"a long constant text"'

@@ -71,7 +71,7 @@ def test_turns_and_prompts_become_the_templates_messages() -> None:
         (CHAT, {"options": {"temperature": 9}}, "temperature"),
         (CHAT, {"options": {"model": "x"}}, "options"),
         (CHAT, {"options": 5}, "options"),
-        (CHAT, {"format": "yaml"}, "guided_json"),
+        (CHAT, {"format": "yaml"}, "format"),
         (GENERATE, {"prompt": None}, "prompt"),
         (GENERATE, {"context": [1]}, "context"),
     ],
