@@ -2,7 +2,8 @@
 
 - Masks: how long it takes to find which tokens may come next, over answers that follow random schemas, every token that
   may come as likely as any other. That leads to more unusual states than a model's answers do. In CPU time of the
-  thread, so that neighbours do not count. The vocabulary is byte-level BPE trained on Python's standard library.
+  thread, so that neighbours do not count. The vocabulary is byte-level BPE trained on Python's standard library; where
+  that has too few words, random pairs of its words make the others.
 - Between tokens: steps of a whole batch under one schema, beside steps of free text, in turns in the same process.
 - First token: of requests whose grammar is new, cached, or none.
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -78,7 +80,19 @@ def trained() -> bytes:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    return tokenizer.to_str().encode()
+    fields = msgspec.json.decode(tokenizer.to_str())
+    _fill(fields["model"], max(VOCABULARIES))
+    return msgspec.json.encode(fields)
+
+
+def _fill(model: dict[str, Any], vocab_size: int) -> None:
+    """Add pairs of trained words until there are so many."""
+    words, rng = [word for word in model["vocab"] if word != END], random.Random(0)
+    while len(model["vocab"]) < vocab_size:
+        left, right = rng.choice(words), rng.choice(words)
+        if left + right not in model["vocab"]:
+            model["vocab"][left + right] = len(model["vocab"])
+            model["merges"].append([left, right])
 
 
 def tokenizer_of(vocab_size: int) -> Tokenizer:

@@ -449,13 +449,18 @@ class ToolCallParser(Parser):
         name: str | None = None
         call_id: str | None = None
         arguments: list[str] | None = None  # that come before the name
-        has_begun = False
+        has_begun = has_type = False
         separator = ","
         while separator == ",":
             key = yield from self._json_string()
             yield from self._expect(":")
             yield from self._skip_whitespace()
-            if key == "name" and name is None:
+            if not begin and name is None and not has_type and key != "name":
+                # What no mark begins is a call in these shapes alone: grammars hold no other
+                if key != "type" or (yield from self._json_string()) != "function":
+                    raise _Mismatch
+                has_type = True
+            elif key == "name" and name is None:
                 name = yield from self._json_string()
                 self._check_name(name, begin)
             elif key in ("arguments", "parameters") and arguments is None and not has_begun:

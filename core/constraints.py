@@ -82,7 +82,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     LARK = "grammar"  # llguidance's notation
     GBNF = "gbnf"  # llama.cpp's
-    TAGGED = "structural_tag"  # written here, in Lark: its refusals show none of it
+    TAGGED = "tagged"  # structural tags and calls, written here in Lark: refusals show none of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,14 @@ class GrammarSpec:
         source: a JSON schema as canonical JSON, a regular expression, or a grammar.
         param: the request's field that it came in, for refusals.
         fallback: what holds less, and is used where this cannot be held.
+        schemas: that the source has within it: a refusal names the one that cannot be held.
     """
 
     kind: GrammarKind
     source: str
     param: str
     fallback: "GrammarSpec | None" = None
+    schemas: "tuple[GrammarSpec, ...]" = ()
 
 
 _MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
@@ -211,7 +213,8 @@ def tagged_text(
     one = f"({' | '.join(tagged)})"
     some = one if stops else f"{one}+ TEXT"
     lines.append(f"start: {some}" if at_least_one else f"start: TEXT | {some}")
-    return _bounded(GrammarSpec(GrammarKind.TAGGED, "\n".join(lines), param))
+    schemas = tuple(tag.content for tag in tags if isinstance(tag.content, GrammarSpec))
+    return _bounded(GrammarSpec(GrammarKind.TAGGED, "\n".join(lines), param, schemas=schemas))
 
 
 def _tag_in_lark(tag: Tag, num_begun: int) -> str:

@@ -180,10 +180,22 @@ class GrammarCompiler:
                 text = LLMatcher.grammar_from_lark(_GbnfReader(source, spec.param).in_lark())
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
+            for schema in spec.schemas:
+                self._compile_within(schema, spec.param)
             raise InvalidRequest(_refusal(spec, matcher.get_error()), spec.param)
         grammar = Grammar(matcher, self._num_words)
         self._probe(grammar, spec.param)
         return grammar
+
+    def _compile_within(self, schema: GrammarSpec, param: str) -> None:
+        """Raises InvalidRequest: the schema cannot be held by itself either."""
+        try:
+            self._compile(schema)
+        except InvalidRequest as error:
+            is_path = schema.param.startswith(f"{param}.")
+            raise InvalidRequest(
+                str(error) if is_path else f"{param}: {error}", schema.param if is_path else param
+            ) from None
 
     def _probe(self, grammar: Grammar, param: str) -> None:
         """Follow the grammar along some answers of punctuation, where alternatives begin.
@@ -217,11 +229,25 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
         found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
         places = [f"{path}.{key}" for path, key, _ in found_keys if key in names]
         return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
-    if spec.kind in (GrammarKind.TAGGED, GrammarKind.GBNF):  # written here: the client's text has no such place
-        error = _PLACE.sub("", error.partition("\n   1 |")[0])
-    elif spec.kind is GrammarKind.LARK:
+    if spec.kind is GrammarKind.JSON_SCHEMA:
+        return f"{_place_of(error, spec)} cannot be used: {error}"
+    if spec.kind is GrammarKind.LARK:
         error = _PLACE.sub(r"line \1, column \2: ", error)
+    else:  # the library was given what is written here: the client's text has no such place
+        error = _PLACE.sub("", error.partition("\n   1 |")[0])
+        error = re.sub(r"^invalid regex .* \(in regex\): ", "", error, flags=re.DOTALL)
     return f"{spec.param} cannot be used: {error}"
+
+
+def _place_of(error: str, spec: GrammarSpec) -> str:
+    """The path of the keyword that the library's words repeat."""
+    shown = {"pattern": "parse error:\n    {}\n", "type": "Invalid type: {}"}
+    for path, keyword, value in keywords_of(json.loads(spec.source), spec.param, 0):
+        for one in value if keyword == "patternProperties" else (value,):
+            words = shown.get("pattern" if keyword == "patternProperties" else keyword)
+            if words is not None and words.format(one) in error:
+                return f"{path}.{keyword}"
+    return spec.param
 
 
 _GBNF_TOKENS = re.compile(

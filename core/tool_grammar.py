@@ -5,13 +5,14 @@ reads as calls whose arguments fit the functions' schemas. No I/O. Thread: any.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from core.errors import InvalidRequest
-from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, TaggedArguments, ToolFormat
+from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCall, TaggedArguments, ToolFormat
 
 Schema = Mapping[str, Any]
 
@@ -27,6 +28,14 @@ NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
 PYTHON_STRING: /"([^"\\\x00-\x1f]|\\["'\\nrt])*"|'([^'\\\x00-\x1f]|\\["'\\nrt])*'/
 """
 
+# What begins an answer that core/answer_parts.py reads as a call, with bounded white space where the model may write it
+_ANY_BLANK, _BLANK = r"[ \t\r\n]*", r"[ \t\r\n]{0,12}"
+_TYPED_HEAD = rf'\{{{_BLANK}("type"{_BLANK}:{_BLANK}"function"{_BLANK},{_BLANK})?'
+_JSON_BEGINS = (
+    rf'{_ANY_BLANK}\{{{_ANY_BLANK}"([^"\\]*\\|type"{_ANY_BLANK}:{_ANY_BLANK}"([^"\\]*\\|function")'
+    rf'|name"{_ANY_BLANK}:{_ANY_BLANK}"([^"\\]*\\|(NAMES)"))'
+)
+_LIST_BEGINS = rf"{_ANY_BLANK}\[{_ANY_BLANK}(NAMES){_ANY_BLANK}\("
 # Of Harmony; marks that are spelled in other tokens would be read as such
 _MESSAGE_TEXT = r"MESSAGE_TEXT: /(?s:.*)/ & ~/(?s:.*)<\|(start|end|call|return)\|>(?s:.*)/"
 HARMONY_TEXT = f"%llguidance {{}}\nstart: MESSAGE_TEXT\n{_MESSAGE_TEXT}"
@@ -87,14 +96,16 @@ def allowed_calls(
     most_calls: int | None = None,
     free_ids: Sequence[int] = (),
 ) -> str:
-    """The grammar of answers that are text until the model begins a call. The format must have a text that begins one.
+    """The grammar of answers that are text until the model begins a call.
 
     Args:
-        free_ids: of special tokens that the text may have.
+        free_ids: of special tokens that the text may have; none where calls may open the answer without a mark.
 
     Further Args, Raises: as required_calls.
     """
     writer = _Writer(form, special, most_calls)
+    if form.opens_answer:
+        return writer.opened(tools)
     call = writer.call(tools)
     free = f"TEXT | <[{','.join(map(str, free_ids))}]>" if free_ids else "TEXT"
     text = writer.rule("text", f"({free})*") if free_ids else "TEXT"
@@ -182,6 +193,33 @@ class _Writer:
         more = self._more(f"{_quoted(marks.separator + ' ')} {call}")
         return f"{self.literal(begin)} {_quoted(form.pad + marks.begin)} {call} {more} {_quoted(marks.end)} {end}"
 
+    def opened(self, tools: Sequence[Tool]) -> str:
+        """Calls that open the answer, or text that does not begin as they do, perhaps with calls behind a mark.
+
+        A call is told from text by one lexeme of each function, up to where nothing else can be meant.
+        """
+        form, call = self._form, self.call(tools)
+        assert form.brackets is not None, "they divide the calls of an answer that they open"
+        names = "|".join(re.escape(tool.name) for tool in tools)
+        firsts = []
+        for i, tool in enumerate(tools):
+            if isinstance(form.call, JsonCall):
+                head = f'{_BLANK}{_TYPED_HEAD}{_key("name")}"{re.escape(tool.name)}"{_BLANK},{_BLANK}'
+                head += f"{_key(form.call.arguments_key)}"
+                rest = f"{_inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
+            else:
+                head = f"{_BLANK}\\[{_BLANK}{re.escape(tool.name)}{_BLANK}\\("
+                rest = self._arguments(tool)
+            self._rules.append(f"HEAD_{i}: /{head}/")
+            firsts.append(self.rule(f"first_{i}", f"HEAD_{i} {rest}"))
+        mark, more = re.escape(form.begins[0]), self._more(f"{_quoted(form.brackets.separator + ' ')} {call}")
+        begins = _JSON_BEGINS if isinstance(form.call, JsonCall) else _LIST_BEGINS
+        excluded = begins.replace("NAMES", names)
+        self._rules.append(f"FREE: /(?s:.*)/ & ~/{excluded}(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/")
+        calls = f"({' | '.join(firsts)}) {more} {_quoted(form.brackets.end)}"
+        marked = f"FREE {self.literal(self.begin)} {self.section(call, '')}" if self.begin in self._special else ""
+        return self.grammar(" | ".join(filter(None, (calls, "FREE", marked))))
+
     def _more(self, call: str) -> str:
         """Behind the first."""
         if self._most_calls == 1:
@@ -197,9 +235,14 @@ class _Writer:
         if isinstance(call, JsonCall):
             head = f'{{"name": {_json(tool.name)}, "{call.arguments_key}": '
             return f"{_quoted(head)} {_inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
+        return f"{_quoted(call.begin + tool.name)} {self.literal(call.name_end)} {self._arguments(tool)}"
+
+    def _arguments(self, tool: Tool) -> str:
+        """What follows a named call's name, with its end."""
+        call = self._form.call
+        assert isinstance(call, NamedCall), "it names the function first"
         if not (tool.is_strict or isinstance(call.arguments, JsonArguments)):
             tool = Tool(tool.name, reduced_schema(tool.schema))
-        head = f"{_quoted(call.begin + tool.name)} {self.literal(call.name_end)}"
         match call.arguments:
             case TaggedArguments():
                 arguments = self._tagged(call.arguments, tool)
@@ -208,7 +251,7 @@ class _Writer:
                 arguments = f"{pairs} {_quoted(call.arguments.end)}"
             case _:
                 arguments = _inline_json(tool.schema, tool.is_strict)
-        return f"{head} {arguments} {_quoted(call.end)}"
+        return f"{arguments} {_quoted(call.end)}"
 
     def _tagged(self, form: TaggedArguments, tool: Tool) -> str:
         required = tool.schema.get("required", ())
@@ -319,6 +362,11 @@ def reduced_schema(schema: Any) -> Any:
     if "items" in schema:
         made["items"] = reduced_schema(schema["items"])
     return made
+
+
+def _key(name: str) -> str:
+    """The expression of a JSON object's key."""
+    return f'"{name}"{_BLANK}:{_BLANK}'
 
 
 def _quoted(text: str) -> str:

@@ -299,7 +299,7 @@ class ServerConfig:
         "on",
         _Kind(choice_of("on", "off"), "MODE"),
         "where a schema or grammar leaves one way to go on, append that text as the tokenizer writes it, many tokens a"
-        " step; off: the model chooses each token, and how the text is cut into tokens",
+        " step; off: the same tokens, one a step",
     )
     speculation: str = _ENGINE(
         "auto",

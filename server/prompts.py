@@ -141,7 +141,7 @@ class PromptReader:
         if call.tools is None:
             return call
         constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint, continues_text)
-        return msgspec.structs.replace(call, constraint=constraint or call.constraint)
+        return msgspec.structs.replace(call, constraint=constraint)
 
     def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
         """The ids of a prompt in any form.

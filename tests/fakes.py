@@ -112,6 +112,7 @@ class EngineUnderTest:
         has_prefix_cache: bool = True,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
         clock: FakeClock | None = None,
+        forces_tokens: bool = True,
     ) -> None:
         self.clock = clock or FakeClock()
         self.limits = limits = replace(limits, max_in_flight=self.max_in_flight)
@@ -119,7 +120,9 @@ class EngineUnderTest:
         self.inbox: deque[Message] = deque()
         self.log = DeliveryLog()
         self.runner = runner or SimulatedRunner(limits, self.cost, self.clock)
-        self.scheduler = Scheduler(limits, eos_ids, lambda: 1234, has_prefix_cache, inter_token_target)
+        self.scheduler = Scheduler(
+            limits, eos_ids, lambda: 1234, has_prefix_cache, inter_token_target, forces_tokens=forces_tokens
+        )
         self.engine = Engine(self.scheduler, self.runner, self.clock, self.inbox, self.log)
 
     def send(self, *messages: Message) -> None:

@@ -77,8 +77,11 @@ def decode(
     fields = parse_object(body) if isinstance(body, bytes) else body
     _drop_foreign_tools(fields, function_kind)
     _refuse_unsupported(fields, rules)
-    value = convert(fields, shape, _rename(fields, rules))
+    renamed = _rename(fields, rules)
+    value = convert(fields, shape, renamed)
     shaped = getattr(shape, "__struct_fields__", ())
+    if "sent_as" in shaped:
+        value = msgspec.structs.replace(value, sent_as=renamed)  # type: ignore[type-var]
     unknown = [name for name in fields if name not in shaped and name not in rules]
     return value, tuple(unknown[:MAX_UNKNOWN_FIELDS])
 

@@ -91,8 +91,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StructuredFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of every surface that generates."""
+    """The fields of every surface that generates.
 
+    Args:
+        sent_as: by the names here, those of other APIs that the client has used for them; decoding.py writes it.
+    """
+
+    sent_as: dict[str, str] = msgspec.field(default_factory=dict, name="(sent as)")
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: Source | None = None
@@ -140,7 +145,8 @@ def _asked(fields: StructuredFields) -> list[Any]:
     def maker(make: Any, value: Any, param: str) -> Any:
         return lambda: make(value, param)
 
-    return [(param, maker(make, value, param)) for param, value, make in candidates if value is not None]
+    named = [(fields.sent_as.get(param, param), value, make) for param, value, make in candidates if value is not None]
+    return [(param, maker(make, value, param)) for param, value, make in named]
 
 
 def _of_format(response_format: ResponseFormat, param: str) -> GrammarSpec:

@@ -253,8 +253,8 @@ def call_constraint(
     eos_ids: Collection[int],
     text: GrammarSpec | None = None,
     continues_text: bool = False,
-) -> GrammarSpec | None:
-    """What holds an answer to its calls; None: nothing can.
+) -> GrammarSpec:
+    """What holds an answer to its calls.
 
     Args:
         special: the model's control tokens.
@@ -274,8 +274,6 @@ def call_constraint(
     if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
         message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
-    if not is_harmony and not wishes.is_required and FORMATS[wishes.style.format].opens_answer and text is None:
-        return None
     tools = [Tool(one.name, _parameters(one), bool(one.strict)) for one in wishes.functions]
     spec = _call_spec(wishes, tools, special, eos_ids, text)
     if all(tool.is_strict for tool in tools):
@@ -308,7 +306,8 @@ def _call_spec(
     except CannotHold as error:
         message = f"A strict tool's parameters cannot be held in this model's format of calls: {error}. Leave it out."
         raise InvalidRequest(message, "tools") from None
-    return GrammarSpec(GrammarKind.LARK, source, "tools")
+    schemas = tuple(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one.schema), one.name) for one in tools)
+    return GrammarSpec(GrammarKind.TAGGED, source, "tools", schemas=schemas)
 
 
 def id_of(reply_id: str, choice: int, index: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -222,3 +223,20 @@ def harmony(text: str) -> tuple[str, str, list[tuple[str, str]]]:
 )
 def test_channels_become_parts(text: str, expected: tuple[str, str, list[tuple[str, str]]]) -> None:
     assert harmony(text) == expected
+
+
+@given(st.data())
+def test_broken_channels_raise_nothing_and_invent_nothing(data: st.DataObject) -> None:
+    """And the pieces do not matter; what has no mark is text."""
+    rng = random.Random(data.draw(st.integers(0, 10**6)))
+    (name, arguments), thought = random_call(rng), "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    header = rng.choice([" to=functions.{}<|channel|>commentary json", "<|channel|>commentary to=functions.{}"])
+    text = f"{thought}{header.format(name)}<|message|>{dumped(arguments)}<|call|>"
+    at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
+    noise = data.draw(st.sampled_from(["", "}", '"', "\\", "<|end|>", "<|message|>", "<|start|>", "<|", " to=", "\n"]))
+    broken = text[:at] + noise + text[end:]
+    found = harmony(broken)
+    said = "".join((found[0], found[1], *(called for _, called in found[2])))
+    assert not Counter(said) - Counter(broken)
+    if not any(mark in broken for mark in ("<|", " to=")) and not broken.startswith("assistant"):
+        assert found == ("", broken, [])

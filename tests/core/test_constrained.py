@@ -82,6 +82,35 @@ def test_preemption_changes_no_token() -> None:
         assert under_test.log.tokens(request.request_id) == alone(request)
 
 
+def test_prefix_hits_and_blocks_from_the_host_change_no_token() -> None:
+    """Each asks three times; others evict its prompt to the host before the third time."""
+    under_test = engine(limits(num_blocks=7, num_host_blocks=30, max_batch_tokens=64))
+    by_pattern = compiler().compile(regex(r"[a-c]{2}x!", "regex"))
+    first, other = (tuple(range(start, start + 22)) for start in (100, 200))
+    crowd = [constrained(name, by_pattern, prompt_ids=first, seed=1) for name in ("a", "cached", "restored")]
+    others = [constrained("other", by_pattern, prompt_ids=other, seed=1)]
+    for request in (*crowd[:2], *others, crowd[2]):
+        under_test.send(Submit(request))
+        under_test.run()
+        assert under_test.log.tokens(request.request_id) == alone(request)
+    stats = under_test.scheduler.stats()
+    assert (stats.num_offloaded_blocks > 0, stats.num_restored_blocks > 0) == (True, True)
+    for name, is_found in (("a", False), ("cached", True), ("restored", True)):
+        usage = under_test.log.terminal(name).usage
+        assert usage is not None
+        assert (usage.num_cached_tokens > 0) == is_found
+
+
+def test_drafts_change_no_token() -> None:
+    """Of the text that the prompt holds, and the grammar allows."""
+    by_pattern = compiler().compile(regex("(abc ){30}[a-c]{2}!", "regex"))
+    request = constrained("a", by_pattern, prompt_ids=tuple(tokenizer().encode("abc " * 12, False)), max_tokens=100)
+    under_test = engine(replace(limits(num_blocks=400, max_batch_tokens=64), few_tokens=8, max_drafts=32))
+    under_test.send(Submit(request))
+    under_test.run()
+    assert under_test.log.tokens("a") == alone(request)
+
+
 def test_choices_of_one_request_have_grammars_of_their_own() -> None:
     request = constrained("a", compiler().compile(regex(PATTERN, "regex")), num_sequences=3)
     under_test = engine(limits())
@@ -226,6 +255,20 @@ def test_penalties_count_forced_tokens() -> None:
     under_test.run()
     assert under_test.scheduler.stats().num_forced_tokens == 0
     assert under_test.log.tokens("a") == one_by_one(request)
+
+
+def test_forced_tokens_are_the_same_where_they_are_sampled() -> None:
+    for seed in range(5):
+        found = []
+        for forces_tokens in (True, False):
+            under_test = EngineUnderTest(
+                limits(max_batch_tokens=64), engine(limits()).eos_ids, forces_tokens=forces_tokens
+            )
+            under_test.send(Submit(forcing("a", seed=seed)))
+            under_test.run()
+            assert (under_test.scheduler.stats().num_forced_tokens > 0) == forces_tokens
+            found.append(under_test.log.tokens("a"))
+        assert found[0] == found[1]
 
 
 def test_a_stop_id_and_the_limit_end_a_run_of_forced_tokens() -> None:

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonschema
@@ -35,15 +35,20 @@ PARAM = "response_format"
 Validator = jsonschema.Draft202012Validator
 
 
-def sampled(grammar: Grammar, rng: random.Random, most: int = 600) -> str | None:
-    """An answer of which every token that may come is as likely; None: it is longer than `most` tokens."""
+def sampled(grammar: Grammar, rng: random.Random, most: int = 600, preferred: Sequence[int] = ()) -> str | None:
+    """An answer of which every token that may come is as likely; None: it is longer than `most` tokens.
+
+    Args:
+        preferred: the first of these that may come does.
+    """
     state = grammar.start()
     mask = np.zeros(grammar.num_words, np.int32)
     token_ids: list[int] = []
     while len(token_ids) < most:
         state.fill_mask(mask)
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
-        token_id = int(allowed[rng.randrange(len(allowed))])
+        first = (one for one in preferred if mask[one >> 5] >> (one & 31) & 1)
+        token_id = next(first, int(allowed[rng.randrange(len(allowed))]))
         if token_id == tokenizer().eos_id:
             assert state.is_complete
             return tokenizer().decode(token_ids)
@@ -114,6 +119,18 @@ def test_json_is_not_filled_with_blanks() -> None:
     assert state.fault is not None
 
 
+def test_a_model_that_prefers_blanks_finishes() -> None:
+    """It takes a blank wherever one may come, and of the blanks the longest."""
+    pieces = [tokenizer().decode([token_id]) for token_id in range(tokenizer().vocab_size)]
+    blanks = sorted((i for i, one in enumerate(pieces) if one and not one.strip()), key=lambda i: -len(pieces[i]))
+    for seed in range(50):
+        schema = SchemaMaker(random.Random(seed), is_bounded=True).schema()
+        grammar = compiler().compile(json_schema(schema, PARAM))
+        text = sampled(grammar, random.Random(seed), most=1500, preferred=blanks)
+        assert text is not None
+        check(text, schema)
+
+
 def test_expressions_choices_and_grammars_are_held() -> None:
     for seed in range(20):
         rng = random.Random(seed)
@@ -162,13 +179,14 @@ def chain(num_links: int) -> dict[str, Any]:
         ({"type": "string", "format": "iban"}, "response_format.format must be one of date, date-time"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
-        ({"type": "strin"}, "strin"),
+        ({"items": {"type": "strin"}}, "response_format.items.type cannot be used: Invalid type: strin"),
         ({"items": 3}, "response_format.items must be a schema"),
         ({"properties": []}, "response_format.properties must be an object of schemas"),
         ({"anyOf": []}, "response_format.anyOf must be a list of schemas"),
-        ({"$ref": "#/$defs/none"}, "none"),
+        ({"$ref": "#/$defs/none"}, "response_format has the $ref '#/$defs/none'"),
         ({"type": "string", "pattern": "(a"}, "unclosed group"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"items": {"type": "string", "pattern": "(?=a)b"}}, "response_format.items.pattern cannot be used: regex"),
+        ({"patternProperties": {"(": {}}}, "response_format.patternProperties cannot be used"),
         (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
         ({"enum": ["x" * MAX_SOURCE_BYTES]}, "is larger than 512 KiB"),
         (chain(MAX_TOTAL_DEPTH), f"nested deeper than {MAX_TOTAL_DEPTH} levels, references followed"),
@@ -274,6 +292,23 @@ def test_tokens_that_have_to_come_are_told() -> None:
     assert tokenizer().decode(state.forced()) == '"a long constant text"'
 
 
+def test_where_a_token_has_to_come_the_mask_allows_it_alone() -> None:
+    """So that it makes no difference to an answer whether forced tokens are sampled."""
+    num_forced = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        grammar = compiler().compile(json_schema(SchemaMaker(rng, is_bounded=True).schema(), PARAM))
+        state, mask = grammar.start(), np.zeros(grammar.num_words, np.int32)
+        while not state.has_ended:
+            state.fill_mask(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+            if forced := state.forced():
+                num_forced += 1
+                assert allowed == forced[:1]
+            state.accept(rng.choice(allowed))
+    assert num_forced > 100
+
+
 def test_a_token_is_taken_back() -> None:
     state = compiler().compile(choice(["ab", "cd"], PARAM)).start()
     (a,) = tokenizer().encode("a", False)
@@ -365,9 +400,39 @@ def test_a_call_that_the_model_begins_is_held_and_text_is_free(form: str) -> Non
     assert calls_in(form, sampled_behind(grammar, "No call"))[1] == []
 
 
-def sampled_behind(grammar: Grammar, begin: str) -> str:
+@pytest.mark.parametrize(
+    ("form", "begins", "texts"),
+    [
+        (
+            "llama",
+            ['{"name": "f"', ' {\n "type": "function"', '{"name": "g", "parameters": '],
+            ["No call", '{"a": 1', '{"name": "other', '{"type": "object", "name": "f', '["f'],
+        ),
+        ("pythonic", ["[f(", " [ g (", "[f"], ["No call", "[1, 2", "[other(", "f("]),
+    ],
+)
+def test_calls_that_no_mark_begins_are_told_from_text(form: str, begins: list[str], texts: list[str]) -> None:
+    tools = [Tool(name, SCHEMAS["now"]) for name in "fg"]
+    source = allowed_calls(TOOL_FORMATS[form], tools, most_calls=2)
+    grammar = compiler().compile(GrammarSpec(GrammarKind.LARK, source, "tools"))
+    for begin in begins + texts:
+        for seed in range(4):
+            whole = sampled_behind(grammar, begin, seed)
+            parser = ToolCallParser(TOOL_FORMATS[form], {tool.name: tool.schema for tool in tools})
+            parts = [*parser.feed(whole), *parser.close()]
+            num_calls = sum(isinstance(part, CallBegin) for part in parts)
+            if begin in begins[:2]:
+                assert 1 <= num_calls <= 2, whole
+            if num_calls:
+                assert begin in begins
+                assert num_calls <= 2
+                assert parser.num_complete == num_calls
+                assert not any(isinstance(part, Text) for part in parts)
+
+
+def sampled_behind(grammar: Grammar, begin: str, first_seed: int = 0) -> str:
     """An answer that begins so, once one of them is short enough."""
-    for seed in range(200):
+    for seed in range(first_seed, 200):
         state = grammar.start()
         token_ids = tokenizer().encode(begin, False)
         for token_id in token_ids:
@@ -389,6 +454,18 @@ def test_what_a_format_cannot_hold_is_named() -> None:
     with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'minimum'")):
         required_calls(TOOL_FORMATS["pythonic"], tools)
     required_calls(TOOL_FORMATS["hermes"], tools)
+
+
+def test_a_refused_tool_is_named_by_its_keyword() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a"}}, "required": ["a"]}
+    source = required_calls(TOOL_FORMATS["hermes"], [TOOLS[1], Tool("f", schema)])
+    schemas = tuple(
+        GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one), name) for name, one in {**SCHEMAS, "f": schema}.items()
+    )
+    with pytest.raises(InvalidRequest) as refused:
+        compiler().compile(GrammarSpec(GrammarKind.TAGGED, source, "tools", schemas=schemas))
+    assert str(refused.value).startswith("tools: f.properties.a.pattern cannot be used: regex parse error:")
+    assert (refused.value.param, "call_0" in str(refused.value)) == ("tools", False)
 
 
 def test_what_is_as_deep_as_allowed_is_compiled() -> None:

@@ -21,10 +21,11 @@ SCHEMA = {
 }
 
 
-def test_whole_and_streamed_answers_are_the_same_and_valid(server: SimulatedServer) -> None:
+@pytest.mark.parametrize("ask", [chat, completion])
+def test_whole_and_streamed_answers_are_the_same_and_valid(server: SimulatedServer, ask: Any) -> None:
     for seed in range(5):
         fields = {"seed": seed, "max_tokens": 60, "n": 2, "guided_json": SCHEMA}
-        whole, streamed = server.ask(chat(**fields)), server.ask(chat(**fields, **STREAM))
+        whole, streamed = server.ask(ask(**fields)), server.ask(ask(**fields, **STREAM))
         for choice in range(2):
             assert whole.finish_reason(choice) == streamed.finish_reason(choice) == "stop"
             assert whole.text(choice) == streamed.text(choice)
@@ -33,9 +34,21 @@ def test_whole_and_streamed_answers_are_the_same_and_valid(server: SimulatedServ
 
 
 def test_what_cannot_be_held_is_refused(server: SimulatedServer) -> None:
-    refused = server.ask(completion(guided_regex="(a"))
-    assert refusal_of(refused)[0] == 400
-    assert refused.json["error"]["param"] == "guided_regex"
+    scalar = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "strin"}}}
+    for ask, param, words in (
+        (completion(guided_regex="(a"), "guided_regex", "guided_regex cannot be used: regex parse error"),
+        (completion(regex="(a"), "regex", "regex cannot be used: regex parse error"),
+        (completion(ebnf='root ::= "a"\n  b ::= "'), "ebnf", "ebnf cannot be read as GBNF: line 2, column 9"),
+        (completion(grammar="start: B"), "grammar", "grammar cannot be used: line 1, column 8"),
+        (chat(response_format=scalar), "response_format.json_schema.schema", ".schema.type cannot be used"),
+        (chat(guided_json=scalar["json_schema"]["schema"]), "guided_json", "guided_json.type cannot be used"),
+    ):
+        refused = server.ask(ask)
+        assert refusal_of(refused)[0] == 400
+        assert refused.json["error"]["param"] == param
+        assert words in refused.json["error"]["message"]
+        assert "%" not in refused.json["error"]["message"]
+        assert "start: /" not in refused.json["error"]["message"]
     assert server.ask(completion(guided_regex="ab?")).text() in ("a", "ab")
 
 

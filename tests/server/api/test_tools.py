@@ -112,7 +112,7 @@ def test_calls_are_held_from_where_the_model_begins_them() -> None:
         assert tools is not None
         spec = call_constraint(tools, {}, ())
         assert spec is not None
-        assert spec.kind is GrammarKind.LARK
+        assert spec.kind is GrammarKind.TAGGED
         assert ("start: TEXT" in spec.source) == has_text
 
 
