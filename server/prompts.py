@@ -131,10 +131,15 @@ class PromptReader:
 
     def _held(self, call: GenerationCall) -> GenerationCall:
         """With what holds its calls."""
-        if call.tools is None:
-            return call
         prompt = call.prompts[0]
         continues_text = isinstance(prompt, ChatPrompt) and prompt.continues_last
+        asked = "tool_choice" if call.tools is not None and call.tools.is_required else None
+        asked = call.constraint.param if call.constraint is not None else asked
+        if continues_text and asked is not None:
+            message = f"{asked} holds a whole answer, and this one goes on with a message. Leave one of them out."
+            raise InvalidRequest(message, asked)
+        if call.tools is None:
+            return call
         constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint, continues_text)
         return msgspec.structs.replace(call, constraint=constraint)
 

@@ -86,7 +86,7 @@ def computing(
 
 
 def tokenize_prompt(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
-    wire, prompt, unknown_fields = tokenize.parse_tokenize(body)
+    wire, prompt, unknown_fields = tokenize.parse_tokenize(body, reader.defaults.tool_style)
     find_model(cards, wire.model)
     ids = reader.encode(prompt)
     strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if wire.return_token_strs else None

@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (8355, 25),
+    "server": (8365, 25),
     "server/api": (4515, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),

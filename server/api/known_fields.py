@@ -98,7 +98,6 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(CHAT, "best_of", 1),
         *_refused(CHAT, "echo", False),
         *_refused(CHAT | TOKENIZE, "chat_template"),
-        *_refused(TOKENIZE, "tools", []),
         *_refused(COMPLETIONS, "prompt_embeds"),
         *_refused(GENERATION, "use_beam_search", False),
         *_refused(GENERATION, "length_penalty", 1),

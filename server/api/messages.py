@@ -507,7 +507,9 @@ class MessageDocument(WholeReply):
         blocks = _Blocks(self._call, self._context)
         for part in blocks.parts("".join(self.texts[0]), self._reasons[0]):
             blocks.add(part)
-        content = [block.document() for block in blocks.all or [_Block("text")]]
+        if blocks.parser is None and not blocks.all:
+            blocks.all.append(_Block("text"))
+        content = [block.document() for block in blocks.all]
         return _message(self._context) | {"content": content, **blocks.stop_reason(self._last), "usage": _usage(usage)}
 
 

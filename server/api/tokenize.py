@@ -6,9 +6,11 @@ from typing import Any
 import msgspec
 
 from core.errors import InvalidRequest
+from core.tool_detection import ToolStyle
 from server.api.decoding import decode
 from server.api.fields import ChatPrompt, Message, TextPrompt, chat_prompt, with_end
 from server.api.known_fields import rules_of
+from server.api.tools import FunctionTool, tool_wishes
 from server.wire import sse
 
 RULES = rules_of("tokenize")
@@ -18,6 +20,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[FunctionTool] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -30,8 +33,13 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-def parse_tokenize(body: bytes) -> tuple[TokenizeBody, TextPrompt | ChatPrompt, tuple[str, ...]]:
+def parse_tokenize(
+    body: bytes, style: ToolStyle | None = None
+) -> tuple[TokenizeBody, TextPrompt | ChatPrompt, tuple[str, ...]]:
     """The body, its prompt, and the names of its unknown fields.
+
+    Args:
+        style: of calls, as the model's template writes them.
 
     Raises:
         InvalidRequest: with `param`, the path of the field to mend.
@@ -44,7 +52,8 @@ def parse_tokenize(body: bytes) -> tuple[TokenizeBody, TextPrompt | ChatPrompt, 
     if wire.add_special_tokens:
         message = "The chat template writes the special tokens of messages. Leave it out, or send false."
         raise InvalidRequest(message, "add_special_tokens", "unsupported_parameter")
-    prompt = chat_prompt(wire.messages or [], template_kwargs=wire.chat_template_kwargs)
+    tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, style)
+    prompt = chat_prompt(wire.messages or [], style, tools, template_kwargs=wire.chat_template_kwargs)
     return wire, with_end(prompt, wire.add_generation_prompt, wire.continue_final_message), unknown_fields
 
 

@@ -17,9 +17,7 @@ from server.api.ollama import CHAT, ERRORS, GENERATE
 from server.api.replies import Surface
 from tests.server.api import wire
 
-STYLED = msgspec.structs.replace(
-    wire.DEFAULTS, tool_style=ToolStyle("hermes", has_text_arguments=False, most_calls=None)
-)
+STYLED = msgspec.structs.replace(wire.DEFAULTS, tool_style=ToolStyle("hermes", has_text_arguments=False, most_calls=2))
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 TIMINGS = {"total": 3.0, "prefill": 1.0, "decode": 0.75, "detokenize": 0.25}

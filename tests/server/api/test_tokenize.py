@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest
+from core.tool_detection import ToolStyle
 from server.api.fields import ChatPrompt, TextPrompt
 from server.api.tokenize import detokenize_reply, parse_detokenize, parse_tokenize, tokenize_reply
 
@@ -56,3 +57,13 @@ def test_ids_come_back_as_text() -> None:
     wire, unknown = parse_detokenize(body(tokens=[0, 9], model="m", extra=True))
     assert (wire.tokens, wire.model, unknown) == ([0, 9], "m", ("extra",))
     assert json.loads(detokenize_reply("a\u2028\ud800")) == {"prompt": "a\u2028\ufffd"}
+
+
+def test_tools_are_part_of_the_prompt() -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    asked = body(messages=[{"role": "user", "content": "Hi"}], tools=[tool])
+    _, prompt, _ = parse_tokenize(asked, ToolStyle("hermes", has_text_arguments=False, most_calls=2))
+    assert isinstance(prompt, ChatPrompt)
+    assert [one["function"]["name"] for one in prompt.tools] == ["look"]
+    with pytest.raises(InvalidRequest, match="no form for tools"):
+        parse_tokenize(asked)
