@@ -109,7 +109,7 @@ class Streams:
         self.num_open = 0
         self._inbox: deque[Message] = deque()
         self._random, self._vocab_size = Random(seed), runner.limits.vocab_size
-        self.scheduler = Scheduler(runner.limits, (), lambda: 0, **scheduling)
+        self.scheduler = Scheduler(runner.limits, (), lambda: 0, **{"speculates": False} | scheduling)
         self.engine = Engine(self.scheduler, self.clocked, time.monotonic, self._inbox, self._take, store)
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:

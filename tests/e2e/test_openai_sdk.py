@@ -167,17 +167,17 @@ def test_errors_are_the_packages_own_with_code_and_field(client: OpenAI, strict_
         chat(client, model="absent")
     with pytest.raises(openai.BadRequestError) as hot:
         chat(client, temperature=9)
-    with pytest.raises(openai.BadRequestError) as thinking:
-        chat(client, reasoning_effort="high")
+    with pytest.raises(openai.BadRequestError) as heard:
+        chat(client, modalities=["audio"])
     with (
         OpenAI(base_url=f"{strict_server.url}/v1", api_key="sk-other", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError) as refused,
     ):
         stranger.models.list()
-    assert [(caught.value.code, caught.value.param) for caught in (unknown, hot, thinking)] == [
+    assert [(caught.value.code, caught.value.param) for caught in (unknown, hot, heard)] == [
         ("model_not_found", "model"),
         ("invalid_value", "temperature"),
-        ("unsupported_parameter", "reasoning_effort"),
+        ("unsupported_parameter", "modalities"),
     ]
     assert (absent.value.code, refused.value.code) == ("model_not_found", "invalid_api_key")
     with OpenAI(base_url=f"{strict_server.url}/v1", api_key=API_KEY, max_retries=0) as owner:

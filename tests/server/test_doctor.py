@@ -42,7 +42,7 @@ def test_plan_says_where_each_figure_is_from(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "tiny")
     words = ["serve", "--model", str(tmp_path / "tiny"), "--device", "cpu", "--kv-memory", "4MiB"]
     names = ["model", "parameters", "device", "context", "tools", "thoughts", "weights", "activations", "KV cache"]
-    rest = ["attention", "matmuls", "CUDA graphs", "in all"]
+    rest = ["attention", "matmuls", "drafts", "CUDA graphs", "in all"]
     facts = {fact.name: fact.value for fact in plan_facts(load_config(typed(*words), {}))}
     assert facts["context"] == f"{CONTEXT:,} tokens: the model's own"
     assert list(facts) == [*names, *rest]

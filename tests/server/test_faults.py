@@ -88,7 +88,7 @@ LOOP_STAGES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "quota": (Quotas, "ticket_for", Once()),
     "body": (HttpStream, "read_body", lambda stream, *_: is_named_guilty(stream.request)),
     "validate": (chat_surface, "decode", lambda body, *_: GUILTY.encode() in body),
-    "template and tokenize": (PromptReader, "encode", lambda _, prompt, *__: GUILTY in str(prompt)),
+    "template and tokenize": (PromptReader, "_rendered", lambda _, prompt, *__: GUILTY in str(prompt)),
     "reserve": (Ticket, "reserve", Once()),
     "detokenize": (Detokenizer, "push_token", Once()),
     "events": (ChatStream, "text", Once()),

@@ -12,11 +12,8 @@ def test_a_suffix_is_put_behind_the_models_marks(server: SimulatedServer) -> Non
     assert (refusal_of(refused)[0], refused.json["error"]["param"]) == (400, "suffix")
     marked = byte_level()
     marked.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|fim_pad|>"])
-    reader = server.generations.reader
-    server.generations.reader = replace(reader, tokenizer=Tokenizer(marked.to_str()))
-    try:
-        plain = server.ask(completion(prompt="a", max_tokens=2)).json
-        filled = server.ask(completion(prompt="a", suffix="b", max_tokens=2)).json
-        assert filled["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 4  # three marks, and b
-    finally:
-        server.generations.reader = reader
+    own = server.generations.known_own
+    server.generations.own = own._replace(reader=replace(own.reader, tokenizer=Tokenizer(marked.to_str())))
+    plain = server.ask(completion(prompt="a", max_tokens=2)).json
+    filled = server.ask(completion(prompt="a", suffix="b", max_tokens=2)).json
+    assert filled["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 4  # three marks, and b
