@@ -684,6 +684,7 @@ class AnswerParser:
         thought: None: the model does not think, or what it writes of it is text.
         tools: None: the request offers none.
         shows_thought: otherwise it is left out.
+        shows_text: otherwise there is none: what is not thought or call is a mark that was cut.
     """
 
     def __init__(
@@ -691,10 +692,11 @@ class AnswerParser:
         thought: ThoughtParser | None,
         tools: "ToolCallParser | HarmonyParser | None",
         shows_thought: bool = True,
+        shows_text: bool = True,
     ) -> None:
         self._thought = thought
         self._tools = tools
-        self._shows_thought = shows_thought
+        self._hidden = (() if shows_thought else (Reasoning,)) + (() if shows_text else (Text,))
 
     @property
     def has_complete_calls(self) -> bool:
@@ -716,7 +718,7 @@ class AnswerParser:
         return self._shown(events)
 
     def _shown(self, events: list[Part]) -> list[Part]:
-        return events if self._shows_thought else [one for one in events if not isinstance(one, Reasoning)]
+        return [one for one in events if not isinstance(one, self._hidden)] if self._hidden else events
 
 
 def _num_held(text: str, literals: Sequence[str]) -> int:

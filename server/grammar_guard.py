@@ -27,7 +27,7 @@ from core.grammar import Grammar, GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILE_S = 2.0
+MAX_COMPILE_S = 1.5  # a refusal comes within 2 s
 START_S = 60.0  # to start Python and to read a vocabulary, on a busy machine
 MAX_MEMORY_BYTES = 4 * 2**30  # of its address space
 STACK_BYTES = 4 * 2**20  # half of what a thread of ours has: what passes here does not overflow that

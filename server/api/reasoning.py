@@ -184,12 +184,12 @@ def answer_parser(thought: ThoughtWishes | None, tools: ToolWishes | None) -> An
         thought = None
     if thought is None and tools is None:
         return None
-    is_shown = thought is None or thought.is_shown
+    is_shown, has_text = thought is None or thought.is_shown, tools is None or not tools.is_required
     if HARMONY in (thought and thought.style.name, tools and tools.style.format):
-        return AnswerParser(None, HarmonyParser(), is_shown)
+        return AnswerParser(None, HarmonyParser(), is_shown, has_text)
     thoughts, calls = None, None
     if thought is not None:
         thoughts = ThoughtParser(THOUGHTS[thought.style.name], thought.start is ThoughtStart.OPEN)
     if tools is not None:
         calls = ToolCallParser(FORMATS[tools.style.format], tools.schemas, tools.is_required)
-    return AnswerParser(thoughts, calls, is_shown)
+    return AnswerParser(thoughts, calls, is_shown, has_text)

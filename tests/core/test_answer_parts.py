@@ -240,3 +240,13 @@ def test_broken_channels_raise_nothing_and_invent_nothing(data: st.DataObject) -
     assert not Counter(said) - Counter(broken)
     if not any(mark in broken for mark in ("<|", " to=")) and not broken.startswith("assistant"):
         assert found == ("", broken, [])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_required_call_has_no_text_wherever_it_is_cut(name: str) -> None:
+    said = RENDER[name]([("look", {"at": "x"})])
+    for end in range(len(said) + 1):
+        parser = AnswerParser(None, ToolCallParser(FORMATS[name], {"look": {}}, True), shows_text=False)
+        parts = parser.feed(said[:end]) + parser.close(is_cut=True)
+        assert not [part for part in parts if isinstance(part, Text)]
+    assert [part.name for part in parts if isinstance(part, CallBegin)] == ["look"]
