@@ -460,6 +460,10 @@ class GrammarCache:
             largest = max(counts, key=counts.__getitem__)
             del self._grammars[next(key for key, (owner, _) in self._grammars.items() if owner == largest)]
 
+    def drop(self, spec: GrammarSpec) -> None:
+        """Forget one that has grown past the limits: it holds a hundred megabytes."""
+        self._grammars.pop((spec.kind, spec.source), None)
+
 
 class _Vocabulary:
     """What LLTokenizer asks of a tokenizer."""

@@ -688,6 +688,8 @@ class Generation:
                 broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
                 if broken:
                     self.fail(cut_short(broken[0]))
+                if FinishReason.TOO_COMPLEX in broken and (held := self._prepared.call.constraint) is not None:
+                    self._shared.grammars.drop(held)
                 self._on(Event.ENGINE_DONE)
         except Exception as fault:
             self._end_by_fault(fault)

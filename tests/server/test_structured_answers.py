@@ -170,6 +170,7 @@ def test_what_is_found_too_complex_in_mid_answer_is_refused(
     assert (refusal_of(refused)[0], refused.json["error"]["code"]) == (400, "grammar_too_complex")
     streamed = server.ask(chat(guided_json=schema, **STREAM))
     assert b"grammar_too_complex" in streamed.body
+    assert not server.generations.grammars._grammars  # they hold a hundred megabytes each
     assert server.ask(completion(guided_regex="ab?")).text() in ("a", "ab")
 
 
