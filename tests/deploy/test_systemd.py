@@ -109,7 +109,8 @@ def test_terminal_that_is_closed_ends_a_server_unless_it_is_to_stay(tmp_path: Pa
     ours, its = os.openpty()
     stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
     with stdout.open("wb") as out, stderr.open("wb") as err:
-        command = ["setsid", "--ctty", *(["nohup"] if is_to_stay else []), sys.executable, "-m", SIMULATED, "/nowhere"]
+        stays = ["nohup"] if is_to_stay else ["env", "--default-signal=HUP"]  # whatever these tests were started with
+        command = ["setsid", "--ctty", *stays, sys.executable, "-m", SIMULATED, "/nowhere"]
         process = subprocess.Popen([*command, "--port", "0"], cwd=REPOSITORY, stdin=its, stdout=out, stderr=err)
     os.close(its)
     server = ServerProcess(process, stdout, stderr)
