@@ -92,7 +92,8 @@ class ModelRunner:
             self._model = Model(config, weights, operators)
             self._streams = open_streams(device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
-            max_drafts = MOST_DRAFTS if device.type == "cpu" and operators.ranks is None else 0
+            takes_drafts = device.type == "cpu" and operators.ranks is None and not operators.has_device_rows
+            max_drafts = MOST_DRAFTS if takes_drafts else 0
             self._to_host = TokensToHost(engine.max_sequences + max_drafts, self._streams)
             with _device_errors():
                 self._tuning = self._tune(memory)

@@ -40,7 +40,7 @@ class Served:
         runner.limits = replace(runner.limits, num_blocks=num_blocks)
         stored = runner.offload.stored if runner.offload is not None else ()
         self.log = DeliveryLog()
-        self.scheduler = Scheduler(runner.limits, (), seeds=lambda: 0, speculates=False, stored=stored)
+        self.scheduler = Scheduler(runner.limits, (), seeds=lambda: 0, stored=stored)
         self._inbox: deque[Message] = deque()
         self.engine = Engine(self.scheduler, runner, FakeClock(), self._inbox, self.log, runner.offload)
 
