@@ -69,7 +69,9 @@ def mostly_without_penalties(workload: Workload) -> Workload:
 
 
 def plain(sampling: SamplingParams) -> SamplingParams:
-    return msgspec.structs.replace(sampling, repetition_penalty=1.0, frequency_penalty=0.0)
+    return msgspec.structs.replace(
+        sampling, repetition_penalty=1.0, frequency_penalty=0.0, dry_multiplier=0.0, repeat_last_n=-1
+    )
 
 
 def check(runner: ModelRunner, seeds: range) -> None:
