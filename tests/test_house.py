@@ -24,14 +24,14 @@ BUDGETS = {
     "server/observing": (1765, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4800, 14),
-    "core": (12_445, 32),
-    "gpu": (8400, 29),
+    "core": (12_540, 32),
+    "gpu": (8450, 29),
     "gpu/cpu_kernels": (3450, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
     "bench": (8400, 32),
 }
-TEST_LINES = 56_800
+TEST_LINES = 56_860
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
