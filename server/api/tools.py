@@ -24,6 +24,7 @@ from core.tool_grammar import (
     Tool,
     allowed_calls,
     harmony_answers,
+    inline_json,
     reduced_schema,
     required_calls,
 )
@@ -265,12 +266,14 @@ def call_constraint(
     Raises:
         InvalidRequest: a strict schema cannot be held in the model's format of calls, or calls and text not together.
     """
-    is_harmony = wishes.style.format == HARMONY
-    if is_harmony and continues_text:
+    if continues_text:
         if wishes.is_required:
-            message = "tool_choice requires a call, which cannot go on with a message. Leave one out."
+            message = "tool_choice requires a call, which cannot go on with a message. Leave one of them out."
             raise InvalidRequest(message, "tool_choice")
-        return text or GrammarSpec(GrammarKind.LARK, HARMONY_TEXT, "tools")
+        if text is not None:
+            return text
+        if wishes.style.format == HARMONY:
+            return GrammarSpec(GrammarKind.LARK, HARMONY_TEXT, "tools")
     if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
         message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
@@ -292,7 +295,7 @@ def _call_spec(
 ) -> GrammarSpec:
     try:
         if wishes.style.format == HARMONY:
-            final = None if text is None or wishes.is_required else json.loads(text.source)
+            final = None if text is None or wishes.is_required else inline_json(json.loads(text.source))
             source = harmony_answers(tools, special, eos_ids, wishes.is_required, final)
             return GrammarSpec(GrammarKind.LARK, source, "tools")
         form = FORMATS[wishes.style.format]
