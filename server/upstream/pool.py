@@ -22,8 +22,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
-from server.upstream.connection import H1, H2, Address, Connection, Outgoing, address_of, client_tls, connect
-from server.upstream.exchange import UpstreamFault
+from server.upstream.connection import H1, H2, Address, Connection, address_of, client_tls, connect
+from server.upstream.exchange import Outgoing, UpstreamFault
 from server.upstream.settings import ModelSettings, UpstreamSettings
 
 logger = logging.getLogger(__name__)
@@ -110,20 +110,22 @@ class Upstream:
 
     # Connections.
 
+    def free_connection(self) -> Connection | None:
+        """One that has room for a request; None: another is to be opened."""
+        self.connections = [one for one in self.connections if not one.is_closed]
+        best = min((one for one in self.connections if one.room), key=lambda one: one.num_open, default=None)
+        is_full = best is not None and best.is_multiplexed and best.num_open >= STREAMS_PER_CONNECTION
+        return None if is_full and len(self.connections) < MAX_CONNECTIONS else best
+
     async def connection(self) -> Connection:
-        """One that has room for a request.
+        """As free_connection, or a new one.
 
         Raises:
             UpstreamFault: it cannot be connected to.
         """
         for _ in range(MAX_CONNECTIONS + 1):
-            self.connections = [one for one in self.connections if not one.is_closed]
-            free = [one for one in self.connections if one.room]
-            if free:
-                best = min(free, key=lambda one: one.num_open)
-                is_full = best.is_multiplexed and best.num_open >= STREAMS_PER_CONNECTION
-                if not is_full or len(self.connections) >= MAX_CONNECTIONS:
-                    return best
+            if (free := self.free_connection()) is not None:
+                return free
             if H2 in self.address.protocols:  # the first may be shared
                 if self._opening is None:
                     self._opening = asyncio.create_task(self._open())
@@ -329,12 +331,7 @@ class Pool:
         try:
             async with asyncio.timeout(PROBE_S):
                 connection = await upstream.connection()
-                exchange = connection.send(self.request(upstream, b"GET", path.encode()))
-                try:
-                    head = await exchange.head
-                    await exchange.read_all(PROBE_BYTES)
-                finally:
-                    exchange.cancel()
+                head, _ = await connection.ask(self.request(upstream, b"GET", path.encode()), PROBE_BYTES)
         except TimeoutError:
             return f"GET {path} was not answered within {PROBE_S:g} s"
         except UpstreamFault as fault:

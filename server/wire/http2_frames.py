@@ -61,6 +61,16 @@ def frame(kind: int, payload: bytes, flags: int = 0, stream_id: int = 0) -> byte
     return FRAME_HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id) + payload
 
 
+def head_frames(block: bytes, stream_id: int, most: int, flags: int = 0) -> bytes:
+    """HEADERS, and CONTINUATION where the block is longer than a frame of `most` bytes."""
+    if len(block) <= most:
+        return frame(HEADERS, block, flags | END_HEADERS, stream_id)
+    pieces = [block[start : start + most] for start in range(0, len(block), most)]
+    frames = [frame(HEADERS, pieces[0], flags, stream_id)]
+    frames += [frame(CONTINUATION, piece, 0, stream_id) for piece in pieces[1:-1]]
+    return b"".join((*frames, frame(CONTINUATION, pieces[-1], END_HEADERS, stream_id)))
+
+
 def window_update(increment: int, stream_id: int = 0) -> bytes:
     return frame(WINDOW_UPDATE, increment.to_bytes(4, "big"), 0, stream_id)
 
