@@ -22,7 +22,7 @@ BUDGETS = {
     "server/ledger": (1580, 6),
     "server/listening": (1195, 4),
     "server/observing": (1765, 7),
-    "server/upstream": (1660, 6),
+    "server/upstream": (1540, 6),
     "server/wire": (4800, 14),
     "core": (12_445, 32),
     "gpu": (8400, 29),
