@@ -170,16 +170,12 @@ def _passage(call: GenerationCall) -> Passage:
 # Requests.
 
 
-class _StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = None
-
-
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What the gate must know of a body; the rest is the upstream's."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -312,7 +308,6 @@ class Relay:
             if num > most:
                 raise InvalidRequest(f"{param} asks for {num}, and at most {most} are allowed.", param)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or MANY_TOKENS
-        options = asked.stream_options
         return GenerationCall(
             model=asked.model or self.pool.settings.name,
             prompts=(),
@@ -321,7 +316,7 @@ class Relay:
             priority=asked.priority,
             deadlines=ANY_TIME if asked.deadlines is None else ANY_TIME.replaced_by(asked.deadlines),
             is_stream=bool(asked.stream),
-            includes_usage=options is not None and bool(options.include_usage),
+            includes_usage=bool((asked.stream_options or {}).get("include_usage")),
             wire=passage,
         )
 
@@ -439,37 +434,25 @@ class _Choice(msgspec.Struct, frozen=True):
         return any(said)
 
 
-class _Incomplete(msgspec.Struct, frozen=True):
-    reason: str | None = None
-
-
-class _Response(msgspec.Struct, frozen=True, kw_only=True):
-    id: str | None = None
-    status: str | None = None
-    usage: _Usage | None = None
-    incomplete_details: _Incomplete | None = None
-    error: Any = None
-
-
-class _Stop(msgspec.Struct, frozen=True):
-    stop_reason: str | None = None
+class _Why(msgspec.Struct, frozen=True):
+    reason: str | None = None  # of incomplete_details
+    stop_reason: str | None = None  # of a message's delta
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
-    """An event or a document, of any surface."""
-
-    message: _Response | None = None
-    delta: _Stop | str | None = None
-    stop_reason: str | None = None
+    """An event or a document, of any surface, or the one within it."""
 
     id: str | None = None
     type: str | None = None
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
-    response: _Response | None = None
-    status: str | None = None
-    incomplete_details: _Incomplete | None = None
+    # Of responses and messages
+    response: "_Message | None" = None
+    message: "_Message | str | None" = None
+    delta: _Why | str | None = None
+    incomplete_details: _Why | None = None
+    stop_reason: str | None = None
 
 
 _read_message = msgspec.json.Decoder(_Message, strict=False).decode
@@ -754,7 +737,7 @@ class RelayHandle:
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        inner = message.response or message.message
+        inner = message.response or (message.message if isinstance(message.message, _Message) else None)
         self._note_id(message.id or (None if inner is None else inner.id))
         for told in (message.usage, None if inner is None else inner.usage):
             if told is not None:
@@ -793,7 +776,7 @@ class RelayHandle:
         if kind in ("message_delta", "message_stop"):
             reason = None
             if kind == "message_delta" and not sequence.is_finished:
-                stop = message.delta.stop_reason if isinstance(message.delta, _Stop) else None
+                stop = message.delta.stop_reason if isinstance(message.delta, _Why) else None
                 sequence.is_finished, reason = True, REASONS.get(stop or "", FinishReason.STOP)
             self._write(0, framed, now_s, reason, is_last=True)
             if kind == "message_stop":
@@ -917,7 +900,7 @@ class RelayHandle:
             logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
 
 
-def _reason_of(details: _Incomplete | None) -> FinishReason:
+def _reason_of(details: _Why | None) -> FinishReason:
     return FinishReason.STOP if details is None else REASONS.get(details.reason or "", FinishReason.LENGTH)
 
 
@@ -945,26 +928,18 @@ _PASSED_ON = {  # statuses of which the client is the cause
 }
 
 
-class _Error(msgspec.Struct, frozen=True):
-    message: str | None = None
-    code: Any = None
-    param: Any = None
-
-
-class _ErrorBody(msgspec.Struct, frozen=True):
-    error: _Error | str | None = None
-    message: str | None = None
-
-
 def refusal_of(status: int, body: bytes, head: AnswerHead) -> ServiceError:
     """The error for the client of a request that an upstream has refused."""
     try:
-        told = msgspec.json.decode(body, type=_ErrorBody)
-    except msgspec.DecodeError:
-        told = _ErrorBody()
-    error = _Error(told.error) if isinstance(told.error, str) else told.error or _Error(told.message)
-    message = error.message or f"The server behind this one refused the request, with the status {status}."
-    code, param = (value if isinstance(value, str) else None for value in (error.code, error.param))
+        told = parse_object(body)
+    except InvalidRequest:
+        told = {}
+    error = told.get("error") or told
+    fields = error if isinstance(error, dict) else {"message": error}
+    message, code, param = (
+        value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param")
+    )
+    message = message or f"The server behind this one refused the request, with the status {status}."
     if status in _PASSED_ON:
         return ServiceError(_PASSED_ON[status], message, code or "invalid_value", param)
     if status in (429, 503):
