@@ -23,7 +23,7 @@ BUDGETS = {
     "server/listening": (1195, 4),
     "server/observing": (1765, 7),
     "server/upstream": (1540, 6),
-    "server/wire": (4800, 14),
+    "server/wire": (4805, 14),
     "core": (12_445, 32),
     "gpu": (8400, 29),
     "gpu/cpu_kernels": (3450, 9),

@@ -65,10 +65,11 @@ def head_frames(block: bytes, stream_id: int, most: int, flags: int = 0) -> byte
     """HEADERS, and CONTINUATION where the block is longer than a frame of `most` bytes."""
     if len(block) <= most:
         return frame(HEADERS, block, flags | END_HEADERS, stream_id)
-    pieces = [block[start : start + most] for start in range(0, len(block), most)]
-    frames = [frame(HEADERS, pieces[0], flags, stream_id)]
-    frames += [frame(CONTINUATION, piece, 0, stream_id) for piece in pieces[1:-1]]
-    return b"".join((*frames, frame(CONTINUATION, pieces[-1], END_HEADERS, stream_id)))
+    frames = [frame(HEADERS, block[:most], flags, stream_id)]
+    for start in range(most, len(block), most):
+        ends = END_HEADERS if start + most >= len(block) else 0
+        frames.append(frame(CONTINUATION, block[start : start + most], ends, stream_id))
+    return b"".join(frames)
 
 
 def window_update(increment: int, stream_id: int = 0) -> bytes:
