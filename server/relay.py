@@ -535,6 +535,7 @@ class RelayHandle:
         self._exchange: Exchange | None = None
         self._fallbacks = list(relay.fallbacks)
         self._body = request.passed.body
+        self._trace = current_trace.get()
         self._enter(relay.pool)
 
     @property
@@ -623,7 +624,8 @@ class RelayHandle:
                 self._send(connection)
 
     def _send(self, connection: Connection) -> None:
-        now_s = self._loop.time()
+        now_s, pool = self._loop.time(), self._pool
+        self.sink.on_upstream(self._upstream.shown, None if pool is self._relay.pool else pool.settings.name)
         self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, now_s)
         self.sink.on_stage(Stage.UPSTREAM_CONNECT, Stage.PREFILL, now_s)
         fields = [
@@ -631,9 +633,9 @@ class RelayHandle:
             (b"accept", b"text/event-stream" if self._call.is_stream else b"application/json"),
             (b"x-request-id", self.request.request_id.encode()),
         ]
-        if (trace := current_trace.get()) is not None:
-            fields.append((b"traceparent", trace.value))
-        outgoing = self._pool.request(self._upstream, b"POST", self._passage.path, tuple(fields), self._body)
+        if self._trace is not None:
+            fields.append((b"traceparent", self._trace.value))
+        outgoing = pool.request(self._upstream, b"POST", self._passage.path, tuple(fields), self._body)
         self._exchange = connection.send(outgoing, self)
         if self._is_paused:
             self._exchange.pause()
@@ -675,7 +677,6 @@ class RelayHandle:
         fields = msgspec.json.decode(passed.body)
         _address_to(pool.settings, fields, passed.tenant_salt, passed.asked_salt)
         self._body = sse.json_line(fields)
-        self.sink.on_fallback(pool.settings.name)
         self._enter(pool)
 
     @contextmanager

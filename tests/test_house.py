@@ -21,7 +21,7 @@ BUDGETS = {
     "server/gate": (2505, 8),
     "server/ledger": (1580, 6),
     "server/listening": (1195, 4),
-    "server/observing": (1765, 7),
+    "server/observing": (1790, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
     "core": (12_870, 33),
