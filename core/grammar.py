@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from core.constraints import MAX_REPEATED, WHITESPACE, GrammarKind, GrammarSpec, keywords_of
+from core.constraints import MAX_REPEATED, WHITESPACE, GrammarKind, GrammarSpec, check_answerable, keywords_of
 from core.errors import InvalidRequest
 
 Int32Array = npt.NDArray[np.int32]
@@ -141,6 +141,7 @@ class GrammarCompiler:
         special_ids: of control tokens.
         eos_ids: any of which ends an answer; none: answers end where nothing more may come.
         encode: ids of a text, without special tokens.
+        most_tokens: that an answer can have.
     """
 
     def __init__(
@@ -149,7 +150,9 @@ class GrammarCompiler:
         special_ids: Collection[int],
         eos_ids: Sequence[int],
         encode: Callable[[str], Sequence[int]],
+        most_tokens: int | None = None,
     ) -> None:
+        self._most_characters = None if most_tokens is None else most_tokens * max(map(len, token_bytes))
         if not eos_ids:  # the library needs one: a token beyond the model's
             token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
@@ -164,6 +167,10 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it cannot be read, contradicts itself, cannot be enforced, or is over the limits.
         """
+        if self._most_characters is not None:
+            for one in (spec, *spec.schemas):
+                if one.kind is GrammarKind.JSON_SCHEMA:
+                    check_answerable(json.loads(one.source), one.param, self._most_characters)
         try:
             return self._compile(spec)
         except InvalidRequest:
@@ -201,7 +208,7 @@ class GrammarCompiler:
         try:
             self._compile(schema)
         except InvalidRequest as error:
-            is_path = schema.param.startswith(f"{param}.")
+            is_path = schema.param.startswith((f"{param}.", f"{param}["))
             raise InvalidRequest(
                 str(error) if is_path else f"{param}: {error}", schema.param if is_path else param
             ) from None

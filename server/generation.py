@@ -667,9 +667,11 @@ class Generation:
         else:
             self._timings.on_engine_mark(mark)
 
-    def on_fallback(self, model: str) -> None:
-        others = (field for field in self._stream.common_headers if field[0] != FALLBACK)
-        self._stream.common_headers = (*others, (FALLBACK, quote(model).encode()))
+    def on_upstream(self, shown: str, fallback: str | None) -> None:
+        self._timings.upstream = shown
+        if fallback is not None:
+            others = (field for field in self._stream.common_headers if field[0] != FALLBACK)
+            self._stream.common_headers = (*others, (FALLBACK, quote(fallback).encode()))
 
     def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
         self._timings.go_on(before, stage, now_s)

@@ -149,13 +149,14 @@ def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: Defa
     model, defaults = defaults_of(wire.model)
     choice = wire.tool_choice or ToolChoice(type="auto")
     functions = [_function(tool, i) for i, tool in enumerate(wire.tools or ())]
-    try:
-        tools = tool_wishes(
-            functions, _openai_choice(choice), not choice.disable_parallel_tool_use, defaults.tool_style, "tools[{}]"
-        )
-    except InvalidRequest as error:  # whose path is that of responses
-        message, param = (text.replace("].parameters", "].input_schema") for text in (error.message, error.param or ""))
-        raise InvalidRequest(message, param, error.code or "") from None
+    tools = tool_wishes(
+        functions,
+        _openai_choice(choice),
+        not choice.disable_parallel_tool_use,
+        defaults.tool_style,
+        "tools[{}]",
+        parameters="input_schema",
+    )
     config, thinking = wire.output_config or OutputConfig(), wire.thinking or ThinkingOptions(type="adaptive")
     thought, variables = wishes_of(
         defaults.thought_style,

@@ -363,6 +363,27 @@ def test_an_answer_without_calls_is_text() -> None:
                 ({"a": {"type": ["string", 5]}}, ".a.type", "must be of array, boolean"),
                 ({"a": {"enum": "x"}}, ".a.enum", "an array"),
                 ({"a": {"items": {"anyOf": [True, 1]}}}, ".a.items.anyOf[1]", "must be a schema"),
+                ({"a": {"$ref": "https://example.org/s.json"}}, ".a.$ref", "into the same schema"),
+            )
+        ),
+        *(
+            (
+                {
+                    "tools": [
+                        NOW,
+                        {"type": "function", "function": {"name": "f", "strict": is_strict, "parameters": schema}},
+                    ]
+                },
+                "tools[1].function.parameters",
+                f"tools[1].function.parameters.properties.x cannot be satisfied: {words}",
+            )
+            for is_strict in (True, False)
+            for schema, words in (
+                (
+                    {"properties": {"x": {"type": "integer", "minimum": 5, "maximum": 1}}, "required": ["x"]},
+                    "no number",
+                ),
+                ({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}, "it requires itself"),
             )
         ),
         ({"functions": [NOW["function"]], "function_call": "sometimes"}, "function_call", "must be"),
