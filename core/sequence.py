@@ -14,6 +14,9 @@ from core.kv_cache import BlockTable
 from core.types import Cost, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from core.drafter import Drafter
     from core.grammar import GrammarState
     from core.repetition import Repetition
@@ -128,6 +131,7 @@ class Sequence:
         grammar: that its own tokens follow.
         repetition: penalises its next token by those before; None: nothing does that the runner does not itself.
         drafter: proposes its next tokens; None: it is not speculated about.
+        draft_masks: under a grammar, of its drafts in flight: what may be sampled before and after each.
         num_predicted_tokens, num_mispredicted_tokens: see Usage.
         forced: its next tokens, where the grammar leaves no choice. Those already appended are not among them.
     """
@@ -170,6 +174,7 @@ class Sequence:
     forced: deque[int] = field(default_factory=deque)
     repetition: "Repetition | None" = None
     drafter: "Drafter | None" = None
+    draft_masks: "npt.NDArray[np.int32] | None" = None
     num_predicted_tokens: int = 0
     num_mispredicted_tokens: int = 0
 
