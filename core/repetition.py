@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.types import SamplingParams
-
 # A penalty never outweighs what a grammar forbids, nor leaves float32: its power stays below it.
 MOST_PENALTY = 1e9
 MOST_TAIL = 20  # tokens of a breaker behind its first one
@@ -56,32 +54,47 @@ class Breakers:
         return most
 
 
-class Repetition:
-    """One sequence's. Source of DRY: llama.cpp's src/llama-sampler.cpp, after its inventor's (github.com/p-e-w)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionRules:
+    """What SamplingParams ask under these names, the breakers as tokens.
 
-    def __init__(self, sampling: SamplingParams, breakers: Breakers) -> None:
-        self._sampling, self._breakers = sampling, breakers
+    Source of DRY: llama.cpp's src/llama-sampler.cpp, after its inventor's (github.com/p-e-w).
+    """
+
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    breakers: Breakers = Breakers()
+    repeat_last_n: int = -1
+
+
+class Repetition:
+    """One sequence's."""
+
+    def __init__(self, rules: RepetitionRules) -> None:
+        self._rules = rules
         self._token_ids = np.empty(0, np.int32)  # [room]
         self._matches = np.empty(0, np.int32)  # [room]: how many tokens end alike at each and at the last; there 0
         self._num_tokens = 0
 
     def penalties(self, slot: int, token_ids: list[int]) -> TokenPenalties:
         """Of the token after these, which are the last call's and some more."""
-        sampling = self._sampling
-        counts = Counter(token_ids[-sampling.repeat_last_n :]) if sampling.repeat_last_n > 0 else None
-        dry = self._dry(token_ids) if sampling.dry_multiplier > 0 else {}
+        rules = self._rules
+        counts = Counter(token_ids[-rules.repeat_last_n :]) if rules.repeat_last_n > 0 else None
+        dry = self._dry(token_ids) if rules.dry_multiplier > 0 else {}
         return TokenPenalties(slot, dry, counts)
 
     def _dry(self, token_ids: list[int]) -> dict[int, float]:
         self._follow(token_ids)
-        sampling, num_tokens = self._sampling, self._num_tokens
-        allowed, last_n = sampling.dry_allowed_length, sampling.dry_penalty_last_n
+        rules, num_tokens = self._rules, self._num_tokens
+        allowed, last_n = rules.dry_allowed_length, rules.dry_penalty_last_n
         size = num_tokens if last_n < 0 else min(last_n, num_tokens)
         if size <= allowed:
             return {}
         first = num_tokens - size  # of the window
         matches = np.minimum(self._matches[first : num_tokens - 1], np.arange(1, size))
-        matches = matches.clip(max=self._breakers.num_behind(token_ids, min(size, int(matches.max()) + MOST_TAIL)))
+        matches = matches.clip(max=rules.breakers.num_behind(token_ids, min(size, int(matches.max()) + MOST_TAIL)))
         ends = np.flatnonzero(matches >= allowed)
         longest: dict[int, int] = {}
         for token_id, length in zip(self._token_ids[first + 1 + ends].tolist(), matches[ends].tolist(), strict=True):
@@ -89,12 +102,12 @@ class Repetition:
         return {
             token_id: self._penalty(length - allowed)
             for token_id, length in longest.items()
-            if token_id not in self._breakers.alone
+            if token_id not in rules.breakers.alone
         }
 
     def _penalty(self, num_over: int) -> float:
         try:
-            return min(self._sampling.dry_multiplier * self._sampling.dry_base**num_over, MOST_PENALTY)
+            return min(self._rules.dry_multiplier * self._rules.dry_base**num_over, MOST_PENALTY)
         except OverflowError:
             return MOST_PENALTY
 

@@ -26,7 +26,7 @@ from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
 from core.plan import Flight, Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
-from core.repetition import Breakers, Repetition
+from core.repetition import Breakers, Repetition, RepetitionRules
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates, domain_of
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
@@ -183,8 +183,11 @@ class Scheduler:
                 if sequence.grammar is not None:
                     sequence.forced.extend(sequence.grammar.forced())
         if sampling.dry_multiplier > 0 or sampling.repeat_last_n >= 0:
+            names = [name for name in RepetitionRules.__slots__ if name != "breakers"]
+            asked = {name: getattr(sampling, name) for name in names}
+            rules = RepetitionRules(**asked, breakers=request.breakers or Breakers())
             for sequence in group.sequences:
-                sequence.repetition = Repetition(sampling, request.breakers or Breakers())
+                sequence.repetition = Repetition(rules)
         if self._speculates and request.speculates:
             for sequence in group.sequences:
                 if sequence.repetition is not None:
