@@ -7,7 +7,7 @@ EngineSnapshot in answer to an Inspect.
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -73,6 +73,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's tokens except the first; only beside it
 
 
+class Beams(msgspec.Struct, frozen=True):
+    """Asks for a beam search, as transformers' generate has it: its answers are the likeliest that it finds.
+
+    Args:
+        width: beams, and answers.
+        length_penalty: an answer's score is the sum of its logprobs divided by length ** this.
+        early_stopping: True: end with as many answers as beams; False: once the present beams look no better; "never":
+            once none can become better.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, of 1..k sequences over the same prompt.
 
@@ -86,6 +101,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: ... and with the same salt.
         grammar: that holds each of its answers.
         breakers: of DRY.
+        beams: its sequences are the answers of a search, best first; all come at its end.
         speculates: drafts of its next tokens may be computed. The tokens are the same.
         prediction_ids: what its answer is likely to say: a draft.
     """
@@ -104,10 +120,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     grammar: "Grammar | AfterThought | None" = None
     breakers: "Breakers | None" = None
+    beams: Beams | None = None
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
 
-    counts_late: ClassVar[bool] = False
+    @property
+    def counts_late(self) -> bool:
+        return self.beams is not None
 
     @property
     def num_prompt_tokens(self) -> int:
