@@ -454,7 +454,7 @@ class Generation:
             return prepared
         constraint = prepared.call.constraint
         grammar = None if constraint is None else await self._shared.grammar_of(constraint, tenant.name)
-        return self._shared.reader.held(prepared, grammar)
+        return await self._shared.compute(lambda: self._shared.reader.held(prepared, grammar), len(body))
 
     def _open_answer(self) -> None:
         shared, call, stream = self._shared, self._prepared.call, self._stream
