@@ -64,7 +64,6 @@ REASONS = {
     "refusal": FinishReason.CONTENT_FILTER,
 }
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"')
 _DONE = b"[DONE]"
 
 
@@ -455,6 +454,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | None = None
 
 
+_encode = msgspec.json.encode
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_message = msgspec.json.Decoder(_Message, strict=False).decode
 
 
@@ -521,9 +522,8 @@ class RelayHandle:
         self._relay = relay
         self._call = call
         self._passage = _passage(call)
-        self._model = b'"model":' + sse.json_string(call.model)
-        self._own_id = sse.json_string(self._passage.prefix + request.request_id)
-        self._their_id = b""
+        own_id = self._passage.prefix + request.request_id
+        self._names = {"id": msgspec.Raw(sse.json_string(own_id)), "model": msgspec.Raw(sse.json_string(call.model))}
         self._events = _Events()
         self._usage: Usage | None = None
         self._is_paused = False
@@ -594,7 +594,6 @@ class RelayHandle:
     def _enter(self, pool: Pool) -> None:
         request = self.request
         self._pool = pool
-        self._renames = self._call.model != pool.settings.name_there
         self._may_retry = True
         self._slot = pool.take_slot(request.passed.prompt, request.priority, request.tenant)
         self._go()
@@ -739,7 +738,6 @@ class RelayHandle:
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
         inner = message.response or (message.message if isinstance(message.message, _Message) else None)
-        self._note_id(message.id or (None if inner is None else inner.id))
         for told in (message.usage, None if inner is None else inner.usage):
             if told is not None:
                 self._note_usage(told.usage())
@@ -792,7 +790,6 @@ class RelayHandle:
 
     def _take_document(self, data: bytes, now_s: float) -> None:
         message = _decoded(data)
-        self._note_id(message.id)
         if message.usage is not None:
             self._usage = message.usage.usage()
         if self._passage.prefix == messages.ID_PREFIX:
@@ -846,15 +843,19 @@ class RelayHandle:
             usage = msgspec.structs.replace(usage, **counts)
         self._usage = usage
 
-    def _note_id(self, theirs: str | None) -> None:
-        if theirs and not self._their_id:
-            self._their_id = sse.json_string(theirs)
-
     def _renamed(self, data: bytes) -> bytes:
-        """With our id and the name that was asked for."""
-        if self._their_id:
-            data = data.replace(self._their_id, self._own_id)
-        return _MODEL.sub(lambda match: self._model, data, count=1) if self._renames else data
+        """With our id and the name that was asked for, also of the response or message in an event."""
+        fields = _read_fields(data)
+        for name in ("response", "message"):
+            if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
+                fields[name] = msgspec.Raw(_encode(self._renamed_fields(_read_fields(inner))))
+        return _encode(self._renamed_fields(fields))
+
+    def _renamed_fields(self, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+        for name, own in self._names.items():
+            if name in fields:
+                fields[name] = own
+        return fields
 
     # Its end.
 
@@ -893,7 +894,8 @@ class RelayHandle:
         self._slot.leave()
         usage = self._usage
         if usage is None:
-            num_tokens = max(self.num_tokens, len(self._document) // BYTES_PER_TOKEN)
+            is_answer = self._head is not None and self._head.status == 200
+            num_tokens = max(self.num_tokens, is_answer * len(self._document) // BYTES_PER_TOKEN)
             usage = Usage(self.request.num_prompt_tokens if num_tokens else 0, num_tokens)
         try:
             self.sink.on_end(usage, None)

@@ -65,6 +65,7 @@ async def test_fields_that_the_gateway_does_not_know_reach_the_upstream() -> Non
     async with relaying() as gateway:
         refused = await gateway.ask(SURFACES["chat"](temperature=9))
         assert (refused.status, refused.json["error"]["param"]) == (400, "temperature")
+        assert gateway.server._metrics.num_generation_tokens == gateway.server._metrics.num_prompt_tokens == 0
         answer = await gateway.ask(SURFACES["chat"](return_token_ids=True))
         assert answer.json["prompt_token_ids"]
 
@@ -535,6 +536,16 @@ async def test_one_prompt_for_all_is_spread_as_the_load_is_bounded() -> None:
         assert max(one.num_active for one in gateway.pool.upstreams) <= 5
         for slot in slots:
             slot.leave()
+
+
+async def test_names_and_ids_are_ours_and_what_calls_hold_is_not_touched() -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"model": "theirs", "id": "m1"}}
+    body = orjson.dumps({"content": [call], "model": "theirs.gguf", "id": "m1", "stop_reason": "tool_use"})
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with saying(head + body) as url, serving(no_engine, models=(model(url, upstream_model=None),)) as front:
+        answer = await ask(front.server, closing(SURFACES["messages"]()))
+        assert (answer.json["model"], answer.json["content"]) == (ASKED, [call])
+        assert answer.json["id"] == "msg_" + answer.headers["x-request-id"]
 
 
 async def test_messages_of_another_server_are_counted_from_their_first_and_last_event(tmp_path: Path) -> None:
