@@ -1,8 +1,10 @@
 """Models that upstreams answer for: what passes, what is counted, and what happens when one leaves."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from server.relay import PASSAGES, refusal_of
 from server.upstream.exchange import AnswerHead
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import UpstreamSettings
+from server.wire.http2_frames import FRAME_HEADER, HEADERS, PREFACE
+from server.wire.http2_heads import ResponseEncoder
 from tests.certificates import make_certificate
+from tests.server import raw_http2
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
 from tests.server.running_server import ask, closing, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
@@ -331,15 +336,23 @@ def _chunk(**choice: Any) -> bytes:
         (b"HTTP/1.1 200 OK\r\ncontent-length: nix\r\n\r\n", "upstream_error"),
         (b"SSH-2.0-nonsense\r\n\r\n", "upstream_error"),
         (b"", "upstream_error"),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000, "upstream_error"),  # a head without end
+        (_HEAD + b"data: " + b"x" * 9_000_000, "upstream_error"),  # an event without end
+        (_HEAD.replace(b"connection: close", b"content-length: 999") + _chunk(text="a"), "upstream_error"),
+        (_HEAD.replace(b"connection: close", b"content-length: 9\r\ncontent-length: 8") + b"data", "upstream_error"),
+        (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"ff\r\ndata", "upstream_error"),
+        (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"nix\r\n", "upstream_error"),
     ],
+    ids=range(16),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         if head.startswith(b"POST"):
             await reader.readuntil(b"}")
-            for i in range(0, len(said), 7):
-                writer.write(said[i : i + 7])
+            size = max(7, len(said) // 100)
+            for i in range(0, len(said), size):
+                writer.write(said[i : i + size])
                 await asyncio.sleep(0)
         else:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
@@ -361,6 +374,70 @@ async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, ex
             assert front.server._pools[0].upstreams[0].num_active == 0
 
 
+@pytest.mark.parametrize("said", [b"H", b"HTTP/1.1 200", _HEAD, _HEAD + b"data: {", _HEAD + _chunk(text="a")])
+async def test_an_upstream_that_falls_silent_holds_up_its_own_request_alone(said: bytes) -> None:
+    async with saying(said) as silent, serving() as good:
+        models = (model(silent, protocol="h1"), model(url_of(good), name="good"))
+        async with serving(no_engine, models=models) as front:
+            held = await open_with(front.server, closing(SURFACES["chat"](deadlines={"total_ms": 300}, stream=True)))
+            answer = await ask(front.server, closing(SURFACES["chat"](model="good")))
+            assert answer.status == 200
+            late = await read_answer(*held)
+            assert b"deadline_exceeded" in late.body
+            (upstream,) = front.server._pools[0].upstreams
+            assert (upstream.num_active, upstream.num_waiting_tokens) == (0, 0)
+            await wait_until(lambda: not any(one.num_open for one in upstream.connections))
+
+
+_SETTINGS = raw_http2.settings()
+_HEAD_3 = raw_http2.headers(ResponseEncoder().encode([(b":status", b"200")]), raw_http2.END_HEADERS, 3)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [raw_http2.data(b"a", 0, 3)],  # before its head
+        [_HEAD_3, _HEAD_3],
+        [_HEAD_3, raw_http2.data(b"data: {", raw_http2.END_STREAM, 3)],
+        [_HEAD_3, raw_http2.data(bytes(16_384), 0, 3), raw_http2.data(bytes(16_385), 0, 3)],
+        [_HEAD_3, raw_http2.rst(2, 3)],
+        [_HEAD_3, raw_http2.goaway(0, 1)],
+        [raw_http2.headers(b"\xff" * 40, raw_http2.END_HEADERS, 3)],
+        [raw_http2.headers(b"", 0, 3), *[raw_http2.continuation(bytes(99), 0, 3)] * 20],
+        [raw_http2.headers(b"", 0, 3), raw_http2.ping()],
+        [raw_http2.ping()] * 500,
+        [raw_http2.window_update(2**31 - 1)],
+    ],
+    ids=range(11),
+)
+async def test_whatever_an_upstream_says_in_http2_its_request_ends(frames: list[raw_http2.Frame]) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(PREFACE))
+        writer.write(raw_http2.wire([_SETTINGS]))
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                high, low, kind, flags, stream = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
+                await reader.readexactly(high << 16 | low)
+                if kind == HEADERS and flags & raw_http2.END_STREAM:  # asks for its health
+                    block = ResponseEncoder().encode([(b":status", b"200")])
+                    flags = raw_http2.END_HEADERS | raw_http2.END_STREAM
+                    writer.write(raw_http2.wire([raw_http2.headers(block, flags, stream)]))
+                elif kind == HEADERS:
+                    told.append(stream)
+                    writer.write(raw_http2.wire([replace(one, stream=stream) if one.stream else one for one in frames]))
+        writer.close()
+
+    told: list[int] = []
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        async with serving(no_engine, models=(model(url, protocol="h2"),)) as front:
+            answered = await ask(front.server, closing(SURFACES["chat"](stream=True)))
+            assert told
+            assert b"upstream_error" in answered.body
+            assert front.server._pools[0].upstreams[0].num_active == 0
+
+
 # Pools: which upstream answers when one does not.
 
 _LOADING = b"HTTP/1.1 503 No\r\ncontent-length: 2\r\nretry-after: 7\r\n\r\n{}"
@@ -373,12 +450,13 @@ async def saying(said: bytes | None) -> AsyncIterator[str]:
     """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
-            if head.startswith(b"GET") and said is None:
-                listening.close()
-            writer.write(_WELL if head.startswith(b"GET") else said or b"")
-            if not (said or head.startswith(b"GET")):
-                break
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
+                if head.startswith(b"GET") and said is None:
+                    listening.close()
+                writer.write(_WELL if head.startswith(b"GET") else said or b"")
+                if not (said or head.startswith(b"GET")):
+                    break
         writer.close()
 
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
