@@ -50,6 +50,7 @@ BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that rese
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
+TELL_S, TELL_EVERY_S = 1.0, 0.01  # what a cancelled request has used, by its upstream
 LINGER_S = 2.0  # after the last event, for the answer's end
 MANY_TOKENS = 2**31  # where a request sets no bound
 PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input", "suffix")  # as templates order them
@@ -454,6 +455,16 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | None = None
 
 
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Of GET /v1/requests/{id}."""
+
+    state: str | None
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+    num_cached_tokens: int | None = None
+
+
+_read_record = msgspec.json.Decoder(_Record).decode
 _encode = msgspec.json.encode
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_message = msgspec.json.Decoder(_Message, strict=False).decode
@@ -553,8 +564,14 @@ class RelayHandle:
         """End it; the upstream hears of it in this turn. on_end comes later in the loop. Idempotent."""
         if self._has_ended or self._is_cancelled:
             return
+        upstream, exchange = self._slot.upstream, self._exchange
+        is_told = exchange is not None and not exchange.is_over and self._pool.settings.trusted
         self._stop()
-        self._loop.call_soon(self._end)
+        # An error answer waits for the end: it is not held up where nothing has been received
+        if is_told and upstream is not None and (self._head is not None or reason is FinishReason.CANCELLED):
+            self._task = asyncio.create_task(self._end_as_told(upstream))
+        else:
+            self._loop.call_soon(self._end)
 
     def finish(self, reason: FinishReason, now_s: float) -> None:
         """End its choices where they are, as the gate asks."""
@@ -882,6 +899,30 @@ class RelayHandle:
             self._exchange.cancel()
         self._slot.granted.cancel()
         self._slot.leave()
+
+    async def _end_as_told(self, upstream: Upstream) -> None:
+        """After a cancel: with the usage that a server of our own records under our id, if it tells in time."""
+        path = b"/v1/requests/" + self.request.request_id.encode()
+        try:
+            async with asyncio.timeout(TELL_S):
+                while (usage := await self._usage_told(upstream, path)) is None:
+                    await asyncio.sleep(TELL_EVERY_S)
+            self._usage = usage
+        except (TimeoutError, UpstreamFault, msgspec.DecodeError) as error:
+            logger.info("an upstream does not tell what a cancelled request has used: %r", error)
+        self._end()
+
+    async def _usage_told(self, upstream: Upstream, path: bytes) -> Usage | None:
+        """None: the request is still in progress there. Raises UpstreamFault or DecodeError."""
+        connection = await upstream.connection()
+        head, body = await connection.ask(self._pool.request(upstream, b"GET", path), MAX_ERROR_BYTES)
+        if head.status != 200:
+            raise UpstreamFault(f"it answers with the status {head.status}")
+        record = _read_record(body)
+        if record.state not in ("done", "failed"):
+            return None
+        counts = record.num_prompt_tokens, record.num_completion_tokens, record.num_cached_tokens
+        return Usage(*(one or 0 for one in counts))
 
     def _end(self) -> None:
         if self._has_ended:

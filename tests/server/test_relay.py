@@ -177,6 +177,23 @@ async def test_what_was_received_of_a_broken_answer_is_billed(tmp_path: Path) ->
         assert line["prompt_tokens"] > 0
 
 
+async def test_a_cancelled_answer_is_billed_as_our_own_upstream_counted_it(tmp_path: Path) -> None:
+    async with relaying(trusted=True, config={"ledger": tmp_path / "ledger.db"}) as gateway:
+        counted = gateway.upstreams[0].server._metrics
+        for num_events in (0, 1, 5):
+            reader, writer = await open_with(gateway.server, SURFACES["chat"](stream=True, max_tokens=900))
+            await wait_until(lambda: gateway.num_running() == 1)
+            for _ in range(num_events):
+                await reader.readuntil(b"content")
+            writer.transport.abort()
+            await wait_until(lambda: not gateway.server._app.generations.active)  # type: ignore[union-attr]
+        line: dict[str, Any] = {}
+        while line.get("requests") != 3:
+            (line,) = (await gateway.ask(request("GET", "/v1/usage?by=model"))).json["data"] or ({},)
+        billed = line["prompt_tokens"], line["completion_tokens"]
+        assert billed == (counted.num_prompt_tokens, counted.num_generation_tokens)
+
+
 @pytest.mark.parametrize(
     ("rule", "status", "code"),
     [
