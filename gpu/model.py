@@ -128,6 +128,8 @@ class Model:
             if self.operators.ranks is not None:
                 added = self.operators.ranks.sum(added)
             x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
+        if adapted is not None:
+            adapted.groups = []  # an adapter's memory goes with its last request
         return x
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:

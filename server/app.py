@@ -13,6 +13,7 @@ from secrets import token_hex
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
+from server.adapters import Adapters
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
 from server.callers import Gate
@@ -173,7 +174,7 @@ class App:
 
     Attributes:
         exchanges: in progress.
-        generations, card: set when the model is loaded.
+        generations, card: set when the model is loaded; adapters: then, if it takes any.
         listener: set before anything is asked.
         drain: ends the process as SIGTERM does; returns the seconds of grace.
     """
@@ -201,6 +202,7 @@ class App:
         self.exchanges: dict[HttpStream, Exchange] = {}
         self.generations: Generations | None = None
         self.card: ServerCard | None = None
+        self.adapters: Adapters | None = None
         self.listener: Listener | None = None
         self.drain: Callable[[], float] | None = None
 

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import EngineStats, StepDelivery
 from server import __version__
+from server.adapters import Adapters
 from server.api.models import ServerCard
 from server.app import App, Readiness
 from server.backend import Backend
@@ -215,6 +216,10 @@ class Server:
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases)
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+        if loaded.read_adapter is not None:
+            given = config.max_loras, config.lora_dir, self._clock
+            self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
+            self._metrics.adapters = adapters.info
 
     async def _begin_relaying(self) -> None:
         """Serve without an engine, once each upstream has been asked."""

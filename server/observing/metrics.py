@@ -166,6 +166,7 @@ class Metrics:
         self.standing: Callable[[], Standing] = Standing
         self.upstreams: Callable[[], Mapping[str, Any]] = dict
         self.pools: Callable[[], Mapping[str, Any]] = dict
+        self.adapters: Callable[[], Mapping[tuple[tuple[str, str], ...], float]] = dict
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_reasoning_tokens = 0
@@ -272,6 +273,7 @@ class Metrics:
             "upstreams": upstreams,
             "version_requests": version_requests,
             "pools": self.pools(),
+            "adapters": self.adapters(),
             "devices": self._devices.states(),
             "slo": slo,
             "promised": {name: state for name, state in slo.items() if state.threshold is not None},
@@ -327,6 +329,8 @@ vllm:request_decode_time_seconds histogram metrics.decode_time | First token to 
 vllm:gpu_cache_usage_perc gauge kv_usage | As vllm:kv_cache_usage_perc: its older name.
 vllm:gpu_prefix_cache_queries_total counter stats.num_cache_queries | As vllm:prefix_cache_queries_total.
 vllm:gpu_prefix_cache_hits_total counter stats.num_cache_hits | As vllm:prefix_cache_hits_total.
+vllm:lora_requests_info gauge adapters[*] | Which LoRA adapters have requests, and how many there may be; the value is
+    the time.
 steploop_upstream_up gauge upstreams.is_healthy[upstream] | 1: its health check is answered; 0: it gets no requests.
 steploop_upstream_requests_active gauge upstreams.num_active[upstream] | Requests in progress there.
 steploop_upstream_requests_total counter upstreams.num_requests[upstream] | Requests sent there.
@@ -406,7 +410,8 @@ steploop_slo_value gauge slo.value[slo] | Measured over the last 5 minutes.
 steploop_slo_threshold gauge slo.threshold[slo] | Promised by [slo] of the configuration.
 steploop_slo_ok gauge promised.is_ok[slo] | 1: the promise is kept, or nothing was measured; 0: broken.
 """
-_ROW = re.compile(r"^(\S+) (gauge|counter|histogram) ([a-z0-9_.]+)(?:\[(\w+)\])? \| ((?:.|\n    )+)$", re.MULTILINE)
+ALL_LABELS = "*"  # in TABLE: a sample's key has all of its labels, as pairs
+_ROW = re.compile(r"^(\S+) (gauge|counter|histogram) ([a-z0-9_.]+)(?:\[(\w+|\*)\])? \| ((?:.|\n    )+)$", re.MULTILINE)
 
 
 class MetricFamily(NamedTuple):
@@ -442,7 +447,8 @@ def _add_family(lines: list[str], family: MetricFamily, now: Mapping[str, Any], 
     value = _value_of(now, family.path)
     if isinstance(value, dict):
         keys = value if family.kind == "histogram" else sorted(value)
-        samples = {f"{labels},{_pairs({family.label: str(key)})}": value[key] for key in keys}
+        own = {key: dict(key) if family.label == ALL_LABELS else {family.label: str(key)} for key in keys}
+        samples = {f"{labels},{_pairs(own[key])}": value[key] for key in keys}
     else:
         samples = {} if value is None else {labels: value}
     for pairs, one in samples.items():

@@ -1,25 +1,30 @@
 """Rows with adapters compute what the model does with the adapters' products added to its weights."""
 
 import dataclasses
-import gc
 import json
+import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from core.config import parse_model_config
 from core.errors import BadAdapter
-from core.types import SamplingParams
+from core.types import Adapter, Request, SamplingParams
 from gpu.adapters import adapter_bytes
 from gpu.runner import ModelRunner
 from tests.adapter_files import save_adapter, save_merged
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver
+from tests.gpu.test_overlap import draw_workload
+from tests.gpu.test_speculation import mostly_without_penalties, run
 from tests.oracle import read_config
+from tests.workload import Names, Workload
 
 LORAS = dataclasses.replace(ENGINE, max_loras=16, max_lora_rank=16)
 PROMPT = list(range(40, 75))
@@ -85,6 +90,50 @@ def test_sixteen_mixed_say_what_each_says_alone(model_directory: MODELS, tmp_pat
         assert len({tuple(ids) for ids, _ in alone}) == 17, "each adapter has something else to say"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_histories_say_what_each_request_says_alone(dtype: str, model_directory: MODELS, tmp_path: Path) -> None:
+    """With drafts, shared prompts, chunks, preemptions, pauses and clients that leave; base and adapters mixed."""
+    model = model_directory("llama3")
+    runner = open_runner(model, dataclasses.replace(LORAS, dtype=dtype))
+    loaded = [runner.load_adapter(save_adapter(tmp_path / str(i), model, seed=i, size=0.4)) for i in range(3)]
+    num_accepted = num_preempted = num_hits = 0
+    for seed in range(3):
+        rng = random.Random(seed)
+        drawn = mostly_without_penalties(draw_workload(rng))
+        requests = [
+            (step, msgspec.structs.replace(one, adapter=rng.choice([None, *loaded]))) for step, one in drawn.requests
+        ]
+        workload = dataclasses.replace(drawn, requests=requests)
+        alone = {}
+        for _, one in requests:
+            leaves = {name: num for name, num in drawn.leaves_after.items() if name[0] == one.request_id}
+            stops = {name: num for name, num in drawn.stops_after.items() if name[0] == one.request_id}
+            alone |= run(runner, Workload([(0, one)], stops, leaves), None)[0]
+        said, _ = run(runner, Workload(requests, Names(), Names(), {}), None)
+        answers = {(name, i): ending.token_ids for name, one in said.items() for i, ending in enumerate(one.endings)}
+        outcomes, stats = run(runner, workload, answers)
+        assert outcomes == alone, f"seed {seed}"
+        num_accepted += stats.num_accepted_tokens
+        num_preempted += stats.num_preemptions
+        num_hits += stats.num_cache_hits
+    assert min(num_accepted, num_preempted, num_hits) > 0
+
+
+def test_what_an_adapter_has_computed_is_found_by_its_content(model_directory: MODELS, tmp_path: Path) -> None:
+    model = model_directory("llama3")
+    runner = open_runner(model, LORAS)
+    path, same, other = (save_adapter(tmp_path / str(i), model, seed=i // 2) for i in range(3))
+    adapters = [None, *map(runner.load_adapter, (path, same, other))]
+    roots = [root_of(adapter) for adapter in adapters]
+    assert roots[1] == roots[2]
+    assert len(set(roots)) == 3
+
+
+def root_of(adapter: Adapter | None) -> tuple[str, str]:
+    asked = Request(request_id="a", prompt_ids=(1,), sampling=SCORED, arrival_s=0.0, cache_domain="d", adapter=adapter)
+    return asked.cache_root
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_a_quantised_base_keeps_its_rounding(scheme: str, model_directory: MODELS, tmp_path: Path) -> None:
     """The products are added in floats, to what the quantised matrix gives: an adapter of nothing changes nothing."""
@@ -103,8 +152,9 @@ def test_a_slot_forgets_the_adapter_of_the_sequence_before(model_directory: MODE
     adapter = runner.load_adapter(save_adapter(tmp_path / "adapter", model_directory("llama3")))
     with_adapter, _ = says(runner, adapter)
     assert says(runner)[0] == ids != with_adapter
+    seen = weakref.ref(adapter)
     del adapter
-    gc.collect()
+    assert seen() is None, "the last request has ended, and its slot may stay empty for ever"
     assert says(runner)[0] == ids
 
 
