@@ -6,7 +6,7 @@ thread (gpu/adapters.py says which, and what is refused).
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakSet
@@ -107,16 +107,14 @@ class Adapters:
         self._reader.cards = tuple(card for card in cards if card.id != name)
         logger.info("the adapter %r is unloaded", name)
 
-    def info(self) -> dict[tuple[tuple[str, str], ...], float]:
-        """vllm:lora_requests_info: the labels, and the time, as vLLM tells it."""
+    def info(self) -> dict[tuple[str, ...], float]:
+        """Of vllm:lora_requests_info: the labels, and the time, as vLLM tells it."""
         names = {card.id for card in self._reader.cards if card.adapter is not None}
         running, waiting = set[str](), set[str]()
         for one in self.generations.active.values():
             if one.model in names:
                 (waiting if one.state in WAITING else running).add(one.model)
-        told = {"max_lora": str(self.most), "running_lora_adapters": _joined(running)}
-        told["waiting_lora_adapters"] = _joined(waiting)
-        return {tuple(told.items()): self.clock.unix()}
+        return {(str(self.most), ",".join(sorted(running)), ",".join(sorted(waiting))): self.clock.unix()}
 
     def _path_of(self, asked: str) -> tuple[Path, str]:
         """The directory, and its name for clients. Its files must lie below the operator's, too: links are followed."""
@@ -142,7 +140,3 @@ class Adapters:
         if len(self.in_memory) + len(self._coming) >= self.most:
             message = "An unloaded adapter still has requests in progress, and its memory is needed. Ask again."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "lora_limit", retry_after_s=1)
-
-
-def _joined(names: Iterable[str]) -> str:
-    return ",".join(sorted(names))

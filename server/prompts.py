@@ -17,6 +17,7 @@ from core.constraints import GrammarKind
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
+from core.repetition import Breakers
 from core.thought_grammar import AfterThought, ThoughtVocabulary
 from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class Prepared:
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
     adapter: Adapter | None = None
+    breakers: Breakers | None = None
     tells_tokens: ClassVar[bool] = True
 
     @property
@@ -115,8 +117,10 @@ class PromptReader:
         ids = [self._encode_checked(*one, text, marks) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
-        adapter = find_model(cards, call.model).adapter
-        return Prepared(call, ids, self._table_of(call), prediction_ids=self._predicted(call), adapter=adapter)
+        adapter, sampling = find_model(cards, call.model).adapter, call.sampling
+        breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
+        table, predicted = self._table_of(call), self._predicted(call)
+        return Prepared(call, ids, table, prediction_ids=predicted, adapter=adapter, breakers=breakers)
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
         """The ids of the predicted answer, as far as the context reaches."""
@@ -257,6 +261,7 @@ class PromptReader:
                 cache_salt=call.cache_salt,
                 adapter=prepared.adapter,
                 grammar=prepared.grammar,
+                breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
             )

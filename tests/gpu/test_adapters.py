@@ -22,7 +22,7 @@ from tests.adapter_files import save_adapter, save_merged
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver
 from tests.gpu.test_overlap import draw_workload
-from tests.gpu.test_speculation import mostly_without_penalties, run
+from tests.gpu.test_speculation import run
 from tests.oracle import read_config
 from tests.workload import Names, Workload
 
@@ -99,7 +99,7 @@ def test_histories_say_what_each_request_says_alone(dtype: str, model_directory:
     num_accepted = num_preempted = num_hits = 0
     for seed in range(3):
         rng = random.Random(seed)
-        drawn = mostly_without_penalties(draw_workload(rng))
+        drawn = draw_workload(rng)
         requests = [
             (step, msgspec.structs.replace(one, adapter=rng.choice([None, *loaded]))) for step, one in drawn.requests
         ]
