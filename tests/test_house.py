@@ -43,10 +43,20 @@ ROOMS = (
     ("ledger", "observing"),
     ("upstream",),
     ("config", "callers"),
-    ("prompts", "output", "engine_client", "engine_thread", "grammar_guard", "backend", "generation", "relay"),
+    (
+        "prompts",
+        "output",
+        "engine_client",
+        "engine_thread",
+        "grammar_guard",
+        "backend",
+        "generation",
+        "relay",
+        "local_models",
+    ),
     ("app", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
-    ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),
+    ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )
 
 
