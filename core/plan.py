@@ -197,8 +197,9 @@ class Runner(Protocol[Ticket]):
         """Sample tokens from the ticket's logits; they stay on the device.
 
         Args:
-            masks: [masked rows, words]: which tokens each of the plan's masked_rows may sample, a bit each, the lowest
-                of the first word is token 0's. None: the plan has none.
+            masks: [tokens that masked rows sample, words]: which each may be, a bit each, the lowest of the first word
+                is token 0's. In the order of the plan's masked_rows; of one with drafts first the token after none of
+                them, then that after each. None: the plan has none.
         """
         ...
 

@@ -14,6 +14,9 @@ from core.kv_cache import BlockTable
 from core.types import Cost, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from core.drafter import Drafter
     from core.grammar import GrammarState
 
@@ -126,6 +129,7 @@ class Sequence:
         device_s, kv_block_s: what it has taken, as in Cost.
         grammar: that its own tokens follow.
         drafter: proposes its next tokens; None: it is not speculated about.
+        draft_masks: under a grammar, of its drafts in flight: what may be sampled before and after each.
         num_predicted_tokens, num_mispredicted_tokens: see Usage.
         forced: its next tokens, where the grammar leaves no choice. Those already appended are not among them.
     """
@@ -167,6 +171,7 @@ class Sequence:
     grammar: "GrammarState | None" = None
     forced: deque[int] = field(default_factory=deque)
     drafter: "Drafter | None" = None
+    draft_masks: "npt.NDArray[np.int32] | None" = None
     num_predicted_tokens: int = 0
     num_mispredicted_tokens: int = 0
 

@@ -53,6 +53,7 @@ class Feature(enum.IntFlag):
 
 FORBIDDEN = -1e30  # a logit that is never sampled, and of which a whole row adds up to a finite number
 ADJUSTED = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS
+HISTORY = Feature.PENALTIES  # depends on the tokens that the slot has sampled before
 
 
 class Number(enum.IntEnum):
@@ -233,6 +234,21 @@ class Masked:
     masks: Int32Array
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Which rows verify drafts.
+
+    Args:
+        turns: [rows]: how many rows of its slot come before.
+        next_ids: [rows]: the draft that the slot's next row follows; NO_DRAFT: there is none.
+    """
+
+    turns: IntArray
+    next_ids: IntArray
+
+
+NO_DRAFT = -1
+
 SampleRows = Callable[[Tensor, IntArray, IntArray, Masked | None], tuple[Tensor, Tensor]]
 """A kernel that the host calls with float32 logits [rows, vocab], slots and positions of the tokens to sample.
 
@@ -328,22 +344,67 @@ class Sampler:
         find = partial(_logprobs_with, kernel.logprobs[:num_rows], logits)
         return Sampled(kernel.token_ids[:num_rows], kernel.is_finite[:num_rows], self._requested_logprobs(slots, find))
 
-    def sample(self, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None = None) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: IntArray,
+        positions: IntArray,
+        masked: Masked | None = None,
+        drafts: DraftRows | None = None,
+    ) -> Sampled:
         """Sample a token per row, at once.
 
         Args:
             logits: [rows, vocab], float32; not changed.
             slots: [rows]
             positions: [rows], of the token to sample in its sequence.
+            drafts: None: each slot has one row.
         """
-        if self._called is not None:
-            token_ids, is_finite = self._called(logits, slots, positions, masked)
+        turns = None if drafts is None else np.where(self._has(slots, HISTORY), drafts.turns, 0)
+        if drafts is None or turns is None or not turns.any():
+            token_ids, is_finite = self._sample_at_once(logits, slots, positions, masked)
         else:
-            is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
-            allowed = logits if masked is None else self._allowed(logits, masked)
-            token_ids = self._sample_rows(allowed, slots, positions)
+            token_ids, is_finite = self._sample_in_turn(logits, slots, positions, masked, turns, drafts.next_ids)
         self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
         return Sampled(token_ids, is_finite, self._requested_logprobs(slots, partial(_logprobs, logits, token_ids)))
+
+    def _sample_at_once(
+        self, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns: token ids, and whether the logits are finite."""
+        if self._called is not None:
+            return self._called(logits, slots, positions, masked)
+        is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
+        allowed = logits if masked is None else self._allowed(logits, masked)
+        return self._sample_rows(allowed, slots, positions), is_finite
+
+    def _sample_in_turn(
+        self,
+        logits: Tensor,
+        slots: IntArray,
+        positions: IntArray,
+        masked: Masked | None,
+        turns: IntArray,
+        next_ids: IntArray,
+    ) -> tuple[Tensor, Tensor]:
+        """As _sample_at_once, but a row counts the tokens that earlier rows of its slot have sampled.
+
+        Rows behind a wrong draft are not sampled.
+        """
+        token_ids, is_finite = torch.zeros(len(slots), dtype=torch.int64), logits.sum(-1).isfinite()
+        is_behind = np.zeros(len(self._settings.numbers), np.bool_)  # [slots]
+        for turn in range(int(turns.max()) + 1):
+            some = np.flatnonzero((turns == turn) & ~is_behind[slots])
+            masked_of_some = None
+            if masked is not None:
+                places, index, of_some = np.intersect1d(masked.rows, some, return_indices=True)
+                masked_of_some = Masked(of_some, masked.masks[index]) if len(places) else None
+            found, _ = self._sample_at_once(logits[self._ids(some)], slots[some], positions[some], masked_of_some)
+            token_ids[self._ids(some)] = found
+            has_turns = some[self._has(slots[some], HISTORY)]
+            is_right = (token_ids[self._ids(has_turns)].numpy() == next_ids[has_turns]) & is_finite[has_turns].numpy()
+            is_behind[slots[has_turns[~is_right]]] = True
+        return token_ids, is_finite
 
     def _allowed(self, logits: Tensor, masked: Masked) -> Tensor:
         """A copy of the logits: what a mask forbids is far below all that it allows. The masks are unpacked here."""
@@ -356,7 +417,7 @@ class Sampler:
         self, slots: IntArray, find: Callable[..., tuple[Tensor, Tensor, Tensor]]
     ) -> RequestedLogprobs | None:
         """find: takes (rows, number of likeliest tokens)."""
-        rows = np.flatnonzero(self._numbers(slots, Number.FEATURES) & Feature.LOGPROBS)
+        rows = np.flatnonzero(self._has(slots, Feature.LOGPROBS))
         if not len(rows):
             return None
         num_top: list[int] = self._settings.num_logprobs[slots[rows]].tolist()
@@ -415,6 +476,11 @@ class Sampler:
         keys = row_keys(self._numbers(slots, Number.SEED).view(np.uint64), positions).view(np.int64)
         token_ids = torch.arange(self._vocab_size, device=self._device)
         return scaled.add_(gumbel_noise(to_device(keys, self._device).unsqueeze(1), token_ids)).argmax(-1)
+
+    def _has(self, slots: IntArray, features: Feature) -> npt.NDArray[np.bool_]:
+        """Whether each has any of the features: [some]."""
+        found: npt.NDArray[np.bool_] = (self._numbers(slots, Number.FEATURES) & features) != 0
+        return found
 
     def _numbers(self, slots: IntArray, column: Number) -> npt.NDArray[np.int64]:
         """[some]"""

@@ -36,7 +36,7 @@ from gpu.kv_cache import KVCache, num_blocks_for
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Batch, Model
 from gpu.rows import NO_SLOT, DeviceTables, StepInputs
-from gpu.sampler import Masked, PromptScores, Sampled, Sampler, score, scored_tokens
+from gpu.sampler import NO_DRAFT, DraftRows, Masked, PromptScores, Sampled, Sampler, score, scored_tokens
 from gpu.step_graphs import StepGraphs
 from gpu.step_shapes import StepShape, StepShapes
 from gpu.streams import StagedCopies, Streams
@@ -101,6 +101,7 @@ class SampledRows:
     rows: IntArray  # [sampled]: the plan's row
     slots: IntArray  # [sampled]
     positions: IntArray  # [sampled]: the sampled token's
+    drafts: DraftRows | None = None
 
     @property
     def order(self) -> IntArray:
@@ -160,14 +161,19 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
     num_others = np.bincount(row_of[others], minlength=plan.num_rows)  # [rows]
     prompts = np.flatnonzero(num_others)
     sampled = np.flatnonzero(plan.samples)
-    num_left: IntArray | int = 0  # [sampled]: the row's tokens after it
+    drafts, num_left = None, np.zeros_like(sampled)  # [sampled]: the row's tokens after it
     if plan.num_drafts:
         counts = [1 + plan.num_drafts.get(row, 0) for row in sampled.tolist()]
         sampled = np.repeat(sampled, counts)
-        num_left = np.concatenate([np.arange(count)[::-1] for count in counts])
+        turns = np.concatenate([np.arange(count) for count in counts])
+        num_left = np.repeat(counts, counts) - 1 - turns
+        follow = np.append(plan.token_ids, NO_DRAFT)[(before + lengths)[sampled] - num_left]
+        drafts = DraftRows(turns, np.where(num_left > 0, follow, NO_DRAFT))
     lasts, ends_sampled = place[(before + lengths)[sampled] - 1 - num_left], ends[sampled] - num_left
     by_place = np.argsort(lasts)
     sampled, lasts, ends_sampled = sampled[by_place], lasts[by_place], ends_sampled[by_place]
+    if drafts is not None:
+        drafts = DraftRows(drafts.turns[by_place], drafts.next_ids[by_place])
     asked = None
     if len(prompts) or plan.prompt_targets or len(sampled) < num_tokens:
         asked = np.concatenate([lasts, place[scored_tokens(plan, before.astype(np.int32))]])
@@ -179,7 +185,7 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
         lengths=num_others[prompts],
         tokens=np.stack([slots, positions.astype(np.int32), plan.token_ids[order]]),
         asked=asked,
-        sampled=SampledRows(sampled, plan.slots[sampled], ends_sampled),
+        sampled=SampledRows(sampled, plan.slots[sampled], ends_sampled, drafts),
     )
 
 
@@ -320,10 +326,9 @@ class Steps:
             return self._sampler.launched_tokens(step.logits, rows.slots)
         masked = None
         if masks is not None:
-            places = np.searchsorted(step.masked_rows, rows.rows)
-            is_masked = np.isin(rows.rows, step.masked_rows)
-            masked = Masked(np.flatnonzero(is_masked), masks[places[is_masked]])
-        return self._sampler.sample(step.logits, rows.slots, rows.positions, masked)
+            order = rows.order
+            masked = Masked(order[np.isin(rows.rows[order], step.masked_rows)], masks)
+        return self._sampler.sample(step.logits, rows.slots, rows.positions, masked, rows.drafts)
 
     def _replay(self, shape: StepShape) -> None:
         if not self.graphs.replay(shape):

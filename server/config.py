@@ -255,13 +255,13 @@ class ServerConfig:
         "serve each model in this directory, or two levels below it, under its name there, and the embedded one no"
         " more: each is started when it is asked for",
     )
-    models_memory_bytes: int | None = _MODEL(
+    models_memory_bytes: int | None = _RARE_MODEL(
         None,
         _size(MiB, 2**50),
         "memory for the models that are started when they are asked for, together: the one that was used least lately"
         " gives way (default: what is free at the first start of one)",
     )
-    keep_alive_s: float = _MODEL(
+    keep_alive_s: float = _RARE_MODEL(
         300.0,
         _Kind(keep_alive_value, "TIME", lambda value: "-1" if value == float("inf") else format_duration(value)),
         "how long such a model stays after its last request; 0: it ends at once; -1: it always stays",

@@ -23,16 +23,12 @@ from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
-import gpu
-
-gpu.limit_arenas()
-
-from core.errors import StartupError  # noqa: E402
-from server.cli import as_startup_error, run_server  # noqa: E402
-from server.engine_loader import local_plan  # noqa: E402
-from server.local_models import News, Order, Refusal  # noqa: E402
-from server.observing.logs import configure_logging, log_everything  # noqa: E402
-from server.supervision import ServiceManager  # noqa: E402
+from core.errors import StartupError
+from server.cli import as_startup_error, run_server
+from server.engine_loader import local_plan
+from server.local_models import News, Order, Refusal
+from server.observing.logs import configure_logging, log_everything
+from server.supervision import ServiceManager
 
 logger = logging.getLogger(__name__)
 

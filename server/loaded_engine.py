@@ -95,7 +95,9 @@ def prompt_reader(
         unix_clock=clock.unix,
         special_tokens={files.tokenizer.str_of(token_id): token_id for token_id in files.tokenizer.special_ids},
         eos_ids=files.eos_ids,
-        make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler)),
+        make_compiler=cache(
+            partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
+        ),
         fingerprint=_fingerprint(loaded),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
@@ -136,11 +138,14 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def compiler_of(
-    tokenizer: Tokenizer, eos_ids: Sequence[int], kind: type[GrammarCompiler] = GrammarCompiler
+    tokenizer: Tokenizer,
+    eos_ids: Sequence[int],
+    kind: type[GrammarCompiler] = GrammarCompiler,
+    most_tokens: int | None = None,
 ) -> GrammarCompiler:
-    """For a model whose answers end with any of these ids."""
+    """For a model whose answers end with any of these ids, and have at most so many tokens."""
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return kind(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer))
+    return kind(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer), most_tokens)
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:

@@ -13,6 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from core.chat_template import ChatTemplate, max_text_chars
+from core.constraints import GrammarKind
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
@@ -20,7 +21,8 @@ from core.thought_grammar import AfterThought, ThoughtVocabulary
 from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
-from core.tool_formats import HARMONY, markers_of, thought_markers_of
+from core.tool_formats import HARMONY, THOUGHTS, markers_of, thought_markers_of
+from core.tool_grammar import harmony_answers
 from core.types import Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
@@ -130,16 +132,15 @@ class PromptReader:
         return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
 
     def _held(self, call: GenerationCall) -> GenerationCall:
-        """With what holds its calls."""
-        prompt = call.prompts[0]
+        """With what holds its calls, or all of Harmony's messages."""
+        prompt, constraint = call.prompts[0], call.constraint
         continues_text = isinstance(prompt, ChatPrompt) and prompt.continues_last
-        asked = "tool_choice" if call.tools is not None and call.tools.is_required else None
-        asked = call.constraint.param if call.constraint is not None else asked
-        if continues_text and asked is not None:
-            message = f"{asked} holds a whole answer, and this one goes on with a message. Leave one of them out."
-            raise InvalidRequest(message, asked)
         if call.tools is None:
-            return call
+            is_harmony = call.thought is not None and call.thought.style.name == HARMONY
+            if constraint is None or continues_text or not is_harmony:
+                return call
+            frame = harmony_answers((), self.special_tokens, self.eos_ids, final="@answer", param=constraint.param)
+            return msgspec.structs.replace(call, constraint=replace(constraint, frame=frame))
         constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint, continues_text)
         return msgspec.structs.replace(call, constraint=constraint)
 
@@ -188,7 +189,7 @@ class PromptReader:
         if not prompt.continues_last:
             return text
         if (end := text.rfind(_END_MARK)) < 0:
-            where = f"{prompt.param}[{len(messages) - 1}]"
+            where = prompt.last_param
             raise InvalidRequest(f"{where} cannot be continued: the model's chat template leaves it out.", where)
         return text[:end]
 
@@ -276,15 +277,33 @@ class PromptReader:
 
         Args:
             grammar: compiled, of the call's constraint.
+
+        Raises:
+            InvalidRequest: the answer goes on with a message that begins none that the grammar takes.
         """
-        thought, tools = prepared.call.thought, prepared.call.tools
+        thought = prepared.call.thought
         held: Grammar | AfterThought | None = grammar
         if self.thoughts is None or thought is None or thought.start is ThoughtStart.CLOSED:
-            return replace(prepared, grammar=grammar)
+            return replace(prepared, grammar=self._after_begun(prepared.call, grammar))
         if grammar is not None or thought.most_tokens is not None:
-            has_channels = tools is not None and tools.style.format == HARMONY and self.thoughts.is_harmony
-            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens, has_channels)
+            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens)
         return replace(prepared, grammar=held)
+
+    def _after_begun(self, call: GenerationCall, grammar: Grammar | None) -> Grammar | None:
+        """What holds the rest of a message that the answer goes on with."""
+        prompt, spec = call.prompts[0], call.constraint
+        if not isinstance(prompt, ChatPrompt) or not prompt.continues_last or grammar is None or spec is None:
+            return grammar
+        if spec.param == "tools":  # it holds calls, and no text
+            return grammar
+        text = prompt.messages[-1]["content"]
+        if call.thought is not None and call.thought.style.name != HARMONY:
+            text = text.rpartition(THOUGHTS[call.thought.style.name].end)[2]
+        begun = text if spec.kind is GrammarKind.REGEX else text.lstrip()  # templates trim it, and JSON may be indented
+        if (rest := grammar.after(self.tokenizer.encode(begun, add_special_tokens=False))) is None:
+            message = f"{prompt.last_param} begins no answer that {spec.param} allows. Change one of them."
+            raise InvalidRequest(message, prompt.last_param)
+        return rest
 
     def surface_of(self, surface: Surface) -> Surface:
         return surface

@@ -260,12 +260,17 @@ class Metrics:
         began_s, memory_bytes = self._clock(), resident_bytes()
         slo = self.slo.states(stats.num_waiting, memory_bytes)
         copied_blocks = {"out": stats.num_offloaded_blocks, "back": stats.num_restored_blocks}
+        upstreams, version_requests = self.upstreams(), Counter[str]()
+        for label, one in upstreams.items():
+            if one.settings.version is not None:
+                version_requests[f"{label.removesuffix(one.url)}{one.settings.version}"] += one.num_requests
         now = {  # TABLE's paths begin with these names
             "metrics": self,
             "stats": stats,
             "standing": self.standing(),
             "tenants": self.tenants,
-            "upstreams": self.upstreams(),
+            "upstreams": upstreams,
+            "version_requests": version_requests,
             "pools": self.pools(),
             "devices": self._devices.states(),
             "slo": slo,
@@ -325,6 +330,7 @@ vllm:gpu_prefix_cache_hits_total counter stats.num_cache_hits | As vllm:prefix_c
 steploop_upstream_up gauge upstreams.is_healthy[upstream] | 1: its health check is answered; 0: it gets no requests.
 steploop_upstream_requests_active gauge upstreams.num_active[upstream] | Requests in progress there.
 steploop_upstream_requests_total counter upstreams.num_requests[upstream] | Requests sent there.
+steploop_upstream_version_requests_total counter version_requests[version] | Requests sent to each version of a model.
 steploop_upstream_failures_total counter upstreams.num_failures[upstream] | Of these, those that it has failed.
 steploop_upstream_connections gauge upstreams.num_connections[upstream] | Open connections to it.
 steploop_upstream_prompt_tokens_waiting gauge upstreams.num_waiting_tokens[upstream] | Of prompts without a first token
