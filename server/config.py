@@ -41,6 +41,7 @@ from server.listening.sockets import (
     UnixAddress,
     bind_value,
     format_unix_mode,
+    tcp_address,
     unix_mode_value,
 )
 from server.observing.slo import NO_PROMISES, SloRules
@@ -422,6 +423,11 @@ class ServerConfig:
     unix_mode: int = _RARE_LISTENING(
         DEFAULT_UNIX_MODE, _Kind(unix_mode_value, "MODE", format_unix_mode), "permissions of the files of Unix sockets"
     )
+    agent_check: TcpAddress | None = _RARE_LISTENING(
+        None,
+        _Kind(tcp_address, "HOST:PORT"),
+        "answer haproxy's agent-check there: which part of its weight this server wants, by the wait that it expects",
+    )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
         "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"
         " the requests. HTTP/2 by prior knowledge or ALPN needs no switch",
@@ -458,6 +464,9 @@ class ServerConfig:
     jwt_tenant_claim: str = _ACCESS("tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]")
     jwt_leeway_s: float = _RARE_ACCESS(
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
+    )
+    metrics_without_key: bool = _RARE_ACCESS.switch(
+        "show /metrics to everybody who reaches the port, for scrapers without a key"
     )
     insecure: bool = _ACCESS.switch(
         "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates"

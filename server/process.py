@@ -37,6 +37,7 @@ from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
 from server.ledger.ledger import MAX_SPILLED, Ledger
 from server.ledger.store import MICRO
 from server.ledger.usage import ANY_MODEL
+from server.listening.agent_check import AgentCheck
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
@@ -106,6 +107,7 @@ class Server:
             self._clock,
             lambda: secrets.token_hex(16),
             CrossOrigin(config.cors_origins),
+            metrics_need_key=not config.metrics_without_key,
         )
         self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
         if self._tracing is not None:
@@ -116,6 +118,7 @@ class Server:
         self._app.listener = self.listener
         self._app.drain = self._drain
         self._app.local_models = self._local
+        self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
         )
@@ -158,6 +161,9 @@ class Server:
         """
         await self.listener.start()
         try:
+            if self._agent is not None:
+                await self._agent.start()
+                logger.info("haproxy's agent-check is answered on port %d", self._agent.port)
             self._gate.check_exposure([] if self._needs_certificate else public_addresses(self._endpoints))
         except StartupError:
             await self.listener.drain(0)
@@ -216,7 +222,8 @@ class Server:
         )
         client.stats = loaded.stats  # until the first delivery
         self._client = client
-        self._metrics.model_name = loaded.facts.model_name
+        self._metrics.model_name, limits = loaded.facts.model_name, loaded.facts.limits
+        self._metrics.cache_config = {(limits.block_size, limits.num_blocks): 1}
         config = self._config
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases)
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
@@ -438,6 +445,8 @@ class Server:
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
+        if self._agent is not None:
+            self._agent.close()
         if self._relaying is not None:
             self._relaying.cancel()
         self._compiling.shutdown(wait=False, cancel_futures=True)

@@ -9,7 +9,6 @@ from urllib.parse import unquote
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.types import EngineStats
 from server.api import chat, completions, messages, models, ollama, responses, tokenize
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
@@ -248,13 +247,10 @@ def _plain_id(shown: str) -> str:
 
 
 async def show_loads(exchange: Exchange) -> None:
-    server = exchange.server
-    card, own, pools = server.card, server.served.own, server.metrics.pools().values()
-    assert card is not None, "it comes with the model"
-    stats = EngineStats() if own is None else own.engine.stats
-    num_running = stats.num_running + sum(one.num_active for pool in pools for one in pool.upstreams)
-    num_waiting = stats.num_waiting + sum(pool.num_waiting for pool in pools)
-    exchange.send(models.loads_reply(card, stats, num_running, num_waiting, server.clock.unix()))
+    server, load = exchange.server, exchange.server.load()
+    assert server.card is not None, "it comes with the model"
+    numbers = load.num_running, load.num_waiting
+    exchange.send(models.loads_reply(server.card, server.stats, *numbers, server.clock.unix()))
 
 
 async def show_sleep(exchange: Exchange) -> None:
@@ -283,11 +279,8 @@ async def show_readiness(exchange: Exchange) -> None:
 
 
 async def show_metrics(exchange: Exchange) -> None:
-    server = exchange.server
-    own = None if server.generations is None else server.generations.own
-    stats = EngineStats() if own is None else own.engine.stats
-    listener = server.known_listener
-    body = server.metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
+    server, listener = exchange.server, exchange.server.known_listener
+    body = server.metrics.render(server.stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
     exchange.send(body, media_type=CONTENT_TYPE)
 
 

@@ -15,12 +15,12 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (9355, 27),
+    "server": (9440, 27),
     "server/api": (4570, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1580, 6),
-    "server/listening": (1195, 4),
+    "server/listening": (1240, 5),
     "server/observing": (1790, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),

@@ -59,6 +59,7 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "log-format": "json",
     "otlp-endpoint": "http://collector:4318/v1/traces",
     "bind": "[::1]:0",
+    "agent-check": "127.0.0.1:1",
     "tls-client-auth": "optional",
     "trusted-proxies": "unix",
     "forwarded-header": "forwarded",
