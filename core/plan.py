@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.kv_cache import BlockCopies
+from core.repetition import TokenPenalties
 from core.sequence import ALL_SCORED, Sequence
 from core.step_cost import PROMPT_TILE, StepWork
 from core.types import SamplingParams, StoreState, TokenLogprobs
@@ -90,6 +91,7 @@ class StepPlan:
     host_copies: BlockCopies | None = None
     prompt_targets: list[PromptTargets] = field(default_factory=list)  # at most one per row, in the rows' order
     masked_rows: list[int] = field(default_factory=list)  # that sample under a grammar, ascending
+    penalties: list[TokenPenalties] = field(default_factory=list)  # of rows that sample
     # Row -> how many of its last tokens are drafts: a token is sampled after each of them, too, and all are reported.
     num_drafts: dict[int, int] = field(default_factory=dict)
 
@@ -243,6 +245,7 @@ class PlanBuilder:
         self._sequence_starts: list[SequenceStart] = []
         self._prompt_targets: list[PromptTargets] = []
         self._masked_rows: list[int] = []
+        self._penalties: list[TokenPenalties] = []
         self._num_drafts: dict[int, int] = {}
 
     def add_row(self, sequence: Sequence, start: int, length: int, drafts: Seq[int] = ()) -> None:
@@ -267,6 +270,8 @@ class PlanBuilder:
         self.other_rows.append(row)
         if samples and sequence.grammar is not None:
             self._masked_rows.append(row)
+        if samples and sequence.repetition is not None:
+            self._penalties.append(sequence.repetition.penalties(sequence.slot, sequence.token_ids))
         self.sequences.append(sequence)
         self._starts.append(start)
         self._lengths.append(length)
@@ -339,6 +344,7 @@ class PlanBuilder:
             sequence_starts=self._sequence_starts,
             prompt_targets=self._prompt_targets,
             masked_rows=self._masked_rows,
+            penalties=self._penalties,
             num_drafts=self._num_drafts,
         )
 

@@ -26,6 +26,7 @@ from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
 from core.plan import Flight, Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
+from core.repetition import Breakers, Repetition, RepetitionRules
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates, domain_of
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
@@ -181,8 +182,16 @@ class Scheduler:
             for sequence in group.sequences:
                 if sequence.grammar is not None:
                     sequence.forced.extend(sequence.grammar.forced())
+        if sampling.dry_multiplier > 0 or sampling.repeat_last_n >= 0:
+            names = [name for name in RepetitionRules.__slots__ if name != "breakers"]
+            asked = {name: getattr(sampling, name) for name in names}
+            rules = RepetitionRules(**asked, breakers=request.breakers or Breakers())
+            for sequence in group.sequences:
+                sequence.repetition = Repetition(rules)
         if self._speculates and request.speculates:
             for sequence in group.sequences:
+                if sequence.repetition is not None:
+                    continue
                 recent = self.states.recent.of(domain_of(request))
                 sequence.drafter = Drafter(sequence.token_ids, self._acceptance, request.prediction_ids, recent)
         return group
@@ -313,9 +322,9 @@ class Scheduler:
 
         It ends with the steps in flight, or computes them again, or its siblings fork from it at its current position,
         or the token that is being sampled and those after it are forced: then they are computed together; or it has
-        drafts to verify.
+        drafts to verify, or a penalty that depends on the token.
         """
-        if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced:
+        if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced or sequence.repetition is not None:
             return True
         if sequence.num_computed_tokens >= len(sequence.token_ids) + sequence.num_pending:
             return True
@@ -563,7 +572,7 @@ class Scheduler:
                 self.states.publish(sequence, end)
             elif drafts:
                 sequence.plain_end = 0
-            elif end > sequence.num_prompt_tokens and sequence.grammar is None:
+            elif end > sequence.num_prompt_tokens and sequence.grammar is None and sequence.repetition is None:
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from core.drafter import Drafter
     from core.grammar import GrammarState
+    from core.repetition import Repetition
 
 NO_SLOT = -1
 ALL_SCORED = sys.maxsize
@@ -128,6 +129,7 @@ class Sequence:
         prepaid_end: ... and up to which position it was charged.
         device_s, kv_block_s: what it has taken, as in Cost.
         grammar: that its own tokens follow.
+        repetition: penalises its next token by those before; None: nothing does that the runner does not itself.
         drafter: proposes its next tokens; None: it is not speculated about.
         draft_masks: under a grammar, of its drafts in flight: what may be sampled before and after each.
         num_predicted_tokens, num_mispredicted_tokens: see Usage.
@@ -170,6 +172,7 @@ class Sequence:
     kv_block_s: float = 0.0
     grammar: "GrammarState | None" = None
     forced: deque[int] = field(default_factory=deque)
+    repetition: "Repetition | None" = None
     drafter: "Drafter | None" = None
     draft_masks: "npt.NDArray[np.int32] | None" = None
     num_predicted_tokens: int = 0
@@ -192,7 +195,9 @@ class Sequence:
     @property
     def has_penalties(self) -> bool:
         sampling = self.sampling
-        return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        if sampling.presence_penalty or sampling.frequency_penalty or sampling.dry_multiplier:
+            return True
+        return sampling.repetition_penalty != 1
 
     @property
     def num_own_tokens(self) -> int:

@@ -15,6 +15,7 @@ from core.outlook import Outlook
 
 if TYPE_CHECKING:
     from core.grammar import Grammar
+    from core.repetition import Breakers
     from core.thought_grammar import AfterThought
 
 LOWEST_CLASS, TOP_CLASS = -4, 4  # of Request.priority
@@ -48,6 +49,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0  # at most 0: all
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0  # 0: no DRY
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # of prompt and output; -1: all
+    dry_sequence_breakers: tuple[str, ...] = ()
+    repeat_last_n: int = -1  # penalties count the last tokens of prompt and output alike; -1: as each says
     repetition_penalty: float = 1.0  # over prompt and output (CTRL, arXiv:1909.05858)
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
@@ -74,6 +85,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_domain: requests share cached prompts within a domain ...
         cache_salt: ... and with the same salt.
         grammar: that holds each of its answers.
+        breakers: of DRY.
         speculates: drafts of its next tokens may be computed. The tokens are the same.
         prediction_ids: what its answer is likely to say: a draft.
     """
@@ -91,6 +103,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_domain: str = ""
     cache_salt: str = ""
     grammar: "Grammar | AfterThought | None" = None
+    breakers: "Breakers | None" = None
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
 

@@ -202,6 +202,8 @@ class ModelRunner:
         with _device_errors(), torch.inference_mode():
             for start in plan.sequence_starts:
                 self._sampler.start(start)
+            for penalties in plan.penalties:
+                self._sampler.penalise(penalties)
             host_copies = self._start_host_copies(plan)
             return StepTicket(self._steps.forward(plan), host_copies=host_copies)
 

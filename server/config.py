@@ -6,10 +6,11 @@ sources. Thread: main, at start; frozen after that.
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
@@ -40,16 +41,19 @@ from server.listening.sockets import (
     UnixAddress,
     bind_value,
     format_unix_mode,
+    tcp_address,
     unix_mode_value,
 )
 from server.observing.slo import NO_PROMISES, SloRules
-from server.upstream.settings import ModelSettings
+from server.upstream.settings import ModelSettings, keep_alive_of
 from server.values import (
+    BadValueError,
     HubId,
     choice_of,
     count_between,
     directory_value,
     duration_between,
+    existing_directory,
     existing_file,
     factor_or_none,
     file_value,
@@ -67,6 +71,7 @@ from server.wire.limits import ConnectionLimits, Rate, format_rate, rate_from
 ENVIRONMENT_PREFIX = "STEPLOOP_"
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 DAY_S = 86_400.0
+_INHERITED = ("engine", "limits of a request")  # sections of settings that models' own processes have, too
 NO_HEADER = "none"
 
 _WIRE, _REQUEST = ConnectionLimits(), RequestLimits()
@@ -148,6 +153,14 @@ def _size(low: int, high: int) -> _Kind:
 def _duration(low_s: float, high_s: float) -> _Kind:
     """In seconds."""
     return _Kind(duration_between(low_s, high_s), "TIME", format_duration)
+
+
+def keep_alive_value(text: str) -> float:
+    """Seconds; infinite: always."""
+    try:
+        return keep_alive_of(text)
+    except ValueError as error:
+        raise BadValueError("a time such as 10m, 0 (end at once) or -1 (stay)") from error
 
 
 def _rate(least: int) -> _Kind:
@@ -236,6 +249,23 @@ class ServerConfig:
         None,
         _count(16, 10_000_000, "TOKENS"),
         "context length: prompt and answer of a sequence together (default: the model's own)",
+    )
+    models_dir: Path | None = _MODEL(
+        None,
+        _Kind(existing_directory, "DIR"),
+        "serve each model in this directory, or two levels below it, under its name there, and the embedded one no"
+        " more: each is started when it is asked for",
+    )
+    models_memory_bytes: int | None = _RARE_MODEL(
+        None,
+        _size(MiB, 2**50),
+        "memory for the models that are started when they are asked for, together: the one that was used least lately"
+        " gives way (default: what is free at the first start of one)",
+    )
+    keep_alive_s: float = _RARE_MODEL(
+        300.0,
+        _Kind(keep_alive_value, "TIME", lambda value: "-1" if value == float("inf") else format_duration(value)),
+        "how long such a model stays after its last request; 0: it ends at once; -1: it always stays",
     )
     allow_special_in_content: bool = _RARE_MODEL.switch(
         "let messages contain control tokens such as <|im_start|>: their authors can then forge any turn"
@@ -393,6 +423,11 @@ class ServerConfig:
     unix_mode: int = _RARE_LISTENING(
         DEFAULT_UNIX_MODE, _Kind(unix_mode_value, "MODE", format_unix_mode), "permissions of the files of Unix sockets"
     )
+    agent_check: TcpAddress | None = _RARE_LISTENING(
+        None,
+        _Kind(tcp_address, "HOST:PORT"),
+        "answer haproxy's agent-check there: which part of its weight this server wants, by the wait that it expects",
+    )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
         "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"
         " the requests. HTTP/2 by prior knowledge or ALPN needs no switch",
@@ -429,6 +464,9 @@ class ServerConfig:
     jwt_tenant_claim: str = _ACCESS("tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]")
     jwt_leeway_s: float = _RARE_ACCESS(
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
+    )
+    metrics_without_key: bool = _RARE_ACCESS.switch(
+        "show /metrics to everybody who reaches the port, for scrapers without a key"
     )
     insecure: bool = _ACCESS.switch(
         "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates"
@@ -610,7 +648,10 @@ class ServerConfig:
     """[slo]"""
 
     models: tuple[ModelSettings, ...] = ()
-    """[[models]]"""
+    """[[models]], and those of models_dir"""
+
+    own_models: tuple["ServerConfig", ...] = field(default=(), repr=False)
+    """For each of `models` with a path: the settings of its process."""
 
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, variable or key of the file that set it."""
@@ -667,6 +708,24 @@ class ServerConfig:
             control_bytes=limits.max_control_bytes // _PARTS_OF_CONTROL,
             buffered_body_bytes=max(limits.buffered_body_bytes, self.max_body_bytes),
         )
+
+    def process_of(self, model: ModelSettings, source: Path | HubId, settings: Mapping[str, Any]) -> "ServerConfig":
+        """The settings of a model's own process: this server's of the engine, and what the gateway leaves open to it.
+
+        Args:
+            settings: of the model's entry, parsed.
+        """
+        inherited = (option.field_name for option in OPTIONS if option.section in _INHERITED)
+        own: dict[str, Any] = {name: getattr(self, name) for name in inherited}
+        if self.kv_offload_dir is not None:
+            own["kv_offload_dir"] = self.kv_offload_dir / quote(model.name, safe="")
+        own |= dict.fromkeys(("ttft_deadline_s", "inter_token_deadline_s", "total_deadline_s"), 7 * DAY_S)
+        own |= dict.fromkeys(("max_resets", "max_pings", "max_settings"), Rate(10**6, 1e6))
+        own |= {"max_queue": 10**6, "max_queue_tokens": 10**12, "max_concurrent_streams": model.max_requests}
+        own |= {"max_body_bytes": self.max_body_bytes, "log_format": self.log_format}
+        own["log_level"] = "debug" if self.log_level == "debug" else "warning"
+        own |= {**settings, "model": source, "served_model_name": model.name}
+        return ServerConfig(**own, origins=tuple((name, "its settings") for name in settings))
 
     def all_binds(self, passed: Sequence[PassedSocket] = ()) -> tuple[Bind, ...]:
         """Where to listen: the binds, and --host and --port if they are set or there is nothing else.

@@ -17,6 +17,7 @@ from core.constraints import GrammarKind
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
+from core.repetition import Breakers
 from core.thought_grammar import AfterThought, ThoughtVocabulary
 from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ class Prepared:
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
+    breakers: Breakers | None = None
     tells_tokens: ClassVar[bool] = True
 
     @property
@@ -112,7 +114,9 @@ class PromptReader:
         ids = [self._encode_checked(*one, text, marks) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
-        return Prepared(call, ids, self._table_of(call), prediction_ids=self._predicted(call))
+        sampling = call.sampling
+        breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
+        return Prepared(call, ids, self._table_of(call), prediction_ids=self._predicted(call), breakers=breakers)
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
         """The ids of the predicted answer, as far as the context reaches."""
@@ -252,6 +256,7 @@ class PromptReader:
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
                 grammar=prepared.grammar,
+                breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
             )

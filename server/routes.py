@@ -9,7 +9,6 @@ from urllib.parse import unquote
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.types import EngineStats
 from server.api import chat, completions, messages, models, ollama, responses, tokenize
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
@@ -145,11 +144,11 @@ def check_media_type(request: HttpRequest) -> None:
 
 
 async def list_models(exchange: Exchange) -> None:
-    exchange.send(models.list_reply(exchange.cards))
+    exchange.send(models.list_reply(exchange.cards, exchange.server.model_states))
 
 
 async def get_model(exchange: Exchange) -> None:
-    exchange.send(models.model_reply(find_model(exchange.cards, exchange.argument)))
+    exchange.send(models.model_reply(find_model(exchange.cards, exchange.argument), exchange.server.model_states))
 
 
 def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
@@ -248,13 +247,10 @@ def _plain_id(shown: str) -> str:
 
 
 async def show_loads(exchange: Exchange) -> None:
-    server = exchange.server
-    card, own, pools = server.card, server.served.own, server.metrics.pools().values()
-    assert card is not None, "it comes with the model"
-    stats = EngineStats() if own is None else own.engine.stats
-    num_running = stats.num_running + sum(one.num_active for pool in pools for one in pool.upstreams)
-    num_waiting = stats.num_waiting + sum(pool.num_waiting for pool in pools)
-    exchange.send(models.loads_reply(card, stats, num_running, num_waiting, server.clock.unix()))
+    server, load = exchange.server, exchange.server.load()
+    assert server.card is not None, "it comes with the model"
+    numbers = load.num_running, load.num_waiting
+    exchange.send(models.loads_reply(server.card, server.stats, *numbers, server.clock.unix()))
 
 
 async def show_sleep(exchange: Exchange) -> None:
@@ -283,11 +279,8 @@ async def show_readiness(exchange: Exchange) -> None:
 
 
 async def show_metrics(exchange: Exchange) -> None:
-    server = exchange.server
-    own = None if server.generations is None else server.generations.own
-    stats = EngineStats() if own is None else own.engine.stats
-    listener = server.known_listener
-    body = server.metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
+    server, listener = exchange.server, exchange.server.known_listener
+    body = server.metrics.render(server.stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
     exchange.send(body, media_type=CONTENT_TYPE)
 
 
@@ -301,6 +294,19 @@ async def clear_cache(exchange: Exchange) -> None:
     await exchange.server.loaded_engine.clear_cache()
     logger.info("the prefix cache is cleared, as /admin/cache/clear asks")
     exchange.send(models.CACHE_CLEARED)
+
+
+async def switch_model(exchange: Exchange) -> None:
+    """Load or unload a model that is started on demand: /admin/models/NAME/load."""
+    name, _, action = exchange.argument.rpartition("/")
+    local = exchange.server.local_models
+    model = None if local is None else local.find(name)
+    if local is None or model is None or action not in ("load", "unload"):
+        names = "" if local is None else f" Known: {', '.join(local.models)}."
+        message = f"/admin/models/NAME/load and .../unload take the name of a model that is started on demand.{names}"
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
+    await (local.load(model) if action == "load" else local.unload(model))
+    exchange.send(models.state_reply(model.name, local.states))
 
 
 async def drain(exchange: Exchange) -> None:
@@ -376,6 +382,7 @@ ROUTES |= {
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS)},
     "/models/": {"GET": Route(get_model, ASKS)},
+    "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN)},
     "/admin/requests/": {
         "GET": Route(show_request, Scope.ADMIN, needs_model=False),
         "DELETE": Route(delete_request, Scope.ADMIN),
