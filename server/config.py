@@ -6,10 +6,11 @@ sources. Thread: main, at start; frozen after that.
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
@@ -44,8 +45,9 @@ from server.listening.sockets import (
     unix_mode_value,
 )
 from server.observing.slo import NO_PROMISES, SloRules
-from server.upstream.settings import ModelSettings
+from server.upstream.settings import ModelSettings, keep_alive_of
 from server.values import (
+    BadValueError,
     HubId,
     NamedPath,
     choice_of,
@@ -71,6 +73,7 @@ from server.wire.limits import ConnectionLimits, Rate, format_rate, rate_from
 ENVIRONMENT_PREFIX = "STEPLOOP_"
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 DAY_S = 86_400.0
+_INHERITED = ("engine", "limits of a request")  # sections of settings that models' own processes have, too
 NO_HEADER = "none"
 
 _WIRE, _REQUEST = ConnectionLimits(), RequestLimits()
@@ -152,6 +155,14 @@ def _size(low: int, high: int) -> _Kind:
 def _duration(low_s: float, high_s: float) -> _Kind:
     """In seconds."""
     return _Kind(duration_between(low_s, high_s), "TIME", format_duration)
+
+
+def keep_alive_value(text: str) -> float:
+    """Seconds; infinite: always."""
+    try:
+        return keep_alive_of(text)
+    except ValueError as error:
+        raise BadValueError("a time such as 10m, 0 (end at once) or -1 (stay)") from error
 
 
 def _rate(least: int) -> _Kind:
@@ -255,6 +266,23 @@ class ServerConfig:
         None,
         _count(16, 10_000_000, "TOKENS"),
         "context length: prompt and answer of a sequence together (default: the model's own)",
+    )
+    models_dir: Path | None = _MODEL(
+        None,
+        _Kind(existing_directory, "DIR"),
+        "serve each model in this directory, or two levels below it, under its name there, and the embedded one no"
+        " more: each is started when it is asked for",
+    )
+    models_memory_bytes: int | None = _RARE_MODEL(
+        None,
+        _size(MiB, 2**50),
+        "memory for the models that are started when they are asked for, together: the one that was used least lately"
+        " gives way (default: what is free at the first start of one)",
+    )
+    keep_alive_s: float = _RARE_MODEL(
+        300.0,
+        _Kind(keep_alive_value, "TIME", lambda value: "-1" if value == float("inf") else format_duration(value)),
+        "how long such a model stays after its last request; 0: it ends at once; -1: it always stays",
     )
     allow_special_in_content: bool = _RARE_MODEL.switch(
         "let messages contain control tokens such as <|im_start|>: their authors can then forge any turn"
@@ -637,7 +665,10 @@ class ServerConfig:
     """[slo]"""
 
     models: tuple[ModelSettings, ...] = ()
-    """[[models]]"""
+    """[[models]], and those of models_dir"""
+
+    own_models: tuple["ServerConfig", ...] = field(default=(), repr=False)
+    """For each of `models` with a path: the settings of its process."""
 
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, variable or key of the file that set it."""
@@ -698,6 +729,24 @@ class ServerConfig:
             control_bytes=limits.max_control_bytes // _PARTS_OF_CONTROL,
             buffered_body_bytes=max(limits.buffered_body_bytes, self.max_body_bytes),
         )
+
+    def process_of(self, model: ModelSettings, source: Path | HubId, settings: Mapping[str, Any]) -> "ServerConfig":
+        """The settings of a model's own process: this server's of the engine, and what the gateway leaves open to it.
+
+        Args:
+            settings: of the model's entry, parsed.
+        """
+        inherited = (option.field_name for option in OPTIONS if option.section in _INHERITED)
+        own: dict[str, Any] = {name: getattr(self, name) for name in inherited}
+        if self.kv_offload_dir is not None:
+            own["kv_offload_dir"] = self.kv_offload_dir / quote(model.name, safe="")
+        own |= dict.fromkeys(("ttft_deadline_s", "inter_token_deadline_s", "total_deadline_s"), 7 * DAY_S)
+        own |= dict.fromkeys(("max_resets", "max_pings", "max_settings"), Rate(10**6, 1e6))
+        own |= {"max_queue": 10**6, "max_queue_tokens": 10**12, "max_concurrent_streams": model.max_requests}
+        own |= {"max_body_bytes": self.max_body_bytes, "log_format": self.log_format}
+        own["log_level"] = "debug" if self.log_level == "debug" else "warning"
+        own |= {**settings, "model": source, "served_model_name": model.name}
+        return ServerConfig(**own, origins=tuple((name, "its settings") for name in settings))
 
     def all_binds(self, passed: Sequence[PassedSocket] = ()) -> tuple[Bind, ...]:
         """Where to listen: the binds, and --host and --port if they are set or there is nothing else.

@@ -146,11 +146,11 @@ def check_media_type(request: HttpRequest) -> None:
 
 
 async def list_models(exchange: Exchange) -> None:
-    exchange.send(models.list_reply(exchange.cards))
+    exchange.send(models.list_reply(exchange.cards, exchange.server.model_states))
 
 
 async def get_model(exchange: Exchange) -> None:
-    exchange.send(models.model_reply(find_model(exchange.cards, exchange.argument)))
+    exchange.send(models.model_reply(find_model(exchange.cards, exchange.argument), exchange.server.model_states))
 
 
 def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
@@ -329,6 +329,19 @@ async def unload_adapter(adapters: Adapters, body: bytes) -> Computed:
     return f"Success: LoRA adapter '{asked.lora_name}' removed successfully.".encode(), unknown_fields
 
 
+async def switch_model(exchange: Exchange) -> None:
+    """Load or unload a model that is started on demand: /admin/models/NAME/load."""
+    name, _, action = exchange.argument.rpartition("/")
+    local = exchange.server.local_models
+    model = None if local is None else local.find(name)
+    if local is None or model is None or action not in ("load", "unload"):
+        names = "" if local is None else f" Known: {', '.join(local.models)}."
+        message = f"/admin/models/NAME/load and .../unload take the name of a model that is started on demand.{names}"
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
+    await (local.load(model) if action == "load" else local.unload(model))
+    exchange.send(models.state_reply(model.name, local.states))
+
+
 async def drain(exchange: Exchange) -> None:
     server = exchange.server
     assert server.drain is not None, "set before it listens"
@@ -404,6 +417,7 @@ ROUTES |= {
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS)},
     "/models/": {"GET": Route(get_model, ASKS)},
+    "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN)},
     "/admin/requests/": {
         "GET": Route(show_request, Scope.ADMIN, needs_model=False),
         "DELETE": Route(delete_request, Scope.ADMIN),

@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (8755, 26),
-    "server/api": (4585, 15),
+    "server": (9705, 28),
+    "server/api": (4600, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1580, 6),
@@ -31,7 +31,7 @@ BUDGETS = {
     "gpu/parallel": (760, 5),
     "bench": (8400, 32),
 }
-TEST_LINES = 57_930
+TEST_LINES = 58_110
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
@@ -53,10 +53,11 @@ ROOMS = (
         "generation",
         "relay",
         "adapters",
+        "local_models",
     ),
     ("app", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
-    ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),
+    ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )
 
 

@@ -1,6 +1,6 @@
 """/v1/models, /model_info, /server_info and /admin: replies about the models and the server. Thread: loop."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -145,15 +145,18 @@ def loads_reply(card: ServerCard, stats: EngineStats, num_running: int, num_wait
     return sse.json_line({"timestamp": unix_s, "version": card.version, "dp_rank_count": 1, "loads": [load]})
 
 
-def list_reply(models: Sequence[ServedModel]) -> bytes:
-    return sse.json_line({"object": "list", "data": [_model_object(model) for model in models]})
+States = Mapping[str, str]  # of models that are started on demand, by name: as llama-server has them
 
 
-def model_reply(model: ServedModel) -> bytes:
-    return sse.json_line(_model_object(model))
+def list_reply(models: Sequence[ServedModel], states: States) -> bytes:
+    return sse.json_line({"object": "list", "data": [_model_object(model, states) for model in models]})
 
 
-def _model_object(model: ServedModel) -> dict[str, Any]:
+def model_reply(model: ServedModel, states: States) -> bytes:
+    return sse.json_line(_model_object(model, states))
+
+
+def _model_object(model: ServedModel, states: States) -> dict[str, Any]:
     result = {
         "id": model.id,
         "object": "model",
@@ -166,7 +169,13 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
         result["max_model_len"] = model.max_model_len
     if model.description is not None:
         result["description"] = model.description
+    if (state := states.get(model.name)) is not None:
+        result["status"] = {"value": state}
     return result
+
+
+def state_reply(name: str, states: States) -> bytes:
+    return sse.json_line({"model": name, "status": {"value": states[name]}})
 
 
 def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:

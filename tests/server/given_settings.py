@@ -38,6 +38,8 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "MODEL": "{directory}",
     "NAME=PATH": "sql={directory}",
     "lora-dir": "{directory}",
+    "models-dir": "{directory}",
+    "models-memory": "2GiB",
     "NETWORK": "10.0.0.0/8",
     "RATE": "20+2.5/s",
     "SIZE": "123KiB",
