@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.kv_cache import BlockTable
-from core.types import Cost, FinishReason, Request, SamplingParams
+from core.types import Adapter, Cost, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -144,6 +144,7 @@ class Sequence:
     place: Place
     due_order: DueOrder
     sampling: SamplingParams
+    adapter: Adapter | None
     seed: int
     stop_ids: tuple[int, ...]
     token_ids: list[int]
@@ -283,12 +284,13 @@ class SequenceGroup:
             place=(request.arrival_s - bonus_s, self.serial, index),
             due_order=(self.latest_start_s, self.serial, index),
             sampling=request.sampling,
+            adapter=request.adapter,
             seed=sequence_seed(self.seed, index),
             stop_ids=stop_ids,
             token_ids=list(request.prompt_ids),
             num_prompt_tokens=num_prompt_tokens,
             max_length=max_length,
-            table=BlockTable((request.cache_domain, request.cache_salt)),
+            table=BlockTable(request.cache_root),
             is_paused=self.is_paused,
             num_scored_tokens=0 if wants_scores else ALL_SCORED,
             grammar=None if request.grammar is None else request.grammar.start(),

@@ -6,7 +6,7 @@ server is App; what is known of its request is Exchange. The handlers and their 
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -15,6 +15,7 @@ import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats, Usage
+from server.adapters import Adapters
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
 from server.callers import Gate
@@ -28,6 +29,7 @@ from server.gate.tenants import OwnDeadlineExceeded
 from server.generation import Generations
 from server.listening.clients import DENIED
 from server.listening.listener import Listener
+from server.local_models import LocalModels
 from server.observing.accounting import (
     NO_REQUEST,
     Account,
@@ -214,9 +216,10 @@ class App:
 
     Attributes:
         exchanges: in progress.
-        generations, card: set when the model is loaded.
+        generations, card: set when the model is loaded; adapters: then, if it takes any.
         listener: set before anything is asked.
         drain: ends the process as SIGTERM does; returns the seconds of grace.
+        local_models: those that are started on demand; None: there are none.
     """
 
     def __init__(
@@ -244,8 +247,10 @@ class App:
         self.exchanges: dict[HttpStream, Exchange] = {}
         self.generations: Generations | None = None
         self.card: ServerCard | None = None
+        self.adapters: Adapters | None = None
         self.listener: Listener | None = None
         self.drain: Callable[[], float] | None = None
+        self.local_models: LocalModels | None = None
 
     # What handlers ask.
 
@@ -269,6 +274,10 @@ class App:
     def known_listener(self) -> Listener:
         assert self.listener is not None, "nothing is asked before it listens"
         return self.listener
+
+    @property
+    def model_states(self) -> Mapping[str, str]:
+        return {} if self.local_models is None else self.local_models.states
 
     def generating(self) -> list[Exchange]:
         """The generations in progress."""

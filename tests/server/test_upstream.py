@@ -1,7 +1,11 @@
 """The client towards upstreams: its settings, HTTP/2 from its side, and which upstream takes a request."""
 
+<<<<<<< HEAD
 import asyncio
 from itertools import pairwise
+=======
+import math
+>>>>>>> main
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +19,7 @@ from server.config_sources import load_config
 from server.upstream.connection import Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
 from server.upstream.http2 import Http2, NotHttp2
+from server.upstream.settings import keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
 from server.wire.http2_heads import ResponseEncoder
 from server.wire.messages import ConnectionFault, Http2ErrorCode
@@ -22,14 +27,22 @@ from tests.server import raw_http2
 from tests.server.given_settings import toml_flag
 
 GOOD = '[[models]]\nname = "a"\nupstreams = [{ url = "http://h:1" }]\n'
+LOCAL = f'[[models]]\nname = "a"\npath = "{Path(__file__).parent}"\n'
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ('[models]\nname = "a"', "is not a list of tables"),
-        ('[[models]]\nname = "a"', "upstreams is missing"),
-        (GOOD + 'colour = "red"', "known: name, upstreams"),
+        ('[[models]]\nname = "a"', "path or upstreams is missing"),
+        (GOOD + 'path = "x"', "exclude each other"),
+        (GOOD + "keep_alive = 0", "for a model with a path"),
+        (LOCAL + "trusted = true", "trusted is for upstreams"),
+        (LOCAL + 'keep_alive = "soon"', 'a time such as "10m"'),
+        (LOCAL + "settings = { port = 1 }", "has the setting 'port'"),
+        (LOCAL + "settings = { max_model_len = 1 }", "max_model_len"),
+        (LOCAL.replace("path = ", 'path = "/no" #'), "path of the model 'a'"),
+        (GOOD + 'colour = "red"', "known: name, path"),
         (GOOD.replace("url", "uri"), "known: url, weight"),
         (GOOD + GOOD, "two models of the name 'a'"),
         (GOOD + 'aliases = ["a"]', "two models of the name 'a'"),
@@ -53,6 +66,34 @@ def test_models_that_cannot_be_meant_are_refused(text: str, told: str, tmp_path:
     with pytest.raises(StartupError) as caught:
         load_config(toml_flag(tmp_path, text), {})
     assert told in f"{caught.value.cause} {caught.value.fix}"
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("10m", 600), ("1h30m", 5400), (0, 0), ("0", 0), (-1, math.inf), ("-1", math.inf), ("-1s", math.inf), (1.5, 1.5)],
+)
+def test_keep_alive_is_read_as_ollama_reads_it(value: str | float, seconds: float) -> None:
+    assert keep_alive_of(value) == seconds
+
+
+def test_a_directory_of_models_names_each_by_its_path_there(tmp_path: Path) -> None:
+    for name in ("org/one", "two"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "three.gguf").touch()
+    flags = {
+        "models_dir": str(tmp_path),
+        "max_sequences": "7",
+        "kv_offload_bytes": "1GiB",
+        "kv_offload_dir": str(tmp_path),
+    }
+    config = load_config(flags, {})
+    assert not config.has_engine
+    assert sorted(one.name for one in config.models) == ["org/one", "three", "two"]
+    one = config.own_models[[one.name for one in config.models].index("org/one")]
+    assert (one.served_model_name, one.max_sequences, one.model) == ("org/one", 7, tmp_path / "org/one")
+    assert one.kv_offload_dir == tmp_path / "org%2Fone"
 
 
 def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None:
