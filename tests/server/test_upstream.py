@@ -1,11 +1,8 @@
 """The client towards upstreams: its settings, HTTP/2 from its side, and which upstream takes a request."""
 
-<<<<<<< HEAD
 import asyncio
-from itertools import pairwise
-=======
 import math
->>>>>>> main
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
