@@ -380,6 +380,11 @@ class Generation:
 
     # Its task: from READING to RESERVING, and the end.
 
+    @property
+    def model(self) -> str:
+        """By the name that its client asked for, once it is prepared."""
+        return self._prepared.call.model
+
     async def run(self) -> Outcome:
         """Answer the request.
 

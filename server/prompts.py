@@ -19,6 +19,7 @@ from core.constraints import GrammarKind
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
+from core.repetition import Breakers
 from core.thought_grammar import AfterThought, ThoughtVocabulary
 from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ from core.tool_detection import ThoughtStyle, ToolStyle
 from core.tool_formats import HARMONY, THOUGHTS, markers_of, thought_markers_of
 from core.tool_grammar import harmony_answers
 from core.turns import Begun, Domain, TurnMemory
-from core.types import Request, SamplingParams
+from core.types import Adapter, Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
 from server.api.replies import ReplyContext, Surface
@@ -53,6 +54,8 @@ class Prepared:
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
     remember: Callable[[Sequence[int]], None] | None = None
+    adapter: Adapter | None = None
+    breakers: Breakers | None = None
     tells_tokens: ClassVar[bool] = True
 
     @property
@@ -62,12 +65,12 @@ class Prepared:
         return not isinstance(prompt, ChatPrompt) or prompt.continues_last
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PromptReader:
     """The model as the loop knows it: how bodies become requests, and how many tokens fit.
 
     Args:
-        cards: what /v1/models shows, one per name.
+        cards: what /v1/models shows, one per name, the model's own first; replaced as adapters come and go.
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
         thoughts: of that vocabulary; None: the model writes none.
@@ -103,8 +106,10 @@ class PromptReader:
             ServiceError: the body is invalid, or asks for something that the tenant or the model does not allow.
         """
 
+        cards = self.cards_for(tenant)  # once: others may load and unload adapters meanwhile
+
         def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
-            return find_model(self.cards_for(tenant), model).id, self.defaults
+            return find_model(cards, model).id, self.defaults
 
         marks.enter(Stage.VALIDATE)
         call = self._held(surface.parse(body, defaults_of))
@@ -126,7 +131,10 @@ class PromptReader:
         remember = None
         if self.turns is not None and texts[0] is not None:
             remember = partial(self.turns.add, Begun(domain, texts[0], array("i", ids[0])))
-        return Prepared(call, ids, self._table_of(call), prediction_ids=self._predicted(call), remember=remember)
+        adapter, sampling = find_model(cards, call.model).adapter, call.sampling
+        breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
+        table, predicted = self._table_of(call), self._predicted(call)
+        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers)
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
         """The ids of the predicted answer, as far as the context reaches."""
@@ -275,7 +283,9 @@ class PromptReader:
                 tells_progress=call.is_stream and call.tells_queue and i == 0,
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
+                adapter=prepared.adapter,
                 grammar=prepared.grammar,
+                breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
                 tells_answer=prepared.remember is not None,
@@ -341,6 +351,7 @@ class PromptReader:
 
     def reply_context(self, prepared: Prepared, request_id: str) -> ReplyContext:
         call, prompts, tokenizer = prepared.call, tuple(prepared.prompts), self.tokenizer
+        adapter = prepared.adapter
         hides_special = call.sampling.skip_special_tokens
 
         def text_of(prompt: Prompt, ids: tuple[int, ...]) -> str:
@@ -352,7 +363,7 @@ class PromptReader:
             created_s=int(self.unix_clock()),
             model=call.model,
             unix_clock=self.unix_clock,
-            fingerprint=self.fingerprint,
+            fingerprint=self.fingerprint if adapter is None else f"{self.fingerprint}_{adapter.digest[:12]}",
             token_str=tokenizer.text_of,
             token_bytes=tokenizer.bytes_of,
             prompt_lengths=tuple(map(len, prompts)),
@@ -388,12 +399,14 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
     Args:
         models: those that its caller may use.
-        name: None: the only one, by its own name.
+        name: None: the only one that is no adapter, by its own name.
 
     Raises:
         InvalidRequest: no name, and several models.
         ServiceError: none of the models has that name; the message lists them.
     """
+    if name is None:
+        models = [model for model in models if model.parent is None] or models
     if name is None and len({model.name for model in models}) > 1:
         names = ", ".join(model.id for model in models)
         raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
@@ -412,7 +425,7 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
 def own_name(models: Sequence[ServedModel], name: str) -> str:
     """The model's own name, whichever of its names was asked for."""
-    return next(model.name for model in models if model.id == name)
+    return next((model.name for model in models if model.id == name), name)  # an adapter may have been unloaded
 
 
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:

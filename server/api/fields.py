@@ -26,6 +26,7 @@ from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
 ANY_SEED = -1  # as of vLLM, llama-server and ollama: asks for another answer each time
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 # Below it the division of logits overflows, and sampling is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
 
@@ -162,6 +163,8 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
 
 ModelName = Annotated[str, Meta(min_length=1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+LastTokens = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # how many; -1: all
+_Breaker = Annotated[str, Meta(min_length=1, max_length=40)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]  # the detokenizer holds back that much
 
 
@@ -188,6 +191,16 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_n_sigma: Annotated[float, Meta(ge=-1, le=1000)] | None = None
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    dry_penalty_last_n: LastTokens | None = None
+    dry_sequence_breakers: Annotated[list[_Breaker], Meta(min_length=1, max_length=16)] | None = None
+    repeat_last_n: LastTokens | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: int | None = None
     n: int | None = None
@@ -296,6 +309,11 @@ def _sampling_params(
         values["temperature"] = 0.0
     if not 0 < values["top_k"] < defaults.vocab_size:
         values["top_k"] = 0
+    has_dry = values.get("dry_multiplier", 0) > 0 and values.get("dry_penalty_last_n") != 0
+    values["dry_multiplier"] = values["dry_multiplier"] if has_dry else 0.0
+    values["dry_sequence_breakers"] = tuple(fields.dry_sequence_breakers or DEFAULT_BREAKERS) if has_dry else ()
+    if values.get("repeat_last_n") == 0:  # no token counts
+        values |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_last_n": -1}
     if fields.seed is not None:
         check_range("seed", fields.seed, -(2**63), 2**64 - 1)
         values["seed"] = None if fields.seed == ANY_SEED else fields.seed % 2**64
