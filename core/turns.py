@@ -6,15 +6,17 @@ there and only the rest is tokenized: the prefix cache finds all of it, and long
 one cache domain meet. No I/O. Thread: the loop adds; any may look up.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+
 from core.errors import InvalidRequest
 from core.marked_text import MarkedText, Origin
+from core.plan import Int32Array
 from core.tokenizer import ControlToken, Tokenizer
 
 Domain = tuple[str, str]  # a request's cache_domain and cache_salt
@@ -30,7 +32,7 @@ class Begun:
 
     domain: Domain
     text: str
-    ids: "array[int]"
+    ids: Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class _Turn:
     digest: bytes
     origins: bytes
     control: tuple[ControlToken, ...]
-    ids: "array[int]"
+    ids: Int32Array
 
 
 class TurnMemory:
@@ -76,7 +78,7 @@ class TurnMemory:
         """
         if (turn := self._longest(text, domain)) is not None:
             with suppress(InvalidRequest):  # it would name a place in the rest
-                return turn.ids.tolist() + self._tokenizer.encode_chat(text[turn.num_chars :])
+                return [*turn.ids.tolist(), *self._tokenizer.encode_chat(text[turn.num_chars :])]
         return self._tokenizer.encode_chat(text)
 
     def _longest(self, text: str, domain: Domain) -> _Turn | None:
@@ -115,7 +117,7 @@ class TurnMemory:
             digest=_digest(whole),
             origins=_digest_of_origins(begun.text),
             control=placed,
-            ids=begun.ids + array("i", answer_ids),
+            ids=np.append(begun.ids, np.array(answer_ids, np.int32)),
         )
         domain = begun.domain
         self._forget(domain, turn.digest)

@@ -5,7 +5,6 @@ Nothing here waits or changes anything: a long body is read on another thread (G
 
 import json
 import math
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -13,6 +12,7 @@ from functools import partial
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
 from core.chat_template import ChatTemplate, max_text_chars
 from core.constraints import GrammarKind
@@ -130,7 +130,7 @@ class PromptReader:
         call = _with_thought_start(call, texts[0])
         remember = None
         if self.turns is not None and texts[0] is not None:
-            remember = partial(self.turns.add, Begun(domain, texts[0], array("i", ids[0])))
+            remember = partial(self.turns.add, Begun(domain, texts[0], np.array(ids[0], np.int32)))
         adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
         table, predicted = self._table_of(call), self._predicted(call)

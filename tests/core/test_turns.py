@@ -1,10 +1,10 @@
 """A chat that goes on has the ids of what was generated, and of nothing else."""
 
 import random
-from array import array
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,7 +55,7 @@ def oddly_cut(text: str, rng: random.Random, tokenizer: Tokenizer = TOKENIZER) -
 
 def remembering(prompt: str, answer_ids: list[int], tokenizer: Tokenizer = TOKENIZER, **limits: int) -> TurnMemory:
     memory = TurnMemory(tokenizer, **limits)
-    memory.add(Begun(MINE, prompt, array("i", memory.encode(prompt, MINE))), answer_ids)
+    memory.add(Begun(MINE, prompt, np.array(memory.encode(prompt, MINE), np.int32)), answer_ids)
     return memory
 
 
@@ -140,10 +140,10 @@ def test_what_is_kept_is_bounded_and_the_largest_domain_loses() -> None:
     memory, rng = TurnMemory(TOKENIZER, most_ids=600, most_turns=8), random.Random(5)
     kept: Any = memory._turns
     small = rendered(("user", "mine"))
-    memory.add(Begun(MINE, small, array("i", TOKENIZER.encode_chat(small))), oddly_cut("Hi", rng))
+    memory.add(Begun(MINE, small, np.array(TOKENIZER.encode_chat(small), np.int32)), oddly_cut("Hi", rng))
     for number in range(40):
         prompt = rendered(("user", f"{number} " * (number % 7)))
-        begun = Begun(OTHERS, prompt, array("i", TOKENIZER.encode_chat(prompt)))
+        begun = Begun(OTHERS, prompt, np.array(TOKENIZER.encode_chat(prompt), np.int32))
         for _ in range(2):  # the second time it is the same turn
             memory.add(begun, oddly_cut("Hi", rng))
         assert sum(len(turn.ids) for turns in kept.values() for turn in turns.values()) <= 600

@@ -1,9 +1,9 @@
 """What operators may see and do under /admin, on the simulated server."""
 
 import hashlib
-from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 
 from core.kv_cache import BlockCopies
@@ -86,7 +86,7 @@ def test_cleared_cache_finds_nothing_of_before(server: SimulatedServer) -> None:
 def test_cleared_cache_forgets_the_turns_of_chats(server: SimulatedServer) -> None:
     turns: Any = server.generations.reader.turns
     for _ in range(2):
-        turns.add(Begun(("tenant:a", ""), "Hi", array("i", [72, 105])), [33])
+        turns.add(Begun(("tenant:a", ""), "Hi", np.array([72, 105], np.int32)), [33])
         server.ask(request("POST", "/admin/cache/clear"))
         assert (turns._turns, turns._num_ids) == ({}, {})
 
