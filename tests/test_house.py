@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (9750, 28),
+    "server": (9810, 28),
     "server/api": (4600, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
