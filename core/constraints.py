@@ -5,6 +5,7 @@ frozen. Thread: any.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from itertools import combinations
 from typing import Any
 
 from core.errors import InvalidRequest
+from core.shortest_answer import MOST_CHARACTERS, shortest_answer
 
 MAX_SOURCE_BYTES = 512 * 1024
 MAX_DEPTH = 64
@@ -94,6 +96,7 @@ class GrammarSpec:
         param: the request's field that it came in, for refusals.
         fallback: what holds less, and is used where this cannot be held.
         schemas: that the source has within it: a refusal names the one that cannot be held.
+        frame: around it, in Lark with `@answer` in its place; "": it holds the whole answer.
     """
 
     kind: GrammarKind
@@ -101,6 +104,12 @@ class GrammarSpec:
     param: str
     fallback: "GrammarSpec | None" = None
     schemas: "tuple[GrammarSpec, ...]" = ()
+    frame: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Of one key, one grammar."""
+        return self.kind, self.source, self.frame
 
 
 _MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
@@ -133,6 +142,7 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
                 _check_repeats(pattern, f"{path}.patternProperties", param)
         if keyword == "format" and not (isinstance(value, str) and value in FORMATS):
             raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
+    check_answerable(schema, param)
     source = json.dumps(_as_held(schema), ensure_ascii=False, separators=(",", ":"))
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
@@ -308,6 +318,25 @@ def check_depth(schema: Any, param: str) -> None:
 
     active: set[str] = set()
     follow(schema, 0)
+
+
+def check_answerable(schema: Any, param: str, most_characters: float = MOST_CHARACTERS) -> None:
+    """
+    Args:
+        schema: of bounded depth, its references within itself.
+        most_characters: of an answer.
+
+    Raises:
+        InvalidRequest: the schema contradicts itself, or its shortest answer is longer.
+    """
+    found = shortest_answer(schema, param, lambda pointer: _target(schema, pointer, param), most_characters)
+    if found.num_characters == math.inf:
+        raise InvalidRequest(f"{found.path} cannot be satisfied: {found.why}. Correct the schema.", param)
+    if found.num_characters > most_characters:
+        limit = (
+            f"Its shortest answer has {found.num_characters:.0f} characters, the model's longest {most_characters:.0f}"
+        )
+        raise InvalidRequest(f"{found.path} cannot be satisfied within this model's length. {limit}.", param)
 
 
 def _target(root: Any, pointer: str, param: str) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from core.constraints import MAX_REPEATED, WHITESPACE, GrammarKind, GrammarSpec, keywords_of
+from core.constraints import MAX_REPEATED, WHITESPACE, GrammarKind, GrammarSpec, check_answerable, keywords_of
 from core.errors import InvalidRequest
 
 Int32Array = npt.NDArray[np.int32]
@@ -128,6 +128,11 @@ class Grammar:
     def start(self) -> GrammarState:
         return GrammarState(self.matcher.deep_copy(), self.num_words)
 
+    def after(self, token_ids: Sequence[int]) -> "Grammar | None":
+        """What holds the rest of an answer that begins with these tokens; None: no answer begins so."""
+        matcher = self.matcher.deep_copy()
+        return Grammar(matcher, self.num_words) if matcher.consume_tokens(list(token_ids)) else None
+
 
 class GrammarCompiler:
     """
@@ -136,6 +141,7 @@ class GrammarCompiler:
         special_ids: of control tokens.
         eos_ids: any of which ends an answer; none: answers end where nothing more may come.
         encode: ids of a text, without special tokens.
+        most_tokens: that an answer can have.
     """
 
     def __init__(
@@ -144,7 +150,9 @@ class GrammarCompiler:
         special_ids: Collection[int],
         eos_ids: Sequence[int],
         encode: Callable[[str], Sequence[int]],
+        most_tokens: int | None = None,
     ) -> None:
+        self._most_characters = None if most_tokens is None else most_tokens * max(map(len, token_bytes))
         if not eos_ids:  # the library needs one: a token beyond the model's
             token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
@@ -159,6 +167,10 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: it cannot be read, contradicts itself, cannot be enforced, or is over the limits.
         """
+        if self._most_characters is not None:
+            for one in (spec, *spec.schemas):
+                if one.kind is GrammarKind.JSON_SCHEMA:
+                    check_answerable(json.loads(one.source), one.param, self._most_characters)
         try:
             return self._compile(spec)
         except InvalidRequest:
@@ -178,6 +190,10 @@ class GrammarCompiler:
                 text = LLMatcher.grammar_from_lark(source)
             case GrammarKind.GBNF:
                 text = LLMatcher.grammar_from_lark(_GbnfReader(source, spec.param).in_lark())
+        if spec.frame:
+            is_lark = spec.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
+            inner = {"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]
+            text = json.dumps({"grammars": [{"lark_grammar": spec.frame}, {**inner, "name": "answer"}]})
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
             for schema in spec.schemas:
@@ -192,7 +208,7 @@ class GrammarCompiler:
         try:
             self._compile(schema)
         except InvalidRequest as error:
-            is_path = schema.param.startswith(f"{param}.")
+            is_path = schema.param.startswith((f"{param}.", f"{param}["))
             raise InvalidRequest(
                 str(error) if is_path else f"{param}: {error}", schema.param if is_path else param
             ) from None
@@ -444,17 +460,16 @@ class GrammarCache:
 
     def __init__(self, capacity: int = 256) -> None:
         self._capacity = capacity
-        self._grammars: OrderedDict[tuple[GrammarKind, str], tuple[str, Grammar]] = OrderedDict()  # with their tenants
+        self._grammars: OrderedDict[tuple[str, ...], tuple[str, Grammar]] = OrderedDict()  # with their tenants
 
     def find(self, spec: GrammarSpec) -> Grammar | None:
-        key = (spec.kind, spec.source)
-        if key not in self._grammars:
+        if spec.key not in self._grammars:
             return None
-        self._grammars.move_to_end(key)
-        return self._grammars[key][1]
+        self._grammars.move_to_end(spec.key)
+        return self._grammars[spec.key][1]
 
     def keep(self, spec: GrammarSpec, tenant: str, grammar: Grammar) -> None:
-        self._grammars[spec.kind, spec.source] = (tenant, grammar)
+        self._grammars[spec.key] = (tenant, grammar)
         if len(self._grammars) > self._capacity:
             counts = Counter(owner for owner, _ in self._grammars.values())
             largest = max(counts, key=counts.__getitem__)
@@ -462,7 +477,7 @@ class GrammarCache:
 
     def drop(self, spec: GrammarSpec) -> None:
         """Forget one that has grown past the limits: it holds a hundred megabytes."""
-        self._grammars.pop((spec.kind, spec.source), None)
+        self._grammars.pop(spec.key, None)
 
 
 class _Vocabulary:

@@ -57,8 +57,9 @@ class GuardedCompiler(GrammarCompiler):
         special_ids: Collection[int],
         eos_ids: Sequence[int],
         encode: Callable[[str], Sequence[int]],
+        most_tokens: int | None = None,
     ) -> None:
-        super().__init__(token_bytes, special_ids, eos_ids, encode)
+        super().__init__(token_bytes, special_ids, eos_ids, encode, most_tokens)
         self._vocabulary = Vocabulary(list(token_bytes), list(special_ids), list(eos_ids))
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., GuardedCompiler] | None = None

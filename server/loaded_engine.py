@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
@@ -17,8 +18,9 @@ from core.thought_grammar import ThoughtVocabulary
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
 from core.tool_formats import ANY_FORMAT
-from core.types import EngineStats, StepDelivery
+from core.types import Adapter, EngineStats, StepDelivery
 from server import __version__
+from server.adapters import adapter_card
 from server.api.fields import GenerationDefaults, RequestLimits
 from server.api.models import ServedModel, ServerCard
 from server.clock import Clock
@@ -51,12 +53,16 @@ class LoadedEngine:
 
     Args:
         stats: the scheduler's, before its first step.
+        adapters: of --lora, by name, each with its card's root.
+        read_adapter: reads another one, on any thread; None: the engine takes none.
     """
 
     engine: Engine
     files: ModelFiles
     facts: EngineFacts
     stats: EngineStats
+    adapters: tuple[tuple[str, str, Adapter], ...] = ()
+    read_adapter: Callable[[Path], Adapter] | None = None
 
 
 # Runs on the engine thread: (inbox, deliver, report_stage) -> engine
@@ -78,9 +84,10 @@ def prompt_reader(
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
+    adapters = [adapter_card(card, *one, clock.unix()) for one in loaded.adapters]
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
-        cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases)),
+        cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases), *adapters),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
         max_model_len=limits.max_model_len,
@@ -95,7 +102,9 @@ def prompt_reader(
         unix_clock=clock.unix,
         special_tokens={files.tokenizer.str_of(token_id): token_id for token_id in files.tokenizer.special_ids},
         eos_ids=files.eos_ids,
-        make_compiler=cache(partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler)),
+        make_compiler=cache(
+            partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
+        ),
         fingerprint=_fingerprint(loaded),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
@@ -136,11 +145,14 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def compiler_of(
-    tokenizer: Tokenizer, eos_ids: Sequence[int], kind: type[GrammarCompiler] = GrammarCompiler
+    tokenizer: Tokenizer,
+    eos_ids: Sequence[int],
+    kind: type[GrammarCompiler] = GrammarCompiler,
+    most_tokens: int | None = None,
 ) -> GrammarCompiler:
-    """For a model whose answers end with any of these ids."""
+    """For a model whose answers end with any of these ids, and have at most so many tokens."""
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return kind(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer))
+    return kind(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer), most_tokens)
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:

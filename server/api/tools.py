@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import AnswerParser
-from core.constraints import GrammarKind, GrammarSpec, check_depth, json_schema
+from core.constraints import GrammarKind, GrammarSpec, check_answerable, check_depth, json_schema
 from core.errors import InvalidRequest
 from core.tool_detection import ToolStyle
 from core.tool_formats import FORMATS, HARMONY, JsonArguments, NamedCall
@@ -24,6 +24,7 @@ from core.tool_grammar import (
     Tool,
     allowed_calls,
     harmony_answers,
+    inline_json,
     reduced_schema,
     required_calls,
 )
@@ -75,12 +76,14 @@ class ToolWishes(msgspec.Struct, frozen=True, kw_only=True):
     """
     Args:
         functions: that the model may call, and sees in its prompt.
+        places: of their parameters in the request.
         is_required: the answer is calls, at least one, and no text.
         most_calls: of one answer; None: any number.
         is_old: the request has `functions`: an answer has one call, as function_call.
     """
 
     functions: tuple[Function, ...]
+    places: tuple[str, ...]
     style: ToolStyle
     is_required: bool = False
     most_calls: int | None = None
@@ -130,6 +133,7 @@ def tool_wishes(
     style: ToolStyle | None,
     where: str = "tools[{}].function",
     most_calls: int | None = None,
+    parameters: str = "parameters",
 ) -> ToolWishes | None:
     """What a request's fields say about tools; None: the model is offered none.
 
@@ -137,6 +141,7 @@ def tool_wishes(
         choice: tool_choice: "none", "auto", "required", a function by name, or {"type": "allowed_tools", ...}.
         where: a tool's place in the request.
         most_calls: of one answer, as the request says beside is_parallel.
+        parameters: the name of a tool's schema.
 
     Raises:
         InvalidRequest: a field contradicts another, or the model's template has no form for tools.
@@ -156,20 +161,24 @@ def tool_wishes(
             raise InvalidRequest(message, f"{param}.name")
         if one.name in by_name:
             raise InvalidRequest(f"{param}.name is {one.name!r}, as that of an earlier tool.", f"{param}.name")
+        place = f"{param}.{parameters}"
         if one.parameters is not None and one.parameters.get("type", "object") != "object":
-            raise InvalidRequest(f'{param}.parameters must have "type": "object".', f"{param}.parameters")
-        check_depth(one.parameters, f"{param}.parameters")
-        _check_schema(one.parameters or {}, f"{param}.parameters")
+            raise InvalidRequest(f'{place} must have "type": "object".', place)
+        check_depth(one.parameters, place)
+        _check_schema(one.parameters or {}, place)
         if one.strict:
-            json_schema(_parameters(one), f"{param}.parameters")
+            json_schema(_parameters(one), place)
+        check_answerable({"type": "object", **_parameters(one)}, place)
         by_name[one.name] = one
     mode, names = _chosen(choice, by_name)
     if mode == "none":
         return None
     if style is None:
         raise InvalidRequest(NO_TOOLS, "tools", "unsupported_parameter")
+    offered = {where.format(i): one for i, one in enumerate(functions) if names is None or one.name in names}
     return ToolWishes(
-        functions=tuple(one for one in functions if names is None or one.name in names),
+        functions=tuple(offered.values()),
+        places=tuple(f"{place}.{parameters}" for place in offered),
         style=style,
         is_required=mode == "required",
         most_calls=1 if is_parallel is False or style.most_calls == 1 else most_calls,
@@ -191,6 +200,8 @@ def _check_schema(schema: Any, param: str) -> None:
             raise InvalidRequest(f"{where} must be of {', '.join(sorted(_TYPES))}.", where)
         if name in _LISTS and not isinstance(value, list):
             raise InvalidRequest(f"{where} must be an array.", where)
+        if name == "$ref" and not str(value).startswith("#"):
+            raise InvalidRequest(f"{where} must point into the same schema: '#/$defs/NAME'.", where)
         if name in _SCHEMAS_BY_NAME:
             if not isinstance(value, dict):
                 raise InvalidRequest(f"{where} must be an object of schemas.", where)
@@ -265,12 +276,14 @@ def call_constraint(
     Raises:
         InvalidRequest: a strict schema cannot be held in the model's format of calls, or calls and text not together.
     """
-    is_harmony = wishes.style.format == HARMONY
-    if is_harmony and continues_text:
+    if continues_text:
         if wishes.is_required:
-            message = "tool_choice requires a call, which cannot go on with a message. Leave one out."
+            message = "tool_choice requires a call, which cannot go on with a message. Leave one of them out."
             raise InvalidRequest(message, "tool_choice")
-        return text or GrammarSpec(GrammarKind.LARK, HARMONY_TEXT, "tools")
+        if text is not None:
+            return text
+        if wishes.style.format == HARMONY:
+            return GrammarSpec(GrammarKind.LARK, HARMONY_TEXT, "tools")
     if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
         message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
@@ -290,23 +303,25 @@ def _call_spec(
     eos_ids: Collection[int],
     text: GrammarSpec | None,
 ) -> GrammarSpec:
+    instead = None if text is None or wishes.is_required else json.loads(text.source)
     try:
         if wishes.style.format == HARMONY:
-            final = None if text is None or wishes.is_required else json.loads(text.source)
+            final = None if instead is None else inline_json(instead)
             source = harmony_answers(tools, special, eos_ids, wishes.is_required, final)
-            return GrammarSpec(GrammarKind.LARK, source, "tools")
-        form = FORMATS[wishes.style.format]
-        if wishes.is_required:
-            source = required_calls(form, tools, special, wishes.most_calls)
-        elif text is not None:
-            source = required_calls(form, tools, special, wishes.most_calls, json.loads(text.source))
+        elif wishes.is_required or instead is not None:
+            form = FORMATS[wishes.style.format]
+            source = required_calls(form, tools, special, wishes.most_calls, instead)
         else:
+            form = FORMATS[wishes.style.format]
             free = sorted({*special.values()} - {*eos_ids} - {special[one] for one in form.begins if one in special})
             source = allowed_calls(form, tools, special, wishes.most_calls, free)
     except CannotHold as error:
         message = f"A strict tool's parameters cannot be held in this model's format of calls: {error}. Leave it out."
         raise InvalidRequest(message, "tools") from None
-    schemas = tuple(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one.schema), one.name) for one in tools)
+    schemas = tuple(
+        GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(one.schema), place)
+        for one, place in zip(tools, wishes.places, strict=True)
+    )
     return GrammarSpec(GrammarKind.TAGGED, source, "tools", schemas=schemas)
 
 

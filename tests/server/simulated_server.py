@@ -445,7 +445,7 @@ def _reader(limits: RunnerLimits, clock: Clock) -> PromptReader:
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
         defaults=GenerationDefaults(vocab_size=limits.vocab_size),
         unix_clock=clock.unix,
-        make_compiler=lambda: compiler_of(TOKENIZER, (EOS_ID,)),
+        make_compiler=lambda: compiler_of(TOKENIZER, (EOS_ID,), most_tokens=limits.max_model_len),
     )
 
 
