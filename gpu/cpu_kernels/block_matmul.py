@@ -3,13 +3,13 @@
 Rows of x become 8-bit integers, a scale for 32 of them, and are multiplied as integers: with AVX-512 VNNI four products
 in one lane of one instruction. A format is how its scales are decoded, and a Unit that emits its numbers as unsigned
 bytes: one row's to four rows' products take them in registers; for more rows they are stored once, a part of 256 inputs
-at a time, for all tiles of rows. Code is compiled for the formats that a file has. A row's result does not depend on its
-company: integers are exact, and floats are added in one order however many rows there are.
+at a time, for all tiles of rows. Code is compiled for the formats that a file has. A row's result does not depend on
+its company: integers are exact, and floats are added in one order however many rows there are.
 
     x[i] ~ scale_x * q[i],  weight[i] = scale * (u[i] - offset) - minimum
     sum of a group = scale_x * (scale * (sum(u * q) - offset * sum(q)) - minimum * sum(q))
 
-One Zen 5 core, busy neighbours: blocks in the second-level cache go through one row at 50 (Q4_K) to 75 GB/s (Q8_0), twice
+One Zen 5 core, busy neighbours: one row takes blocks in the second-level cache at 50 (Q4_K) to 75 GB/s (Q8_0), twice
 what a core reads from memory; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
 
 The blocks lie as gpu/blocks.py packs them: as stored, each field 64 times, once for each output.
