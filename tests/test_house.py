@@ -25,7 +25,7 @@ BUDGETS = {
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
     "core": (13_240, 34),
-    "gpu": (9050, 30),
+    "gpu": (9110, 30),
     "gpu/cpu_kernels": (3450, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
