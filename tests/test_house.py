@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (9800, 28),
+    "server": (9845, 28),
     "server/api": (4600, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
@@ -25,8 +25,8 @@ BUDGETS = {
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
     "core": (13_465, 35),
-    "gpu": (9050, 30),
-    "gpu/cpu_kernels": (3450, 9),
+    "gpu": (9110, 30),
+    "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
     "bench": (8400, 32),
