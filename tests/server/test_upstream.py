@@ -1,13 +1,22 @@
 """The client towards upstreams: its settings, HTTP/2 from its side, and which upstream takes a request."""
 
+import asyncio
+import math
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.errors import StartupError
 from server.config_sources import load_config
+from server.upstream.connection import Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
 from server.upstream.http2 import Http2, NotHttp2
+from server.upstream.settings import keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
 from server.wire.http2_heads import ResponseEncoder
 from server.wire.messages import ConnectionFault, Http2ErrorCode
@@ -15,14 +24,22 @@ from tests.server import raw_http2
 from tests.server.given_settings import toml_flag
 
 GOOD = '[[models]]\nname = "a"\nupstreams = [{ url = "http://h:1" }]\n'
+LOCAL = f'[[models]]\nname = "a"\npath = "{Path(__file__).parent}"\n'
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ('[models]\nname = "a"', "is not a list of tables"),
-        ('[[models]]\nname = "a"', "upstreams is missing"),
-        (GOOD + 'colour = "red"', "known: name, upstreams"),
+        ('[[models]]\nname = "a"', "path or upstreams is missing"),
+        (GOOD + 'path = "x"', "exclude each other"),
+        (GOOD + "keep_alive = 0", "for a model with a path"),
+        (LOCAL + "trusted = true", "trusted is for upstreams"),
+        (LOCAL + 'keep_alive = "soon"', 'a time such as "10m"'),
+        (LOCAL + "settings = { port = 1 }", "has the setting 'port'"),
+        (LOCAL + "settings = { max_model_len = 1 }", "max_model_len"),
+        (LOCAL.replace("path = ", 'path = "/no" #'), "path of the model 'a'"),
+        (GOOD + 'colour = "red"', "known: name, path"),
         (GOOD.replace("url", "uri"), "known: url, weight"),
         (GOOD + GOOD, "two models of the name 'a'"),
         (GOOD + 'aliases = ["a"]', "two models of the name 'a'"),
@@ -46,6 +63,34 @@ def test_models_that_cannot_be_meant_are_refused(text: str, told: str, tmp_path:
     with pytest.raises(StartupError) as caught:
         load_config(toml_flag(tmp_path, text), {})
     assert told in f"{caught.value.cause} {caught.value.fix}"
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("10m", 600), ("1h30m", 5400), (0, 0), ("0", 0), (-1, math.inf), ("-1", math.inf), ("-1s", math.inf), (1.5, 1.5)],
+)
+def test_keep_alive_is_read_as_ollama_reads_it(value: str | float, seconds: float) -> None:
+    assert keep_alive_of(value) == seconds
+
+
+def test_a_directory_of_models_names_each_by_its_path_there(tmp_path: Path) -> None:
+    for name in ("org/one", "two"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "three.gguf").touch()
+    flags = {
+        "models_dir": str(tmp_path),
+        "max_sequences": "7",
+        "kv_offload_bytes": "1GiB",
+        "kv_offload_dir": str(tmp_path),
+    }
+    config = load_config(flags, {})
+    assert not config.has_engine
+    assert sorted(one.name for one in config.models) == ["org/one", "three", "two"]
+    one = config.own_models[[one.name for one in config.models].index("org/one")]
+    assert (one.served_model_name, one.max_sequences, one.model) == ("org/one", 7, tmp_path / "org/one")
+    assert one.kv_offload_dir == tmp_path / "org%2Fone"
 
 
 def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None:
@@ -179,6 +224,81 @@ def test_what_an_upstream_must_not_send_ends_the_connection(
         client.receive(*frames)
     assert caught.value.code is code
     assert (client.http.is_closing, client.http.room) == (True, 0)
+
+
+class FakeTransport(asyncio.Transport):
+    def write(self, data: Any) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+FRAGMENTS = {
+    b"http/1.1": (
+        *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"content-length: 3\r\n", b"\r\n", b"abc"),
+        *(
+            b"transfer-encoding: chunked\r\n",
+            b"3\r\nabc\r\n",
+            b"0\r\n\r\n",
+            b"connection: close\r\n",
+            b"HTTP/1.0 200\r\n",
+        ),
+    ),
+    b"h2": tuple(
+        raw_http2.wire([one])
+        for one in (
+            *(SETTINGS, head(), head(3), head(1, END_STREAM), raw_http2.data(b"a"), raw_http2.data(b"", END_STREAM)),
+            *(raw_http2.data(b"b", END_STREAM, 3), raw_http2.rst(7), raw_http2.goaway(0, 1), raw_http2.ping()),
+            *(raw_http2.headers(b"", 0), raw_http2.continuation(b""), raw_http2.window_update(9, 3)),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("protocol", FRAGMENTS)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_request_ends_once_whatever_comes(protocol: bytes, data: st.DataObject) -> None:
+    """Also in the order head, body, end; and no byte raises."""
+    pieces = data.draw(st.lists(st.sampled_from(FRAGMENTS[protocol]) | st.binary(max_size=20), max_size=12))
+    said = (raw_http2.wire([SETTINGS]) if protocol == b"h2" else b"") + b"".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=6)))
+    told: list[str] = []
+
+    class Reader:
+        def on_head(self, head: AnswerHead) -> None:
+            assert not told
+            told.append("head")
+
+        def on_data(self, data: bytes) -> None:
+            assert told[-1] in ("head", "data")
+            told.append("data")
+
+        def on_end(self, fault: UpstreamFault | None) -> None:
+            assert fault is not None or told[-1] in ("head", "data")
+            assert "end" not in told
+            told.append("end")
+
+    async def feed() -> None:
+        connection = Connection(address_of(urlsplit("http://h:1"), None, (protocol,)), protocol)
+        connection.connection_made(FakeTransport())
+        if protocol == b"h2":
+            connection.data_received(raw_http2.wire([SETTINGS]))
+        connection.send(Outgoing(b"POST", b"/", (), b"{}"), Reader())
+        for start, end in pairwise([0, *cuts, len(said)]):
+            if end > start:
+                connection.data_received(said[start:end])
+        connection.connection_lost(None)
+        assert told[-1] == "end"
+        assert connection.num_open == 0
+
+    asyncio.run(feed())
 
 
 def test_http1_is_recognized_by_its_first_bytes() -> None:
