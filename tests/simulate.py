@@ -3,7 +3,8 @@
 First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
 flight and with two, without host memory and with it (tests/core/test_scheduler_machine.py), in turn by seed; then the
 whole server with every fault (tests/server/fault_history.py); then tool calls in every format, rendered, cut and parsed
-(tests/core/test_answer_parts.py). A failing seed is printed, with how to run it again, and
+(tests/core/test_answer_parts.py); then a day of a gateway
+with 64 upstreams (tests/server/pool_day.py). A failing seed is printed, with how to run it again, and
 how fast it all went.
 """
 
@@ -23,11 +24,13 @@ from functools import partial
 from typing import TypeVar
 
 from core.tool_formats import FORMATS
+from server.upstream.pool import Pool
 from tests.core.drawn_rules import run_seeded
 from tests.core.test_answer_parts import check_random_calls
 from tests.core.test_scheduler_machine import MACHINES
 from tests.server.fault_checks import Tally
 from tests.server.fault_history import FaultHistory
+from tests.server.pool_day import RoundRobin, run_day
 
 J = TypeVar("J")
 T = TypeVar("T")
@@ -100,7 +103,7 @@ def _prepare() -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulate", description=__doc__)
-    parser.add_argument("--only", choices=("machine", "faults", "calls"), help="one of these; default: all")
+    parser.add_argument("--only", choices=("machine", "faults", "calls", "day"), help="one of these; default: all")
     parser.add_argument("--seed", type=int, help="this one alone, in this process")
     parser.add_argument("--first-seed", type=int, default=1_000_000, help="of those that are run without --seed")
     parser.add_argument("--steps", type=int, default=MACHINE_STEPS, help="of the machine (default: %(default)s)")
@@ -109,10 +112,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one a core)")
     arguments = parser.parse_args(argv)
     _prepare()
-    for kind, run in (("machine", _run_machine), ("faults", _run_faults), ("calls", _run_calls)):
+    for kind, run in (("machine", _run_machine), ("faults", _run_faults), ("calls", _run_calls), ("day", _run_day)):
         if arguments.only in (None, kind):
             run(arguments)
     return 0
+
+
+def _run_day(arguments: argparse.Namespace) -> None:
+    run = partial(run_day, seed=arguments.first_seed if arguments.seed is None else arguments.seed)
+    ours, other = in_processes(min(2, arguments.processes), run, [Pool, RoundRobin])
+    print(f"a day of a gateway before 64 upstreams: {ours}; by round robin: {other}")
+    assert ours.hit_ratio >= 0.9
+    assert ours.median_ttft_s <= 0.5 * other.median_ttft_s
 
 
 def _run_machine(arguments: argparse.Namespace) -> None:
