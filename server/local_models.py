@@ -46,6 +46,7 @@ NUM_LOADS_A_TURN = 3  # likewise, in times of its load
 END_S = 20.0  # for a process to write its KV files and to end
 LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
 NOTICE_BYTES = 64 * 1024
+TIMER_S = 0.002  # by which timers may come early
 SEE_LOG, WAITING = "see the log", "waiting for memory"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
 MAX_HOME_BYTES = 90  # unix(7): a socket's path has 107
@@ -424,11 +425,11 @@ class LocalModels:
             if not one.num_inside:
                 logger.info("the model %s sleeps: %s needs its memory", one.name, model.name)
                 self._end(one)
-            elif now_s >= one.turn_s + turn_s:
+            elif (left_s := one.turn_s + turn_s - now_s) <= TIMER_S:
                 one.is_leaving = True
             else:
                 self._turn_timer.cancel()
-                self._turn_timer = self._loop.call_at(one.turn_s + turn_s, self._advance)
+                self._turn_timer = self._loop.call_later(left_s, self._advance)
             missing -= one.needed_bytes
         if missing > 0 and not any(one.state is ModelState.LOADING for one in beside):
             kept = format_size(bound - sum(one.needed_bytes for one in beside))
