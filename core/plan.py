@@ -22,7 +22,7 @@ from core.kv_cache import BlockCopies
 from core.repetition import TokenPenalties
 from core.sequence import ALL_SCORED, Sequence
 from core.step_cost import PROMPT_TILE, StepWork
-from core.types import SamplingParams, StoreState, TokenLogprobs
+from core.types import Adapter, SamplingParams, StoreState, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -46,6 +46,7 @@ class SequenceStart:
     sampling: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +367,7 @@ class PlanBuilder:
                 sampling=sequence.sampling,
                 seed=sequence.seed,
                 stop_ids=sequence.stop_ids,
+                adapter=sequence.adapter,
             )
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.kv_cache import BlockTable
-from core.types import Cost, FinishReason, Request, SamplingParams
+from core.types import Adapter, Cost, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -144,6 +144,7 @@ class Sequence:
     place: Place
     due_order: DueOrder
     sampling: SamplingParams
+    adapter: Adapter | None
     seed: int
     stop_ids: tuple[int, ...]
     token_ids: list[int]
@@ -210,6 +211,12 @@ class Sequence:
         if self.num_tokens_kept is None:
             return self.num_own_tokens
         return min(self.num_own_tokens, self.num_tokens_kept)
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """Its own tokens, without an ending stop id."""
+        own = self.token_ids[self.num_prompt_tokens :]
+        return own[:-1] if own and self.end_after_last_token() is FinishReason.STOP else own
 
     def end_of_scores(self, end: int) -> int:
         """Of its first `end` tokens, how many have logits that the prompt's logprobs come from."""
@@ -283,12 +290,13 @@ class SequenceGroup:
             place=(request.arrival_s - bonus_s, self.serial, index),
             due_order=(self.latest_start_s, self.serial, index),
             sampling=request.sampling,
+            adapter=request.adapter,
             seed=sequence_seed(self.seed, index),
             stop_ids=stop_ids,
             token_ids=list(request.prompt_ids),
             num_prompt_tokens=num_prompt_tokens,
             max_length=max_length,
-            table=BlockTable((request.cache_domain, request.cache_salt)),
+            table=BlockTable(request.cache_root),
             is_paused=self.is_paused,
             num_scored_tokens=0 if wants_scores else ALL_SCORED,
             grammar=None if request.grammar is None else request.grammar.start(),

@@ -7,6 +7,7 @@ EngineSnapshot in answer to an Inspect.
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
@@ -73,6 +74,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's tokens except the first; only beside it
 
 
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A LoRA adapter of the model, loaded. Requests hold it while they run; gpu/adapters.py has what it computes.
+
+    Args:
+        digest: of its content: what it computed for a prompt serves no other adapter's.
+    """
+
+    digest: str
+    size_bytes: int
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, of 1..k sequences over the same prompt.
 
@@ -83,11 +96,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         deadline_s: monotonic; when its first token is due. It only affects the queue's order; it cancels nothing.
         tells_progress: each computed chunk of its prompt is reported (Prefilling).
         cache_domain: requests share cached prompts within a domain ...
-        cache_salt: ... and with the same salt.
+        cache_salt: ... and with the same salt and adapter.
+        adapter: None: the model as it is.
         grammar: that holds each of its answers.
         breakers: of DRY.
         speculates: drafts of its next tokens may be computed. The tokens are the same.
         prediction_ids: what its answer is likely to say: a draft.
+        tells_answer: the ids of each sequence come with its end.
     """
 
     request_id: str  # ours, never the client's
@@ -102,12 +117,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tells_progress: bool = False
     cache_domain: str = ""
     cache_salt: str = ""
+    adapter: Adapter | None = None
     grammar: "Grammar | AfterThought | None" = None
     breakers: "Breakers | None" = None
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
+    tells_answer: bool = False
 
     counts_late: ClassVar[bool] = False
+
+    @property
+    def cache_root(self) -> tuple[str, str]:
+        """What chains of cached blocks begin with: requests of another root share none."""
+        domain = self.cache_domain if self.adapter is None else f"{self.cache_domain}\0{self.adapter.digest}"
+        return domain, self.cache_salt
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -256,6 +279,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
         prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
             and in order, before any generated token, in chunks that contain nothing else.
+        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them.
     """
 
     request_id: str
@@ -266,6 +290,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: the sequence's part of the usage
+    answer_ids: tuple[int, ...] = ()
     usage: Usage | None = None
     cost: Cost = Cost()  # with usage
     error: str | None = None  # with FinishReason.ERROR: the cause, for the client
@@ -411,6 +436,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
         stop_string: with finish_reason: the stop string that ends the text.
+        answer_ids: with finish_reason: of all its text, where they are asked for and no stop string has cut it.
     """
 
     text: str
@@ -420,3 +446,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
+    answer_ids: tuple[int, ...] = ()

@@ -15,6 +15,7 @@ import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats, Usage
+from server.adapters import Adapters
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
 from server.callers import Gate
@@ -215,7 +216,7 @@ class App:
 
     Attributes:
         exchanges: in progress.
-        generations, card: set when the model is loaded.
+        generations, card: set when the model is loaded; adapters: then, if it takes any.
         listener: set before anything is asked.
         drain: ends the process as SIGTERM does; returns the seconds of grace.
         local_models: those that are started on demand; None: there are none.
@@ -246,6 +247,7 @@ class App:
         self.exchanges: dict[HttpStream, Exchange] = {}
         self.generations: Generations | None = None
         self.card: ServerCard | None = None
+        self.adapters: Adapters | None = None
         self.listener: Listener | None = None
         self.drain: Callable[[], float] | None = None
         self.local_models: LocalModels | None = None

@@ -49,6 +49,7 @@ from server.upstream.settings import ModelSettings, keep_alive_of
 from server.values import (
     BadValueError,
     HubId,
+    NamedPath,
     choice_of,
     count_between,
     directory_value,
@@ -60,6 +61,7 @@ from server.values import (
     format_duration,
     format_size,
     model_source,
+    named_directory,
     otlp_endpoint,
     secret_value,
     size_between,
@@ -238,6 +240,21 @@ class ServerConfig:
     aliases: tuple[str, ...] = _MODEL.several(
         _Kind(text_value, "NAME"), "another name for the model, such as gpt-4o-mini, at the model's price", name="alias"
     )
+    loras: tuple[NamedPath, ...] = _MODEL.several(
+        _Kind(named_directory, "NAME=PATH"),
+        "serve the LoRA adapter in this directory (PEFT's adapter_config.json and adapter_model.safetensors) as a model"
+        " of this name",
+        name="lora",
+    )
+    lora_dir: Path | None = _RARE_MODEL(
+        None,
+        _Kind(existing_directory, "DIR"),
+        "let POST /v1/load_lora_adapter load adapters from below this directory (default: none are loaded by request)",
+    )
+    max_loras: int = _RARE_MODEL(
+        8, _count(1, 1024), "adapters in memory at once; each has room for --max-lora-rank, with --lora or --lora-dir"
+    )
+    max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
     tool_format: str = _MODEL(
         ANY_FORMAT,
@@ -665,6 +682,10 @@ class ServerConfig:
         return self.model is not None or not self.models
 
     @property
+    def takes_adapters(self) -> bool:
+        return bool(self.loras) or self.lora_dir is not None
+
+    @property
     def context_origin(self) -> str:
         """What set the context length, as the operator wrote it."""
         return "the model's own" if self.max_model_len is None else dict(self.origins).get("max_model_len", "as asked")
@@ -762,6 +783,7 @@ class ServerConfig:
             raise StartupError(cause, fix, ExitCode.CONFIGURATION)
         same = {one.name: getattr(self, one.name) for one in fields(EngineConfig) if hasattr(self, one.name)}
         own = {
+            "max_loras": self.max_loras if self.takes_adapters else 0,
             "kv_offload_dir": None if self.kv_offload_dir is None else str(self.kv_offload_dir),
             "has_prefix_cache": not self.no_prefix_cache,
             "inter_token_target": self.inter_token_target or None,
@@ -777,11 +799,16 @@ class ServerConfig:
         if self.kv_offload_dir is not None and not self.kv_offload_bytes:
             cause = "--kv-offload-dir keeps what is in --kv-offload-memory, which is 0"
             found.append((cause, "--kv-offload-memory 1GiB, or as much as is to be kept"))
+        if len(self.loras) > self.max_loras:
+            cause = f"--lora names {len(self.loras)} adapters, and --max-loras {self.max_loras} has no room for them"
+            found.append((cause, f"--max-loras {len(self.loras)}"))
         if self.tensor_parallel > 1:
             asked = f"--tensor-parallel {self.tensor_parallel}"
             if self.graphs in ("on", "lazy"):
                 cause = f"--graphs {self.graphs} and {asked}: ranks send steps without CUDA graphs"
                 found.append((cause, "leave --graphs out"))
+            if self.takes_adapters:
+                found.append((f"LoRA adapters and {asked}: ranks share no adapters", "leave one of them out"))
             if self.kv_offload_bytes:
                 cause = f"--kv-offload-memory and {asked}: the ranks keep no keys and values in host memory"
                 found.append((cause, "leave one of them out"))

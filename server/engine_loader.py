@@ -21,7 +21,7 @@ from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
-from core.types import StepDelivery
+from core.types import Adapter, StepDelivery
 from server.banner import DRAFTS
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
@@ -149,7 +149,14 @@ def _load(
     idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
     computing: Runner[Any] = runner
     loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)
-    return LoadedEngine(loaded, files, facts, scheduler.stats())
+    adapters: tuple[tuple[str, str, Adapter], ...] = ()
+    read_adapter: Callable[[Path], Adapter] | None = None
+    if config.takes_adapters and not isinstance(runner, ParallelRunner):
+        read_adapter = runner.load_adapter
+        if config.loras:
+            report_stage("loading adapters")
+        adapters = tuple((one.name, one.path.resolve().name, read_adapter(one.path)) for one in config.loras)
+    return LoadedEngine(loaded, files, facts, scheduler.stats(), adapters, read_adapter)
 
 
 def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> "ModelRunner | ParallelRunner":
@@ -286,6 +293,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "formats": _shown_formats(files.path, part, plan) if files.path.is_file() else None,
         "thoughts": _shown_thoughts(files),
         "weights": format_size(plan.weights_bytes),
+        "adapters": _shown_adapters(config, plan) if config.takes_adapters else None,
         "activations": f"{format_size(plan.activation_bytes)} at most",
         "KV cache": kv,
         "host memory": offload if plan.offload_bytes else None,
@@ -297,6 +305,13 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
     return (*(Fact(name, value) for name, value in facts.items() if value is not None), *_upstream_facts(config))
+
+
+def _shown_adapters(config: ServerConfig, plan: "MemoryPlan") -> str:
+    named = ", ".join(map(str, config.loras))
+    room = f"{format_size(plan.adapters_bytes)} for {config.max_loras} of rank {config.max_lora_rank}"
+    by_request = f"loaded by request from {config.lora_dir}" if config.lora_dir is not None else "none by request"
+    return f"{room}; {named + ' at start, ' if named else ''}{by_request}"
 
 
 def _upstream_facts(config: ServerConfig) -> tuple[Fact, ...]:

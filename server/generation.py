@@ -380,6 +380,11 @@ class Generation:
 
     # Its task: from READING to RESERVING, and the end.
 
+    @property
+    def model(self) -> str:
+        """By the name that its client asked for, once it is prepared."""
+        return self._prepared.call.model
+
     async def run(self) -> Outcome:
         """Answer the request.
 
@@ -648,6 +653,8 @@ class Generation:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons.append(reason)
+            if delta.answer_ids and isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
+                self._prepared.remember(delta.answer_ids)
             if self._sequence(choice).last_s != NOT_YET:
                 self._num_decoding -= 1
                 self._place.on_choice_end()

@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import EngineStats, StepDelivery
 from server import __version__
+from server.adapters import Adapters
 from server.api.models import ServerCard
 from server.app import App, Readiness
 from server.backend import Backend
@@ -40,7 +42,7 @@ from server.ledger.usage import ANY_MODEL
 from server.listening.agent_check import AgentCheck
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
 from server.local_models import LocalModels, LocalPool, Processes, home_of_sockets
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
@@ -127,6 +129,11 @@ class Server:
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(1, "grammars")
+        self._token_counters = {
+            one.name: token_counter(Path(one.tokenizer), one.max_model_len, self._clock, config.request_limits)
+            for one in config.models
+            if one.tokenizer is not None
+        }
         self._pools = [Pool(one, self._loop) for one in config.models if one.path is None]
         self._pools += () if self._local is None else self._local.pools
         self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
@@ -230,6 +237,10 @@ class Server:
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases)
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+        if loaded.read_adapter is not None:
+            given = config.max_loras, config.lora_dir, self._clock
+            self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
+            self._metrics.adapters = adapters.info
 
     async def _begin_relaying(self) -> None:
         """Serve without an engine, once each upstream has been asked."""
@@ -254,7 +265,8 @@ class Server:
         found: dict[str, Backend] = {}
         pools = {pool.settings.name: pool for pool in self._pools}
         for pool in self._pools:
-            relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits)
+            count = self._token_counters.get(pool.settings.name)
+            relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
             relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks)
             if isinstance(pool, LocalPool):
                 relay.admission.loading = pool

@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
 from core.chat_template import ChatTemplate, max_text_chars
 from core.constraints import GrammarKind
@@ -24,7 +26,8 @@ from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.tool_formats import HARMONY, THOUGHTS, markers_of, thought_markers_of
 from core.tool_grammar import harmony_answers
-from core.types import Request, SamplingParams
+from core.turns import Begun, Domain, TurnMemory
+from core.types import Adapter, Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
 from server.api.replies import ReplyContext, Surface
@@ -39,13 +42,19 @@ _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it end
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call, its prompts as token ids, the text of its answers' tokens, and what holds them."""
+    """A call, its prompts as token ids, the text of its answers' tokens, and what holds them.
+
+    Args:
+        remember: called with the ids of each of its answers.
+    """
 
     call: GenerationCall
     prompts: list[tuple[int, ...]]
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
+    remember: Callable[[Sequence[int]], None] | None = None
+    adapter: Adapter | None = None
     breakers: Breakers | None = None
     tells_tokens: ClassVar[bool] = True
 
@@ -56,16 +65,17 @@ class Prepared:
         return not isinstance(prompt, ChatPrompt) or prompt.continues_last
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PromptReader:
     """The model as the loop knows it: how bodies become requests, and how many tokens fit.
 
     Args:
-        cards: what /v1/models shows, one per name.
+        cards: what /v1/models shows, one per name, the model's own first; replaced as adapters come and go.
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
         thoughts: of that vocabulary; None: the model writes none.
         fingerprint: of the model and of what computes it.
+        turns: of chats, with the ids that they were computed as; None: each chat is tokenized by its text alone.
     """
 
     cards: tuple[ServedModel, ...]
@@ -80,6 +90,7 @@ class PromptReader:
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
     thoughts: ThoughtVocabulary | None = None
+    turns: TurnMemory | None = None
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
@@ -95,8 +106,10 @@ class PromptReader:
             ServiceError: the body is invalid, or asks for something that the tenant or the model does not allow.
         """
 
+        cards = self.cards_for(tenant)  # once: others may load and unload adapters meanwhile
+
         def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
-            return find_model(self.cards_for(tenant), model).id, self.defaults
+            return find_model(cards, model).id, self.defaults
 
         marks.enter(Stage.VALIDATE)
         call = self._held(surface.parse(body, defaults_of))
@@ -111,12 +124,17 @@ class PromptReader:
         if call.num_sequences > self.max_sequences:
             raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
         texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
-        ids = [self._encode_checked(*one, text, marks) for one, text in zip(prompts, texts, strict=True)]
+        domain = tenant.cache_salt_domain, call.cache_salt
+        ids = [self._encode_checked(*one, text, marks, domain) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
-        sampling = call.sampling
+        remember = None
+        if self.turns is not None and texts[0] is not None:
+            remember = partial(self.turns.add, Begun(domain, texts[0], np.array(ids[0], np.int32)))
+        adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
-        return Prepared(call, ids, self._table_of(call), prediction_ids=self._predicted(call), breakers=breakers)
+        table, predicted = self._table_of(call), self._predicted(call)
+        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers)
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
         """The ids of the predicted answer, as far as the context reaches."""
@@ -148,8 +166,11 @@ class PromptReader:
         constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint, continues_text)
         return msgspec.structs.replace(call, constraint=constraint)
 
-    def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, param: str = "prompt", domain: Domain | None = None) -> tuple[int, ...]:
         """The ids of a prompt in any form.
+
+        Args:
+            domain: whose chats it may go on with.
 
         Raises:
             InvalidRequest: its text is too long to fit the context, which is known without tokenizing it.
@@ -161,7 +182,12 @@ class PromptReader:
             if prompt.suffix is not None:
                 return self._encode_around(prompt, prompt.suffix)
             return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
-        return tuple(self.tokenizer.encode_chat(self._rendered(prompt)))
+        return self._encode_chat(self._rendered(prompt), domain)
+
+    def _encode_chat(self, text: str, domain: Domain | None) -> tuple[int, ...]:
+        if self.turns is None or domain is None:
+            return tuple(self.tokenizer.encode_chat(text))
+        return tuple(self.turns.encode(text, domain))
 
     def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
         ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens)
@@ -197,7 +223,9 @@ class PromptReader:
             raise InvalidRequest(f"{where} cannot be continued: the model's chat template leaves it out.", where)
         return text[:end]
 
-    def _encode_checked(self, prompt: Prompt, param: str, text: str | None, marks: StageMarks) -> tuple[int, ...]:
+    def _encode_checked(
+        self, prompt: Prompt, param: str, text: str | None, marks: StageMarks, domain: Domain
+    ) -> tuple[int, ...]:
         """
         Args:
             text: of a chat, rendered.
@@ -208,7 +236,7 @@ class PromptReader:
         """
         if not isinstance(prompt, IdsPrompt):
             marks.enter(Stage.TOKENIZE)
-        ids = self.encode(prompt, param) if text is None else tuple(self.tokenizer.encode_chat(text))
+        ids = self.encode(prompt, param) if text is None else self._encode_chat(text, domain)
         if not ids:
             raise InvalidRequest("The prompt is empty. Send at least one token.", param)
         if len(ids) >= self.max_model_len:
@@ -255,10 +283,12 @@ class PromptReader:
                 tells_progress=call.is_stream and call.tells_queue and i == 0,
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
+                adapter=prepared.adapter,
                 grammar=prepared.grammar,
                 breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
+                tells_answer=prepared.remember is not None,
             )
             for i, ids in enumerate(prepared.prompts)
         ]
@@ -321,6 +351,7 @@ class PromptReader:
 
     def reply_context(self, prepared: Prepared, request_id: str) -> ReplyContext:
         call, prompts, tokenizer = prepared.call, tuple(prepared.prompts), self.tokenizer
+        adapter = prepared.adapter
         hides_special = call.sampling.skip_special_tokens
 
         def text_of(prompt: Prompt, ids: tuple[int, ...]) -> str:
@@ -332,7 +363,7 @@ class PromptReader:
             created_s=int(self.unix_clock()),
             model=call.model,
             unix_clock=self.unix_clock,
-            fingerprint=self.fingerprint,
+            fingerprint=self.fingerprint if adapter is None else f"{self.fingerprint}_{adapter.digest[:12]}",
             token_str=tokenizer.text_of,
             token_bytes=tokenizer.bytes_of,
             prompt_lengths=tuple(map(len, prompts)),
@@ -368,12 +399,14 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
     Args:
         models: those that its caller may use.
-        name: None: the only one, by its own name.
+        name: None: the only one that is no adapter, by its own name.
 
     Raises:
         InvalidRequest: no name, and several models.
         ServiceError: none of the models has that name; the message lists them.
     """
+    if name is None:
+        models = [model for model in models if model.parent is None] or models
     if name is None and len({model.name for model in models}) > 1:
         names = ", ".join(model.id for model in models)
         raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
@@ -392,7 +425,7 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
 def own_name(models: Sequence[ServedModel], name: str) -> str:
     """The model's own name, whichever of its names was asked for."""
-    return next(model.name for model in models if model.id == name)
+    return next((model.name for model in models if model.id == name), name)  # an adapter may have been unloaded
 
 
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:

@@ -169,6 +169,7 @@ class Metrics:
         self.standing: Callable[[], Standing] = Standing
         self.upstreams: Callable[[], Mapping[str, Any]] = dict
         self.pools: Callable[[], Mapping[str, Any]] = dict
+        self.adapters: Callable[[], Mapping[tuple[str, ...], float]] = dict
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_reasoning_tokens = 0
@@ -275,6 +276,7 @@ class Metrics:
             "upstreams": upstreams,
             "version_requests": version_requests,
             "pools": self.pools(),
+            "adapters": self.adapters(),
             "devices": self._devices.states(),
             "slo": slo,
             "promised": {name: state for name, state in slo.items() if state.threshold is not None},
@@ -331,6 +333,8 @@ vllm:cache_config_info gauge metrics.cache_config[block_size,num_gpu_blocks] | T
 vllm:gpu_cache_usage_perc gauge kv_usage | As vllm:kv_cache_usage_perc: its older name.
 vllm:gpu_prefix_cache_queries_total counter stats.num_cache_queries | As vllm:prefix_cache_queries_total.
 vllm:gpu_prefix_cache_hits_total counter stats.num_cache_hits | As vllm:prefix_cache_hits_total.
+vllm:lora_requests_info gauge adapters[max_lora,running_lora_adapters,waiting_lora_adapters] | Which LoRA
+    adapters have requests, and how many there may be; the value is the time.
 steploop_upstream_up gauge upstreams.is_healthy[upstream] | 1: its health check is answered; 0: it gets no requests.
 steploop_upstream_requests_active gauge upstreams.num_active[upstream] | Requests in progress there.
 steploop_upstream_requests_total counter upstreams.num_requests[upstream] | Requests sent there.

@@ -108,8 +108,8 @@ def check(runner: ModelRunner, seeds: range) -> None:
     assert len(seeds) < num_accepted < num_drafted
 
 
-def opened(directory: Path, dtype: str) -> ModelRunner:
-    return open_runner(directory, replace(ENGINE, dtype=dtype))
+def opened(directory: Path, dtype: str, quantize: str | None = None) -> ModelRunner:
+    return open_runner(directory, replace(ENGINE, dtype=dtype, quantize=quantize))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,6 +121,21 @@ def test_drafts_change_no_token(model_directory: Callable[[str], Path], dtype: s
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_no_token_of_hundreds_of_requests(model_directory: Callable[[str], Path], dtype: str) -> None:
     check(opened(model_directory("llama3"), dtype), range(100, 125))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantize"),
+    [
+        *(("llama3", dtype, scheme) for dtype in ("float32", "bfloat16") for scheme in ("int8", "int4", "fp8")),
+        ("qwen2_moe", "float32", None),
+        ("qwen2_moe", "bfloat16", "int8"),
+    ],
+)
+def test_drafts_change_no_token_of_other_formats(
+    model_directory: Callable[[str], Path], family: str, dtype: str, quantize: str | None
+) -> None:
+    check(opened(model_directory(family), dtype, quantize), range(200, 202))
 
 
 def test_a_draft_that_breaks_the_model_costs_nothing(model_directory: Callable[[str], Path]) -> None:

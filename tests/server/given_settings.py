@@ -36,6 +36,8 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "alias": "gpt-4o-mini",
     "FILE": "{file}",
     "MODEL": "{directory}",
+    "NAME=PATH": "sql={directory}",
+    "lora-dir": "{directory}",
     "models-dir": "{directory}",
     "models-memory": "2GiB",
     "NETWORK": "10.0.0.0/8",
