@@ -19,6 +19,7 @@ from core.thought_grammar import ThoughtVocabulary
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
 from core.tool_formats import ANY_FORMAT
+from core.turns import TurnMemory
 from core.types import Adapter, EngineStats, StepDelivery
 from server import __version__
 from server.adapters import adapter_card
@@ -109,6 +110,7 @@ def prompt_reader(
             partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
         ),
         fingerprint=_fingerprint(loaded),
+        turns=TurnMemory(files.tokenizer),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
     for offered in (None, tools):

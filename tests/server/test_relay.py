@@ -136,7 +136,11 @@ async def test_two_hundred_random_cancels_leave_nothing_on_either_side(protocol:
         dice = random.Random(3)
 
         async def leave() -> None:
-            fields = {"stream": dice.random() < 0.8, "max_tokens": dice.choice((1, 40, 150)), "n": dice.choice((1, 1, 2))}
+            fields = {
+                "stream": dice.random() < 0.8,
+                "max_tokens": dice.choice((1, 40, 150)),
+                "n": dice.choice((1, 1, 2)),
+            }
             reader, writer = await open_with(gateway.server, SURFACES["chat"](**fields))
             for _ in range(dice.randrange(6)):
                 await asyncio.sleep(0)
