@@ -3,9 +3,9 @@
 First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
 flight and with two, without host memory and with it (tests/core/test_scheduler_machine.py), in turn by seed; then the
 whole server with every fault (tests/server/fault_history.py); then tool calls in every format, rendered, cut and parsed
-(tests/core/test_answer_parts.py); then models that are loaded and give way (tests/server/test_local_models.py); then a day
-of a gateway before 64 upstreams (tests/server/pool_day.py). A failing seed is printed, with how to run it again, and
-how fast it all went.
+(tests/core/test_answer_parts.py); then models that are loaded and give way (tests/server/test_local_models.py); then a
+day of a gateway before 64 upstreams (tests/server/pool_day.py). A failing seed is printed, with how to run it again,
+and how fast it all went.
 """
 
 import argparse
