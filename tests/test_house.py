@@ -15,10 +15,10 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (9925, 28),
+    "server": (10_010, 28),
     "server/api": (4825, 16),
     "server/commands": (1900, 11),
-    "server/gate": (2505, 8),
+    "server/gate": (2530, 8),
     "server/ledger": (1580, 6),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
@@ -29,7 +29,7 @@ BUDGETS = {
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8495, 33),
+    "bench": (8615, 33),
 }
 TEST_LINES = 59_300
 
