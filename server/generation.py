@@ -842,6 +842,7 @@ class Generation:
         """Tell its place in the queue, or how much of its prompt is computed, if that has changed.
 
         : queue {"position":3,"expected_ms":1200}
+        : queue {"position":0,"expected_ms":900,"loading":"loading weights"}
         : prefill {"tokens":512,"of":2048}
         """
         self._news_due_s = now_s + NEWS_EVERY_S
@@ -851,7 +852,8 @@ class Generation:
             news = f"prefill {_json({'tokens': self._num_prefilled, 'of': num_tokens})}"
         elif view is not None:
             expected_ms = None if view.expected_s is None else round(view.expected_s * 1e3)
-            news = f"queue {_json({'position': view.position, 'expected_ms': expected_ms})}"
+            told = {"position": view.position, "expected_ms": expected_ms}
+            news = f"queue {_json(told if view.loading is None else told | {'loading': view.loading})}"
         else:
             return
         if news != self._news:
@@ -924,5 +926,5 @@ def total_usage(usages: list[Usage]) -> Usage:
     )
 
 
-def _json(value: dict[str, int | None]) -> str:
+def _json(value: Mapping[str, int | str | None]) -> str:
     return msgspec.json.encode(value).decode()
