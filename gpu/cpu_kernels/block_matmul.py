@@ -325,11 +325,13 @@ class Unit:
             word(stream, n): a word of four bytes of these outputs, and the unit's index in the block.
         num_quads: of a unit.
         streams: (first byte in the stored block, words that a unit has of its own).
+        others: the bytes before or after the streams, of a block that is long.
     """
 
     numbers: Callable[[Any, Callable[[int, int], Any], Any], Iterator[tuple[int, Any]]]
     num_quads: int
     streams: tuple[tuple[int, int], ...]
+    others: tuple[int, int] = (0, 0)
 
 
 def _masked(builder, x, by, mask, to=0):
@@ -419,12 +421,12 @@ UNITS = {
     "Q5_1": Unit(_q5, 8, ((4, 5),)),
     "MXFP4": Unit(_of_table([number + FORMATS["MXFP4"].middle for number in MXFP4_NUMBERS]), 8, ((1, 4),)),
     "IQ4_NL": Unit(_of_table([number + FORMATS["IQ4_NL"].middle for number in IQ4_NUMBERS]), 8, ((2, 4),)),
-    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),)),
-    "Q2_K": Unit(_q2_k, 32, ((16, 8),)),
-    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8))),
-    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),)),
-    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8))),
-    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8))),
+    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),), (0, 8)),
+    "Q2_K": Unit(_q2_k, 32, ((16, 8),), (0, 16)),
+    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8)), (96, 110)),
+    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),), (0, 16)),
+    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8)), (0, 16)),
+    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8)), (192, 210)),
 }
 NAMES, SIGNED = tuple(FORMATS), tuple(found.signed is not None for found in FORMATS.values())
 BYTES, ELEMENTS, MIDDLES, GROUPS, HAVE_MINIMA = (
@@ -513,6 +515,8 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
     num_groups, num_parts = 4 * unit.num_quads // GROUP, GROUP // found.group
     width = max(1, min(COLUMNS, FEW_REGISTERS // (num_groups * num_parts * num_rows)))  # columns at a time
     some, row_numbers = range(width), range(num_rows)
+    # What is read in order is prefetched a little ahead; otherwise its place in the next stored block is.
+    ahead = FEW_AHEAD if width == COLUMNS and len(unit.streams) == 1 else found.size_bytes * BLOCK_OUTPUTS
     totals = [[cgutils.alloca_once(builder, FLOATS) for _ in some] for _ in row_numbers]
     counts = [
         [[cgutils.alloca_once(builder, PAIRS) for _ in some] for _ in row_numbers]
@@ -547,7 +551,7 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             def word_of(column):
                 def word(stream, n):
                     place = offset(builder, builder.add(word_at(stream, n), first), column * REGISTER_BYTES)
-                    prefetch.emit(builder, offset(builder, place, FEW_AHEAD))
+                    prefetch.emit(builder, offset(builder, place, ahead))
                     return load(builder, place, PAIRS)
 
                 return word
@@ -802,6 +806,7 @@ def _make_multiply(code):
     """
     elements, stored_bytes = ELEMENTS[code], BYTES[code] * BLOCK_OUTPUTS
     is_plain = SIGNED[code]  # stored as it is multiplied
+    others, others_end = (BLOCK_OUTPUTS * byte for byte in UNITS[NAMES[code]].others)
     part_lines = -(-PART_INPUTS // elements * stored_bytes // REGISTER_BYTES)
     group_lines = -(-part_lines // (PART_INPUTS // GROUP))
 
@@ -815,6 +820,8 @@ def _make_multiply(code):
             num_blocks = some // elements
             _decode_scales(code, at, num_blocks, scales, minima)
             if 0 < num_rows <= MOST_FEW_ROWS:
+                for line in range(at + stored_bytes + others, at + stored_bytes + others_end, REGISTER_BYTES):
+                    prefetch(line)
                 few_tile(code, num_rows, part_x, x_stride, at, num_blocks, scales, minima, sums)
                 at += num_blocks * stored_bytes
                 continue
