@@ -65,6 +65,9 @@ _FILL_FORMS = (
     _FillForm(("▁<PRE>", "▁<SUF>", "▁<MID>")),  # Code Llama
     _FillForm(("[SUFFIX]", "[PREFIX]"), is_suffix_first=True),  # Codestral
 )
+# Before the files that come first, and before each of them: Qwen coder and others have both.
+_REPOSITORY_MARKS = ("<|repo_name|>", "<repo_name>", "<reponame>")
+_FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
 _FILL_ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>")
 
 
@@ -125,8 +128,13 @@ class Tokenizer:
         """
         return self._encoded(text, lambda: _ids(self._backend, [text], add_special_tokens)[0])
 
-    def encode_around(self, prefix: str, suffix: str, add_special_tokens: bool = True) -> list[int] | None:
+    def encode_around(
+        self, prefix: str, suffix: str, add_special_tokens: bool = True, extra: Sequence[tuple[str, str]] = ()
+    ) -> list[int] | None:
         """The ids of a prompt whose answer is the text between two others; None: the model has no marks for that.
+
+        Args:
+            extra: names and texts of other files: they come first, as llama-server's /infill puts them.
 
         Raises:
             InvalidRequest: as encode.
@@ -139,8 +147,26 @@ class Tokenizer:
             first, second = (suffix_ids, prefix_ids) if form.is_suffix_first else (prefix_ids, suffix_ids)
             parts = zip(marks, (first, second, []), strict=False)
             filled = [one for mark, ids in parts for one in (mark, *ids) if one is not None]
-            return self.encode("", add_special_tokens) + filled
+            return self.encode("", add_special_tokens) + self._encode_files(extra) + filled
         return None
+
+    def _encode_files(self, files: Sequence[tuple[str, str]]) -> list[int]:
+        """Files before the one that is filled in, under the model's marks, or else behind lines that say so."""
+        repository, mark = (
+            next((found for name in names if (found := self.id_of(name)) is not None), None)
+            for names in (_REPOSITORY_MARKS, _FILE_MARKS)
+        )
+        ids: list[int] = []
+        if files and repository is not None:
+            ids += [repository, *self.encode("myproject\n", False)]
+        for name, text in files:
+            if mark is None:
+                ids += self.encode(f"\n\n--- snippet ---\n\n{text}", False)
+            else:
+                ids += [mark, *self.encode(f"{name}\n", False), *self.encode(text, False)]
+        if files and mark is not None:
+            ids += [mark, *self.encode("filename\n", False)]
+        return ids
 
     @cached_property
     def fill_end_ids(self) -> tuple[int, ...]:
@@ -186,6 +212,37 @@ class Tokenizer:
             return _ids(self._backend, [text], add_special_tokens=False)[0]
 
         return self._encoded(text, ids)
+
+    def may_cut(self, text: str, at: int) -> bool:
+        """Whether the ids of a rendered chat are those of its parts before and behind a place, where the template's own
+        text begins: the place is before a control token, or the tokenizer adds nothing to a text's beginning."""
+        if at >= len(text) or (isinstance(text, MarkedText) and text.origins[at]):
+            return False
+        return self._adds_nothing or self._control.begins_at(text, at)
+
+    @cached_property
+    def _adds_nothing(self) -> bool:
+        return b"".join(map(self.bytes_of, _ids(self._backend, ["a"], add_special_tokens=False)[0])) == b"a"
+
+    def spelled(self, token_ids: Sequence[int]) -> tuple[str, list["ControlToken"]] | None:
+        """An answer's text, special tokens by name, and where its control tokens are; None: it is no whole text."""
+        text, control, pending = "", list[ControlToken](), b""
+        try:
+            for token_id in token_ids:
+                if not self._control.has(token_id):
+                    pending += self.bytes_of(token_id)
+                    continue
+                text, pending = text + pending.decode(), b""
+                name = self.bytes_of(token_id).decode()
+                control.append(ControlToken(len(text), len(text) + len(name), token_id))
+                text += name
+            return text + pending.decode(), control
+        except UnicodeDecodeError:
+            return None
+
+    def may_have(self, text: str, part: slice, control: Sequence["ControlToken"]) -> bool:
+        """Whether ids with these control tokens may stand for a part of a rendered chat that spells them."""
+        return self._control.may_have(text, part, control)
 
     def _encoded(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
         try:
@@ -233,6 +290,14 @@ class Tokenizer:
     def text_of(self, token_id: int) -> str:
         """The token's bytes as text, U+FFFD for parts of characters: what logprobs show."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
+
+
+class ControlToken(NamedTuple):
+    """Where a control token is in a text."""
+
+    start: int
+    stop: int
+    id: int
 
 
 class _TokenTexts:
@@ -290,6 +355,27 @@ class _ControlTokens:
         if (pre_tokenizer := _never_prepending(backend.pre_tokenizer)) is not None:
             self._plain_inner = _without_control(backend, self._tokens.keys())
             self._plain_inner.pre_tokenizer = pre_tokenizer
+
+    def has(self, token_id: int) -> bool:
+        return token_id in self._tokens
+
+    def begins_at(self, text: str, at: int) -> bool:
+        return bool(self._tokens) and self._spelled.match(text, at) is not None
+
+    def may_have(self, text: str, part: slice, control: Sequence[ControlToken]) -> bool:
+        """Whether each of them may be where it is, and each special token that the text has there is among them."""
+        if not self._is_spelled_out:
+            return False
+        origins = text.origins if isinstance(text, MarkedText) else bytes(len(text))
+        if any(self._is_refused(one.id, origins[one.start : one.stop]) for one in control):
+            return False
+        starts = {one.start for one in control}
+        for match in self._spelled.finditer(text, part.start, part.stop) if self._tokens else ():
+            token_id = self._ids[match[0]]
+            is_free = match.start() in starts or not self._tokens[token_id].special
+            if not is_free and not self._is_refused(token_id, origins[match.start() : match.end()]):
+                return False
+        return True
 
     def may_be_forged(self, text: MarkedText) -> bool:
         """Whether it may have a control token that the template did not write."""

@@ -8,7 +8,7 @@ EngineSnapshot in answer to an Inspect.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -74,6 +74,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's tokens except the first; only beside it
 
 
+class Beams(msgspec.Struct, frozen=True):
+    """Asks for a beam search, as transformers' generate has it: its answers are the likeliest that it finds.
+
+    Args:
+        width: beams, and answers.
+        length_penalty: an answer's score is the sum of its logprobs divided by length ** this.
+        early_stopping: True: end with as many answers as beams; False: once the present beams look no better; "never":
+            once none can become better.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """A LoRA adapter of the model, loaded. Requests hold it while they run; gpu/adapters.py has what it computes.
@@ -100,8 +115,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         adapter: None: the model as it is.
         grammar: that holds each of its answers.
         breakers: of DRY.
+        beams: its sequences are the answers of a search, best first; all come at its end.
         speculates: drafts of its next tokens may be computed. The tokens are the same.
         prediction_ids: what its answer is likely to say: a draft.
+        tells_answer: the ids of each sequence come with its end.
     """
 
     request_id: str  # ours, never the client's
@@ -119,10 +136,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Adapter | None = None
     grammar: "Grammar | AfterThought | None" = None
     breakers: "Breakers | None" = None
+    beams: Beams | None = None
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
+    tells_answer: bool = False
 
-    counts_late: ClassVar[bool] = False
+    @property
+    def counts_late(self) -> bool:
+        return self.beams is not None
 
     @property
     def cache_root(self) -> tuple[str, str]:
@@ -277,6 +298,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
         prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
             and in order, before any generated token, in chunks that contain nothing else.
+        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them.
     """
 
     request_id: str
@@ -287,6 +309,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: the sequence's part of the usage
+    answer_ids: tuple[int, ...] = ()
     usage: Usage | None = None
     cost: Cost = Cost()  # with usage
     error: str | None = None  # with FinishReason.ERROR: the cause, for the client
@@ -432,6 +455,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
         stop_string: with finish_reason: the stop string that ends the text.
+        answer_ids: with finish_reason: of all its text, where they are asked for and no stop string has cut it.
     """
 
     text: str
@@ -441,3 +465,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
+    answer_ids: tuple[int, ...] = ()

@@ -294,6 +294,8 @@ class RequestHandle:
         self.cost = chunk.cost
         counts = {"num_completion_tokens": self.num_tokens, "num_thought_tokens": self.num_thought_tokens}
         counts["num_predicted_tokens"] = min(self.num_tokens, chunk.usage.num_predicted_tokens)
+        if self.request.beams is not None:  # all that they have computed counts
+            del counts["num_completion_tokens"]
         self._end(msgspec.structs.replace(chunk.usage, **counts), self._error)
 
     def fail(self, message: str) -> None:
@@ -344,7 +346,10 @@ class RequestHandle:
         is_stopped = sequence.detokenizer.is_stopped
         reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
         stop_logprobs = None if is_stopped else chunk.stop_logprobs
-        self._report_delta(sequence, sequence.take_delta(text, reason, stop_logprobs), now_s)
+        delta = sequence.take_delta(text, reason, stop_logprobs)
+        if chunk.answer_ids and not is_stopped:
+            delta = msgspec.structs.replace(delta, answer_ids=chunk.answer_ids)
+        self._report_delta(sequence, delta, now_s)
 
     def _report_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
         if delta.num_tokens:
