@@ -407,10 +407,8 @@ def _q3_k(builder, word, index):
         thirds, twos = word(0, quad), word(1, quad)
         for part in range(4):
             bit = builder.add(builder.mul(index, constant(4)), constant(part))
-            yield (
-                8 * part + quad,
-                builder.or_(_masked(builder, twos, 2 * part, TWOS), _masked(builder, thirds, bit, ONES, 2)),
-            )
+            low, third = _masked(builder, twos, 2 * part, TWOS), _masked(builder, thirds, bit, ONES, 2)
+            yield 8 * part + quad, builder.or_(low, third)
 
 
 UNITS = {
@@ -534,17 +532,8 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             rows = [
                 _at(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
             ]
-            x_sums = [
-                [
-                    load(
-                        builder,
-                        offset(builder, row, part // num_parts * GROUP_BYTES + _sum_at(part % num_parts, num_parts)),
-                        INT32,
-                    )
-                    for row in rows
-                ]
-                for part in range(len(counts))
-            ]
+            places = [_sum_at(part // num_parts, part % num_parts, num_parts) for part in range(len(counts))]
+            x_sums = [[load(builder, offset(builder, row, place), INT32) for row in rows] for place in places]
             for part, of_part in enumerate(x_sums):
                 _emit_first_counts(builder, of_part, found.middle, counts[part])
 
@@ -582,9 +571,9 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             store(builder, sums_at(row, column), builder.load(totals[row][column]))
 
 
-def _sum_at(part, num_parts):
-    """Where a row's group has the sum of a part, of so many."""
-    return SUM_AT if num_parts == 1 else SUM_AT + 4 * (1 + part)
+def _sum_at(group, part, num_parts):
+    """Where a row has the sum of a group's part, of so many."""
+    return group * GROUP_BYTES + SUM_AT + (4 * (1 + part) if num_parts > 1 else 0)
 
 
 def _emit_first_counts(builder, x_sums, middle, counts):
@@ -644,7 +633,7 @@ def _emit_tile(
         with cgutils.for_range(builder, num_lines) as lines:
             prefetch.emit(builder, _at(builder, ahead, (lines.index, REGISTER_BYTES)))
         for part in range(num_parts):
-            x_sums = [load(builder, offset(builder, row, _sum_at(part, num_parts)), INT32) for row in rows]
+            x_sums = [load(builder, offset(builder, row, _sum_at(0, part, num_parts)), INT32) for row in rows]
             _emit_first_counts(builder, x_sums, found.middle, counts)
             first_values = _at(builder, values, (groups.index, values_stride))
             with cgutils.for_range(builder, constant(num_quads)) as quads:
