@@ -483,7 +483,7 @@ _UNSUPPORTED = ("audio", "images", "prefix", "partial")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: str = "text"
     text: str | UnsetType | None = UNSET
     refusal: str | UnsetType | None = UNSET
 

@@ -86,7 +86,15 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
     title: str | None = None
-    source: Any = None
+    source: "Source | None" = None
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a document."""
+
+    type: str = ""
+    data: str | UnsetType = UNSET
+    content: "str | list[Block] | UnsetType" = UNSET
 
 
 Blocks = str | list[Block]
@@ -243,11 +251,12 @@ def _block_text(block: Block, where: str) -> str:
             return block.text
         case "text":
             raise missing_field(f"{where}.text")
-        case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
-            data = block.source.get("data")
-            if isinstance(data, str):
-                return f"{block.title}\n{data}" if block.title else data
-            raise missing_field(f"{where}.source.data")
+        case "document" if block.source is not None and block.source.type in ("text", "content"):
+            name = "data" if block.source.type == "text" else "content"
+            content: Blocks | UnsetType = getattr(block.source, name)
+            if content is UNSET:
+                raise missing_field(f"{where}.source.{name}")
+            return "\n".join(filter(None, (block.title, _text(content, f"{where}.source.{name}"))))
         case "search_result" if isinstance(block.content, list):
             return "\n".join(filter(None, (block.title, _text(block.content, f"{where}.content"))))
         case other:
