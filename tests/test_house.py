@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
     "server": (10_025, 28),
-    "server/api": (4825, 16),
+    "server/api": (4845, 16),
     "server/commands": (1900, 11),
     "server/gate": (2530, 8),
     "server/ledger": (1580, 6),
