@@ -77,7 +77,7 @@ def shortest_answer(root: Any, path: str, target: Callable[[str], Any], most: fl
     try:
         node = search.node([(path, root)])
         search.read()
-    except _TooMuch:
+    except (_TooMuch, RecursionError):  # deep values of enum
         return Shortest(0, path, "")
     search.solve()
     return search.place(node, most)
@@ -191,11 +191,15 @@ class _Search:
             _Conflict: one of the ways cannot be. The others were told, or will not be.
         """
         schemas = [schema for _, schema in parts]
-        given = [one["enum"] for one in schemas if _list(one, "enum")] + [
-            [one["const"]] for one in schemas if "const" in one
-        ]
+        given = [_list(one, "enum") for one in schemas if _list(one, "enum")]
+        given += [[one["const"]] for one in schemas if "const" in one]
         if given:
-            fitting = [value for value in given[-1] if all(_takes(schema, value) for schema in schemas)]
+            self._count(sum(map(len, given)) * len(schemas) // 8)
+            values = given[0]
+            for others in given[1:]:
+                known = set(map(_canonical, others))
+                values = [value for value in values if _canonical(value) in known]
+            fitting = [value for value in values if all(_takes(schema, value) for schema in schemas)]
             if not fitting:
                 raise _Conflict("no value of its enum or const fits what stands beside it")
             yield min(map(_length, fitting)), []
@@ -330,11 +334,7 @@ _SCALARS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], int]] = {
 
 
 def _takes(schema: Mapping[str, Any], value: Any) -> bool:
-    """Whether the value satisfies what is understood of the schema, without the values in it."""
-    if "const" in schema and not _equal(schema["const"], value):
-        return False
-    if _list(schema, "enum") and not any(_equal(one, value) for one in schema["enum"]):
-        return False
+    """Whether the value satisfies what is understood of the schema, but for enum, const and the values within it."""
     kind = _type_of(value)
     if kind not in _types(schema):
         return False
@@ -366,11 +366,21 @@ def _length(value: Any) -> int:
     )
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """As JSON has it: true is not 1, and 1.0 is 1."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True) or (
-        _type_of(one) in _TYPES["number"] and _type_of(other) in _TYPES["number"] and one == other
-    )
+def _canonical(value: Any) -> str:
+    """Equal for equal values: 1.0 is 1, true is not."""
+    return json.dumps(_normal(value), sort_keys=True)
+
+
+def _normal(value: Any) -> Any:
+    match value:
+        case list():
+            return [_normal(one) for one in value]
+        case dict():
+            return {name: _normal(one) for name, one in value.items()}
+        case float() if value.is_integer():
+            return int(value)
+        case _:
+            return value
 
 
 def _type_of(value: Any) -> str:

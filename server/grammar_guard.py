@@ -1,10 +1,11 @@
-"""Compiles each grammar in a process of its own first, so that one that crashes or takes too long harms nobody.
+"""Compiles grammars: tenants in turns, and each in a process of its own first, so that none harms others.
 
 The grammar library recurses without a guard of its stack, and takes minutes and gigabytes for some short grammars. The
 process is started with the first grammar, is ended and replaced when a grammar takes too long, and ends with ours.
-Thread: that of compiling, one at a time.
+Threads: loop for the queue; that of compiling, one at a time, for the rest.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -15,14 +16,16 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from core.constraints import GrammarSpec
-from core.errors import InvalidRequest
+from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import Grammar, GrammarCompiler
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,60 @@ MAX_COMPILE_S = 1.5  # a refusal comes within 2 s
 START_S = 60.0  # to start Python and to read a vocabulary, on a busy machine
 MAX_MEMORY_BYTES = 4 * 2**30  # of its address space
 STACK_BYTES = 4 * 2**20  # half of what a thread of ours has: what passes here does not overflow that
+MAX_QUEUED = 64  # of one tenant's, the one that is compiled among them
 _LENGTH_BYTES = 8
+
+
+class CompileQueue:
+    """Has one grammar compiled at a time, tenants in turns. Thread: loop."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[str, GrammarSpec], asyncio.Task[Grammar]] = {}
+        self._num_queued = Counter[str]()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the next one first
+        self._is_taken = False
+
+    async def run(self, spec: GrammarSpec, tenant: str, work: Callable[[], Awaitable[Grammar]]) -> Grammar:
+        """What `work` compiles in the tenant's turn; once for all requests of the tenant that wait for it.
+
+        Raises:
+            ServiceError: too many of the tenant's grammars wait already.
+            InvalidRequest: as `work`.
+        """
+        key = (tenant, spec)
+        if key not in self._tasks:
+            if self._num_queued[tenant] >= MAX_QUEUED:
+                message = f"{MAX_QUEUED} new grammars of yours are being compiled. Retry when they are, or reuse them."
+                raise ServiceError(ErrorKind.RATE_LIMITED, message, "too_many_grammars", spec.param, MAX_COMPILE_S)
+            self._num_queued[tenant] += 1
+            self._tasks[key] = asyncio.get_running_loop().create_task(self._in_turn(tenant, work))
+            self._tasks[key].add_done_callback(partial(self._on_done, key))
+        return await asyncio.shield(self._tasks[key])
+
+    async def _in_turn(self, tenant: str, work: Callable[[], Awaitable[Grammar]]) -> Grammar:
+        if self._is_taken:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant, deque()).append(turn)
+            await turn
+        self._is_taken = True
+        try:
+            return await work()
+        finally:
+            self._is_taken = bool(self._waiting)
+            if self._waiting:
+                tenant, waiting = next(iter(self._waiting.items()))
+                del self._waiting[tenant]
+                if not (turn := waiting.popleft()).done():  # cancelled as the loop ends
+                    turn.set_result(None)
+                if waiting:  # behind the other tenants
+                    self._waiting[tenant] = waiting
+
+    def _on_done(self, key: tuple[str, GrammarSpec], task: asyncio.Task[Grammar]) -> None:
+        del self._tasks[key]
+        self._num_queued[key[0]] -= 1
+        self._num_queued += Counter()  # without zeros
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved, if whoever waited has left
 
 
 class Vocabulary(msgspec.Struct, frozen=True):

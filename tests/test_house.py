@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (8370, 25),
+    "server": (8435, 25),
     "server/api": (4530, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
@@ -24,14 +24,14 @@ BUDGETS = {
     "server/observing": (1765, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4800, 14),
-    "core": (12_870, 33),
+    "core": (12_880, 33),
     "gpu": (8400, 29),
     "gpu/cpu_kernels": (3450, 9),
     "gpu/kernels": (2825, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8400, 32),
+    "bench": (8425, 32),
 }
-TEST_LINES = 56_950
+TEST_LINES = 56_960
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
