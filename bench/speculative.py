@@ -183,7 +183,7 @@ class Replay(Drafter):
         self._token_ids = token_ids
         self._share_right, self._most, self._random = share, most, Random(7)
 
-    def propose(self, most: int) -> Draft | None:
+    def propose(self, most: int, forced: Sequence[int] = ()) -> Draft | None:
         at = len(self._token_ids) - len(self._prompt)
         coming = self._answer[at : at + min(most, self._most)]
         draft = [token if self._random.random() < self._share_right else token ^ 1 for token in coming]

@@ -220,13 +220,17 @@ class Parser:
                 return
             yield from self._more()
 
-    def _until(self, literals: Sequence[str], emit: Emit) -> Step:
-        """Emit the text before the first of the literals as it comes; returns that one, consumed."""
+    def _until(self, literals: Sequence[str], emit: Emit, drops_cut: bool = False) -> Step:
+        """Emit the text before the first of the literals as it comes; returns that one, consumed.
+
+        Args:
+            drops_cut: where the answer is cut within one of the literals, what there is of it is no text.
+        """
         pattern = re.compile("|".join(map(re.escape, literals)))
         while True:
             match = pattern.search(self._text, self._at)
             end = match.start() if match else len(self._text)
-            if match is None and not self._is_complete:
+            if match is None and (not self._is_complete or (drops_cut and self._is_cut)):
                 end -= _num_held(self._text[self._at :], literals)
             if end > self._at:
                 emit(self._text[self._at : end])
@@ -274,14 +278,15 @@ class ThoughtParser(Parser):
                 raise _Mismatch
             self._uncertain_from = None
             yield from self._skip_line_breaks()
-            yield from self._until((markers.end,), self._emit_thought)
+            yield from self._until((markers.end,), self._emit_thought, drops_cut=True)
             self._line_breaks = ""
             yield from self._skip_line_breaks()
         except _Mismatch:
             self._at, self._uncertain_from = 0, None
         except _Cut:
             is_text = self._uncertain_from is not None and not self._is_open
-            self._emit(Text(self._text) if is_text else Reasoning(self._line_breaks))
+            is_marker = self._at < len(self._text)  # of the end, cut
+            self._emit(Text(self._text) if is_text else Reasoning("" if is_marker else self._line_breaks))
             self._at = len(self._text)
         with contextlib.suppress(_Cut):
             yield from self._pass(_ANYTHING, self._emit_text)

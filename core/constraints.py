@@ -99,6 +99,7 @@ class GrammarSpec:
         param: the request's field that it came in, for refusals.
         fallback: what holds less, and is used where this cannot be held.
         schemas: that the source has within it: a refusal names the one that cannot be held.
+        frame: around it, in Lark with `@answer` in its place; "": it holds the whole answer.
     """
 
     kind: GrammarKind
@@ -106,6 +107,12 @@ class GrammarSpec:
     param: str
     fallback: "GrammarSpec | None" = None
     schemas: "tuple[GrammarSpec, ...]" = ()
+    frame: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Of one key, one grammar."""
+        return self.kind, self.source, self.frame
 
 
 _MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})

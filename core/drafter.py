@@ -12,7 +12,7 @@ brought is seen anyway.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from core.step_cost import StepCostModel, StepWork
@@ -28,6 +28,7 @@ FIRST_ACCEPTED = {
     "prediction": (0.6, 0.7, 0.8, 0.9),
     "suffix": (0.3, 0.5, 0.75, 0.85),
     "recent": (0.2, 0.4, 0.7, 0.8),
+    "grammar": (1.0, 1.0, 1.0, 1.0),  # tokens that it forces, of sequences that have to sample them
 }
 PRIOR_WEIGHT = 4.0  # tokens that the mean of all sequences counts for, beside a sequence's own
 FADING = 0.9  # of what a sequence has learned, with each draft
@@ -179,11 +180,18 @@ class Drafter:
         self._right: dict[tuple[str, int], float] = {}
         self._tried: dict[tuple[str, int], float] = {}
 
-    def propose(self, most: int) -> Draft | None:
-        """What may come next, up to so many tokens."""
+    def propose(self, most: int, forced: Sequence[int] = ()) -> Draft | None:
+        """What may come next, up to so many tokens.
+
+        Args:
+            forced: what must come next, as far as that is known.
+        """
         own = self._own
         self._learn(own.token_ids)
         self.last = None
+        if forced:
+            self.last = Draft(list(forced)[:most], 1.0, "grammar", 0, len(own.token_ids))
+            return self.last
         longest = 0
         for name, text in self._texts.items():
             is_own = text is own
@@ -271,17 +279,15 @@ class StepPrice:
         return lengths
 
 
-def price_of(model: StepCostModel, positions: Iterable[int], has_prompts: bool, target: float | None) -> StepPrice:
+def price_of(
+    model: StepCostModel, work: StepWork, num_decodes: int, has_prompts: bool, target: float | None
+) -> StepPrice:
     """
     Args:
-        positions: of the decodes' tokens.
+        work: of the decodes.
         has_prompts: the step computes prompts, too, which take what is multiplied while the weights are read.
         target: see EngineConfig.inter_token_target.
     """
-    work = StepWork()
-    for position in positions:
-        work.own_tokens += 1
-        work.own_kv += position + 1
     num_few = 0 if has_prompts else max(0, model.few_tokens - work.own_tokens)
     step_s, mean_kv = 1.0, work.own_kv // max(1, work.own_tokens)
     within_s = beyond_s = UNKNOWN_COST
@@ -290,5 +296,5 @@ def price_of(model: StepCostModel, positions: Iterable[int], has_prompts: bool, 
         within_s = model.own_s(mean_kv, mean_kv + 1, 1)
         beyond_s = model.own_s(mean_kv, mean_kv + 1, 0)
     within_s, beyond_s = max(within_s, LEAST_COST * step_s), max(beyond_s, LEAST_COST * step_s)
-    most_s = step_s * target if target is not None and work.own_tokens > 1 else float("inf")
-    return StepPrice(work.own_tokens, step_s, within_s, beyond_s, num_few, most_s)
+    most_s = step_s * target if target is not None and num_decodes > 1 else float("inf")
+    return StepPrice(num_decodes, step_s, within_s, beyond_s, num_few, most_s)

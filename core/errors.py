@@ -138,6 +138,15 @@ class BadCheckpoint(StartupError):
     exit_code = ExitCode.MODEL
 
 
+class BadAdapter(StartupError):
+    """An adapter's files are missing or malformed, of another model, or ask for what is not computed here."""
+
+    exit_code = ExitCode.MODEL
+
+    def __init__(self, cause: str, fix: str = "leave this adapter out, or convert it") -> None:
+        super().__init__(cause, fix)
+
+
 class DeviceUnavailable(StartupError):
     """The requested device or number format is not available."""
 

@@ -128,6 +128,11 @@ class Grammar:
     def start(self) -> GrammarState:
         return GrammarState(self.matcher.deep_copy(), self.num_words)
 
+    def after(self, token_ids: Sequence[int]) -> "Grammar | None":
+        """What holds the rest of an answer that begins with these tokens; None: no answer begins so."""
+        matcher = self.matcher.deep_copy()
+        return Grammar(matcher, self.num_words) if matcher.consume_tokens(list(token_ids)) else None
+
 
 class GrammarCompiler:
     """
@@ -185,6 +190,10 @@ class GrammarCompiler:
                 text = LLMatcher.grammar_from_lark(source)
             case GrammarKind.GBNF:
                 text = LLMatcher.grammar_from_lark(_GbnfReader(source, spec.param).in_lark())
+        if spec.frame:
+            is_lark = spec.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
+            inner = {"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]
+            text = json.dumps({"grammars": [{"lark_grammar": spec.frame}, {**inner, "name": "answer"}]})
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if matcher.is_error():
             for schema in spec.schemas:
@@ -452,17 +461,16 @@ class GrammarCache:
 
     def __init__(self, capacity: int = 256) -> None:
         self._capacity = capacity
-        self._grammars: OrderedDict[tuple[GrammarKind, str], tuple[str, Grammar]] = OrderedDict()  # with their tenants
+        self._grammars: OrderedDict[tuple[str, ...], tuple[str, Grammar]] = OrderedDict()  # with their tenants
 
     def find(self, spec: GrammarSpec) -> Grammar | None:
-        key = (spec.kind, spec.source)
-        if key not in self._grammars:
+        if spec.key not in self._grammars:
             return None
-        self._grammars.move_to_end(key)
-        return self._grammars[key][1]
+        self._grammars.move_to_end(spec.key)
+        return self._grammars[spec.key][1]
 
     def keep(self, spec: GrammarSpec, tenant: str, grammar: Grammar) -> None:
-        self._grammars[spec.kind, spec.source] = (tenant, grammar)
+        self._grammars[spec.key] = (tenant, grammar)
         if len(self._grammars) > self._capacity:
             counts = Counter(owner for owner, _ in self._grammars.values())
             largest = max(counts, key=counts.__getitem__)
@@ -470,7 +478,7 @@ class GrammarCache:
 
     def drop(self, spec: GrammarSpec) -> None:
         """Forget one that has grown past the limits: it holds a hundred megabytes."""
-        self._grammars.pop((spec.kind, spec.source), None)
+        self._grammars.pop(spec.key, None)
 
 
 class _Vocabulary:

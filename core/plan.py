@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from core.kv_cache import BlockCopies
+from core.repetition import TokenPenalties
 from core.sequence import ALL_SCORED, Sequence
 from core.step_cost import PROMPT_TILE, StepWork
-from core.types import SamplingParams, StoreState, TokenLogprobs
+from core.types import Adapter, SamplingParams, StoreState, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -45,6 +46,7 @@ class SequenceStart:
     sampling: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class StepPlan:
     host_copies: BlockCopies | None = None
     prompt_targets: list[PromptTargets] = field(default_factory=list)  # at most one per row, in the rows' order
     masked_rows: list[int] = field(default_factory=list)  # that sample under a grammar, ascending
+    penalties: list[TokenPenalties] = field(default_factory=list)  # of rows that sample
     # Row -> how many of its last tokens are drafts: a token is sampled after each of them, too, and all are reported.
     num_drafts: dict[int, int] = field(default_factory=dict)
 
@@ -197,8 +200,9 @@ class Runner(Protocol[Ticket]):
         """Sample tokens from the ticket's logits; they stay on the device.
 
         Args:
-            masks: [masked rows, words]: which tokens each of the plan's masked_rows may sample, a bit each, the lowest
-                of the first word is token 0's. None: the plan has none.
+            masks: [tokens that masked rows sample, words]: which each may be, a bit each, the lowest of the first word
+                is token 0's. In the order of the plan's masked_rows; of one with drafts first the token after none of
+                them, then that after each. None: the plan has none.
         """
         ...
 
@@ -242,6 +246,7 @@ class PlanBuilder:
         self._sequence_starts: list[SequenceStart] = []
         self._prompt_targets: list[PromptTargets] = []
         self._masked_rows: list[int] = []
+        self._penalties: list[TokenPenalties] = []
         self._num_drafts: dict[int, int] = {}
 
     def add_row(self, sequence: Sequence, start: int, length: int, drafts: Seq[int] = ()) -> None:
@@ -266,6 +271,8 @@ class PlanBuilder:
         self.other_rows.append(row)
         if samples and sequence.grammar is not None:
             self._masked_rows.append(row)
+        if samples and sequence.repetition is not None:
+            self._penalties.append(sequence.repetition.penalties(sequence.slot, sequence.token_ids))
         self.sequences.append(sequence)
         self._starts.append(start)
         self._lengths.append(length)
@@ -338,6 +345,7 @@ class PlanBuilder:
             sequence_starts=self._sequence_starts,
             prompt_targets=self._prompt_targets,
             masked_rows=self._masked_rows,
+            penalties=self._penalties,
             num_drafts=self._num_drafts,
         )
 
@@ -359,6 +367,7 @@ class PlanBuilder:
                 sampling=sequence.sampling,
                 seed=sequence.seed,
                 stop_ids=sequence.stop_ids,
+                adapter=sequence.adapter,
             )
         )
 

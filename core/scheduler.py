@@ -21,10 +21,12 @@ import numpy as np
 
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
 from core.drafter import FIRST_ACCEPTED, MOST_DRAFT, Acceptance, Draft, Drafter, num_common, price_of
+from core.grammar import GrammarState
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
 from core.plan import Flight, Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
+from core.repetition import Breakers, Repetition, RepetitionRules
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates, domain_of
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
@@ -180,11 +182,18 @@ class Scheduler:
             for sequence in group.sequences:
                 if sequence.grammar is not None:
                     sequence.forced.extend(sequence.grammar.forced())
+        if sampling.dry_multiplier > 0 or sampling.repeat_last_n >= 0:
+            names = [name for name in RepetitionRules.__slots__ if name != "breakers"]
+            asked = {name: getattr(sampling, name) for name in names}
+            rules = RepetitionRules(**asked, breakers=request.breakers or Breakers())
+            for sequence in group.sequences:
+                sequence.repetition = Repetition(rules)
         if self._speculates and request.speculates:
             for sequence in group.sequences:
-                if sequence.grammar is None and not sequence.has_penalties:
-                    recent = self.states.recent.of(domain_of(request))
-                    sequence.drafter = Drafter(sequence.token_ids, self._acceptance, request.prediction_ids, recent)
+                if sequence.repetition is not None:
+                    continue
+                recent = self.states.recent.of(domain_of(request))
+                sequence.drafter = Drafter(sequence.token_ids, self._acceptance, request.prediction_ids, recent)
         return group
 
     def cancel(
@@ -265,10 +274,12 @@ class Scheduler:
             if forced or drafts:
                 plain = [s for s in plain if s not in drafts]
                 others = [s for s in others if s not in drafts and s not in forced]
+                forced = [s for s in forced if s not in drafts]
             self._add_decodes(builder, plain, others)
-            self._add_forced(builder, forced)
             for sequence, draft in drafts.items():
-                self._add_row(builder, sequence, drafts=draft)
+                num_behind = len(sequence.token_ids) - sequence.num_computed_tokens
+                self._add_row(builder, sequence, length=num_behind, drafts=draft)
+            self._add_forced(builder, forced)
         elif has_flights:
             return None
         else:  # likely victims last, so that they are not in the plan before the sequences that need their blocks
@@ -311,9 +322,9 @@ class Scheduler:
 
         It ends with the steps in flight, or computes them again, or its siblings fork from it at its current position,
         or the token that is being sampled and those after it are forced: then they are computed together; or it has
-        drafts to verify.
+        drafts to verify, or a penalty that depends on the token.
         """
-        if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced:
+        if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced or sequence.repetition is not None:
             return True
         if sequence.num_computed_tokens >= len(sequence.token_ids) + sequence.num_pending:
             return True
@@ -374,25 +385,81 @@ class Scheduler:
         able = [s for s in decodes if s.drafter is not None and not s.num_in_flight and s.num_own_tokens]
         if not able:
             return {}
-        positions = map(_NUM_COMPUTED_TOKENS, decodes)
+        work = StepWork()
+        for sequence in decodes:
+            work.add(sequence.num_computed_tokens, len(sequence.token_ids) + sequence.num_pending, 0)
         price = price_of(
-            self.step_cost, positions, has_prompts or len(self.states.waiting) > 0, self._inter_token_target
+            self.step_cost,
+            work,
+            len(decodes),
+            has_prompts or len(self.states.waiting) > 0,
+            self._inter_token_target,
         )
         if not price.allows_any:
             return {}
         drafts: dict[Sequence, Draft] = {}
         for sequence in able:
             most = min(MOST_DRAFT, sequence.max_length - len(sequence.token_ids) - 1)
-            draft = sequence.drafter.propose(most) if sequence.drafter is not None and most > 0 else None
+            draft = sequence.drafter.propose(most, sequence.forced) if sequence.drafter and most > 0 else None
             if draft is not None:
                 drafts[sequence] = draft
         lengths = price.lengths(
             [draft.share for draft in drafts.values()],
             [len(draft.token_ids) for draft in drafts.values()],
-            min(self.limits.max_drafts, self.limits.max_batch_tokens - len(decodes)),
+            min(self.limits.max_drafts, max(0, self.limits.max_batch_tokens - work.own_tokens)),
         )
-        found = zip(drafts.items(), lengths, strict=True)
-        return {sequence: draft.token_ids[:length] for (sequence, draft), length in found if length}
+        found: dict[Sequence, list[int]] = {}
+        for (sequence, draft), length in zip(drafts.items(), lengths, strict=True):
+            if kept := self._held(sequence, draft.token_ids[:length]):
+                found[sequence] = kept
+        return found
+
+    def _held(self, sequence: Sequence, draft: list[int]) -> list[int]:
+        """As much of a draft as the sequence's grammar takes; the masks of what is sampled meanwhile are kept."""
+        grammar = sequence.grammar
+        if grammar is None or not draft:
+            return draft
+        masks = self._open_masks(len(draft) + 1)
+        forced, num_before, num_kept = deque(sequence.forced), grammar.num_accepted, 0
+        for mask, token_id in zip(masks, draft, strict=False):
+            _fill_mask(mask, grammar, forced)
+            if not mask.view(np.uint32)[token_id // 32] >> token_id % 32 & 1:
+                break
+            grammar.accept(token_id)
+            if grammar.fault is not None or grammar.has_ended:
+                break
+            num_kept += 1
+            if grammar.is_free:  # the other masks are open
+                num_kept = len(draft)
+                break
+            self._next_forced(forced, grammar)
+        else:
+            _fill_mask(masks[num_kept], grammar, forced)
+        if grammar.fault is None:
+            grammar.roll_back(grammar.num_accepted - num_before)
+        else:  # it cannot be rolled back, and its last mask means nothing
+            num_kept = max(0, num_kept - 1)
+            sequence.grammar = self._grammar_anew(sequence)
+        sequence.draft_masks = masks[: num_kept + 1]
+        return draft[:num_kept]
+
+    def _grammar_anew(self, sequence: Sequence) -> GrammarState:
+        grammar = self.states.groups[sequence.request_id].request.grammar
+        assert grammar is not None, "the sequence has one"
+        state = grammar.start()
+        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+            state.accept(token_id)
+        return state
+
+    def _next_forced(self, forced: deque[int], grammar: GrammarState) -> None:
+        """After a token, what the grammar forces next."""
+        if forced:
+            forced.popleft()
+        if not forced and self._forces_tokens:
+            forced.extend(grammar.forced())
+
+    def _open_masks(self, num_tokens: int) -> Int32Array:
+        return np.full((num_tokens, -(-self.limits.vocab_size // 32)), -1, np.int32)
 
     def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
         """As _add_decodes, request by request, the first victims last."""
@@ -505,7 +572,7 @@ class Scheduler:
                 self.states.publish(sequence, end)
             elif drafts:
                 sequence.plain_end = 0
-            elif end > sequence.num_prompt_tokens and sequence.grammar is None:
+            elif end > sequence.num_prompt_tokens and sequence.grammar is None and sequence.repetition is None:
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
 
@@ -677,7 +744,8 @@ class Scheduler:
         told: list[Sequence] = []
         told_ids: list[int] = []
         logprobs, finished = output.logprobs, SequenceState.FINISHED
-        for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
+        rows = output.rows.tolist()
+        for i, (row, token_id) in enumerate(zip(rows, output.token_ids.tolist(), strict=True)):
             sequence = sequences[row]
             if row in lost or i in refused:
                 continue
@@ -698,7 +766,8 @@ class Scheduler:
                     told, told_ids = [], []
                 self._take_notable_token(sequence, token_id, logprobs.get(i))
                 if sequence.grammar is not None and self._forces_tokens:
-                    self._take_forced(sequence)
+                    is_last = rows[i + 1 : i + 2] != [row] or i + 1 in refused
+                    self._take_forced(sequence, MOST_FORCED if is_last else 0)
             else:
                 told.append(sequence)
                 told_ids.append(token_id)
@@ -743,19 +812,19 @@ class Scheduler:
         if reason is not None:
             self.states.finish(sequence, reason)
 
-    def _take_forced(self, sequence: Sequence) -> None:
+    def _take_forced(self, sequence: Sequence, most: int) -> None:
         """After a token, append those that the grammar now forces, where they need not be sampled.
 
         They are the same at any load: what is not appended here is sampled, with nothing else allowed.
+
+        Args:
+            most: 0: the step has sampled the next ones.
         """
         forced, grammar, num_taken = sequence.forced, sequence.grammar, 0
         assert grammar is not None
         while sequence.state is SequenceState.RUNNING and sequence.cancel_reason is None:
-            if forced:
-                forced.popleft()
-            if not forced:
-                forced.extend(grammar.forced())
-            if not forced or num_taken == MOST_FORCED or not sequence.takes_forced:
+            self._next_forced(forced, grammar)
+            if not forced or num_taken == most or not sequence.takes_forced:
                 return
             sequence.token_ids.append(forced[0])
             self._take_notable_token(sequence, forced[0], None)
@@ -806,17 +875,19 @@ class Scheduler:
         """What the plan's masked rows may sample, as Runner.sample() takes it: every step before it was applied."""
         if not plan.masked_rows:
             return None
-        masks = np.full((len(plan.masked_rows), -(-self.limits.vocab_size // 32)), -1, np.int32)
-        for mask, slot in zip(masks, plan.slots[plan.masked_rows].tolist(), strict=True):
-            sequence = self.states.occupants[slot]
+        found: list[Int32Array] = []
+        for row, slot in zip(plan.masked_rows, plan.slots[plan.masked_rows].tolist(), strict=True):
+            sequence, num_drafts = self.states.occupants[slot], plan.num_drafts.get(row, 0)
+            masks = self._open_masks(1 + num_drafts)
             if sequence is None or sequence.grammar is None or sequence.state is not SequenceState.RUNNING:
-                continue
-            if sequence.forced:
-                mask[:] = 0
-                mask.view(np.uint32)[sequence.forced[0] // 32] = 1 << sequence.forced[0] % 32
+                pass
+            elif num_drafts:
+                assert sequence.draft_masks is not None, "they were made with the plan"
+                masks = sequence.draft_masks
             else:
-                sequence.grammar.fill_mask(mask)
-        return masks
+                _fill_mask(masks[0], sequence.grammar, sequence.forced)
+            found.append(masks)
+        return np.concatenate(found)
 
     def lose_in_flight(self, now: float) -> StepDelivery:
         """A step raised when its result was read, with another one behind it: neither may have computed anything.
@@ -904,3 +975,12 @@ class Scheduler:
             step_cost_error_p90=self.step_cost.error_p90,
             **vars(self._counts),
         )
+
+
+def _fill_mask(mask: Int32Array, grammar: GrammarState, forced: Seq[int]) -> None:
+    """What may be sampled next: the first forced token, or what the grammar allows."""
+    if forced:
+        mask[:] = 0
+        mask.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
+    else:
+        grammar.fill_mask(mask)

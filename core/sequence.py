@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.kv_cache import BlockTable
-from core.types import Cost, FinishReason, Request, SamplingParams
+from core.types import Adapter, Cost, FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from core.drafter import Drafter
     from core.grammar import GrammarState
+    from core.repetition import Repetition
 
 NO_SLOT = -1
 ALL_SCORED = sys.maxsize
@@ -125,7 +129,9 @@ class Sequence:
         prepaid_end: ... and up to which position it was charged.
         device_s, kv_block_s: what it has taken, as in Cost.
         grammar: that its own tokens follow.
+        repetition: penalises its next token by those before; None: nothing does that the runner does not itself.
         drafter: proposes its next tokens; None: it is not speculated about.
+        draft_masks: under a grammar, of its drafts in flight: what may be sampled before and after each.
         num_predicted_tokens, num_mispredicted_tokens: see Usage.
         forced: its next tokens, where the grammar leaves no choice. Those already appended are not among them.
     """
@@ -138,6 +144,7 @@ class Sequence:
     place: Place
     due_order: DueOrder
     sampling: SamplingParams
+    adapter: Adapter | None
     seed: int
     stop_ids: tuple[int, ...]
     token_ids: list[int]
@@ -166,7 +173,9 @@ class Sequence:
     kv_block_s: float = 0.0
     grammar: "GrammarState | None" = None
     forced: deque[int] = field(default_factory=deque)
+    repetition: "Repetition | None" = None
     drafter: "Drafter | None" = None
+    draft_masks: "npt.NDArray[np.int32] | None" = None
     num_predicted_tokens: int = 0
     num_mispredicted_tokens: int = 0
 
@@ -187,7 +196,9 @@ class Sequence:
     @property
     def has_penalties(self) -> bool:
         sampling = self.sampling
-        return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        if sampling.presence_penalty or sampling.frequency_penalty or sampling.dry_multiplier:
+            return True
+        return sampling.repetition_penalty != 1
 
     @property
     def num_own_tokens(self) -> int:
@@ -273,12 +284,13 @@ class SequenceGroup:
             place=(request.arrival_s - bonus_s, self.serial, index),
             due_order=(self.latest_start_s, self.serial, index),
             sampling=request.sampling,
+            adapter=request.adapter,
             seed=sequence_seed(self.seed, index),
             stop_ids=stop_ids,
             token_ids=list(request.prompt_ids),
             num_prompt_tokens=num_prompt_tokens,
             max_length=max_length,
-            table=BlockTable((request.cache_domain, request.cache_salt)),
+            table=BlockTable(request.cache_root),
             is_paused=self.is_paused,
             num_scored_tokens=0 if wants_scores else ALL_SCORED,
             grammar=None if request.grammar is None else request.grammar.start(),

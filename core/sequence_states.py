@@ -359,7 +359,7 @@ class SequenceStates:
 
 def domain_of(request: Request) -> Hashable:
     """Whose recent answers it may see."""
-    return request.tenant, request.cache_domain, request.cache_salt
+    return request.tenant, request.cache_root
 
 
 def _cacheable(sequence: Sequence) -> list[int]:

@@ -146,15 +146,15 @@ class SimulatedRunner:
 
     def sample(self, ticket: StepPlan, masks: Int32Array | None = None) -> None:
         rows, sampled = [], []
-        mask_of = dict(zip(ticket.masked_rows, () if masks is None else masks, strict=True))
+        coming = iter(() if masks is None else masks)
         for row, samples in enumerate(ticket.samples.tolist()):
             if not samples:
                 continue
             slot, end = int(ticket.slots[row]), int(ticket.starts[row] + ticket.lengths[row])
             for length in range(end - ticket.num_drafts.get(row, 0), end + 1):
                 token_id = self._sample_row(slot, length)
-                if row in mask_of:
-                    token_id = _next_allowed(token_id, mask_of[row])
+                if row in ticket.masked_rows:
+                    token_id = _next_allowed(token_id, next(coming))
                 self._last_sampled[slot] = token_id
                 rows.append(row)
                 sampled.append(token_id)

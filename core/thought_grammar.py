@@ -48,8 +48,6 @@ class ThoughtVocabulary:
         self.breaks: list[tuple[int, int]] = []  # line breaks alone, with their number
         self.analysis_parts: list[int] = []  # tokens that begin the name of Harmony's channel of thoughts
         if self.is_harmony:
-            channel = list(encode("<|channel|>"))
-            self.begin_parts = [(channel[0], b"<|channel|>")]
             parts = [b"analysis"[:num] for num in range(1, 9)]
             self.analysis_parts = [token_id for token_id, data in enumerate(token_bytes) if data in parts]
             return
@@ -64,7 +62,7 @@ class ThoughtVocabulary:
             if _NEWLINES.fullmatch(data):
                 self.breaks.append((token_id, len(data)))
 
-    def follow(self, start: ThoughtStart, only_final: bool) -> ThoughtFollower:
+    def follow(self, start: ThoughtStart, only_final: bool = False) -> ThoughtFollower:
         made = follower(self.name, start, self.bytes_of, only_final)
         assert made is not None, "the prompt has not closed it"
         return made
@@ -86,18 +84,17 @@ class AfterThought:
 
     Args:
         answer: None: anything may come behind the thought.
+            Of Harmony it holds the whole, its thoughts too.
         most_tokens: of the thought, between its markers; None: any number.
-        has_channels: of Harmony, the answer's grammar holds the whole, its thoughts too.
     """
 
     vocabulary: ThoughtVocabulary
     start_at: ThoughtStart
     answer: Grammar | None
     most_tokens: int | None = None
-    has_channels: bool = False
 
     def start(self) -> GrammarState:
-        if self.answer is not None and self.has_channels:
+        if self.answer is not None and self.vocabulary.is_harmony:
             return self.answer.start() if self.most_tokens is None else ChannelState(self, self.answer)
         return ThoughtState(self)
 
@@ -108,12 +105,12 @@ class ThoughtState(GrammarState):
     def __init__(self, hold: AfterThought) -> None:
         self.num_accepted = 0
         self._hold = hold
-        self._follower = hold.vocabulary.follow(hold.start_at, only_final=hold.answer is not None)
+        self._follower = hold.vocabulary.follow(hold.start_at)
         self._num_inside = 0  # tokens between the markers
         self._num_breaks = 0  # behind it, before the answer
         self._answer = None if hold.answer is None else hold.answer.start()
         # While it is open whether there is a thought, the tokens may also be the answer's
-        self._may_be_answer = hold.start_at is ThoughtStart.FREE and not hold.vocabulary.is_harmony
+        self._may_be_answer = hold.start_at is ThoughtStart.FREE
         self._history: deque[tuple[Any, ...]] = deque(maxlen=MOST_ROLLED_BACK)
 
     @property
@@ -146,7 +143,7 @@ class ThoughtState(GrammarState):
         elif self._may_be_answer:
             answer.fill_mask(mask)
             self._allow_begin(words)
-        elif thought.is_inside or (self._hold.vocabulary.is_harmony and self.num_accepted):
+        elif thought.is_inside:
             mask[:] = -1
             self._forbid_end(words)
         else:
@@ -215,7 +212,7 @@ class ThoughtState(GrammarState):
     def _allow_begin(self, words: Any) -> None:
         vocabulary, begun = self._hold.vocabulary, self._follower.tail.lstrip()
         for token_id, data in vocabulary.begin_parts:
-            if vocabulary.is_harmony or vocabulary.begin.startswith(begun + data):
+            if vocabulary.begin.startswith(begun + data):
                 _allow(words, token_id)
 
     def _forbid_end(self, words: Any) -> None:

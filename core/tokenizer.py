@@ -6,8 +6,10 @@ Thread: loop; `encode` of long texts may be offloaded, and may run in several th
 import itertools
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -16,6 +18,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 from core.detokenizer import TokenTable
 from core.errors import InvalidRequest
 from core.marked_text import MarkedText, Origin
+from core.repetition import MOST_TAIL, Breakers
 
 # A longer piece is cut before BPE: merging takes O(n log n) time and memory in the piece's length, and a run of one
 # class of characters is one piece, however long. No piece of a real text is near it.
@@ -36,6 +39,9 @@ _MARKUP = re.compile(r"(?=.*\w)[^\w\s].*[^\w\s]", re.DOTALL)
 _PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _BLANK = "\N{OBJECT REPLACEMENT CHARACTER}"  # replaces a refused control token; no token contains it
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+MOST_BREAKERS = 16  # sets of texts whose tokens are kept
 
 
 class UnsupportedTokenizer(Exception):
@@ -103,6 +109,7 @@ class Tokenizer:
         self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by name
         shown = [b"" if token_id in self.special_ids else data for token_id, data in enumerate(all_bytes)]
         self.table = TokenTable(shown, strip_start)  # for answers: special tokens are empty
+        self._breakers: dict[tuple[str, ...], Breakers] = {}
         self._tables = {frozenset[str](): self.table}
         self._control = _ControlTokens(backend, "\n".join(templates), user_turn)
 
@@ -139,6 +146,27 @@ class Tokenizer:
     def fill_end_ids(self) -> tuple[int, ...]:
         """The tokens that end such a text, beside those that end every answer."""
         return tuple(found for mark in _FILL_ENDS if (found := self.id_of(mark)) is not None)
+
+    def breakers(self, strings: tuple[str, ...]) -> Breakers:
+        """The tokens of these texts, as breakers of repetitions; takes a millisecond or two for new ones."""
+        if strings in self._breakers:
+            return self._breakers[strings]
+        alone: set[int] = set()
+        tails: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for string in strings:
+            alone.update(self._token_texts.containing(string.encode()))
+            for end in range(1, len(string)):
+                tail = tuple(self.encode(string[end:], add_special_tokens=False)[:MOST_TAIL])
+                for token_id in self._token_texts.ending_with(string[:end].encode()):
+                    tails[token_id] = (*tails.get(token_id, ()), tail)
+        if len(self._breakers) >= MOST_BREAKERS:
+            self._breakers.pop(next(iter(self._breakers)), None)
+        self._breakers[strings] = found = Breakers(frozenset(alone), tails)
+        return found
+
+    @cached_property
+    def _token_texts(self) -> "_TokenTexts":
+        return _TokenTexts(self.full_table.token_bytes)
 
     def encode_chat(self, text: str) -> list[int]:
         """The ids of a rendered chat template, in which only the template can write control tokens.
@@ -205,6 +233,30 @@ class Tokenizer:
     def text_of(self, token_id: int) -> str:
         """The token's bytes as text, U+FFFD for parts of characters: what logprobs show."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
+
+
+class _TokenTexts:
+    """Finds tokens by what their text has in it."""
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self._all = b"".join(texts)
+        self._ends = list(accumulate(map(len, texts)))
+        self._reversed = sorted((text[::-1], token_id) for token_id, text in enumerate(texts))
+
+    def containing(self, part: bytes) -> Iterator[int]:
+        place = self._all.find(part)
+        while place >= 0:
+            token_id = bisect_right(self._ends, place)
+            if is_inside := place + len(part) <= self._ends[token_id]:
+                yield token_id
+            place = self._all.find(part, self._ends[token_id] if is_inside else place + 1)
+
+    def ending_with(self, part: bytes) -> Iterator[int]:
+        wanted = part[::-1]
+        for text, token_id in self._reversed[bisect_left(self._reversed, (wanted, -1)) :]:
+            if not text.startswith(wanted):
+                return
+            yield token_id
 
 
 class _ControlTokens:

@@ -86,7 +86,7 @@ def required_calls(
     writer = _Writer(form, special, most_calls)
     call = writer.call(tools)
     calls = writer.section(call, "" if form.opens_answer else writer.begin)
-    return writer.grammar(calls if instead is None else f"{calls} | {_inline_json(instead)}")
+    return writer.grammar(calls if instead is None else f"{calls} | {inline_json(instead)}")
 
 
 def allowed_calls(
@@ -121,7 +121,8 @@ def harmony_answers(
     special: Mapping[str, int],
     eos_ids: Collection[int] = (),
     is_required: bool = False,
-    final: Schema | None = None,
+    final: str | None = None,
+    param: str = "tools",
 ) -> str:
     """The grammar of gpt-oss's whole answers, behind `<|start|>assistant`: thoughts, then a call, or text where none
     is required. A call ends the answer.
@@ -129,7 +130,8 @@ def harmony_answers(
     Args:
         special: the ids of the model's special tokens, its marks among them.
         eos_ids: those that end an answer.
-        final: the schema of text; None: it is free.
+        final: what the text is, in Lark; None: it is free.
+        param: the request's field that asks for it.
 
     Raises:
         InvalidRequest: a mark of messages is no special token, or one that ends an answer.
@@ -138,23 +140,23 @@ def harmony_answers(
     start, channel, constrain, message, end, call_end = (f"<[{token_id}]>" for token_id in ids.values())
     for name, token_id in ids.items():
         if token_id is None or (token_id in eos_ids and name != "call"):
-            words = f"Calls cannot be held: <|{name}|> is no special token of this model, or ends its answers."
-            raise InvalidRequest(f"{words} Leave tools out.", "tools", "unsupported_parameter")
+            words = f"{param} cannot be held: <|{name}|> is no special token of this model, or ends its answers."
+            raise InvalidRequest(f"{words} Leave it out.", param, "unsupported_parameter")
     rules = []
     for i, tool in enumerate(tools):
-        recipient, arguments = _quoted(f" to=functions.{tool.name}"), _inline_json(tool.schema, tool.is_strict)
+        recipient, arguments = _quoted(f" to=functions.{tool.name}"), inline_json(tool.schema, tool.is_strict)
         header = f'({recipient} {channel} "commentary" | {channel} "commentary" {recipient}) kind'
         rules.append(f"call_{i}: {header} {message} {arguments}{'' if ids['call'] in eos_ids else ' ' + call_end}")
     next_message = f'{message} MESSAGE_TEXT {end} {start} "assistant"'
     answers, before = [f"call_{i}" for i in range(len(tools))], ["analysis"]
     if not is_required:
-        before.append("preamble")
+        before += ["preamble"] if final is None else []  # it would be text before what is held
         free = f'{channel} ("final" | "commentary") {message} MESSAGE_TEXT'
-        answers.append(free if final is None else f'{channel} "final" kind {message} {_inline_json(final)}')
+        answers.append(free if final is None else f'{channel} "final" kind {message} {final}')
     rules += [
         f'kind: (" "? {constrain} "json" | " json")?',
         f'analysis: {channel} "analysis" {next_message}',
-        f'preamble: {channel} "commentary" {next_message}',
+        *([f'preamble: {channel} "commentary" {next_message}'] if "preamble" in before else []),
         _MESSAGE_TEXT,
     ]
     return "\n".join(["%llguidance {}", f"start: ({' | '.join(before)})* ({' | '.join(answers)})", *rules])
@@ -206,7 +208,7 @@ class _Writer:
             if isinstance(form.call, JsonCall):
                 head = f'{_BLANK}{_TYPED_HEAD}{_key("name")}"{re.escape(tool.name)}"{_BLANK},{_BLANK}'
                 head += f"{_key(form.call.arguments_key)}"
-                rest = f"{_inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
+                rest = f"{inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
             else:
                 head = f"{_BLANK}\\[{_BLANK}{re.escape(tool.name)}{_BLANK}\\("
                 rest = self._arguments(tool)
@@ -234,7 +236,7 @@ class _Writer:
         call = self._form.call
         if isinstance(call, JsonCall):
             head = f'{{"name": {_json(tool.name)}, "{call.arguments_key}": '
-            return f"{_quoted(head)} {_inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
+            return f"{_quoted(head)} {inline_json(tool.schema, tool.is_strict)} {_quoted('}')}"
         return f"{_quoted(call.begin + tool.name)} {self.literal(call.name_end)} {self._arguments(tool)}"
 
     def _arguments(self, tool: Tool) -> str:
@@ -250,7 +252,7 @@ class _Writer:
                 pairs = self._pairs(call.arguments, tool.schema, tool.name, call.arguments.assign, "")
                 arguments = f"{pairs} {_quoted(call.arguments.end)}"
             case _:
-                arguments = _inline_json(tool.schema, tool.is_strict)
+                arguments = inline_json(tool.schema, tool.is_strict)
         return f"{arguments} {_quoted(call.end)}"
 
     def _tagged(self, form: TaggedArguments, tool: Tool) -> str:
@@ -274,7 +276,7 @@ class _Writer:
             regex = _string_regex(schema)
             return self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", f"/{regex}/")
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{_inline_json({**definitions, **schema})} {_quoted(end)}"
+        return f"{inline_json({**definitions, **schema})} {_quoted(end)}"
 
     def _pairs(self, form: LiteralArguments, schema: Schema, path: str, assign: str, quote: str) -> str:
         """The properties in the schema's order: `first` of those that begin there, `rest` behind another."""
@@ -345,7 +347,7 @@ def _literal(form: LiteralArguments, value: Any) -> str:
     return repr(value) if form.has_escapes else _json(value)
 
 
-def _inline_json(schema: Schema, is_strict: bool = True) -> str:
+def inline_json(schema: Schema, is_strict: bool = True) -> str:
     return f"%json {_json({**schema, 'x-guidance': {**JSON_STYLE, 'lenient': not is_strict}})}"
 
 

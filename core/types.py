@@ -7,6 +7,7 @@ EngineSnapshot in answer to an Inspect.
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from core.outlook import Outlook
 
 if TYPE_CHECKING:
     from core.grammar import Grammar
+    from core.repetition import Breakers
     from core.thought_grammar import AfterThought
 
 LOWEST_CLASS, TOP_CLASS = -4, 4  # of Request.priority
@@ -48,6 +50,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0  # at most 0: all
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0  # 0: no DRY
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # of prompt and output; -1: all
+    dry_sequence_breakers: tuple[str, ...] = ()
+    repeat_last_n: int = -1  # penalties count the last tokens of prompt and output alike; -1: as each says
     repetition_penalty: float = 1.0  # over prompt and output (CTRL, arXiv:1909.05858)
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
@@ -62,6 +74,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's tokens except the first; only beside it
 
 
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A LoRA adapter of the model, loaded. Requests hold it while they run; gpu/adapters.py has what it computes.
+
+    Args:
+        digest: of its content: what it computed for a prompt serves no other adapter's.
+    """
+
+    digest: str
+    size_bytes: int
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, of 1..k sequences over the same prompt.
 
@@ -72,8 +96,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         deadline_s: monotonic; when its first token is due. It only affects the queue's order; it cancels nothing.
         tells_progress: each computed chunk of its prompt is reported (Prefilling).
         cache_domain: requests share cached prompts within a domain ...
-        cache_salt: ... and with the same salt.
+        cache_salt: ... and with the same salt and adapter.
+        adapter: None: the model as it is.
         grammar: that holds each of its answers.
+        breakers: of DRY.
         speculates: drafts of its next tokens may be computed. The tokens are the same.
         prediction_ids: what its answer is likely to say: a draft.
     """
@@ -90,11 +116,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tells_progress: bool = False
     cache_domain: str = ""
     cache_salt: str = ""
+    adapter: Adapter | None = None
     grammar: "Grammar | AfterThought | None" = None
+    breakers: "Breakers | None" = None
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
 
     counts_late: ClassVar[bool] = False
+
+    @property
+    def cache_root(self) -> tuple[str, str]:
+        """What chains of cached blocks begin with: requests of another root share none."""
+        domain = self.cache_domain if self.adapter is None else f"{self.cache_domain}\0{self.adapter.digest}"
+        return domain, self.cache_salt
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
+from gpu.adapters import adapter_bytes
 from gpu.attention import MAX_GATHERED_TOKENS, MAX_SCORES
 from gpu.blocks import why_not_in_place
 from gpu.checkpoint import Checkpoint, open_checkpoint
@@ -75,6 +76,14 @@ class MemoryPlan:
         return graphs_size_bytes(self.model, self.engine, self.device)
 
     @property
+    def adapters_bytes(self) -> int:
+        """Of --max-loras adapters, each with --max-lora-rank everywhere."""
+        engine = self.engine
+        return engine.max_loras and engine.max_loras * adapter_bytes(
+            self.model, self.device.dtype, engine.max_lora_rank
+        )
+
+    @property
     def loading_bytes(self) -> int:
         return loading_size_bytes(self.model, self.engine, self.device)
 
@@ -108,7 +117,7 @@ class MemoryPlan:
     @property
     def beside_kv_bytes(self) -> int:
         """On the device, all but KV."""
-        return self.weights_bytes + self.activation_bytes + self.graph_bytes + self.shared_bytes
+        return self.weights_bytes + self.adapters_bytes + self.activation_bytes + self.graph_bytes + self.shared_bytes
 
     @property
     def total_bytes(self) -> int:

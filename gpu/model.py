@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
+from gpu.adapters import AdaptedLinears, AdaptedRows
 from gpu.attention import RaggedRows, Scores
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
@@ -33,6 +34,7 @@ class Batch:
     tokens: StepTokens
     attending: dict[int | None, RaggedRows]
     asked: Tensor | None
+    adapted: AdaptedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,15 @@ class Layer:
 
 
 class Model:
-    """Takes the weights over: it deletes layers and a tied embedding from them as packed copies replace them."""
+    """Takes the weights over: it deletes layers and a tied embedding from them as packed copies replace them.
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, operators: Operators) -> None:
+    Args:
+        takes_adapters: rows may have adapters (Batch.adapted).
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, operators: Operators, takes_adapters: bool = False
+    ) -> None:
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self.operators = operators
         self.config = config
@@ -80,6 +88,15 @@ class Model:
             _layer(config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, self.operators)
             for layer in map(config.layer, range(config.num_layers))
         ]
+        self._adapted = AdaptedLinears() if takes_adapters else None
+        if self._adapted is not None:
+            for index, one in enumerate(self.layers):
+                one.qkv, one.output = (
+                    self._adapted.wrap(getattr(one, site), index, site) for site in ("qkv", "output")
+                )
+                if isinstance(one.mlp, Mlp):
+                    one.mlp.gate_up = self._adapted.wrap(one.mlp.gate_up, index, "gate_up")
+                    one.mlp.down = self._adapted.wrap(one.mlp.down, index, "down")
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]] + [None]
         # Rounded to the weights' format, as in training.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
@@ -90,6 +107,9 @@ class Model:
         x = self._embed(batch.tokens.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
+        adapted, with_adapters = self._adapted, batch.adapted
+        if adapted is not None:
+            adapted.groups = [] if with_adapters is None else with_adapters.groups
         positions = batch.tokens.positions
         rotations = [Rotation(rope.rotation(positions), rope.query_scale(positions)) for rope in self.ropes]
         first_norm = self.layers[0].attention_norm
@@ -99,6 +119,8 @@ class Model:
             if layer is self.layers[-1]:  # the other tokens' outputs are not needed from here on
                 if batch.asked is not None:
                     x, added = x.index_select(0, batch.asked), added.index_select(0, batch.asked)
+                    if adapted is not None and with_adapters is not None:
+                        adapted.groups = with_adapters.asked
                 if not len(x):
                     return x
             x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
@@ -106,6 +128,8 @@ class Model:
             if self.operators.ranks is not None:
                 added = self.operators.ranks.sum(added)
             x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
+        if adapted is not None:
+            adapted.groups = []  # an adapter's memory goes with its last request
         return x
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:

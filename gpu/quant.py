@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -38,6 +37,7 @@ from core.config import EngineConfig
 from core.errors import BadCheckpoint
 from gpu.blocks import BlockWeight
 from gpu.cache_files import cache_home
+from gpu.linear import make_linear
 
 # int4 takes the first that divides a row. Smaller groups are more exact: 64 cost 4.5 bits a weight, 32 cost 5.
 GROUP_SIZES = (64, 32)
@@ -262,8 +262,8 @@ class SlabLinear:
         """Scales of whole outputs multiply the result, which saves a pass: the numbers are exact in any format."""
         has_output_scales = weight.zeros is None and weight.scales.shape[-1] == 1
         if has_output_scales and x.dtype != torch.float16:  # float16: unscaled sums would overflow
-            return F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.T)
-        return F.linear(x, dequantize(weight, x.dtype))
+            return make_linear(weight.values.to(x.dtype), None, None)(x).mul_(weight.scales.T)
+        return make_linear(dequantize(weight, x.dtype), None, None)(x)
 
 
 class QuantizeCache:

@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import BoolArray, DeviceError, Int32Array, RunnerLimits, StepOutput, StepPlan
+from gpu.adapters import LoadedAdapter, load_adapter
 from gpu.attention import IntArray
 from gpu.checkpoint import Checkpoint
 from gpu.device import FEW_TOKENS, last_level_cache_bytes, to_device, trim_heap
@@ -89,7 +91,7 @@ class ModelRunner:
         self.offload: KVOffload | None = None
         self.memory = memory
         with torch.inference_mode():
-            self._model = Model(config, weights, operators)
+            self._model = Model(config, weights, operators, takes_adapters=engine.max_loras > 0)
             self._streams = open_streams(device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
             takes_drafts = device.type == "cpu" and operators.ranks is None and not operators.has_device_rows
@@ -194,6 +196,11 @@ class ModelRunner:
             num_slots, copy_s = self.offload.memory.num_slots, self.offload.copy_s
             self.limits = replace(self.limits, num_host_blocks=num_slots, host_copy_s=copy_s)
 
+    def load_adapter(self, directory: Path) -> LoadedAdapter:
+        """See gpu/adapters.py. Thread: any."""
+        device = self.memory.device
+        return load_adapter(directory, self.config, device.dtype, device.device, self._engine.max_lora_rank)
+
     def forward(self, plan: StepPlan) -> StepTicket:
         """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample and of targets."""
         threads = self.measured.threads.of(plan.num_tokens)
@@ -202,6 +209,8 @@ class ModelRunner:
         with _device_errors(), torch.inference_mode():
             for start in plan.sequence_starts:
                 self._sampler.start(start)
+            for penalties in plan.penalties:
+                self._sampler.penalise(penalties)
             host_copies = self._start_host_copies(plan)
             return StepTicket(self._steps.forward(plan), host_copies=host_copies)
 

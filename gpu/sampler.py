@@ -22,16 +22,21 @@ import torch
 from torch import Tensor
 
 from core.plan import Int32Array, PromptTargets, SequenceStart, StepPlan
+from core.repetition import TokenPenalties
 from core.types import SamplingParams, TokenLogprobs
 from gpu.device import to_device
+from gpu.rows import NO_SLOT
 from gpu.sampling_rules import (
     LEAST_TEMPERATURE,
+    RareFilters,
     gumbel_noise,
+    kept_range,
     lowest_kept,
     min_p_offset_of,
     penalise,
     row_keys,
     slope_of,
+    xtc_chance,
 )
 from gpu.streams import Event, Streams
 
@@ -49,10 +54,13 @@ class Feature(enum.IntFlag):
     BIAS = 8
     MIN_TOKENS = 16
     LOGPROBS = 32
+    RARE = 64  # of sampling_rules.RareFilters: torch samples the row, whatever kernel there is
 
 
 FORBIDDEN = -1e30  # a logit that is never sampled, and of which a whole row adds up to a finite number
+MOST_XTC_THRESHOLD = 0.5  # with more no two tokens are as likely: XTC is off
 ADJUSTED = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS
+HISTORY = Feature.PENALTIES  # depends on the tokens that the slot has sampled before
 
 
 class Number(enum.IntEnum):
@@ -76,6 +84,10 @@ class Factor(enum.IntEnum):
     REPETITION = 4
     PRESENCE = 5
     FREQUENCY = 6
+    TYPICAL_P = 7
+    SIGMAS = 8
+    XTC_PROBABILITY = 9
+    XTC_THRESHOLD = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,7 @@ class SamplingSlots:
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # that each slot sampled
         self.seen: Tensor | None = None  # int32 [slots, vocab]: see SeenTokens.counts
         self.vocab_size, self.device = vocab_size, device
+        self._own_biases: list[tuple[tuple[int, float], ...]] = [()] * num_slots
         self._changed: set[int] = set()
         self._unwritten: dict[int, SeenTokens] = {}  # rows of `seen` that are still an earlier sequence's
 
@@ -120,7 +133,7 @@ class SamplingSlots:
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         stop_from = start.num_prompt_tokens + params.min_tokens
         seed = np.array(start.seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64).view(np.int64)
-        self.numbers[slot] = (features, top_k, seed, stop_from, len(params.logit_bias), len(start.stop_ids))
+        self.numbers[slot] = (features, top_k, seed, stop_from, 0, len(start.stop_ids))
         self.factors[slot] = (
             1 / max(params.temperature, LEAST_TEMPERATURE),
             slope_of(params.temperature),
@@ -129,18 +142,39 @@ class SamplingSlots:
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
+            params.typical_p,
+            params.top_n_sigma,
+            params.xtc_probability,
+            params.xtc_threshold,
         )
         self.num_logprobs[slot] = params.num_logprobs or 0
-        self.bias_ids = _with_list(self.bias_ids, slot, [token_id for token_id, _ in params.logit_bias])
-        self.biases = _with_list(self.biases, slot, [bias for _, bias in params.logit_bias])
+        self._set_biases(slot, dict(params.logit_bias))
         self.stop_ids = _with_list(self.stop_ids, slot, start.stop_ids)
-        if features & Feature.PENALTIES:
+        self._own_biases[slot] = params.logit_bias
+        if features & Feature.PENALTIES and params.repeat_last_n < 0:
             token_ids, num_prompt = np.array(start.token_ids, dtype=np.int64), start.num_prompt_tokens
             counts = 2 * np.bincount(token_ids[num_prompt:], minlength=self.vocab_size)
             counts[token_ids[:num_prompt]] += 1  # once each: an index that repeats adds once
             known = np.flatnonzero(counts)
             self._unwritten[slot] = SeenTokens(known, counts[known].astype(np.int32))
         return features
+
+    def penalise(self, penalties: TokenPenalties) -> None:
+        """Set what applies to the one token that the slot samples next."""
+        slot = penalties.slot
+        self._changed.add(slot)
+        biases = dict(self._own_biases[slot])
+        for token_id, penalty in penalties.dry.items():
+            biases[token_id] = biases.get(token_id, 0.0) - penalty
+        self._set_biases(slot, biases)
+        if penalties.counts is not None:
+            token_ids, counts = list(penalties.counts), list(penalties.counts.values())
+            self._unwritten[slot] = SeenTokens(np.array(token_ids, np.int64), 2 * np.array(counts, np.int32))
+
+    def _set_biases(self, slot: int, biases: dict[int, float]) -> None:
+        self.numbers[slot, Number.NUM_BIASES] = len(biases)
+        self.bias_ids = _with_list(self.bias_ids, slot, list(biases))
+        self.biases = _with_list(self.biases, slot, list(biases.values()))
 
     def take_changed(self) -> set[int]:
         """The slots that have started since the last call."""
@@ -182,11 +216,13 @@ def features_of(params: SamplingParams) -> Feature:
     features = Feature(0)
     if params.temperature > 0:
         features |= Feature.NOISE
-        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        if params.typical_p < 1 or params.top_n_sigma > 0 or params.xtc_probability > 0:
+            features |= Feature.RARE
+        elif params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
             features |= Feature.FILTERS
     if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
         features |= Feature.PENALTIES
-    if params.logit_bias:
+    if params.logit_bias or params.dry_multiplier > 0:
         features |= Feature.BIAS
     if params.min_tokens > 0:
         features |= Feature.MIN_TOKENS
@@ -233,8 +269,24 @@ class Masked:
     masks: Int32Array
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Which rows verify drafts.
+
+    Args:
+        turns: [rows]: how many rows of its slot come before.
+        next_ids: [rows]: the draft that the slot's next row follows; NO_DRAFT: there is none.
+    """
+
+    turns: IntArray
+    next_ids: IntArray
+
+
+NO_DRAFT = -1
+
 SampleRows = Callable[[Tensor, IntArray, IntArray, Masked | None], tuple[Tensor, Tensor]]
-"""A kernel that the host calls with float32 logits [rows, vocab], slots and positions of the tokens to sample.
+"""A kernel that the host calls with float32 logits [rows, vocab], slots and positions of the tokens to sample. Rows
+of NO_SLOT are left out.
 
 Before everything else that changes logits, those that a mask forbids become FORBIDDEN. Returns token ids, int64 [rows],
 and whether the logits are finite, bool [rows]. It reads the SamplingSlots it was made with, counts the tokens it
@@ -317,6 +369,10 @@ class Sampler:
         """Give the slot to a new sequence."""
         self._settings.start(start)
 
+    def penalise(self, penalties: TokenPenalties) -> None:
+        """Set what applies to the one token that a slot samples next."""
+        self._settings.penalise(penalties)
+
     def can_launch(self, slots: IntArray) -> bool:
         """Whether one launch samples the rows of all these slots."""
         return self.launched is not None and self.launched.can_sample(slots)
@@ -328,22 +384,81 @@ class Sampler:
         find = partial(_logprobs_with, kernel.logprobs[:num_rows], logits)
         return Sampled(kernel.token_ids[:num_rows], kernel.is_finite[:num_rows], self._requested_logprobs(slots, find))
 
-    def sample(self, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None = None) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: IntArray,
+        positions: IntArray,
+        masked: Masked | None = None,
+        drafts: DraftRows | None = None,
+    ) -> Sampled:
         """Sample a token per row, at once.
 
         Args:
             logits: [rows, vocab], float32; not changed.
             slots: [rows]
             positions: [rows], of the token to sample in its sequence.
+            drafts: None: each slot has one row.
         """
-        if self._called is not None:
-            token_ids, is_finite = self._called(logits, slots, positions, masked)
+        turns = None if drafts is None else np.where(self._has(slots, HISTORY), drafts.turns, 0)
+        if drafts is None or turns is None or not turns.any():
+            token_ids, is_finite = self._sample_at_once(logits, slots, positions, masked)
         else:
-            is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
-            allowed = logits if masked is None else self._allowed(logits, masked)
-            token_ids = self._sample_rows(allowed, slots, positions)
+            token_ids, is_finite = self._sample_in_turn(logits, slots, positions, masked, turns, drafts.next_ids)
         self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
         return Sampled(token_ids, is_finite, self._requested_logprobs(slots, partial(_logprobs, logits, token_ids)))
+
+    def _call(
+        self, kernel: SampleRows, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None
+    ) -> tuple[Tensor, Tensor]:
+        """A kernel's tokens, and torch's for the rows that ask for what only torch has."""
+        is_rare = self._numbers(slots, Number.FEATURES) & Feature.RARE > 0
+        if not is_rare.any():
+            return kernel(logits, slots, positions, masked)
+        token_ids, is_finite = kernel(logits, np.where(is_rare, NO_SLOT, slots), positions, masked)
+        rows = np.flatnonzero(is_rare)
+        some = (logits if masked is None else self._allowed(logits, masked))[self._ids(rows)]
+        token_ids[rows] = self._sample_rows(some, slots[rows], positions[rows])
+        is_finite[rows] = logits[rows].sum(-1).isfinite()
+        return token_ids, is_finite
+
+    def _sample_at_once(
+        self, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns: token ids, and whether the logits are finite."""
+        if self._called is not None:
+            return self._call(self._called, logits, slots, positions, masked)
+        is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
+        allowed = logits if masked is None else self._allowed(logits, masked)
+        return self._sample_rows(allowed, slots, positions), is_finite
+
+    def _sample_in_turn(
+        self,
+        logits: Tensor,
+        slots: IntArray,
+        positions: IntArray,
+        masked: Masked | None,
+        turns: IntArray,
+        next_ids: IntArray,
+    ) -> tuple[Tensor, Tensor]:
+        """As _sample_at_once, but a row counts the tokens that earlier rows of its slot have sampled.
+
+        Rows behind a wrong draft are not sampled.
+        """
+        token_ids, is_finite = torch.zeros(len(slots), dtype=torch.int64), logits.sum(-1).isfinite()
+        is_behind = np.zeros(len(self._settings.numbers), np.bool_)  # [slots]
+        for turn in range(int(turns.max()) + 1):
+            some = np.flatnonzero((turns == turn) & ~is_behind[slots])
+            masked_of_some = None
+            if masked is not None:
+                places, index, of_some = np.intersect1d(masked.rows, some, return_indices=True)
+                masked_of_some = Masked(of_some, masked.masks[index]) if len(places) else None
+            found, _ = self._sample_at_once(logits[self._ids(some)], slots[some], positions[some], masked_of_some)
+            token_ids[self._ids(some)] = found
+            has_turns = some[self._has(slots[some], HISTORY)]
+            is_right = (token_ids[self._ids(has_turns)].numpy() == next_ids[has_turns]) & is_finite[has_turns].numpy()
+            is_behind[slots[has_turns[~is_right]]] = True
+        return token_ids, is_finite
 
     def _allowed(self, logits: Tensor, masked: Masked) -> Tensor:
         """A copy of the logits: what a mask forbids is far below all that it allows. The masks are unpacked here."""
@@ -356,7 +471,7 @@ class Sampler:
         self, slots: IntArray, find: Callable[..., tuple[Tensor, Tensor, Tensor]]
     ) -> RequestedLogprobs | None:
         """find: takes (rows, number of likeliest tokens)."""
-        rows = np.flatnonzero(self._numbers(slots, Number.FEATURES) & Feature.LOGPROBS)
+        rows = np.flatnonzero(self._has(slots, Feature.LOGPROBS))
         if not len(rows):
             return None
         num_top: list[int] = self._settings.num_logprobs[slots[rows]].tolist()
@@ -408,13 +523,38 @@ class Sampler:
     def _sample_with_noise(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
         """Stages 2 to 4 of sampling_rules.py, of rows with a temperature: [rows]."""
         scaled = logits * self._factors(slots, Factor.INVERSE_TEMPERATURE)  # [rows, vocab]
-        if (self._numbers(slots, Number.FEATURES) & Feature.FILTERS).any():
-            filters = (self._factors(slots, each) for each in (Factor.TOP_P, Factor.SLOPE, Factor.MIN_P_OFFSET))
-            top_k = self._ids(self._numbers(slots, Number.TOP_K)).unsqueeze(1)
-            scaled = scaled.masked_fill_(logits < lowest_kept(logits, top_k, *filters), float("-inf"))
-        keys = row_keys(self._numbers(slots, Number.SEED).view(np.uint64), positions).view(np.int64)
+        keys = row_keys(self._numbers(slots, Number.SEED).view(np.uint64), positions)
+        features = self._numbers(slots, Number.FEATURES)
+        is_rare = features & Feature.RARE > 0
+        top_k = self._ids(self._numbers(slots, Number.TOP_K)).unsqueeze(1)
+        columns = (Factor.TOP_P, Factor.SLOPE, Factor.MIN_P_OFFSET)
+        top_p, slope, offset = (self._factors(slots, each) for each in columns)
+        if (features & Feature.FILTERS).any():
+            lowest = lowest_kept(logits, top_k, top_p, slope, offset)
+            lowest[self._ids(np.flatnonzero(is_rare))] = float("-inf")
+            scaled = scaled.masked_fill_(logits < lowest, float("-inf"))
+        for row in np.flatnonzero(is_rare).tolist():
+            one = slice(row, row + 1)
+            rare = self._rare_filters(slots[row], keys[row])
+            low, high = kept_range(logits[one], top_k[one], (top_p[one], slope[one], offset[one]), rare)
+            scaled[one] = scaled[one].masked_fill((logits[one] < low) | (logits[one] > high), float("-inf"))
         token_ids = torch.arange(self._vocab_size, device=self._device)
-        return scaled.add_(gumbel_noise(to_device(keys, self._device).unsqueeze(1), token_ids)).argmax(-1)
+        keys_there = to_device(keys.view(np.int64), self._device).unsqueeze(1)
+        return scaled.add_(gumbel_noise(keys_there, token_ids)).argmax(-1)
+
+    def _rare_filters(self, slot: int, key: np.uint64) -> RareFilters:
+        """key: of its row, for XTC's chance."""
+        factors = self._settings.factors[slot]
+        chance, threshold = factors[Factor.XTC_PROBABILITY], float(factors[Factor.XTC_THRESHOLD])
+        applies = threshold <= MOST_XTC_THRESHOLD and chance > 0 and xtc_chance(key) <= chance
+        return RareFilters(
+            float(factors[Factor.SIGMAS]), float(factors[Factor.TYPICAL_P]), threshold if applies else None
+        )
+
+    def _has(self, slots: IntArray, features: Feature) -> npt.NDArray[np.bool_]:
+        """Whether each has any of the features: [some]."""
+        found: npt.NDArray[np.bool_] = (self._numbers(slots, Number.FEATURES) & features) != 0
+        return found
 
     def _numbers(self, slots: IntArray, column: Number) -> npt.NDArray[np.int64]:
         """[some]"""

@@ -8,6 +8,7 @@ fused. A row goes through four stages, in this order:
    ids before min_tokens. All further masks belong here.
 2. lowest_kept: one number, the smallest logit that top-k, then top-p, then min-p keep. They compare logits before the
    temperature, which changes no order. Tokens tied with the last one kept are kept too; the largest logit always is.
+   A row that asks for top-n-sigma, typical-p or XTC has kept_range instead, which only torch computes.
 3. logit / temperature + Gumbel noise for every kept token. The noise depends on (seed, position, token id) alone.
 4. The token with the largest sum; of equals, the first.
 
@@ -16,6 +17,7 @@ et al., SC11, doi:10.1145/2063384.2063405): without state, so that rows may come
 SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), whose n-th output is a hash of key + n * GOLDEN.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ from torch import Tensor
 
 UInt64Array = npt.NDArray[np.uint64]
 
+LEAST_ALLOWED = -1e29  # a smaller logit is of a token that may not be sampled
+MOST_DISTANCE = 1e30  # from the entropy, of a token that has any weight
+NO_TOKEN = -1
 LEAST_TEMPERATURE = 1e-30  # below it a logit's quotient is no float32
 
 WEIGHT_BITS = 40  # a million tokens' weights add up to less than 2 ** 60; what is below 2 ** -40 of the largest is 0
@@ -85,6 +90,79 @@ def lowest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, slope: Tensor, min
     last = (is_needed.sum(-1, keepdim=True) - 1).clamp_(min=0)
     limit_p = ordered.gather(1, last).masked_fill(top_p >= 1, float("-inf"))
     return torch.maximum(torch.maximum(limit_k, limit_p), top + min_p_offset)
+
+
+@dataclass(frozen=True, slots=True)
+class RareFilters:
+    """Filters of one row that no kernel has, as llama-server defines them.
+
+    Args:
+        sigmas: top-n-sigma: how many standard deviations below the largest logit is kept; at most 0: all.
+        typical_p: 1: all.
+        xtc_threshold: XTC drops what is at least so likely, but for the least likely of it; None: not this time.
+    Sources: top-n-sigma, arXiv:2411.07641; typical-p, arXiv:2202.00666; XTC, llama.cpp's src/llama-sampler.cpp.
+    """
+
+    sigmas: float
+    typical_p: float
+    xtc_threshold: float | None
+
+
+def kept_range(
+    logits: Tensor, top_k: Tensor, filters: tuple[Tensor, Tensor, Tensor], rare: RareFilters
+) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest logit of a row that are kept, [1, 1] each.
+
+    By llama-server's chain: top-n-sigma, top-k, typical-p, top-p, min-p, XTC, each of what those before it keep. The
+    probabilities of typical-p and XTC are those before the temperature, which that chain applies last.
+
+    Args:
+        logits: [1, vocab]
+        top_k, filters: as lowest_kept takes them.
+    """
+    ordered = logits.sort(descending=True).values
+    low, high = ordered.gather(1, top_k - 1), ordered[:, :1]
+    if rare.sigmas > 0:
+        low = torch.maximum(low, (high - rare.sigmas * _deviation(logits)).float())
+    if rare.typical_p < 1:
+        typical = ordered[_are_typical(ordered, _weigh_from(ordered, low), rare.typical_p)]
+        low, high = typical[-1].view(1, 1), typical[0].view(1, 1)
+    ordered = ordered[(ordered >= low) & (ordered <= high)].unsqueeze(0)
+    low = torch.maximum(low, lowest_kept(ordered, top_k.clamp(max=ordered.shape[1]), *filters))
+    if rare.xtc_threshold is not None:
+        weights = _weigh_from(ordered, low)
+        num_likely = int((weights >= rare.xtc_threshold * weights.sum().double()).sum())
+        high = ordered[:, max(1, num_likely) - 1].unsqueeze(1).clamp(min=low)
+    return low, high
+
+
+def _deviation(logits: Tensor) -> Tensor:
+    """The standard deviation of a row's logits that may be sampled: float64 [1, 1]."""
+    values = logits[logits > LEAST_ALLOWED].double()
+    mean = values.cumsum(0)[-1] / len(values)  # sums in order, so that they round alike in any company
+    return ((values - mean).square().cumsum(0)[-1] / len(values)).sqrt().view(1, 1)
+
+
+def _weigh_from(ordered: Tensor, low: Tensor) -> Tensor:
+    """The weights of a row's descending logits before the temperature, 0 below low."""
+    return weigh(ordered, ordered[:, :1], torch.full_like(low, LOG2_E)).masked_fill_(ordered < low, 0)
+
+
+def _are_typical(ordered: Tensor, weights: Tensor, typical_p: float) -> Tensor:
+    """Which of a row's descending logits typical-p keeps: those whose surprise is nearest to the entropy. [1, vocab]"""
+    total = weights.sum().double()
+    surprise = (total * 2.0**-WEIGHT_BITS).log() - (ordered - ordered[:, :1]).double()
+    entropy = torch.where(weights > 0, weights / total * surprise, 0).cumsum(-1)[:, -1:]
+    distance = torch.where(weights > 0, (surprise - entropy).abs(), float("inf"))
+    by_distance = distance.sort(stable=True)
+    of_them = weights.gather(1, by_distance.indices)
+    num_kept = (of_them.cumsum(-1) - of_them <= typical_p * total).sum() - 1
+    return distance <= by_distance.values[:, num_kept].clamp(max=MOST_DISTANCE)
+
+
+def xtc_chance(key: np.uint64) -> float:
+    """A uniform number of the row's key, of no token's noise: XTC applies where this is at most its probability."""
+    return float(_uniforms(torch.tensor([key.astype(np.int64)]), torch.tensor([NO_TOKEN])))
 
 
 def weigh(logits: Tensor, top: Tensor, slope: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ Padding rows and tokens attend to nothing, sample nothing, and write to the padd
 read on the device too: attention's grid has room for as many tiles as the shape's tokens can fill, and unused tiles end
 at once. Attention leaves undefined numbers for padding tokens, which stay in their own rows.
 
-Steps without graphs: those that return logprobs of prompts, and those with settings that the sampling kernel does not
-support, such as too many biases: torch samples these. The kernel handles all usual settings in one form: no request
-makes it compile or capture anything.
+Steps without graphs: those that return logprobs of prompts, those with rows that have adapters, and those with settings
+that the sampling kernel does not support, such as too many biases: torch samples these. The kernel handles all usual
+settings in one form: no request makes it compile or capture anything.
 """
 
 from dataclasses import dataclass, replace
@@ -31,12 +31,13 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from core.plan import Int32Array, StepPlan
+from gpu.adapters import AdaptedRows, SlotAdapters
 from gpu.attention import HostRows, IntArray, RaggedRows
 from gpu.kv_cache import KVCache, num_blocks_for
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Batch, Model
 from gpu.rows import NO_SLOT, DeviceTables, StepInputs
-from gpu.sampler import Masked, PromptScores, Sampled, Sampler, score, scored_tokens
+from gpu.sampler import NO_DRAFT, DraftRows, Masked, PromptScores, Sampled, Sampler, score, scored_tokens
 from gpu.step_graphs import StepGraphs
 from gpu.step_shapes import StepShape, StepShapes
 from gpu.streams import StagedCopies, Streams
@@ -101,6 +102,7 @@ class SampledRows:
     rows: IntArray  # [sampled]: the plan's row
     slots: IntArray  # [sampled]
     positions: IntArray  # [sampled]: the sampled token's
+    drafts: DraftRows | None = None
 
     @property
     def order(self) -> IntArray:
@@ -160,14 +162,19 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
     num_others = np.bincount(row_of[others], minlength=plan.num_rows)  # [rows]
     prompts = np.flatnonzero(num_others)
     sampled = np.flatnonzero(plan.samples)
-    num_left: IntArray | int = 0  # [sampled]: the row's tokens after it
+    drafts, num_left = None, np.zeros_like(sampled)  # [sampled]: the row's tokens after it
     if plan.num_drafts:
         counts = [1 + plan.num_drafts.get(row, 0) for row in sampled.tolist()]
         sampled = np.repeat(sampled, counts)
-        num_left = np.concatenate([np.arange(count)[::-1] for count in counts])
+        turns = np.concatenate([np.arange(count) for count in counts])
+        num_left = np.repeat(counts, counts) - 1 - turns
+        follow = np.append(plan.token_ids, NO_DRAFT)[(before + lengths)[sampled] - num_left]
+        drafts = DraftRows(turns, np.where(num_left > 0, follow, NO_DRAFT))
     lasts, ends_sampled = place[(before + lengths)[sampled] - 1 - num_left], ends[sampled] - num_left
     by_place = np.argsort(lasts)
     sampled, lasts, ends_sampled = sampled[by_place], lasts[by_place], ends_sampled[by_place]
+    if drafts is not None:
+        drafts = DraftRows(drafts.turns[by_place], drafts.next_ids[by_place])
     asked = None
     if len(prompts) or plan.prompt_targets or len(sampled) < num_tokens:
         asked = np.concatenate([lasts, place[scored_tokens(plan, before.astype(np.int32))]])
@@ -179,7 +186,7 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
         lengths=num_others[prompts],
         tokens=np.stack([slots, positions.astype(np.int32), plan.token_ids[order]]),
         asked=asked,
-        sampled=SampledRows(sampled, plan.slots[sampled], ends_sampled),
+        sampled=SampledRows(sampled, plan.slots[sampled], ends_sampled, drafts),
     )
 
 
@@ -262,6 +269,7 @@ class Steps:
         engine, device, attention = memory.engine, cache.tensor.device, operators.attention
         max_rows, max_tokens = shapes.decodes[-1], engine.max_batch_tokens
         self.tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
+        self._adapters = SlotAdapters(device)
         self._is_host = streams.is_host
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:
@@ -287,12 +295,14 @@ class Steps:
             wants_all: compute the logits of all tokens, in the order of the layout; sample nothing.
         """
         self.tables.grow(plan)
+        self._adapters.start(plan.sequence_starts)
         layout = lay_out(plan, self.tables.num_prompt_tokens, self._operators.attention.are_own_tokens_alone)
         if wants_all:
             layout = replace(layout, asked=None)
         is_free = not (wants_all or plan.masked_rows)
         samples = self._samples and is_free and self._sampler.can_launch(layout.sampled.slots)
-        may_pad = not (plan.prompt_targets or wants_all) and (samples or self._sampler.launched is None)
+        adapted = self._adapters.rows_of(layout.tokens[0], layout.asked)
+        may_pad = not (plan.prompt_targets or wants_all or adapted) and (samples or self._sampler.launched is None)
         padded = self.graphs.of(layout.shape) if may_pad else None
         num_asked = 0 if layout.asked is None else len(layout.asked)
         if padded is not None:
@@ -305,7 +315,8 @@ class Steps:
         if padded is not None:
             work = partial(self._replay, padded)
         else:
-            work = partial(self._send, step, plan, layout, num_logits, self.tables.rows_of(layout))
+            rows = self.tables.rows_of(layout)
+            work = partial(self._send, step, plan, layout, num_logits, rows, adapted)
         self._streams.current.run(work)
         return step
 
@@ -320,10 +331,9 @@ class Steps:
             return self._sampler.launched_tokens(step.logits, rows.slots)
         masked = None
         if masks is not None:
-            places = np.searchsorted(step.masked_rows, rows.rows)
-            is_masked = np.isin(rows.rows, step.masked_rows)
-            masked = Masked(np.flatnonzero(is_masked), masks[places[is_masked]])
-        return self._sampler.sample(step.logits, rows.slots, rows.positions, masked)
+            order = rows.order
+            masked = Masked(order[np.isin(rows.rows[order], step.masked_rows)], masks)
+        return self._sampler.sample(step.logits, rows.slots, rows.positions, masked, rows.drafts)
 
     def _replay(self, shape: StepShape) -> None:
         if not self.graphs.replay(shape):
@@ -339,11 +349,20 @@ class Steps:
         if self._sampler.launched is not None:
             self._sampler.launched.launch(logits, inputs.sampled)
 
-    def _send(self, step: SentStep, plan: StepPlan, layout: StepLayout, num_logits: int, rows: HostRows) -> None:
+    def _send(
+        self,
+        step: SentStep,
+        plan: StepPlan,
+        layout: StepLayout,
+        num_logits: int,
+        rows: HostRows,
+        adapted: AdaptedRows | None,
+    ) -> None:
         """Send the step as it is, by Python."""
         shape, num_asked = layout.shape, 0 if layout.asked is None else len(layout.asked)
         inputs, num_blocks = inputs_in(self._inputs, shape, num_asked), num_blocks_for(int(layout.ends.max(initial=1)))
-        hidden = self._hidden(inputs, shape, num_blocks, None if layout.asked is None else inputs.asked, rows)
+        asked = None if layout.asked is None else inputs.asked
+        hidden = self._hidden(inputs, shape, num_blocks, asked, rows, adapted)
         out = self._logits[:num_logits] if self._logits is not None and num_logits == len(step.logits) else None
         step.logits = self._model.logits(hidden[:num_logits], out)
         if step.is_sampled:
@@ -354,7 +373,13 @@ class Steps:
             step.scores = score(hidden[num_logits:], plan, self._model.logits, vocab_size, self._streams)
 
     def _hidden(
-        self, inputs: StepInputs, shape: StepShape, num_blocks: int, asked: Tensor | None, host: HostRows | None
+        self,
+        inputs: StepInputs,
+        shape: StepShape,
+        num_blocks: int,
+        asked: Tensor | None,
+        host: HostRows | None,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """
         Args:
@@ -365,7 +390,7 @@ class Steps:
         columns = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
         rows = RaggedRows(*columns, num_decodes=shape.num_decodes, window=None, host=host)
         attending = rows_by_window(rows, self._windows, self.tables.width * BLOCK_SIZE)
-        return self._model.forward(Batch(self._rows.tokens_of(inputs), attending, asked), self._cache)
+        return self._model.forward(Batch(self._rows.tokens_of(inputs), attending, asked, adapted), self._cache)
 
     def _bring_up(self, plan: StepPlan, inputs: Int32Array) -> None:
         """Copy what the plan changes to the device, at once."""

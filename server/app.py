@@ -6,18 +6,22 @@ server is App; what is known of its request is Exchange. The handlers and their 
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
 
+import msgspec
+
 from core.errors import ErrorKind, ServiceError
-from core.types import Usage
+from core.types import EngineStats, Usage
+from server.adapters import Adapters
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
 from server.callers import Gate
 from server.clock import Clock
 from server.engine_client import EngineClient
+from server.gate.admission import LEAST_BACKLOG, Contender
 from server.gate.cross_origin import CrossOrigin
 from server.gate.identity import Caller, Scope, mask_keys
 from server.gate.quota import Ticket
@@ -25,6 +29,7 @@ from server.gate.tenants import OwnDeadlineExceeded
 from server.generation import Generations
 from server.listening.clients import DENIED
 from server.listening.listener import Listener
+from server.local_models import LocalModels
 from server.observing.accounting import (
     NO_REQUEST,
     Account,
@@ -73,6 +78,43 @@ class Readiness:
         if not self.is_ready:
             message = f"The model is still loading: {self.stage}."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "loading", retry_after_s=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the server has to do, with what it waits for at upstreams.
+
+    Args:
+        kv_usage: part of the KV blocks in use.
+        expected_s: until the first token of a request that came now; None: not known.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    expected_s: float | None
+
+    @property
+    def weight(self) -> int:
+        """In percent, that the server should get: half of it, if a new request waits for a second."""
+        expected_s = float(self.num_waiting) if self.expected_s is None else self.expected_s
+        return max(1, round(100 / (1 + expected_s)))
+
+    def report(self, form: bytes) -> Headers:
+        """For the answer to a request that asks for it (ORCA): TEXT or JSON; of other forms, nothing."""
+        named = {
+            "kv_cache_usage_perc": round(self.kv_usage, 4),
+            "num_requests_running": self.num_running,
+            "num_requests_waiting": self.num_waiting,
+        }
+        match form.strip().upper():
+            case b"TEXT":
+                value = "TEXT " + ", ".join(f"named_metrics.{name}={number}" for name, number in named.items())
+            case b"JSON":
+                value = "JSON " + msgspec.json.encode({"named_metrics": named}).decode()
+            case _:
+                return ()
+        return ((b"endpoint-load-metrics", value.encode()),)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,12 +212,14 @@ class App:
         new_request_id: makes unique ids.
         new_span_id: makes ids of 16 hex digits, for our spans in clients' traces.
         cross_origin: the sites whose pages may read the answers; None: none.
+        metrics_need_key: as everything else does.
 
     Attributes:
         exchanges: in progress.
-        generations, card: set when the model is loaded.
+        generations, card: set when the model is loaded; adapters: then, if it takes any.
         listener: set before anything is asked.
         drain: ends the process as SIGTERM does; returns the seconds of grace.
+        local_models: those that are started on demand; None: there are none.
     """
 
     def __init__(
@@ -188,6 +232,7 @@ class App:
         new_request_id: Callable[[], str],
         cross_origin: CrossOrigin | None = None,
         new_span_id: Callable[[], str] = lambda: token_hex(8),
+        metrics_need_key: bool = True,
     ) -> None:
         self.readiness = readiness
         self.metrics = metrics
@@ -197,12 +242,15 @@ class App:
         self._find_route = find_route
         self._gate = gate
         self._new_request_id = new_request_id
+        self._metrics_need_key = metrics_need_key
         self._cross_origin = cross_origin or CrossOrigin()
         self.exchanges: dict[HttpStream, Exchange] = {}
         self.generations: Generations | None = None
         self.card: ServerCard | None = None
+        self.adapters: Adapters | None = None
         self.listener: Listener | None = None
         self.drain: Callable[[], float] | None = None
+        self.local_models: LocalModels | None = None
 
     # What handlers ask.
 
@@ -227,10 +275,39 @@ class App:
         assert self.listener is not None, "nothing is asked before it listens"
         return self.listener
 
+    @property
+    def model_states(self) -> Mapping[str, str]:
+        return {} if self.local_models is None else self.local_models.states
+
     def generating(self) -> list[Exchange]:
         """The generations in progress."""
         active = {} if self.generations is None else self.generations.active
         return [one for one in self.exchanges.values() if one.request_id in active]
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of the engine in this process; without one, all zeros."""
+        own = None if self.generations is None else self.generations.own
+        return EngineStats() if own is None else own.engine.stats
+
+    def load(self) -> Load:
+        stats, own = self.stats, None if self.generations is None else self.generations.own
+        pools = self.metrics.pools().values()
+        contender = Contender(0, "", 1, is_due=False)
+        return Load(
+            num_running=stats.num_running + sum(one.num_active for pool in pools for one in pool.upstreams),
+            num_waiting=stats.num_waiting + sum(pool.num_waiting for pool in pools),
+            kv_usage=stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0,
+            expected_s=None if own is None else own.admission.estimate(contender, LEAST_BACKLOG, 1.0).expected_s,
+        )
+
+    def agent_line(self) -> str:
+        """What haproxy is told."""
+        if self.readiness.is_draining:
+            return "drain"
+        if not self.readiness.is_ready or self.readiness.is_stalled:
+            return f"down #{'stalled' if self.readiness.is_ready else 'loading'}"
+        return f"up ready {self.load().weight}%"
 
     # From head to handler.
 
@@ -315,7 +392,7 @@ class App:
         exchange.asks_generation, exchange.errors = route.needs_tokens, route.errors
         if route.errors.id_header is not None:
             exchange.stream.common_headers += ((route.errors.id_header, exchange.request_id.encode()),)
-        if route.scope is not None:
+        if route.scope is not None and (self._metrics_need_key or route.scope is not Scope.METRICS):
             exchange.caller = await self._gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
         if route.needs_model:
@@ -331,6 +408,8 @@ class App:
         exchange.enter(Stage.QUOTA)
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
         exchange.stream.late_headers = ticket.headers
+        if (form := exchange.request.header(b"endpoint-load-metrics-format")) is not None:
+            exchange.stream.late_headers = lambda: (*ticket.headers(), *self.load().report(form))
         ticket.enter(route.needs_tokens)
         try:
             await route.handler(exchange)

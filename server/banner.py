@@ -26,7 +26,7 @@ class BannerFacts:
     """
     Args:
         engine: None: every model is answered for by upstreams.
-        relayed: names of models that upstreams answer for, each with how many there are.
+        relayed: names of models that upstreams answer for, each with how many there are; 0: on demand, here.
         num_api_keys: that are valid now.
         is_shut: every request is refused, since a credential is required and none is valid yet.
         needs_certificate: see Server.
@@ -88,7 +88,7 @@ DRAFTS = "text that an answer repeats, of itself, its prompt, its prediction or 
 
 def banner_lines(facts: BannerFacts) -> list[str]:
     """The last line is a command for a shell."""
-    relayed = [f"{name}: {num} upstream{'s' if num > 1 else ''}" for name, num in facts.relayed]
+    relayed = [f"{name}: {num} upstream{'s' if num > 1 else ''}" if num else name for name, num in facts.relayed]
     return [
         f"steploop {__version__}",
         *([] if facts.engine is None else _engine_lines(facts.engine)),

@@ -6,10 +6,11 @@ sources. Thread: main, at start; frozen after that.
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
@@ -40,22 +41,27 @@ from server.listening.sockets import (
     UnixAddress,
     bind_value,
     format_unix_mode,
+    tcp_address,
     unix_mode_value,
 )
 from server.observing.slo import NO_PROMISES, SloRules
-from server.upstream.settings import ModelSettings
+from server.upstream.settings import ModelSettings, keep_alive_of
 from server.values import (
+    BadValueError,
     HubId,
+    NamedPath,
     choice_of,
     count_between,
     directory_value,
     duration_between,
+    existing_directory,
     existing_file,
     factor_or_none,
     file_value,
     format_duration,
     format_size,
     model_source,
+    named_directory,
     otlp_endpoint,
     secret_value,
     size_between,
@@ -67,6 +73,7 @@ from server.wire.limits import ConnectionLimits, Rate, format_rate, rate_from
 ENVIRONMENT_PREFIX = "STEPLOOP_"
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 DAY_S = 86_400.0
+_INHERITED = ("engine", "limits of a request")  # sections of settings that models' own processes have, too
 NO_HEADER = "none"
 
 _WIRE, _REQUEST = ConnectionLimits(), RequestLimits()
@@ -150,6 +157,14 @@ def _duration(low_s: float, high_s: float) -> _Kind:
     return _Kind(duration_between(low_s, high_s), "TIME", format_duration)
 
 
+def keep_alive_value(text: str) -> float:
+    """Seconds; infinite: always."""
+    try:
+        return keep_alive_of(text)
+    except ValueError as error:
+        raise BadValueError("a time such as 10m, 0 (end at once) or -1 (stay)") from error
+
+
 def _rate(least: int) -> _Kind:
     return _Kind(rate_from(least), "RATE", format_rate)
 
@@ -225,6 +240,21 @@ class ServerConfig:
     aliases: tuple[str, ...] = _MODEL.several(
         _Kind(text_value, "NAME"), "another name for the model, such as gpt-4o-mini, at the model's price", name="alias"
     )
+    loras: tuple[NamedPath, ...] = _MODEL.several(
+        _Kind(named_directory, "NAME=PATH"),
+        "serve the LoRA adapter in this directory (PEFT's adapter_config.json and adapter_model.safetensors) as a model"
+        " of this name",
+        name="lora",
+    )
+    lora_dir: Path | None = _RARE_MODEL(
+        None,
+        _Kind(existing_directory, "DIR"),
+        "let POST /v1/load_lora_adapter load adapters from below this directory (default: none are loaded by request)",
+    )
+    max_loras: int = _RARE_MODEL(
+        8, _count(1, 1024), "adapters in memory at once; each has room for --max-lora-rank, with --lora or --lora-dir"
+    )
+    max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
     tool_format: str = _MODEL(
         ANY_FORMAT,
@@ -236,6 +266,23 @@ class ServerConfig:
         None,
         _count(16, 10_000_000, "TOKENS"),
         "context length: prompt and answer of a sequence together (default: the model's own)",
+    )
+    models_dir: Path | None = _MODEL(
+        None,
+        _Kind(existing_directory, "DIR"),
+        "serve each model in this directory, or two levels below it, under its name there, and the embedded one no"
+        " more: each is started when it is asked for",
+    )
+    models_memory_bytes: int | None = _RARE_MODEL(
+        None,
+        _size(MiB, 2**50),
+        "memory for the models that are started when they are asked for, together: the one that was used least lately"
+        " gives way (default: what is free at the first start of one)",
+    )
+    keep_alive_s: float = _RARE_MODEL(
+        300.0,
+        _Kind(keep_alive_value, "TIME", lambda value: "-1" if value == float("inf") else format_duration(value)),
+        "how long such a model stays after its last request; 0: it ends at once; -1: it always stays",
     )
     allow_special_in_content: bool = _RARE_MODEL.switch(
         "let messages contain control tokens such as <|im_start|>: their authors can then forge any turn"
@@ -393,6 +440,11 @@ class ServerConfig:
     unix_mode: int = _RARE_LISTENING(
         DEFAULT_UNIX_MODE, _Kind(unix_mode_value, "MODE", format_unix_mode), "permissions of the files of Unix sockets"
     )
+    agent_check: TcpAddress | None = _RARE_LISTENING(
+        None,
+        _Kind(tcp_address, "HOST:PORT"),
+        "answer haproxy's agent-check there: which part of its weight this server wants, by the wait that it expects",
+    )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
         "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"
         " the requests. HTTP/2 by prior knowledge or ALPN needs no switch",
@@ -429,6 +481,9 @@ class ServerConfig:
     jwt_tenant_claim: str = _ACCESS("tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]")
     jwt_leeway_s: float = _RARE_ACCESS(
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
+    )
+    metrics_without_key: bool = _RARE_ACCESS.switch(
+        "show /metrics to everybody who reaches the port, for scrapers without a key"
     )
     insecure: bool = _ACCESS.switch(
         "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates"
@@ -610,7 +665,10 @@ class ServerConfig:
     """[slo]"""
 
     models: tuple[ModelSettings, ...] = ()
-    """[[models]]"""
+    """[[models]], and those of models_dir"""
+
+    own_models: tuple["ServerConfig", ...] = field(default=(), repr=False)
+    """For each of `models` with a path: the settings of its process."""
 
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, variable or key of the file that set it."""
@@ -622,6 +680,10 @@ class ServerConfig:
     def has_engine(self) -> bool:
         """A model is computed in this process: the one that is named, or the embedded one if there are no others."""
         return self.model is not None or not self.models
+
+    @property
+    def takes_adapters(self) -> bool:
+        return bool(self.loras) or self.lora_dir is not None
 
     @property
     def context_origin(self) -> str:
@@ -668,6 +730,24 @@ class ServerConfig:
             buffered_body_bytes=max(limits.buffered_body_bytes, self.max_body_bytes),
         )
 
+    def process_of(self, model: ModelSettings, source: Path | HubId, settings: Mapping[str, Any]) -> "ServerConfig":
+        """The settings of a model's own process: this server's of the engine, and what the gateway leaves open to it.
+
+        Args:
+            settings: of the model's entry, parsed.
+        """
+        inherited = (option.field_name for option in OPTIONS if option.section in _INHERITED)
+        own: dict[str, Any] = {name: getattr(self, name) for name in inherited}
+        if self.kv_offload_dir is not None:
+            own["kv_offload_dir"] = self.kv_offload_dir / quote(model.name, safe="")
+        own |= dict.fromkeys(("ttft_deadline_s", "inter_token_deadline_s", "total_deadline_s"), 7 * DAY_S)
+        own |= dict.fromkeys(("max_resets", "max_pings", "max_settings"), Rate(10**6, 1e6))
+        own |= {"max_queue": 10**6, "max_queue_tokens": 10**12, "max_concurrent_streams": model.max_requests}
+        own |= {"max_body_bytes": self.max_body_bytes, "log_format": self.log_format}
+        own["log_level"] = "debug" if self.log_level == "debug" else "warning"
+        own |= {**settings, "model": source, "served_model_name": model.name}
+        return ServerConfig(**own, origins=tuple((name, "its settings") for name in settings))
+
     def all_binds(self, passed: Sequence[PassedSocket] = ()) -> tuple[Bind, ...]:
         """Where to listen: the binds, and --host and --port if they are set or there is nothing else.
 
@@ -703,6 +783,7 @@ class ServerConfig:
             raise StartupError(cause, fix, ExitCode.CONFIGURATION)
         same = {one.name: getattr(self, one.name) for one in fields(EngineConfig) if hasattr(self, one.name)}
         own = {
+            "max_loras": self.max_loras if self.takes_adapters else 0,
             "kv_offload_dir": None if self.kv_offload_dir is None else str(self.kv_offload_dir),
             "has_prefix_cache": not self.no_prefix_cache,
             "inter_token_target": self.inter_token_target or None,
@@ -718,11 +799,16 @@ class ServerConfig:
         if self.kv_offload_dir is not None and not self.kv_offload_bytes:
             cause = "--kv-offload-dir keeps what is in --kv-offload-memory, which is 0"
             found.append((cause, "--kv-offload-memory 1GiB, or as much as is to be kept"))
+        if len(self.loras) > self.max_loras:
+            cause = f"--lora names {len(self.loras)} adapters, and --max-loras {self.max_loras} has no room for them"
+            found.append((cause, f"--max-loras {len(self.loras)}"))
         if self.tensor_parallel > 1:
             asked = f"--tensor-parallel {self.tensor_parallel}"
             if self.graphs in ("on", "lazy"):
                 cause = f"--graphs {self.graphs} and {asked}: ranks send steps without CUDA graphs"
                 found.append((cause, "leave --graphs out"))
+            if self.takes_adapters:
+                found.append((f"LoRA adapters and {asked}: ranks share no adapters", "leave one of them out"))
             if self.kv_offload_bytes:
                 cause = f"--kv-offload-memory and {asked}: the ranks keep no keys and values in host memory"
                 found.append((cause, "leave one of them out"))

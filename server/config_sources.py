@@ -6,6 +6,7 @@ Flags win over the environment, the environment over the file, the file over the
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,17 @@ from server.config import ENVIRONMENT_PREFIX, OLD_OPTIONS, OPTIONS, REPLACED, Op
 from server.gate.tenants import parse_tenants
 from server.ledger.usage import parse_prices
 from server.observing.slo import parse_slo
-from server.upstream.settings import parse_models
+from server.upstream.settings import ModelSettings, parse_models
 from server.values import BadValueError, MissingPathError, did_you_mean
 
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
 TENANTS, PRICES, SLO, MODELS = "tenants", "prices", "slo", "models"  # the file's tables
 _BY_KEY = {option.toml_key: option for option in (*OPTIONS, *OLD_OPTIONS) if option.in_file}
+_OF_THE_LIST = ("model", "served_model_name", "alias", "models_dir", "models_memory", "keep_alive")
+_OF_MODELS = [  # settings that an entry of [[models]] may have for its process
+    one.toml_key for one in OPTIONS if one.section in ("model", "engine") and one.toml_key not in _OF_THE_LIST
+]
 _BY_FIELD = {option.field_name: option for option in (*OPTIONS, *OLD_OPTIONS)}
 
 
@@ -56,7 +61,45 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     warnings = _replace_old(given)
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
-    return ServerConfig(**values, **tables, origins=origins, warnings=warnings)
+    config = ServerConfig(**values, **tables, origins=origins, warnings=warnings)
+    return _with_own_models(config, config_file.value if config_file else None)
+
+
+def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
+    """With the models of --models-dir, and with the settings of each model's own process.
+
+    Raises:
+        StartupError: a model is missing, or one of its settings cannot be used.
+    """
+    models = list(config.models)
+    if config.models_dir is not None:
+        from server.model_files import models_in  # imports numpy and tokenizers, which few commands need
+
+        named = {name for one in models for name in one.names}
+        found = {name: str(at) for name, at in models_in(config.models_dir).items() if name not in named}
+        if not found and not named:
+            cause = f"{config.models_dir} has no model: no GGUF file, and no directory with config.json and weights"
+            raise StartupError(cause, "name a directory of models, or fetch one into it", ExitCode.MODEL)
+        models += [ModelSettings(name=name, path=at) for name, at in found.items()]
+    own = tuple(_own_model(config, model, path) for model in models if model.path is not None)
+    return replace(config, models=tuple(models), own_models=own)
+
+
+def _own_model(config: ServerConfig, model: ModelSettings, path: Path | None) -> ServerConfig:
+    origin = f"path of the model {model.name!r} in {path}"
+    assert model.path is not None
+    source = _parse_one(_BY_FIELD["model"], model.path, origin)
+    unknown = [key for key in model.settings if key not in _OF_MODELS]
+    if unknown:
+        known = f"known: {', '.join(_OF_MODELS)}"
+        cause = (
+            f"the model {model.name!r} in {path} has the setting {unknown[0]!r}{did_you_mean(unknown[0], _OF_MODELS)}"
+        )
+        raise StartupError(cause, known, ExitCode.CONFIGURATION)
+    settings = {name: one.value for name, one in _from_file(model.settings, path or Path()).items()}
+    process = config.process_of(model, source, settings)
+    process.to_engine_config()  # refuses contradictions
+    return process
 
 
 def _replace_old(given: dict[str, Given]) -> tuple[str, ...]:

@@ -101,8 +101,8 @@ class DeltaSink(Protocol):
         """Likewise, of one that an upstream answers."""
         ...
 
-    def on_fallback(self, model: str) -> None:
-        """Another model answers; to be told before the first text."""
+    def on_upstream(self, shown: str, fallback: str | None) -> None:
+        """An upstream is asked, of another model if `fallback` names one; told before the first text."""
         ...
 
     def fail(self, error: ServiceError) -> None:

@@ -21,13 +21,14 @@ from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
-from core.types import StepDelivery
+from core.types import Adapter, StepDelivery
 from server.banner import DRAFTS
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, thought_style_of, tool_style_of
+from server.local_models import Plan
 from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import (
     ModelFiles,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
 
+LOCAL_KV_SHARE = 0.25  # of what a model's weights leave of the bound of all local models
 ROWS_IN_8_BITS = "rows in 8 bits"  # doctor --quality: a GGUF file's blocks as stored
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
@@ -147,7 +149,14 @@ def _load(
     idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
     computing: Runner[Any] = runner
     loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)
-    return LoadedEngine(loaded, files, facts, scheduler.stats())
+    adapters: tuple[tuple[str, str, Adapter], ...] = ()
+    read_adapter: Callable[[Path], Adapter] | None = None
+    if config.takes_adapters and not isinstance(runner, ParallelRunner):
+        read_adapter = runner.load_adapter
+        if config.loras:
+            report_stage("loading adapters")
+        adapters = tuple((one.name, one.path.resolve().name, read_adapter(one.path)) for one in config.loras)
+    return LoadedEngine(loaded, files, facts, scheduler.stats(), adapters, read_adapter)
 
 
 def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> "ModelRunner | ParallelRunner":
@@ -169,6 +178,34 @@ def _progress_stream() -> TextIO:
     if sys.stderr.isatty() or not is_logged:
         return sys.stderr
     return cast(TextIO, LoggedLines(logging.getLogger(__name__)))
+
+
+def local_plan(config: ServerConfig, bound_bytes: int | None) -> Plan:
+    """What a model's own process needs, with KV for several models to stay beside one another.
+
+    Args:
+        bound_bytes: for all models together; None: what is free.
+
+    Raises:
+        StartupError: the model is missing or not supported, or it does not fit.
+    """
+    from gpu.checkpoint import open_checkpoint
+    from gpu.device import choose_device, free_memory_bytes
+    from gpu.memory_plan import plan_checkpoint
+    from gpu.weights import check_checkpoint
+
+    path, engine = model_path(config), config.to_engine_config()
+    model = parse_config(path, read_model_config(path), config.max_model_len)
+    check_tokenizer(path)
+    device, checkpoint = choose_device(engine), open_checkpoint(path, model.packing)
+    model = check_checkpoint(checkpoint, model)
+    free_bytes = free_memory_bytes(device.device)
+    plan = plan_checkpoint(model, engine, device, checkpoint, bound_bytes or free_bytes)
+    kv_bytes = plan.kv_bytes
+    if engine.kv_memory_bytes is None:
+        kv_bytes = min(kv_bytes, max(plan.least_kv_bytes, round(plan.kv_room_bytes * LOCAL_KV_SHARE)))
+    needed_bytes = plan.beside_kv_bytes + max(kv_bytes, plan.loading_bytes)
+    return Plan(device.device.type, needed_bytes, kv_bytes, plan.max_model_len, free_bytes)
 
 
 # What `doctor` and `serve --estimate` tell.
@@ -256,6 +293,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "formats": _shown_formats(files.path, part, plan) if files.path.is_file() else None,
         "thoughts": _shown_thoughts(files),
         "weights": format_size(plan.weights_bytes),
+        "adapters": _shown_adapters(config, plan) if config.takes_adapters else None,
         "activations": f"{format_size(plan.activation_bytes)} at most",
         "KV cache": kv,
         "host memory": offload if plan.offload_bytes else None,
@@ -269,8 +307,31 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     return (*(Fact(name, value) for name, value in facts.items() if value is not None), *_upstream_facts(config))
 
 
+def _shown_adapters(config: ServerConfig, plan: "MemoryPlan") -> str:
+    named = ", ".join(map(str, config.loras))
+    room = f"{format_size(plan.adapters_bytes)} for {config.max_loras} of rank {config.max_lora_rank}"
+    by_request = f"loaded by request from {config.lora_dir}" if config.lora_dir is not None else "none by request"
+    return f"{room}; {named + ' at start, ' if named else ''}{by_request}"
+
+
 def _upstream_facts(config: ServerConfig) -> tuple[Fact, ...]:
-    return tuple(Fact(one.name, f"at {', '.join(at.url for at in one.upstreams)}") for one in config.models)
+    own = iter(config.own_models)
+    return tuple(
+        Fact(
+            one.name,
+            f"at {', '.join(at.url for at in one.upstreams)}" if one.path is None else _shown_plan(next(own), config),
+        )
+        for one in config.models
+    )
+
+
+def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
+    try:
+        plan = local_plan(process, config.models_memory_bytes)
+    except StartupError as error:
+        return f"{error.cause} Fix: {error.fix}"
+    kv = f"{format_size(plan.kv_bytes)} of it KV, contexts of {plan.max_model_len:,} tokens"
+    return f"when asked for, {format_size(plan.needed_bytes)} on {plan.device}, {kv}"
 
 
 def _shown_drafts(config: ServerConfig, device_type: str) -> str:

@@ -387,6 +387,11 @@ class Generation:
 
     # Its task: from READING to RESERVING, and the end.
 
+    @property
+    def model(self) -> str:
+        """By the name that its client asked for, once it is prepared."""
+        return self._prepared.call.model
+
     async def run(self) -> Outcome:
         """Answer the request.
 
@@ -461,7 +466,7 @@ class Generation:
             return prepared
         constraint = prepared.call.constraint
         grammar = None if constraint is None else await self._shared.grammar_of(constraint, tenant.name)
-        return self._shared.reader.held(prepared, grammar)
+        return await self._shared.compute(lambda: self._shared.reader.held(prepared, grammar), len(body))
 
     def _open_answer(self) -> None:
         shared, call, stream = self._shared, self._prepared.call, self._stream
@@ -674,9 +679,11 @@ class Generation:
         else:
             self._timings.on_engine_mark(mark)
 
-    def on_fallback(self, model: str) -> None:
-        others = (field for field in self._stream.common_headers if field[0] != FALLBACK)
-        self._stream.common_headers = (*others, (FALLBACK, quote(model).encode()))
+    def on_upstream(self, shown: str, fallback: str | None) -> None:
+        self._timings.upstream = shown
+        if fallback is not None:
+            others = (field for field in self._stream.common_headers if field[0] != FALLBACK)
+            self._stream.common_headers = (*others, (FALLBACK, quote(fallback).encode()))
 
     def on_stage(self, before: Stage, stage: Stage, now_s: float) -> None:
         self._timings.go_on(before, stage, now_s)

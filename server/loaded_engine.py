@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
@@ -17,8 +18,9 @@ from core.thought_grammar import ThoughtVocabulary
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
 from core.tool_formats import ANY_FORMAT
-from core.types import EngineStats, StepDelivery
+from core.types import Adapter, EngineStats, StepDelivery
 from server import __version__
+from server.adapters import adapter_card
 from server.api.fields import GenerationDefaults, RequestLimits
 from server.api.models import ServedModel, ServerCard
 from server.clock import Clock
@@ -51,12 +53,16 @@ class LoadedEngine:
 
     Args:
         stats: the scheduler's, before its first step.
+        adapters: of --lora, by name, each with its card's root.
+        read_adapter: reads another one, on any thread; None: the engine takes none.
     """
 
     engine: Engine
     files: ModelFiles
     facts: EngineFacts
     stats: EngineStats
+    adapters: tuple[tuple[str, str, Adapter], ...] = ()
+    read_adapter: Callable[[Path], Adapter] | None = None
 
 
 # Runs on the engine thread: (inbox, deliver, report_stage) -> engine
@@ -78,9 +84,10 @@ def prompt_reader(
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
+    adapters = [adapter_card(card, *one, clock.unix()) for one in loaded.adapters]
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
-        cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases)),
+        cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases), *adapters),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
         max_model_len=limits.max_model_len,

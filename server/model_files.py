@@ -9,7 +9,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 MAX_ID = 2**31
+MAX_DEPTH = 2  # below a directory of models: org/name
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # pickles are listed too, with the reason why they are not served
 # Bounds of recommended values: those of requests, but top_k may be -1 for all, and top_p 0 for the likeliest token.
 _BOUNDS = {name: range_of(SamplingFields, name) for name in ("temperature", "min_p", "repetition_penalty")} | {
     "top_p": (0, 1),
@@ -411,3 +413,30 @@ def _told_of(path: Path, error: StartupError, keys: Mapping[str, str]) -> Startu
         fix = "download it again, or name another." if error.fix == BAD_FIELD_FIX else with_keys(error.fix)
         return type(error)(f"{path}: {with_keys(what)}", fix, error.exit_code)
     return type(error)(f"{path / CONFIG_FILE if is_field else path}: {what}", error.fix, error.exit_code)
+
+
+def models_below(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
+    """What looks like a model: GGUF files, and directories with config.json and weights."""
+    if is_gguf(path):
+        yield path
+    elif os.path.isdir(path):
+        if os.path.isfile(path / "config.json") and any(any(path.glob(name)) for name in WEIGHTS):
+            yield path
+        if depth >= 0:
+            try:
+                entries = sorted(path.iterdir())
+            except OSError:  # not readable
+                return
+            for entry in entries:
+                if not entry.name.startswith("."):
+                    yield from models_below(entry, depth - 1)
+
+
+def models_in(directory: Path) -> dict[str, Path]:
+    """The models below a directory, by their paths in it: of a file, without its suffix."""
+    found: dict[str, Path] = {}
+    for path in models_below(directory):
+        inner = path.relative_to(directory)
+        name = str(inner.with_suffix("") if is_gguf(path) else inner)
+        found.setdefault(path.name if name == "." else name, path)
+    return found

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import EngineStats, StepDelivery
 from server import __version__
+from server.adapters import Adapters
 from server.api.models import ServerCard
 from server.app import App, Readiness
 from server.backend import Backend
@@ -37,9 +38,11 @@ from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
 from server.ledger.ledger import MAX_SPILLED, Ledger
 from server.ledger.store import MICRO
 from server.ledger.usage import ANY_MODEL
+from server.listening.agent_check import AgentCheck
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
+from server.local_models import LocalModels
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
@@ -105,21 +108,26 @@ class Server:
             self._clock,
             lambda: secrets.token_hex(16),
             CrossOrigin(config.cors_origins),
+            metrics_need_key=not config.metrics_without_key,
         )
         self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
         if self._tracing is not None:
             self._app.accounting.export = self._tracing.put
+        self._local = LocalModels(config, self._loop) if config.own_models else None
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
         self._app.listener = self.listener
         self._app.drain = self._drain
+        self._app.local_models = self._local
+        self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
         )
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(1, "grammars")
-        self._pools = [Pool(one, self._loop) for one in config.models]
+        self._pools = [Pool(one, self._loop) for one in config.models if one.path is None]
+        self._pools += () if self._local is None else self._local.pools
         self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
         self._metrics.upstreams = lambda: {
             f"{pool.settings.name} {one.url}": one for pool in self._pools for one in pool.upstreams
@@ -154,17 +162,22 @@ class Server:
         """
         await self.listener.start()
         try:
+            if self._agent is not None:
+                await self._agent.start()
+                logger.info("haproxy's agent-check is answered on port %d", self._agent.port)
             self._gate.check_exposure([] if self._needs_certificate else public_addresses(self._endpoints))
         except StartupError:
             await self.listener.drain(0)
             raise
-        doing = "loading the model" if self._config.has_engine else "asking the upstreams"
+        doing = "loading the model" if self._config.has_engine else "its models are elsewhere, or loaded when asked for"
         logger.info("listening on %s, %s", shown_addresses(self.listener.sockets), doing)
         self._gate.start()
         if self._ledger is not None:
             self._ledger.start()
         for pool in self._pools:
             pool.start()
+        if self._local is not None:
+            self._local.start()
         if self._config.has_engine:
             self._engine_thread.start()
         else:
@@ -210,11 +223,16 @@ class Server:
         )
         client.stats = loaded.stats  # until the first delivery
         self._client = client
-        self._metrics.model_name = loaded.facts.model_name
+        self._metrics.model_name, limits = loaded.facts.model_name, loaded.facts.limits
+        self._metrics.cache_config = {(limits.block_size, limits.num_blocks): 1}
         config = self._config
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases)
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+        if loaded.read_adapter is not None:
+            given = config.max_loras, config.lora_dir, self._clock
+            self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
+            self._metrics.adapters = adapters.info
 
     async def _begin_relaying(self) -> None:
         """Serve without an engine, once each upstream has been asked."""
@@ -274,7 +292,7 @@ class Server:
             facts,
             config,
             self._endpoints,
-            tuple((pool.settings.name, len(pool.upstreams)) for pool in self._pools),
+            tuple((one.name, len(one.upstreams)) for one in config.models),
             gate.num_valid_keys,
             gate.is_shut,
             self._needs_certificate,
@@ -432,11 +450,15 @@ class Server:
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
+        if self._agent is not None:
+            self._agent.close()
         if self._relaying is not None:
             self._relaying.cancel()
         self._compiling.shutdown(wait=False, cancel_futures=True)
         for pool in self._pools:
             await pool.close()
+        if self._local is not None:
+            await self._local.close()
         if self._ledger is not None:
             self._ledger.close()
         if not self._config.has_engine:

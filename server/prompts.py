@@ -13,15 +13,18 @@ from typing import ClassVar
 import msgspec
 
 from core.chat_template import ChatTemplate, max_text_chars
+from core.constraints import GrammarKind
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
+from core.repetition import Breakers
 from core.thought_grammar import AfterThought, ThoughtVocabulary
 from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
-from core.tool_formats import HARMONY, markers_of, thought_markers_of
-from core.types import Request, SamplingParams
+from core.tool_formats import HARMONY, THOUGHTS, markers_of, thought_markers_of
+from core.tool_grammar import harmony_answers
+from core.types import Adapter, Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
 from server.api.replies import ReplyContext, Surface
@@ -43,6 +46,8 @@ class Prepared:
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
+    adapter: Adapter | None = None
+    breakers: Breakers | None = None
     tells_tokens: ClassVar[bool] = True
 
     @property
@@ -52,12 +57,12 @@ class Prepared:
         return not isinstance(prompt, ChatPrompt) or prompt.continues_last
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PromptReader:
     """The model as the loop knows it: how bodies become requests, and how many tokens fit.
 
     Args:
-        cards: what /v1/models shows, one per name.
+        cards: what /v1/models shows, one per name, the model's own first; replaced as adapters come and go.
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
         thoughts: of that vocabulary; None: the model writes none.
@@ -91,8 +96,10 @@ class PromptReader:
             ServiceError: the body is invalid, or asks for something that the tenant or the model does not allow.
         """
 
+        cards = self.cards_for(tenant)  # once: others may load and unload adapters meanwhile
+
         def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
-            return find_model(self.cards_for(tenant), model).id, self.defaults
+            return find_model(cards, model).id, self.defaults
 
         marks.enter(Stage.VALIDATE)
         call = self._held(surface.parse(body, defaults_of))
@@ -110,7 +117,10 @@ class PromptReader:
         ids = [self._encode_checked(*one, text, marks) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
-        return Prepared(call, ids, self._table_of(call), prediction_ids=self._predicted(call))
+        adapter, sampling = find_model(cards, call.model).adapter, call.sampling
+        breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
+        table, predicted = self._table_of(call), self._predicted(call)
+        return Prepared(call, ids, table, prediction_ids=predicted, adapter=adapter, breakers=breakers)
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
         """The ids of the predicted answer, as far as the context reaches."""
@@ -130,16 +140,15 @@ class PromptReader:
         return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
 
     def _held(self, call: GenerationCall) -> GenerationCall:
-        """With what holds its calls."""
-        prompt = call.prompts[0]
+        """With what holds its calls, or all of Harmony's messages."""
+        prompt, constraint = call.prompts[0], call.constraint
         continues_text = isinstance(prompt, ChatPrompt) and prompt.continues_last
-        asked = "tool_choice" if call.tools is not None and call.tools.is_required else None
-        asked = call.constraint.param if call.constraint is not None else asked
-        if continues_text and asked is not None:
-            message = f"{asked} holds a whole answer, and this one goes on with a message. Leave one of them out."
-            raise InvalidRequest(message, asked)
         if call.tools is None:
-            return call
+            is_harmony = call.thought is not None and call.thought.style.name == HARMONY
+            if constraint is None or continues_text or not is_harmony:
+                return call
+            frame = harmony_answers((), self.special_tokens, self.eos_ids, final="@answer", param=constraint.param)
+            return msgspec.structs.replace(call, constraint=replace(constraint, frame=frame))
         constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint, continues_text)
         return msgspec.structs.replace(call, constraint=constraint)
 
@@ -188,7 +197,7 @@ class PromptReader:
         if not prompt.continues_last:
             return text
         if (end := text.rfind(_END_MARK)) < 0:
-            where = f"{prompt.param}[{len(messages) - 1}]"
+            where = prompt.last_param
             raise InvalidRequest(f"{where} cannot be continued: the model's chat template leaves it out.", where)
         return text[:end]
 
@@ -250,7 +259,9 @@ class PromptReader:
                 tells_progress=call.is_stream and call.tells_queue and i == 0,
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
+                adapter=prepared.adapter,
                 grammar=prepared.grammar,
+                breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
             )
@@ -276,15 +287,33 @@ class PromptReader:
 
         Args:
             grammar: compiled, of the call's constraint.
+
+        Raises:
+            InvalidRequest: the answer goes on with a message that begins none that the grammar takes.
         """
-        thought, tools = prepared.call.thought, prepared.call.tools
+        thought = prepared.call.thought
         held: Grammar | AfterThought | None = grammar
         if self.thoughts is None or thought is None or thought.start is ThoughtStart.CLOSED:
-            return replace(prepared, grammar=grammar)
+            return replace(prepared, grammar=self._after_begun(prepared.call, grammar))
         if grammar is not None or thought.most_tokens is not None:
-            has_channels = tools is not None and tools.style.format == HARMONY and self.thoughts.is_harmony
-            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens, has_channels)
+            held = AfterThought(self.thoughts, thought.start, grammar, thought.most_tokens)
         return replace(prepared, grammar=held)
+
+    def _after_begun(self, call: GenerationCall, grammar: Grammar | None) -> Grammar | None:
+        """What holds the rest of a message that the answer goes on with."""
+        prompt, spec = call.prompts[0], call.constraint
+        if not isinstance(prompt, ChatPrompt) or not prompt.continues_last or grammar is None or spec is None:
+            return grammar
+        if spec.param == "tools":  # it holds calls, and no text
+            return grammar
+        text = prompt.messages[-1]["content"]
+        if call.thought is not None and call.thought.style.name != HARMONY:
+            text = text.rpartition(THOUGHTS[call.thought.style.name].end)[2]
+        begun = text if spec.kind is GrammarKind.REGEX else text.lstrip()  # templates trim it, and JSON may be indented
+        if (rest := grammar.after(self.tokenizer.encode(begun, add_special_tokens=False))) is None:
+            message = f"{prompt.last_param} begins no answer that {spec.param} allows. Change one of them."
+            raise InvalidRequest(message, prompt.last_param)
+        return rest
 
     def surface_of(self, surface: Surface) -> Surface:
         return surface
@@ -297,6 +326,7 @@ class PromptReader:
 
     def reply_context(self, prepared: Prepared, request_id: str) -> ReplyContext:
         call, prompts, tokenizer = prepared.call, tuple(prepared.prompts), self.tokenizer
+        adapter = prepared.adapter
         hides_special = call.sampling.skip_special_tokens
 
         def text_of(prompt: Prompt, ids: tuple[int, ...]) -> str:
@@ -308,7 +338,7 @@ class PromptReader:
             created_s=int(self.unix_clock()),
             model=call.model,
             unix_clock=self.unix_clock,
-            fingerprint=self.fingerprint,
+            fingerprint=self.fingerprint if adapter is None else f"{self.fingerprint}_{adapter.digest[:12]}",
             token_str=tokenizer.text_of,
             token_bytes=tokenizer.bytes_of,
             prompt_lengths=tuple(map(len, prompts)),
@@ -344,12 +374,14 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
     Args:
         models: those that its caller may use.
-        name: None: the only one, by its own name.
+        name: None: the only one that is no adapter, by its own name.
 
     Raises:
         InvalidRequest: no name, and several models.
         ServiceError: none of the models has that name; the message lists them.
     """
+    if name is None:
+        models = [model for model in models if model.parent is None] or models
     if name is None and len({model.name for model in models}) > 1:
         names = ", ".join(model.id for model in models)
         raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
@@ -368,7 +400,7 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
 def own_name(models: Sequence[ServedModel], name: str) -> str:
     """The model's own name, whichever of its names was asked for."""
-    return next(model.name for model in models if model.id == name)
+    return next((model.name for model in models if model.id == name), name)  # an adapter may have been unloaded
 
 
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:

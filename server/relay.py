@@ -14,6 +14,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Annotated, Any
@@ -37,8 +38,9 @@ from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
 from server.gate.text_rules import Matcher, rule_book
 from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
+from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
-from server.upstream.pool import LeadingBlocks, Pool, Slot, Upstream, leading_blocks
+from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks
 from server.upstream.settings import ModelSettings
 from server.wire import sse
 
@@ -168,16 +170,12 @@ def _passage(call: GenerationCall) -> Passage:
 # Requests.
 
 
-class _StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = None
-
-
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What the gate must know of a body; the rest is the upstream's."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -310,7 +308,6 @@ class Relay:
             if num > most:
                 raise InvalidRequest(f"{param} asks for {num}, and at most {most} are allowed.", param)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or MANY_TOKENS
-        options = asked.stream_options
         return GenerationCall(
             model=asked.model or self.pool.settings.name,
             prompts=(),
@@ -319,7 +316,7 @@ class Relay:
             priority=asked.priority,
             deadlines=ANY_TIME if asked.deadlines is None else ANY_TIME.replaced_by(asked.deadlines),
             is_stream=bool(asked.stream),
-            includes_usage=options is not None and bool(options.include_usage),
+            includes_usage=bool((asked.stream_options or {}).get("include_usage")),
             wire=passage,
         )
 
@@ -437,37 +434,25 @@ class _Choice(msgspec.Struct, frozen=True):
         return any(said)
 
 
-class _Incomplete(msgspec.Struct, frozen=True):
-    reason: str | None = None
-
-
-class _Response(msgspec.Struct, frozen=True, kw_only=True):
-    id: str | None = None
-    status: str | None = None
-    usage: _Usage | None = None
-    incomplete_details: _Incomplete | None = None
-    error: Any = None
-
-
-class _Stop(msgspec.Struct, frozen=True):
-    stop_reason: str | None = None
+class _Why(msgspec.Struct, frozen=True):
+    reason: str | None = None  # of incomplete_details
+    stop_reason: str | None = None  # of a message's delta
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
-    """An event or a document, of any surface."""
-
-    message: _Response | None = None
-    delta: _Stop | str | None = None
-    stop_reason: str | None = None
+    """An event or a document, of any surface, or the one within it."""
 
     id: str | None = None
     type: str | None = None
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
-    response: _Response | None = None
-    status: str | None = None
-    incomplete_details: _Incomplete | None = None
+    # Of responses and messages
+    response: "_Message | None" = None
+    message: "_Message | str | None" = None
+    delta: _Why | str | None = None
+    incomplete_details: _Why | None = None
+    stop_reason: str | None = None
 
 
 _read_message = msgspec.json.Decoder(_Message, strict=False).decode
@@ -503,6 +488,9 @@ class _Events:
             raw = bytes(self._buffer[: match.start()])
             del self._buffer[: match.end()]
             searched = 0
+            if raw.startswith(b"data: ") and b"\n" not in raw and b"\r" not in raw:  # most are
+                yield None, raw[6:]
+                continue
             name, lines = None, []
             for line in raw.splitlines():
                 key, _, value = line.partition(b":")
@@ -517,10 +505,11 @@ class _Events:
 
 
 class RelayHandle:
-    """A request on its way to an upstream and back: the `Handle` of a relay.
+    """A request on its way to an upstream and back: the `Handle` of a relay, and the `Reader` of its answer.
 
-    A task waits for a slot, a connection and the answer's head, and may send the request elsewhere once; then the
-    connection calls this handle with what comes.
+    It goes out in the turn in which it is submitted, if an upstream has room and an open connection; otherwise a task
+    waits for that. Until the head of an answer has come that is passed on, it may be sent elsewhere: once within a
+    pool, and to the fallbacks.
     """
 
     def __init__(self, relay: Relay, request: RelayDemand, sink: DeltaSink) -> None:
@@ -533,22 +522,21 @@ class RelayHandle:
         self._call = call
         self._passage = _passage(call)
         self._model = b'"model":' + sse.json_string(call.model)
-        self._pool = relay.pool
-        self._body = request.passed.body
-        self._renames = call.model != relay.pool.settings.name_there
         self._own_id = sse.json_string(self._passage.prefix + request.request_id)
         self._their_id = b""
         self._events = _Events()
-        self._document = bytearray()
         self._usage: Usage | None = None
-        self._exchange: Exchange | None = None
         self._is_paused = False
         self._is_done = False  # the last event has come
         self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._slot: Slot = relay.pool.take_slot(request.passed.prompt, request.priority, request.tenant)
         self._linger: asyncio.TimerHandle | None = None
-        self._task = asyncio.create_task(self._run())
+        self._task: asyncio.Task[None] | None = None
+        self._exchange: Exchange | None = None
+        self._fallbacks = list(relay.fallbacks)
+        self._body = request.passed.body
+        self._trace = current_trace.get()
+        self._enter(relay.pool)
 
     @property
     def num_tokens(self) -> int:
@@ -601,141 +589,145 @@ class RelayHandle:
         if self._exchange is not None:
             self._exchange.resume()
 
-    # Its task: until the answer's head.
+    # On its way out.
 
-    async def _run(self) -> None:
-        try:
-            head = await self._ask()
-            if head.status == 200:
-                assert self._exchange is not None
-                self._exchange.read(self._on_data, self._on_end)
-            else:
-                raise refusal_of(head.status, await self._read_error(), head)
-        except ServiceError as error:
-            self._fail(error)
-        except UpstreamFault as fault:
-            self._fail(broken(fault))
-        except Exception:
-            logger.exception("a request cannot be passed on", extra={"request_id": self.request.request_id})
-            self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
-
-    async def _ask(self) -> AnswerHead:
-        """Send the request to an upstream of the model, or of its fallbacks. Raises: see _begin."""
-        fallbacks = list(self._relay.fallbacks)
-        while fallbacks:
-            try:
-                head = await self._begin()
-            except (ServiceError, UpstreamFault) as error:
-                logger.warning("%s is asked instead of %s: %s", fallbacks[0].settings.name, self._call.model, error)
-            else:
-                if head.status < 500 and head.status != 429:
-                    return head
-                await self._read_error()
-            self._fall_back(fallbacks.pop(0))
-        return await self._begin()
-
-    def _fall_back(self, pool: Pool) -> None:
-        request, passed = self.request, self.request.passed
-        self._slot.leave()
-        self._pool, self._slot = pool, pool.take_slot(passed.prompt, request.priority, request.tenant)
-        fields = msgspec.json.decode(passed.body)
-        _address_to(pool.settings, fields, passed.tenant_salt, passed.asked_salt)
-        self._body = sse.json_line(fields)
+    def _enter(self, pool: Pool) -> None:
+        request = self.request
+        self._pool = pool
         self._renames = self._call.model != pool.settings.name_there
-        self.sink.on_fallback(pool.settings.name)
+        self._may_retry = True
+        self._slot = pool.take_slot(request.passed.prompt, request.priority, request.tenant)
+        self._go()
 
-    async def _begin(self) -> AnswerHead:
-        """Send the request, once more elsewhere if it is safe. Returns the answer's head.
+    def _go(self) -> None:
+        """Send the request, now or once it can be."""
+        self._head: AnswerHead | None = None
+        self._document = bytearray()  # or what it is refused with
+        upstream = self._slot.upstream
+        connection = None if upstream is None else upstream.free_connection()
+        if connection is None:
+            self._task = asyncio.create_task(self._wait())
+        else:
+            self._send(connection)
 
-        Raises:
-            ServiceError: no upstream takes requests.
-            UpstreamFault: nor could it be sent a second time.
-        """
-        pool, slot = self._pool, self._slot
-        upstream = await slot.granted
-        self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._loop.time())
-        may_retry = True
-        while True:
+    async def _wait(self) -> None:
+        with self._held():
             try:
-                head = await self._send(upstream)
+                await self._slot.granted
+                self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, self._loop.time())
+                connection = await self._upstream.connection()
+            except ServiceError as error:  # no upstream takes requests
+                self._fall_back(error)
             except UpstreamFault as fault:
-                pool.note_outcome(upstream, False)
-                other = pool.move(slot) if may_retry else None
-                if other is None:
-                    raise
-                logger.warning("the upstream %s failed: %s: %s is asked", upstream.url, fault, other.url)
+                self._lose(fault)
             else:
-                is_full = head.status == 503
-                pool.note_outcome(upstream, head.status < 500 or is_full)
-                other = pool.move(slot) if is_full and may_retry else None
-                if other is None:
-                    return head
-                await self._read_error()
-            upstream, may_retry = other, False
+                self._send(connection)
 
-    async def _send(self, upstream: Upstream) -> AnswerHead:
-        connection = await upstream.connection()
-        self.sink.on_stage(Stage.UPSTREAM_CONNECT, Stage.PREFILL, self._loop.time())
+    def _send(self, connection: Connection) -> None:
+        now_s, pool = self._loop.time(), self._pool
+        self.sink.on_upstream(self._upstream.shown, None if pool is self._relay.pool else pool.settings.name)
+        self.sink.on_stage(Stage.QUEUE, Stage.UPSTREAM_CONNECT, now_s)
+        self.sink.on_stage(Stage.UPSTREAM_CONNECT, Stage.PREFILL, now_s)
         fields = [
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._call.is_stream else b"application/json"),
             (b"x-request-id", self.request.request_id.encode()),
         ]
-        if (trace := current_trace.get()) is not None:
-            fields.append((b"traceparent", trace.value))
-        outgoing = self._pool.request(upstream, b"POST", self._passage.path, tuple(fields), self._body)
-        exchange = self._exchange = connection.send(outgoing)
+        if self._trace is not None:
+            fields.append((b"traceparent", self._trace.value))
+        outgoing = pool.request(self._upstream, b"POST", self._passage.path, tuple(fields), self._body)
+        self._exchange = connection.send(outgoing, self)
         if self._is_paused:
-            exchange.pause()
-        return await exchange.head
+            self._exchange.pause()
 
-    async def _read_error(self) -> bytes:
-        assert self._exchange is not None
+    def _lose(self, fault: UpstreamFault) -> None:
+        """No answer has come."""
+        self._pool.note_outcome(self._upstream, False)
+        if not self._move(str(fault)):
+            self._fall_back(broken(fault))
+
+    def _be_refused(self, head: AnswerHead) -> None:
+        if head.status == 503 and self._move("it refuses requests"):
+            return
+        error = refusal_of(head.status, bytes(self._document), head)
+        if head.status >= 500 or head.status == 429:
+            self._fall_back(error)
+        else:
+            self._fail(error)
+
+    def _move(self, why: str) -> bool:
+        """Send it to another upstream. False: it cannot be."""
+        failed = self._upstream
+        other = self._pool.move(self._slot) if self._may_retry else None
+        if other is None:
+            return False
+        logger.warning("the upstream %s failed: %s: %s is asked", failed.url, why, other.url)
+        self._may_retry = False
+        self._go()
+        return True
+
+    def _fall_back(self, error: ServiceError) -> None:
+        """Send it to another model's upstreams, if there are any."""
+        if not self._fallbacks:
+            self._fail(error)
+            return
+        passed, pool = self.request.passed, self._fallbacks.pop(0)
+        logger.warning("%s is asked instead of %s: %s", pool.settings.name, self._call.model, error)
+        self._slot.leave()
+        fields = msgspec.json.decode(passed.body)
+        _address_to(pool.settings, fields, passed.tenant_salt, passed.asked_salt)
+        self._body = sse.json_line(fields)
+        self._enter(pool)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """What goes wrong with this answer ends it, and no other of the connection."""
         try:
-            return await self._exchange.read_all(MAX_ERROR_BYTES)
-        except UpstreamFault:
-            return b""
+            yield
+        except UpstreamFault as fault:
+            self._pool.note_outcome(self._upstream, False)
+            self._fail(broken(fault))
+        except Exception:
+            logger.exception("a request cannot be passed on", extra={"request_id": self.request.request_id})
+            self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
 
-    # What the upstream sends.
+    # What the upstream sends: exchange.Reader.
 
-    def _on_data(self, data: bytes) -> None:
+    def on_head(self, head: AnswerHead) -> None:
+        self._head = head
+        self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503)
+
+    def on_data(self, data: bytes) -> None:
+        assert self._head is not None
+        is_refusal = self._head.status != 200
         begun_s = self._loop.time()
-        try:
-            if self._call.is_stream:
+        with self._held():
+            if self._call.is_stream and not is_refusal:
                 for name, event in self._events.push(data):
                     if not (self._is_done or self._is_cancelled):
                         self._take_event(name, event, begun_s)
             else:
                 self._document += data
-                if len(self._document) > MAX_DOCUMENT_BYTES:
-                    raise UpstreamFault(f"its answer is larger than {MAX_DOCUMENT_BYTES} bytes")
-        except UpstreamFault as fault:
-            self._fail(broken(fault))
-        except Exception:  # an answer that cannot be written: this one ends, and no other of the connection
-            logger.exception("an answer cannot be passed on", extra={"request_id": self.request.request_id})
-            self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this answer on.", "internal_error"))
+                if len(self._document) > (most := MAX_ERROR_BYTES if is_refusal else MAX_DOCUMENT_BYTES):
+                    raise UpstreamFault(f"its answer is larger than {most} bytes")
         self._relay.work.busy_s += self._loop.time() - begun_s
 
-    def _on_end(self, fault: UpstreamFault | None) -> None:
-        try:
-            if self._is_cancelled:
+    def on_end(self, fault: UpstreamFault | None) -> None:
+        with self._held():
+            if self._head is None:
+                self._lose(fault or UpstreamFault("its answer has no head"))
+                return
+            if self._head.status != 200:
+                self._be_refused(self._head)
                 return
             if fault is None and not self._call.is_stream:
                 self._take_document(bytes(self._document), self._loop.time())
-            is_whole = self._is_done or all(one.is_finished for one in self.sequences)
-            if not is_whole:
+            if not (self._is_done or all(one.is_finished for one in self.sequences)):
                 raise fault or UpstreamFault("its answer ends in the middle")
-        except UpstreamFault as error:
-            self._pool.note_outcome(self._known_upstream, False)
-            self._fail(broken(error))
-        except Exception:
-            logger.exception("an answer cannot be passed on", extra={"request_id": self.request.request_id})
-            self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this answer on.", "internal_error"))
-        else:
             self._end()
 
     @property
-    def _known_upstream(self) -> Upstream:
+    def _upstream(self) -> Upstream:
         assert self._slot.upstream is not None
         return self._slot.upstream
 
@@ -746,7 +738,7 @@ class RelayHandle:
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        inner = message.response or message.message
+        inner = message.response or (message.message if isinstance(message.message, _Message) else None)
         self._note_id(message.id or (None if inner is None else inner.id))
         for told in (message.usage, None if inner is None else inner.usage):
             if told is not None:
@@ -785,7 +777,7 @@ class RelayHandle:
         if kind in ("message_delta", "message_stop"):
             reason = None
             if kind == "message_delta" and not sequence.is_finished:
-                stop = message.delta.stop_reason if isinstance(message.delta, _Stop) else None
+                stop = message.delta.stop_reason if isinstance(message.delta, _Why) else None
                 sequence.is_finished, reason = True, REASONS.get(stop or "", FinishReason.STOP)
             self._write(0, framed, now_s, reason, is_last=True)
             if kind == "message_stop":
@@ -883,7 +875,8 @@ class RelayHandle:
         self._is_cancelled = True
         for sequence in self.sequences:
             sequence.is_finished = True
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         if self._exchange is not None:
             self._exchange.cancel()
         self._slot.granted.cancel()
@@ -908,7 +901,7 @@ class RelayHandle:
             logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
 
 
-def _reason_of(details: _Incomplete | None) -> FinishReason:
+def _reason_of(details: _Why | None) -> FinishReason:
     return FinishReason.STOP if details is None else REASONS.get(details.reason or "", FinishReason.LENGTH)
 
 
@@ -936,26 +929,18 @@ _PASSED_ON = {  # statuses of which the client is the cause
 }
 
 
-class _Error(msgspec.Struct, frozen=True):
-    message: str | None = None
-    code: Any = None
-    param: Any = None
-
-
-class _ErrorBody(msgspec.Struct, frozen=True):
-    error: _Error | str | None = None
-    message: str | None = None
-
-
 def refusal_of(status: int, body: bytes, head: AnswerHead) -> ServiceError:
     """The error for the client of a request that an upstream has refused."""
     try:
-        told = msgspec.json.decode(body, type=_ErrorBody)
-    except msgspec.DecodeError:
-        told = _ErrorBody()
-    error = _Error(told.error) if isinstance(told.error, str) else told.error or _Error(told.message)
-    message = error.message or f"The server behind this one refused the request, with the status {status}."
-    code, param = (value if isinstance(value, str) else None for value in (error.code, error.param))
+        told = parse_object(body)
+    except InvalidRequest:
+        told = {}
+    error = told.get("error") or told
+    fields = error if isinstance(error, dict) else {"message": error}
+    message, code, param = (
+        value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param")
+    )
+    message = message or f"The server behind this one refused the request, with the status {status}."
     if status in _PASSED_ON:
         return ServiceError(_PASSED_ON[status], message, code or "invalid_value", param)
     if status in (429, 503):

@@ -2,15 +2,16 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from urllib.parse import unquote
 
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.types import EngineStats
+from server.adapters import Adapters
 from server.api import chat, completions, messages, models, ollama, responses, tokenize
+from server.api.decoding import decode
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
@@ -145,11 +146,11 @@ def check_media_type(request: HttpRequest) -> None:
 
 
 async def list_models(exchange: Exchange) -> None:
-    exchange.send(models.list_reply(exchange.cards))
+    exchange.send(models.list_reply(exchange.cards, exchange.server.model_states))
 
 
 async def get_model(exchange: Exchange) -> None:
-    exchange.send(models.model_reply(find_model(exchange.cards, exchange.argument)))
+    exchange.send(models.model_reply(find_model(exchange.cards, exchange.argument), exchange.server.model_states))
 
 
 def describing(reply: Callable[[ServerCard], bytes]) -> Handler:
@@ -248,13 +249,10 @@ def _plain_id(shown: str) -> str:
 
 
 async def show_loads(exchange: Exchange) -> None:
-    server = exchange.server
-    card, own, pools = server.card, server.served.own, server.metrics.pools().values()
-    assert card is not None, "it comes with the model"
-    stats = EngineStats() if own is None else own.engine.stats
-    num_running = stats.num_running + sum(one.num_active for pool in pools for one in pool.upstreams)
-    num_waiting = stats.num_waiting + sum(pool.num_waiting for pool in pools)
-    exchange.send(models.loads_reply(card, stats, num_running, num_waiting, server.clock.unix()))
+    server, load = exchange.server, exchange.server.load()
+    assert server.card is not None, "it comes with the model"
+    numbers = load.num_running, load.num_waiting
+    exchange.send(models.loads_reply(server.card, server.stats, *numbers, server.clock.unix()))
 
 
 async def show_sleep(exchange: Exchange) -> None:
@@ -283,11 +281,8 @@ async def show_readiness(exchange: Exchange) -> None:
 
 
 async def show_metrics(exchange: Exchange) -> None:
-    server = exchange.server
-    own = None if server.generations is None else server.generations.own
-    stats = EngineStats() if own is None else own.engine.stats
-    listener = server.known_listener
-    body = server.metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
+    server, listener = exchange.server, exchange.server.known_listener
+    body = server.metrics.render(server.stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
     exchange.send(body, media_type=CONTENT_TYPE)
 
 
@@ -301,6 +296,50 @@ async def clear_cache(exchange: Exchange) -> None:
     await exchange.server.loaded_engine.clear_cache()
     logger.info("the prefix cache is cleared, as /admin/cache/clear asks")
     exchange.send(models.CACHE_CLEARED)
+
+
+def adapting(work: Callable[[Adapters, bytes], Awaitable[Computed]]) -> Handler:
+    """A handler that loads or unloads adapters, and answers in plain text, as vLLM does."""
+
+    async def adapt(exchange: Exchange) -> None:
+        check_media_type(exchange.request)
+        body = await exchange.stream.read_body(
+            BODY_BYTES + models.MOST_PATH_CHARS * 6, exchange.known_caller.sharing_name
+        )
+        adapters = exchange.server.adapters
+        if adapters is None:
+            message = "This server takes no LoRA adapters. Its operator can let it: --lora, --lora-dir."
+            raise ServiceError(ErrorKind.PERMISSION, message, "lora_disabled")
+        reply, unknown_fields = await work(adapters, body)
+        exchange.server.metrics.count_unknown_fields(unknown_fields)
+        exchange.send(reply, media_type=b"text/plain; charset=utf-8")
+
+    return adapt
+
+
+async def load_adapter(adapters: Adapters, body: bytes) -> Computed:
+    asked, unknown_fields = decode(body, models.LoadAdapterBody, {})
+    await adapters.load(asked)
+    return f"Success: LoRA adapter '{asked.lora_name}' added successfully.".encode(), unknown_fields
+
+
+async def unload_adapter(adapters: Adapters, body: bytes) -> Computed:
+    asked, unknown_fields = decode(body, models.UnloadAdapterBody, {})
+    adapters.unload(asked.lora_name)
+    return f"Success: LoRA adapter '{asked.lora_name}' removed successfully.".encode(), unknown_fields
+
+
+async def switch_model(exchange: Exchange) -> None:
+    """Load or unload a model that is started on demand: /admin/models/NAME/load."""
+    name, _, action = exchange.argument.rpartition("/")
+    local = exchange.server.local_models
+    model = None if local is None else local.find(name)
+    if local is None or model is None or action not in ("load", "unload"):
+        names = "" if local is None else f" Known: {', '.join(local.models)}."
+        message = f"/admin/models/NAME/load and .../unload take the name of a model that is started on demand.{names}"
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
+    await (local.load(model) if action == "load" else local.unload(model))
+    exchange.send(models.state_reply(model.name, local.states))
 
 
 async def drain(exchange: Exchange) -> None:
@@ -351,6 +390,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/ping": dict.fromkeys(("GET", "POST"), Route(show_health, None, needs_model=False)),
     "/ready": {"GET": Route(show_readiness, None, needs_model=False)},
     "/metrics": {"GET": Route(show_metrics, Scope.METRICS, needs_model=False)},
+    "/v1/load_lora_adapter": {"POST": Route(adapting(load_adapter), Scope.ADMIN)},
+    "/v1/unload_lora_adapter": {"POST": Route(adapting(unload_adapter), Scope.ADMIN)},
     "/admin/requests": {"GET": Route(list_requests, Scope.ADMIN, needs_model=False)},
     "/admin/engine": {"GET": Route(show_engine, Scope.ADMIN, needs_model=False)},
     "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
@@ -376,6 +417,7 @@ ROUTES |= {
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS)},
     "/models/": {"GET": Route(get_model, ASKS)},
+    "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN)},
     "/admin/requests/": {
         "GET": Route(show_request, Scope.ADMIN, needs_model=False),
         "DELETE": Route(delete_request, Scope.ADMIN),

@@ -47,6 +47,17 @@ class HubId:
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
 
+@dataclass(frozen=True, slots=True)
+class NamedPath:
+    """NAME=PATH."""
+
+    name: str
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
 class BadValueError(Exception):
     """The text is not a value of the wanted kind.
 
@@ -247,6 +258,16 @@ def _path_value(kind: str, is_kind: Callable[[Path], bool], must_exist: bool) ->
 
 existing_directory = _path_value("a directory", os.path.isdir, must_exist=True)
 existing_file = _path_value("a file", os.path.isfile, must_exist=True)
+
+
+def named_directory(text: str) -> NamedPath:
+    """NAME=PATH of a directory that exists."""
+    name, equals, path = text.partition("=")
+    if not name.strip() or not equals:
+        raise BadValueError("NAME=PATH, such as sql=/var/lib/adapters/sql")
+    return NamedPath(name, existing_directory(path))
+
+
 directory_value = _path_value("a directory", os.path.isdir, must_exist=False)
 file_value = _path_value("a file", lambda path: not path.is_dir(), must_exist=False)
 

@@ -15,23 +15,23 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (8435, 25),
-    "server/api": (4530, 15),
+    "server": (9770, 28),
+    "server/api": (4600, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
     "server/ledger": (1580, 6),
-    "server/listening": (1195, 4),
-    "server/observing": (1765, 7),
+    "server/listening": (1240, 5),
+    "server/observing": (1805, 7),
     "server/upstream": (1660, 6),
-    "server/wire": (4800, 14),
-    "core": (12_880, 33),
-    "gpu": (8400, 29),
+    "server/wire": (4805, 14),
+    "core": (13_255, 34),
+    "gpu": (9050, 30),
     "gpu/cpu_kernels": (3450, 9),
-    "gpu/kernels": (2825, 7),
+    "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
     "bench": (8425, 32),
 }
-TEST_LINES = 56_960
+TEST_LINES = 58_140
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
@@ -43,10 +43,21 @@ ROOMS = (
     ("ledger", "observing"),
     ("upstream",),
     ("config", "callers"),
-    ("prompts", "output", "engine_client", "engine_thread", "grammar_guard", "backend", "generation", "relay"),
+    (
+        "prompts",
+        "output",
+        "engine_client",
+        "engine_thread",
+        "grammar_guard",
+        "backend",
+        "generation",
+        "relay",
+        "adapters",
+        "local_models",
+    ),
     ("app", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
-    ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "__main__"),
+    ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )
 
 

@@ -58,7 +58,7 @@ _GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 _30, _27, _31, _REST = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(64 - UNIFORM_BITS)
 
 _FEATURES, _TOP_K, _SEED, _STOP_FROM, _NUM_BIASES, _NUM_STOP_IDS = (int(column) for column in Number)
-_INVERSE, _SLOPE, _TOP_P, _MIN_P_OFFSET, _REPETITION, _PRESENCE, _FREQUENCY = (int(column) for column in Factor)
+_INVERSE, _SLOPE, _TOP_P, _MIN_P_OFFSET, _REPETITION, _PRESENCE, _FREQUENCY = map(int, list(Factor)[:7])
 _NOISE, _FILTERS, _PENALTIES = int(Feature.NOISE), int(Feature.FILTERS), int(Feature.PENALTIES)
 _ADJUSTED = int(ADJUSTED)
 _NUM_NUMBERS, _NUM_FACTORS = len(Number), len(Factor)
@@ -407,6 +407,9 @@ def sample_rows(arguments):
     row = take_next(arguments)
     while row < args.num_rows:
         slot, of_row = slots[row], logits[row]
+        if slot < 0:
+            row = take_next(arguments)
+            continue
         features = numbers[slot, _FEATURES]
         top_segment, is_finite = _scan(of_row, maxima)
         token = np.int64(0)

@@ -38,7 +38,7 @@ NOISE, FILTERS, PENALTIES = (tl.constexpr(int(f)) for f in (Feature.NOISE, Featu
 BIAS, MIN_TOKENS = tl.constexpr(int(Feature.BIAS)), tl.constexpr(int(Feature.MIN_TOKENS))
 LOGPROBS, ADJUSTED = tl.constexpr(int(Feature.LOGPROBS)), tl.constexpr(int(_ADJUSTED))
 FEATURES, TOP_K, SEED, STOP_FROM, NUM_BIASES, NUM_STOP_IDS = (tl.constexpr(int(n)) for n in Number)
-INVERSE, SLOPE, TOP_P, MIN_P_OFFSET, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(int(f)) for f in Factor)
+INVERSE, SLOPE, TOP_P, MIN_P_OFFSET, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(int(f)) for f in list(Factor)[:7])
 NUM_NUMBERS, NUM_FACTORS = tl.constexpr(len(Number)), tl.constexpr(len(Factor))
 NUM_LOGPROBS = tl.constexpr(3)  # of a row: see sampler.LaunchedSampler
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -698,6 +698,7 @@ class DeviceSampler(LaunchedSampler):
     def can_sample(self, slots: IntArray) -> bool:
         counts = self._settings.numbers[slots]
         has_room = counts[:, Number.NUM_BIASES] <= MAX_BIASES
+        has_room &= counts[:, Number.FEATURES] & Feature.RARE == 0
         return bool((has_room & (counts[:, Number.NUM_STOP_IDS] <= MAX_STOP_IDS)).all())
 
     def take_started(self) -> list[Int32Array]:

@@ -26,6 +26,7 @@ from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
 ANY_SEED = -1  # as of vLLM, llama-server and ollama: asks for another answer each time
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 # Below it the division of logits overflows, and sampling is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
 
@@ -53,6 +54,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
     Args:
         param: the request's field that they came in.
+        last_param: the place of the last message.
         tools: that the prompt shows, in chat's form.
         template_kwargs: more variables of the chat template.
         documents: that the prompt shows.
@@ -62,6 +64,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
     messages: tuple[dict[str, Any], ...]
     param: str = "messages"
+    last_param: str = "messages[0]"
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: dict[str, Any] | None = None
     documents: tuple[dict[str, Any], ...] = ()
@@ -160,6 +163,8 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
 
 ModelName = Annotated[str, Meta(min_length=1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+LastTokens = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # how many; -1: all
+_Breaker = Annotated[str, Meta(min_length=1, max_length=40)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]  # the detokenizer holds back that much
 
 
@@ -186,6 +191,16 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_n_sigma: Annotated[float, Meta(ge=-1, le=1000)] | None = None
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    dry_penalty_last_n: LastTokens | None = None
+    dry_sequence_breakers: Annotated[list[_Breaker], Meta(min_length=1, max_length=16)] | None = None
+    repeat_last_n: LastTokens | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: int | None = None
     n: int | None = None
@@ -294,6 +309,11 @@ def _sampling_params(
         values["temperature"] = 0.0
     if not 0 < values["top_k"] < defaults.vocab_size:
         values["top_k"] = 0
+    has_dry = values.get("dry_multiplier", 0) > 0 and values.get("dry_penalty_last_n") != 0
+    values["dry_multiplier"] = values["dry_multiplier"] if has_dry else 0.0
+    values["dry_sequence_breakers"] = tuple(fields.dry_sequence_breakers or DEFAULT_BREAKERS) if has_dry else ()
+    if values.get("repeat_last_n") == 0:  # no token counts
+        values |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_last_n": -1}
     if fields.seed is not None:
         check_range("seed", fields.seed, -(2**63), 2**64 - 1)
         values["seed"] = None if fields.seed == ANY_SEED else fields.seed % 2**64
@@ -424,11 +444,13 @@ def chat_prompt(
     param: str = "messages",
     params: list[str] | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    call_field: str = "tool_call_id",
 ) -> ChatPrompt:
     """
     Args:
         param: the request's field that they came in.
         params: the place of each in it; None: their indexes.
+        call_field: of a tool's result, which says what call it answers.
 
     Raises:
         InvalidRequest: no message, an unknown role, content that is not text, or the result of no call that was made.
@@ -436,22 +458,47 @@ def chat_prompt(
     if not messages:
         raise InvalidRequest(f"{param} is empty: send at least one message.", param)
     params = params or [f"{param}[{i}]" for i in range(len(messages))]
-    messages = [_renewed(message, i, messages[i - 1 : i]) for i, message in enumerate(messages)]
+    messages = [_renewed(message, i) for i, message in enumerate(messages)]
     is_begun = bool(messages[-1].prefix or messages[-1].partial)
     messages[-1] = msgspec.structs.replace(messages[-1], prefix=None, partial=None)
     made = [_template_message(message, style, where) for message, where in zip(messages, params, strict=True)]
-    calls = [call for one in made for call in one.get("tool_calls", ())]
-    names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-    has_ids = len(names) > 0 or not calls
-    for one, where in zip(made, params, strict=True):
-        call_id = one.get("tool_call_id")
-        if one["role"] == "tool" and call_id is not None and has_ids:
-            if call_id not in names:
-                where += ".tool_call_id" if param == "messages" else ".call_id"
-                raise InvalidRequest(f"{where} is of no call in an earlier message.", where)
-            one.setdefault("name", names[call_id])
+    _match_results(made, params, call_field)
     shown = () if tools is None else tuple(tools.for_template())
-    return with_end(ChatPrompt(tuple(made), param, shown, template_kwargs), None, is_begun)
+    return with_end(ChatPrompt(tuple(made), param, params[-1], shown, template_kwargs), None, is_begun)
+
+
+def _match_results(messages: list[dict[str, Any]], params: list[str], call_field: str) -> None:
+    """Give each tool's message the id and the name of the call that it answers.
+
+    Raises:
+        InvalidRequest: a result is of no call, of one that has its result, or of any of several.
+    """
+    waiting: list[list[dict[str, Any]]] = []  # the calls of each turn that have no result
+    for message, where in zip(messages, params, strict=True):
+        if calls := message.get("tool_calls"):
+            waiting.append(list(calls))
+        if message["role"] == "tool":
+            call = _answered_call(message, waiting, f"{where}.{call_field}")
+            message.setdefault("name", call["function"]["name"])
+            if "id" in call:
+                message["tool_call_id"] = call["id"]
+
+
+def _answered_call(result: dict[str, Any], waiting: list[list[dict[str, Any]]], where: str) -> dict[str, Any]:
+    """The call, by its id, or else the first by its name, or at all, of the last turn; it waits no more."""
+    call_id, name = result.get("tool_call_id"), result.get("name")
+    for turn in reversed(waiting):
+        named = [call for call in turn if call_id is not None and call.get("id") == call_id]
+        found = named or [
+            call for call in turn if (call_id is None or "id" not in call) and name in (None, call["function"]["name"])
+        ]
+        if not named and call_id is None and len({call.get("id") for call in found}) > 1:
+            raise InvalidRequest(f"{where} is missing, and several calls wait for their results.", where)
+        if found:
+            call: dict[str, Any] = found[0]
+            turn.remove(call)
+            return call
+    raise InvalidRequest(f"{where} is of no call in an earlier message that waits for its result.", where)
 
 
 def with_end(prompt: ChatPrompt, begins_answer: bool | None, continues_last: bool | None) -> ChatPrompt:
@@ -460,7 +507,7 @@ def with_end(prompt: ChatPrompt, begins_answer: bool | None, continues_last: boo
     Raises:
         InvalidRequest: they contradict each other, or the last message cannot be continued.
     """
-    last, where = prompt.messages[-1], f"{prompt.param}[{len(prompt.messages) - 1}]"
+    last, where = prompt.messages[-1], prompt.last_param
     if not (prompt.continues_last or continues_last):
         return msgspec.structs.replace(prompt, begins_answer=begins_answer is not False)
     if begins_answer:
@@ -523,20 +570,12 @@ def _null_content(param: str, but: str = "") -> InvalidRequest:
     return InvalidRequest(f"{param} is null: send a string or an array of text parts{but}.", param, "invalid_type")
 
 
-def _renewed(message: Message, index: int, before: list[Message]) -> Message:
+def _renewed(message: Message, index: int) -> Message:
     """With a call as `tool_calls`, and its result as a tool's, where they have the old form."""
     if message.function_call is not None:
-        call = ToolCall(function=message.function_call, id=_old_id(index))
+        call = ToolCall(function=message.function_call, id=f"call{index:05}")
         return msgspec.structs.replace(message, function_call=None, tool_calls=[*(message.tool_calls or ()), call])
-    if message.role == "function":
-        call_id = _old_id(index - 1) if before and before[0].function_call is not None else None
-        return msgspec.structs.replace(message, role="tool", tool_call_id=call_id)
-    return message
-
-
-def _old_id(index: int) -> str:
-    """Of a call that was made without one."""
-    return f"call{index:05}"
+    return msgspec.structs.replace(message, role="tool") if message.role == "function" else message
 
 
 def _template_message(message: Message, style: ToolStyle | None, param: str) -> dict[str, Any]:

@@ -207,22 +207,19 @@ def _prompt(
     if not wire.messages:
         raise InvalidRequest("messages is empty: send at least one message.", "messages")
     made: list[tuple[Message, str]] = []
-    call_ids: set[str] = set()
     system = _without_billing(wire.system)
     if system:
         made.append((Message(role="system", content=_text(system, "system")), "system"))
     for i, turn in enumerate(wire.messages):
         where = f"messages[{i}]"
-        of_turn = [_assistant(turn, where)] if turn.role == "assistant" else _others(turn, where, call_ids)
-        for message in of_turn:
-            call_ids.update(call.id for call in message.tool_calls or () if call.id is not None)
+        for message, place in [(_assistant(turn, where), where)] if turn.role == "assistant" else _others(turn, where):
             last = made[-1][0] if made else None
             if last is not None and last.role == message.role and message.role in ("user", "assistant"):
                 made[-1] = (_joined(last, message), made[-1][1])  # turns of one role in a row are one
             else:
-                made.append((message, where))
+                made.append((message, place))
     messages, params = [one for one, _ in made], [where for _, where in made]
-    prompt = chat_prompt(messages, defaults.tool_style, tools, "messages", params, variables)
+    prompt = chat_prompt(messages, defaults.tool_style, tools, "messages", params, variables, "tool_use_id")
     last = messages[-1]
     return with_end(prompt, None, last.role == "assistant" and not last.tool_calls)  # a prefill: the answer goes on
 
@@ -262,20 +259,16 @@ def _block_text(block: Block, where: str) -> str:
             )
 
 
-def _others(turn: Turn, where: str, call_ids: set[str]) -> list[Message]:
-    """The messages of a turn of the user: a result each, and the text between them.
-
-    Args:
-        call_ids: of earlier calls.
-    """
+def _others(turn: Turn, where: str) -> list[tuple[Message, str]]:
+    """The messages of a turn of the user, with their places: a result each, and the text between them."""
     if isinstance(turn.content, str):
-        return [Message(role=turn.role, content=turn.content)]
-    made: list[Message] = []
+        return [(Message(role=turn.role, content=turn.content), where)]
+    made: list[tuple[Message, str]] = []
     texts: list[str] = []
 
     def flush() -> None:
         if texts:
-            made.append(Message(role=turn.role, content="\n".join(texts)))
+            made.append((Message(role=turn.role, content="\n".join(texts)), where))
             texts.clear()
 
     for i, block in enumerate(turn.content):
@@ -285,14 +278,11 @@ def _others(turn: Turn, where: str, call_ids: set[str]) -> list[Message]:
             continue
         if block.tool_use_id is UNSET:
             raise missing_field(f"{place}.tool_use_id")
-        if block.tool_use_id not in call_ids:
-            param = f"{place}.tool_use_id"
-            raise InvalidRequest(f"{param} is of no tool_use block in an earlier message.", param)
         flush()
         text = _text(block.content or "", f"{place}.content")
-        made.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
+        made.append((Message(role="tool", content=text, tool_call_id=block.tool_use_id), place))
     flush()
-    return made or [Message(role=turn.role, content="")]
+    return made or [(Message(role=turn.role, content=""), where)]
 
 
 def _assistant(turn: Turn, where: str) -> Message:

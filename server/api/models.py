@@ -1,13 +1,14 @@
 """/v1/models, /model_info, /server_info and /admin: replies about the models and the server. Thread: loop."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
-from core.types import EngineSnapshot, EngineStats
+from core.types import Adapter, EngineSnapshot, EngineStats
 from server.wire import sse
 
+MOST_PATH_CHARS = 4096
 CACHE_CLEARED = sse.json_line({"status": "cleared"})
 
 
@@ -19,6 +20,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: tokens of context; None: not known.
         description: what a user should know before trusting it.
         alias_of: the model's own name, by which it is billed; None: that is `id`.
+        parent: of an adapter: the model that it adapts; root: its directory below the operator's, or that one's name.
+        adapter: what the engine computes beside the model.
     """
 
     id: str
@@ -26,10 +29,26 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None
     description: str | None = None
     alias_of: str | None = None
+    parent: str | None = None
+    root: str | None = None
+    adapter: Adapter | None = None
 
     @property
     def name(self) -> str:
         return self.alias_of or self.id
+
+
+class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    """As vLLM takes it. load_inplace: replace the adapter of that name."""
+
+    lora_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_PATH_CHARS)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None  # deprecated; vLLM reads the name alone
 
 
 class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,26 +145,37 @@ def loads_reply(card: ServerCard, stats: EngineStats, num_running: int, num_wait
     return sse.json_line({"timestamp": unix_s, "version": card.version, "dp_rank_count": 1, "loads": [load]})
 
 
-def list_reply(models: Sequence[ServedModel]) -> bytes:
-    return sse.json_line({"object": "list", "data": [_model_object(model) for model in models]})
+States = Mapping[str, str]  # of models that are started on demand, by name: as llama-server has them
 
 
-def model_reply(model: ServedModel) -> bytes:
-    return sse.json_line(_model_object(model))
+def list_reply(models: Sequence[ServedModel], states: States) -> bytes:
+    return sse.json_line({"object": "list", "data": [_model_object(model, states) for model in models]})
 
 
-def _model_object(model: ServedModel) -> dict[str, Any]:
+def model_reply(model: ServedModel, states: States) -> bytes:
+    return sse.json_line(_model_object(model, states))
+
+
+def _model_object(model: ServedModel, states: States) -> dict[str, Any]:
     result = {
         "id": model.id,
         "object": "model",
         "created": model.created_s,
         "owned_by": "steploop",
     }
+    if model.parent is not None:
+        result |= {"root": model.root, "parent": model.parent}
     if model.max_model_len is not None:
         result["max_model_len"] = model.max_model_len
     if model.description is not None:
         result["description"] = model.description
+    if (state := states.get(model.name)) is not None:
+        result["status"] = {"value": state}
     return result
+
+
+def state_reply(name: str, states: States) -> bytes:
+    return sse.json_line({"model": name, "status": {"value": states[name]}})
 
 
 def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:

@@ -80,7 +80,7 @@ def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, defaults.tool_style)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(wire.messages)]
     thought, variables = _thought(wire, defaults.thought_style)
-    prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=variables)
+    prompt = chat_prompt(messages, defaults.tool_style, tools, template_kwargs=variables, call_field="tool_name")
     own = {"tools": tools, "thought": thought} | _own(wire, unknown_fields)
     return _call(wire, generation_call(wire, model, defaults, (prompt,), **own))
 

@@ -164,7 +164,7 @@ def _prompt(
         params.append(param)
     if len(messages) == num_before:
         raise InvalidRequest("input has no message: send at least one.", "input")
-    return chat_prompt(messages, style, tools, "input", params, variables)
+    return chat_prompt(messages, style, tools, "input", params, variables, "call_id")
 
 
 def _joined(turn: Message, more: Message) -> Message:

@@ -24,6 +24,7 @@ from core.tool_grammar import (
     Tool,
     allowed_calls,
     harmony_answers,
+    inline_json,
     reduced_schema,
     required_calls,
 )
@@ -275,12 +276,14 @@ def call_constraint(
     Raises:
         InvalidRequest: a strict schema cannot be held in the model's format of calls, or calls and text not together.
     """
-    is_harmony = wishes.style.format == HARMONY
-    if is_harmony and continues_text:
+    if continues_text:
         if wishes.is_required:
-            message = "tool_choice requires a call, which cannot go on with a message. Leave one out."
+            message = "tool_choice requires a call, which cannot go on with a message. Leave one of them out."
             raise InvalidRequest(message, "tool_choice")
-        return text or GrammarSpec(GrammarKind.LARK, HARMONY_TEXT, "tools")
+        if text is not None:
+            return text
+        if wishes.style.format == HARMONY:
+            return GrammarSpec(GrammarKind.LARK, HARMONY_TEXT, "tools")
     if text is not None and not wishes.is_required and text.kind is not GrammarKind.JSON_SCHEMA:
         message = f"{text.param} and tools cannot hold one answer together. Leave one out, or send tool_choice."
         raise InvalidRequest(message, text.param)
@@ -303,7 +306,8 @@ def _call_spec(
     instead = None if text is None or wishes.is_required else json.loads(text.source)
     try:
         if wishes.style.format == HARMONY:
-            source = harmony_answers(tools, special, eos_ids, wishes.is_required, instead)
+            final = None if instead is None else inline_json(instead)
+            source = harmony_answers(tools, special, eos_ids, wishes.is_required, final)
         elif wishes.is_required or instead is not None:
             form = FORMATS[wishes.style.format]
             source = required_calls(form, tools, special, wishes.most_calls, instead)

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -15,11 +15,8 @@ from server.commands.console import new_console
 from server.commands.hub import Hub, cached_models, environment_hub
 from server.config import ServerConfig
 from server.engine_loader import ModelFacts, describe_models
-from server.model_files import is_gguf
+from server.model_files import models_below
 from server.values import BadValueError, existing_directory, format_count, format_size
-
-MAX_DEPTH = 2  # below a directory: org/name
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # pickles are listed too, with the reason why they are not served
 
 
 def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
@@ -43,29 +40,13 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
 
 def find_models(directories: Sequence[Path], hub: Hub) -> list[tuple[str, Path]]:
     """Names and paths of what looks like a model: in the directories, then in the hub's cache."""
-    paths = [path for directory in directories for path in _models_below(directory, MAX_DEPTH)]
+    paths = [path for directory in directories for path in models_below(directory)]
     local: dict[str, Path] = {}
     for path in sorted(paths, key=lambda path: len(path.parts)):  # of several links to a model, the shortest
         local.setdefault(os.path.realpath(path), path)
     return [(str(path), path) for path in sorted(local.values())] + [
         (str(name), path) for name, path in cached_models(hub)
     ]
-
-
-def _models_below(path: Path, depth: int) -> Iterator[Path]:
-    if is_gguf(path):
-        yield path
-    elif os.path.isdir(path):
-        if os.path.isfile(path / "config.json") and any(any(path.glob(name)) for name in WEIGHTS):
-            yield path
-        if depth >= 0:
-            try:
-                entries = sorted(path.iterdir())
-            except OSError:  # not readable
-                return
-            for entry in entries:
-                if not entry.name.startswith("."):
-                    yield from _models_below(entry, depth - 1)
 
 
 def print_table(models: Sequence[ModelFacts], stream: TextIO) -> None:

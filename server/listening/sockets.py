@@ -95,7 +95,7 @@ def bind_value(text: str) -> Bind:
         return Bind(_unix_address(rest.removeprefix(_UNIX)), takes_proxy, is_plain)
     if rest.startswith(_SYSTEMD):
         return Bind(_passed_address(rest.removeprefix(_SYSTEMD)), takes_proxy, is_plain)
-    return Bind(_tcp_address(rest), takes_proxy, is_plain)
+    return Bind(tcp_address(rest, _EXPECTED), takes_proxy, is_plain)
 
 
 def unix_mode_value(text: str) -> int:
@@ -110,18 +110,19 @@ def format_unix_mode(mode: int) -> str:
     return f"{mode:03o}"
 
 
-def _tcp_address(text: str) -> TcpAddress:
+def tcp_address(text: str, expected: str = "HOST:PORT or [IPV6]:PORT") -> TcpAddress:
+    """Raises BadValueError."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif text.startswith("[") and text.endswith("]"):
-        raise BadValueError(_EXPECTED, f"{text}:{DEFAULT_PORT}")
+        raise BadValueError(expected, f"{text}:{DEFAULT_PORT}")
     elif ":" in host:
-        raise BadValueError(f"{_EXPECTED}; an IPv6 address stands in brackets", f"[{host}]:{port}")
+        raise BadValueError(f"{expected}; an IPv6 address stands in brackets", f"[{host}]:{port}")
     if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65_535:
-        raise BadValueError(_EXPECTED, f"{text}:{DEFAULT_PORT}" if text and not colon and not text.isdigit() else None)
+        raise BadValueError(expected, f"{text}:{DEFAULT_PORT}" if text and not colon and not text.isdigit() else None)
     if not host:
-        raise BadValueError(f"{_EXPECTED}; all addresses are 0.0.0.0 and [::]", f"{DEFAULT_HOST}:{port}")
+        raise BadValueError(f"{expected}; all addresses are 0.0.0.0 and [::]", f"{DEFAULT_HOST}:{port}")
     return TcpAddress(host, int(port))
 
 
@@ -263,7 +264,7 @@ def open_binds(
 def _open_bind(bind: Bind, passed: Sequence[PassedSocket], backlog: int, unix_mode: int) -> list[ListeningSocket]:
     match bind.address:
         case TcpAddress() as address:
-            opened = _open_tcp(address, backlog)
+            opened = open_tcp(address, backlog)
             return [ListeningSocket(sock, bind, TcpAddress(address.host, _tcp_name(sock).port)) for sock in opened]
         case UnixAddress() as address:
             return [_open_unix(bind, address, backlog, unix_mode)]
@@ -287,7 +288,7 @@ def _adopt(passed: PassedSocket, bind: Bind) -> ListeningSocket:
     return ListeningSocket(sock, bind, _tcp_name(sock))
 
 
-def _open_tcp(address: TcpAddress, backlog: int) -> list[socket.socket]:
+def open_tcp(address: TcpAddress, backlog: int) -> list[socket.socket]:
     """Listen on every address of the host that this machine has.
 
     Raises:

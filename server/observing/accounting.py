@@ -324,6 +324,7 @@ def _record(account: Account, status: int, error_code: str | None) -> AccessReco
         client=str(account.client),
         certificate_subject=None if certificate is None else certificate.subject,
         trace_id=None if account.trace is None else account.trace.trace_id,
+        upstream=timings.upstream,
         stages_ms=timings.stages_ms(),
     )
 

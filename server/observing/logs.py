@@ -48,6 +48,7 @@ _LABELS = {
     "client": "client",
     "certificate_subject": "certificate",
     "trace_id": "trace",
+    "upstream": "upstream",
 }
 access_logger = logging.getLogger("server.access")
 
@@ -64,6 +65,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
         client: its address, and its port if known.
         certificate_subject: of the client's certificate.
         trace_id: of the trace that it came with, or began.
+        upstream: that answered, and its version.
         stages_ms: add up to its whole time.
     """
 
@@ -84,6 +86,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     client: str | None = None
     certificate_subject: str | None = None
     trace_id: str | None = None
+    upstream: str | None = None
     stages_ms: dict[str, float] | None = None
 
 

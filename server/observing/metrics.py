@@ -162,10 +162,14 @@ class Metrics:
         self.failed: Counter[str] = Counter()  # generations, by error code
         self.unknown_fields: Counter[str] = Counter()
         self.tenants: dict[str, TenantCounts] = {}
+        self.cache_config: dict[
+            tuple[int, int], int
+        ] = {}  # tokens of a block and blocks; known once the model is loaded
         self.num_active: Callable[[], int] = lambda: 0
         self.standing: Callable[[], Standing] = Standing
         self.upstreams: Callable[[], Mapping[str, Any]] = dict
         self.pools: Callable[[], Mapping[str, Any]] = dict
+        self.adapters: Callable[[], Mapping[tuple[str, ...], float]] = dict
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_reasoning_tokens = 0
@@ -260,13 +264,19 @@ class Metrics:
         began_s, memory_bytes = self._clock(), resident_bytes()
         slo = self.slo.states(stats.num_waiting, memory_bytes)
         copied_blocks = {"out": stats.num_offloaded_blocks, "back": stats.num_restored_blocks}
+        upstreams, version_requests = self.upstreams(), Counter[str]()
+        for label, one in upstreams.items():
+            if one.settings.version is not None:
+                version_requests[f"{label.removesuffix(one.url)}{one.settings.version}"] += one.num_requests
         now = {  # TABLE's paths begin with these names
             "metrics": self,
             "stats": stats,
             "standing": self.standing(),
             "tenants": self.tenants,
-            "upstreams": self.upstreams(),
+            "upstreams": upstreams,
+            "version_requests": version_requests,
             "pools": self.pools(),
+            "adapters": self.adapters(),
             "devices": self._devices.states(),
             "slo": slo,
             "promised": {name: state for name, state in slo.items() if state.threshold is not None},
@@ -319,12 +329,16 @@ vllm:e2e_request_latency_seconds histogram metrics.e2e | First byte of the head 
 vllm:request_queue_time_seconds histogram metrics.queue_time | Waited in the queue.
 vllm:request_prefill_time_seconds histogram metrics.prefill_time | Admitted to first token sampled.
 vllm:request_decode_time_seconds histogram metrics.decode_time | First token to last.
+vllm:cache_config_info gauge metrics.cache_config[block_size,num_gpu_blocks] | The KV cache: tokens of a block, blocks.
 vllm:gpu_cache_usage_perc gauge kv_usage | As vllm:kv_cache_usage_perc: its older name.
 vllm:gpu_prefix_cache_queries_total counter stats.num_cache_queries | As vllm:prefix_cache_queries_total.
 vllm:gpu_prefix_cache_hits_total counter stats.num_cache_hits | As vllm:prefix_cache_hits_total.
+vllm:lora_requests_info gauge adapters[max_lora,running_lora_adapters,waiting_lora_adapters] | Which LoRA
+    adapters have requests, and how many there may be; the value is the time.
 steploop_upstream_up gauge upstreams.is_healthy[upstream] | 1: its health check is answered; 0: it gets no requests.
 steploop_upstream_requests_active gauge upstreams.num_active[upstream] | Requests in progress there.
 steploop_upstream_requests_total counter upstreams.num_requests[upstream] | Requests sent there.
+steploop_upstream_version_requests_total counter version_requests[version] | Requests sent to each version of a model.
 steploop_upstream_failures_total counter upstreams.num_failures[upstream] | Of these, those that it has failed.
 steploop_upstream_connections gauge upstreams.num_connections[upstream] | Open connections to it.
 steploop_upstream_prompt_tokens_waiting gauge upstreams.num_waiting_tokens[upstream] | Of prompts without a first token
@@ -400,7 +414,7 @@ steploop_slo_value gauge slo.value[slo] | Measured over the last 5 minutes.
 steploop_slo_threshold gauge slo.threshold[slo] | Promised by [slo] of the configuration.
 steploop_slo_ok gauge promised.is_ok[slo] | 1: the promise is kept, or nothing was measured; 0: broken.
 """
-_ROW = re.compile(r"^(\S+) (gauge|counter|histogram) ([a-z0-9_.]+)(?:\[(\w+)\])? \| ((?:.|\n    )+)$", re.MULTILINE)
+_ROW = re.compile(r"^(\S+) (gauge|counter|histogram) ([a-z0-9_.]+)(?:\[([\w,]+)\])? \| ((?:.|\n    )+)$", re.MULTILINE)
 
 
 class MetricFamily(NamedTuple):
@@ -436,7 +450,7 @@ def _add_family(lines: list[str], family: MetricFamily, now: Mapping[str, Any], 
     value = _value_of(now, family.path)
     if isinstance(value, dict):
         keys = value if family.kind == "histogram" else sorted(value)
-        samples = {f"{labels},{_pairs({family.label: str(key)})}": value[key] for key in keys}
+        samples = {f"{labels},{_pairs(_labels_of(family, key))}": value[key] for key in keys}
     else:
         samples = {} if value is None else {labels: value}
     for pairs, one in samples.items():
@@ -444,6 +458,11 @@ def _add_family(lines: list[str], family: MetricFamily, now: Mapping[str, Any], 
             _add_buckets(lines, family.name, pairs, one)
         else:
             lines.append(f"{family.name}{{{pairs}}} {float(one) if isinstance(one, bool) else one}")
+
+
+def _labels_of(family: MetricFamily, key: Any) -> dict[str, str]:
+    values = key if isinstance(key, tuple) else (key,)
+    return dict(zip(family.label.split(","), map(str, values), strict=True))
 
 
 def _add_buckets(lines: list[str], name: str, labels: str, histogram: Histogram) -> None:

@@ -70,6 +70,7 @@ class StageClock:
         detokenize_s: the loop's work on its tokens.
         num_prefill_chunks: steps that computed some of a prompt.
         num_cached_tokens: of its prompts.
+        upstream: that it was sent to, and its version.
     """
 
     __slots__ = (
@@ -82,6 +83,7 @@ class StageClock:
         "first_token_s",
         "num_cached_tokens",
         "num_prefill_chunks",
+        "upstream",
     )
 
     def __init__(self, accepted_s: float, arrived_s: float | None = None) -> None:
@@ -92,6 +94,7 @@ class StageClock:
         self.detokenize_s = 0.0
         self.num_prefill_chunks = 0
         self.num_cached_tokens = 0
+        self.upstream: str | None = None
         self.entries: list[tuple[Stage, int]] = [(Stage.HEAD, round(accepted_s * S_NS))]
         self._finished_ns: int | None = None
 

@@ -8,13 +8,13 @@ import asyncio
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from urllib.parse import SplitResult
 
 import h11
 
-from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
-from server.upstream.http2 import Answer, Ended, Happening, Http2Client, NotHttp2, Piece
+from server.upstream.exchange import AnswerHead, Carrier, Exchange, Outgoing, Reader, UpstreamFault, WholeAnswer
+from server.upstream.http2 import Http2, NotHttp2
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 
 CONNECT_S = 2.0
@@ -56,130 +56,14 @@ def address_of(url: SplitResult, tls: ssl.SSLContext | None, protocols: tuple[by
     return Address(url.hostname or "", port, None, url.netloc, url.path.rstrip("/"), tls, protocols)
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A request to an upstream.
-
-    Args:
-        fields: without Host and the body's length.
-    """
-
-    method: bytes
-    path: bytes
-    fields: tuple[tuple[bytes, bytes], ...]
-    body: bytes = b""
-
-
-class _Protocol(Protocol):
-    """HTTP on one connection, with the exchanges that are open on it."""
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def room(self) -> int:
-        """How many more requests it takes now; none once it is closing."""
-
-    @property
-    def num_open(self) -> int: ...
-
-    def send(self, exchange: Exchange, outgoing: Outgoing) -> None: ...
-
-    def receive(self, data: bytes) -> None:
-        """b"": the end. Raises ConnectionFault."""
-
-    def acknowledge(self, exchange: Exchange, num_bytes: int) -> None: ...
-
-    def set_paused(self, exchange: Exchange, is_paused: bool) -> None: ...
-
-    def cancel(self, exchange: Exchange) -> None: ...
-
-    def fail(self, fault: UpstreamFault) -> None:
-        """End all its exchanges."""
-
-
-class _Http2:
-    def __init__(self, connection: "Connection") -> None:
-        self._connection = connection
-        self._client = Http2Client()
-        self._exchanges: dict[int, Exchange] = {}
-
-    @property
-    def is_ready(self) -> bool:
-        return self._client.is_ready
-
-    @property
-    def num_open(self) -> int:
-        return len(self._exchanges)
-
-    @property
-    def room(self) -> int:
-        return 0 if self._client.is_closing else max(0, self._client.max_streams - self._client.num_streams)
-
-    def send(self, exchange: Exchange, outgoing: Outgoing) -> None:
-        address = self._connection.address
-        pseudo = (
-            (b":method", outgoing.method),
-            (b":scheme", b"https" if address.tls else b"http"),
-            (b":authority", address.authority.encode()),
-            (b":path", outgoing.path),
-        )
-        length = ((b"content-length", b"%d" % len(outgoing.body)),) if outgoing.body else ()
-        exchange.stream_id = self._client.request((*pseudo, *outgoing.fields, *length), outgoing.body)
-        self._exchanges[exchange.stream_id] = exchange
-        self.flush()
-
-    def receive(self, data: bytes) -> None:
-        if not data:
-            raise ConnectionFault(Http2ErrorCode.NO_ERROR, "It has closed the connection.")
-        try:
-            for event in self._client.receive(data, self._connection.loop.time()):
-                self._tell(event)
-        finally:
-            self.flush()
-        if self._client.is_closing and not self._exchanges:
-            self._connection.close()
-
-    def _tell(self, event: Happening) -> None:
-        exchange = self._exchanges.get(event.stream_id)
-        if exchange is None:  # cancelled by what came before it, in the same read
-            return
-        if isinstance(event, Piece):
-            exchange.take_data(event.data)
-        elif isinstance(event, Answer):
-            exchange.take_head(AnswerHead(event.status, event.fields))
-        else:
-            del self._exchanges[event.stream_id]
-            exchange.take_end(None if isinstance(event, Ended) else event.fault)
-
-    def acknowledge(self, exchange: Exchange, num_bytes: int) -> None:
-        self._client.acknowledge(exchange.stream_id, num_bytes)
-        self._connection.flush_soon()
-
-    def set_paused(self, exchange: Exchange, is_paused: bool) -> None:
-        """Its window does it."""
-
-    def cancel(self, exchange: Exchange) -> None:
-        self._exchanges.pop(exchange.stream_id, None)
-        self._client.reset(exchange.stream_id)
-        self.flush()
-
-    def flush(self) -> None:
-        self._connection.write(self._client.take_output())
-
-    def fail(self, fault: UpstreamFault) -> None:
-        while self._exchanges:
-            self._exchanges.popitem()[1].take_end(fault)
-
-
 class _Http1:
     is_ready = True
 
     def __init__(self, connection: "Connection") -> None:
+        self.is_closing = False
         self._connection = connection
         self._h11 = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._exchange: Exchange | None = None
-        self._is_closing = False
 
     @property
     def num_open(self) -> int:
@@ -187,19 +71,15 @@ class _Http1:
 
     @property
     def room(self) -> int:
-        return int(self._exchange is None and not self._is_closing)
+        return int(self._exchange is None and not self.is_closing)
 
-    def send(self, exchange: Exchange, outgoing: Outgoing) -> None:
-        self._exchange = exchange
-        fields = [(b"host", self._connection.address.authority.encode()), *outgoing.fields]
-        if outgoing.body:
-            fields.append((b"content-length", b"%d" % len(outgoing.body)))
+    def send(self, outgoing: Outgoing, reader: Reader) -> Exchange:
+        exchange = self._exchange = Exchange(self, reader)
+        fields = [(b"host", self._connection.address.authority.encode()), *outgoing.fields, *outgoing.length]
         head = h11.Request(method=outgoing.method, target=outgoing.path, headers=fields)
-        data = [self._h11.send(head)]
-        if outgoing.body:
-            data.append(self._h11.send(h11.Data(data=outgoing.body)))
-        data.append(self._h11.send(h11.EndOfMessage()))
-        self._connection.write(b"".join(one for one in data if one))
+        events = [head, *([h11.Data(data=outgoing.body)] if outgoing.body else []), h11.EndOfMessage()]
+        self._connection.write(b"".join(self._h11.send(event) or b"" for event in events))
+        return exchange
 
     def receive(self, data: bytes) -> None:
         try:
@@ -221,9 +101,7 @@ class _Http1:
         if exchange is None:
             raise h11.RemoteProtocolError("an answer to no request")
         if isinstance(event, h11.Response):
-            exchange.take_head(
-                AnswerHead(event.status_code, tuple((name.lower(), value) for name, value in event.headers))
-            )
+            exchange.take_head(AnswerHead(event.status_code, tuple(event.headers)))
         elif isinstance(event, h11.Data):
             exchange.take_data(bytes(event.data))
         elif isinstance(event, h11.EndOfMessage):
@@ -231,8 +109,7 @@ class _Http1:
             if self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE:
                 self._h11.start_next_cycle()
             else:  # Connection: close, or a body without a length
-                self._is_closing = True
-                self._connection.close()
+                self.is_closing = True
             exchange.take_end()
             self._connection.set_reading(True)
 
@@ -245,11 +122,11 @@ class _Http1:
 
     def cancel(self, exchange: Exchange) -> None:
         if exchange is self._exchange:
-            self._exchange, self._is_closing = None, True
+            self._exchange, self.is_closing = None, True
             self._connection.abort()
 
     def fail(self, fault: UpstreamFault) -> None:
-        self._is_closing = True
+        self.is_closing = True
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.take_end(fault)
@@ -269,7 +146,7 @@ class Connection(asyncio.Protocol):
         self.speaks_http1 = False
         self.idle_since_s = self.loop.time()
         self._protocol = protocol
-        self._http: _Protocol | None = None
+        self._http: Carrier | None = None
         self._transport: asyncio.Transport | None = None
         self._will_flush = False
 
@@ -287,19 +164,25 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_multiplexed(self) -> bool:
-        return isinstance(self._http, _Http2)
+        return isinstance(self._http, Http2)
 
-    def send(self, outgoing: Outgoing) -> Exchange:
+    def send(self, outgoing: Outgoing, reader: Reader) -> Exchange:
         """Send a request, for which there must be room."""
-        http = self._http
-        assert http is not None
+        assert self._http is not None
+        return self._http.send(outgoing, reader)
 
-        def on_over() -> None:
-            self.idle_since_s = self.loop.time()
+    async def ask(self, outgoing: Outgoing, most_bytes: int) -> tuple[AnswerHead, bytes]:
+        """Send a request, and wait for all of its answer.
 
-        exchange = Exchange(http, on_over)
-        http.send(exchange, outgoing)
-        return exchange
+        Raises:
+            UpstreamFault: it is broken off, or its body is larger.
+        """
+        answer = WholeAnswer(most_bytes)
+        exchange = self.send(outgoing, answer)
+        try:
+            return await answer.done
+        finally:
+            exchange.cancel()
 
     def close(self) -> None:
         """Once all is written."""
@@ -313,12 +196,12 @@ class Connection(asyncio.Protocol):
     # The protocols' side.
 
     def write(self, data: bytes) -> None:
-        if data and self._transport is not None:
+        if self._transport is not None:
             self._transport.write(data)
             if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
                 self._transport.abort()
 
-    def flush_soon(self) -> None:
+    def _flush_soon(self) -> None:
         """Once for all exchanges that are read in this turn."""
         if not self._will_flush:
             self._will_flush = True
@@ -326,7 +209,7 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._will_flush = False
-        cast(_Http2, self._http).flush()
+        cast(Http2, self._http).flush()
 
     def set_reading(self, is_reading: bool) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -343,8 +226,9 @@ class Connection(asyncio.Protocol):
         if over_tls is not None:
             self._protocol = (over_tls.selected_alpn_protocol() or H1.decode()).encode()
         if self._protocol == H2:
-            self._http = http2 = _Http2(self)
-            http2.flush()
+            scheme, authority = b"https" if self.address.tls else b"http", self.address.authority.encode()
+            origin = [(b":scheme", scheme), (b":authority", authority)]
+            self._http = Http2(self.write, self._flush_soon, self.loop.time, origin)
         else:
             self._http = _Http1(self)
             self.ready.set_result(None)
@@ -361,6 +245,10 @@ class Connection(asyncio.Protocol):
             return
         if http.is_ready and not self.ready.done():
             self.ready.set_result(None)
+        if not http.num_open:
+            self.idle_since_s = self.loop.time()
+            if http.is_closing:
+                self.close()
 
     def eof_received(self) -> bool:
         self.data_received(b"")  # ends a body without a length
@@ -368,8 +256,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        was_asking_http2 = isinstance(self._http, _Http2) and not self._http.is_ready
-        self.speaks_http1 |= was_asking_http2
+        self.speaks_http1 |= isinstance(self._http, Http2) and not self._http.is_ready
         self._fail(UpstreamFault("the connection was lost" if error is None else f"the connection was lost: {error}"))
 
     def _fail(self, fault: UpstreamFault) -> None:

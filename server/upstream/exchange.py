@@ -4,7 +4,7 @@ Whoever reads may pause: then at most a window of bytes more comes (HTTP/2), or 
 """
 
 import asyncio
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
@@ -28,88 +28,90 @@ class AnswerHead(NamedTuple):
         return next((value for key, value in self.fields if key == name), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request to an upstream.
+
+    Args:
+        fields: without Host and the body's length.
+    """
+
+    method: bytes
+    path: bytes
+    fields: tuple[tuple[bytes, bytes], ...]
+    body: bytes = b""
+
+    @property
+    def length(self) -> tuple[tuple[bytes, bytes], ...]:
+        """The field that tells the body's."""
+        return ((b"content-length", b"%d" % len(self.body)),) if self.body else ()
+
+
+class Reader(Protocol):
+    """What takes an answer: its methods are called in this order, on_end last and once, none after a cancel."""
+
+    def on_head(self, head: AnswerHead) -> None: ...
+
+    def on_data(self, data: bytes) -> None: ...
+
+    def on_end(self, fault: UpstreamFault | None) -> None:
+        """
+        Args:
+            fault: it has broken the answer off, perhaps before its head.
+        """
+
+
 class Carrier(Protocol):
-    """What an exchange asks of its connection."""
+    """HTTP on one connection, with the exchanges that are open on it.
+
+    Attributes:
+        is_closing: it takes no more requests.
+    """
+
+    is_closing: bool
+
+    @property
+    def is_ready(self) -> bool:
+        """The peer has said that it speaks it."""
+
+    @property
+    def room(self) -> int:
+        """How many more requests it takes now; none once it is closing."""
+
+    @property
+    def num_open(self) -> int: ...
+
+    def send(self, outgoing: Outgoing, reader: Reader) -> "Exchange": ...
+
+    def receive(self, data: bytes) -> None:
+        """b"": the end. Raises ConnectionFault."""
 
     def acknowledge(self, exchange: "Exchange", num_bytes: int) -> None:
         """So many bytes of the answer have been read."""
-        ...
 
     def set_paused(self, exchange: "Exchange", is_paused: bool) -> None: ...
 
     def cancel(self, exchange: "Exchange") -> None:
-        """Nobody wants the answer any more. Idempotent."""
-        ...
+        """Nobody wants the answer any more."""
+
+    def fail(self, fault: UpstreamFault) -> None:
+        """End all its exchanges."""
 
 
 class Exchange:
     """
     Attributes:
-        head: the answer's. Its exception is an UpstreamFault.
-        stream_id: on HTTP/2.
+        is_over: the answer is complete, broken off, or cancelled.
     """
 
-    def __init__(self, carrier: Carrier, on_over: Callable[[], None]) -> None:
-        """
-        Args:
-            on_over: called once: the answer is complete, broken off, or cancelled.
-        """
-        self.head: asyncio.Future[AnswerHead] = asyncio.get_running_loop().create_future()
-        self.stream_id = 0
-        self.is_over = False
+    def __init__(self, carrier: Carrier, reader: Reader) -> None:
+        self.is_over = self.has_head = False
         self._carrier = carrier
-        self._on_over = on_over
-        self._on_data: Callable[[bytes], None] | None = None
-        self._on_end: Callable[[UpstreamFault | None], None] | None = None
-        self._early: list[bytes] = []  # of the body, before anybody reads it; within its window
-        self._fault: UpstreamFault | None = None
+        self._reader = reader
         self._num_unread = 0
         self._is_paused = False
 
     # The reader's side.
-
-    def read(self, on_data: Callable[[bytes], None], on_end: Callable[[UpstreamFault | None], None]) -> None:
-        """Take the body: what has come of it now, and the rest as it comes. To be called once, after the head.
-
-        Args:
-            on_end: called once, unless cancel() is; with the fault that has broken the answer off.
-        """
-        self._on_data, self._on_end = on_data, on_end
-        early, self._early = self._early, []
-        for data in early:
-            if self._on_data is not None:
-                self._take(data)
-        if self.is_over and self._on_end is not None:
-            self._tell_end()
-
-    async def read_all(self, most_bytes: int) -> bytes:
-        """The whole body.
-
-        Raises:
-            UpstreamFault: it is broken off, or larger.
-        """
-        body = bytearray()
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def on_data(data: bytes) -> None:
-            body.extend(data)
-            if len(body) > most_bytes:
-                self.cancel()
-                on_end(UpstreamFault(f"its answer is larger than {most_bytes} bytes"))
-
-        def on_end(fault: UpstreamFault | None) -> None:
-            if not done.done():
-                if fault is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(fault)
-
-        self.read(on_data, on_end)
-        try:
-            await done
-        finally:
-            self.cancel()
-        return bytes(body)
 
     def pause(self) -> None:
         if not self._is_paused and not self.is_over:
@@ -125,52 +127,58 @@ class Exchange:
                 self._carrier.set_paused(self, False)
 
     def cancel(self) -> None:
-        """Nobody wants the rest. The upstream hears of it in this turn. Idempotent; on_end is not called."""
-        self._on_data = self._on_end = None
+        """Nobody wants the rest. The upstream hears of it in this turn. Idempotent."""
         if not self.is_over:
+            self.is_over = True
             self._carrier.cancel(self)
-            self._close(None)
-        if not self.head.done():
-            self.head.cancel()
 
     # The connection's side.
 
     def take_head(self, head: AnswerHead) -> None:
-        if not self.head.done():
-            self.head.set_result(head)
+        self.has_head = True
+        self._reader.on_head(head)
 
     def take_data(self, data: bytes) -> None:
         if self.is_over:
             return
-        if self._on_data is None:
-            self._early.append(data)
+        if self._is_paused:
+            self._num_unread += len(data)
         else:
-            self._take(data)
+            self._carrier.acknowledge(self, len(data))
+        self._reader.on_data(data)
 
     def take_end(self, fault: UpstreamFault | None = None) -> None:
         """The answer is complete, or will never be. Idempotent."""
-        if self.is_over:
+        if not self.is_over:
+            self.is_over = True
+            self._reader.on_end(fault)
+
+
+class WholeAnswer:
+    """A `Reader` for whoever waits for all of an answer.
+
+    Attributes:
+        done: its head and body. Its exception is an UpstreamFault.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.done: asyncio.Future[tuple[AnswerHead, bytes]] = asyncio.get_running_loop().create_future()
+        self._head = AnswerHead(0, ())
+        self._body = bytearray()
+        self._most_bytes = most_bytes
+
+    def on_head(self, head: AnswerHead) -> None:
+        self._head = head
+
+    def on_data(self, data: bytes) -> None:
+        self._body += data
+        if len(self._body) > self._most_bytes:
+            self.on_end(UpstreamFault(f"its answer is larger than {self._most_bytes} bytes"))
+
+    def on_end(self, fault: UpstreamFault | None) -> None:
+        if self.done.done():
             return
-        self._close(fault)
-        if not self.head.done():
-            self.head.set_exception(fault or UpstreamFault("its answer has no head"))
-            self.head.exception()  # marks it as retrieved: nobody may wait for it
-        if self._on_end is not None:
-            self._tell_end()
-
-    def _take(self, data: bytes) -> None:
-        assert self._on_data is not None
-        if self._is_paused:
-            self._num_unread += len(data)
-        elif not self.is_over:
-            self._carrier.acknowledge(self, len(data))
-        self._on_data(data)
-
-    def _close(self, fault: UpstreamFault | None) -> None:
-        self.is_over, self._fault = True, fault
-        self._on_over()
-
-    def _tell_end(self) -> None:
-        on_end, self._on_end, self._on_data = self._on_end, None, None
-        assert on_end is not None
-        on_end(self._fault)
+        if fault is None:
+            self.done.set_result((self._head, bytes(self._body)))
+        else:
+            self.done.set_exception(fault)

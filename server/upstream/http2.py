@@ -1,14 +1,13 @@
-"""HTTP/2 without I/O, the client's side (RFC 9113): requests to bytes, and an upstream's bytes to events. Thread: loop.
+"""HTTP/2 without I/O, the client's side (RFC 9113): requests to bytes, and bytes to answers. Thread: loop.
 
 The frames, windows and HPACK are those of the server's side (server/wire). The connection's window is given back as
 bytes come; a stream's, only as they are read: a reader that stops shuts its own stream, and no other.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import NamedTuple
 
-from server.upstream.exchange import UpstreamFault
+from server.upstream.exchange import AnswerHead, Carrier, Exchange, Outgoing, Reader, UpstreamFault
 from server.wire.http2_frames import (
     ACK,
     CONTINUATION,
@@ -38,6 +37,7 @@ from server.wire.http2_frames import (
     Header,
     check_shape,
     frame,
+    head_frames,
     num_priority_bytes,
     read_settings,
     settings_frame,
@@ -55,48 +55,24 @@ LIST_BYTES = 64 * 1024  # of a response's head
 NO_STREAM_LIMIT = 2**31 - 1  # RFC 9113 §6.5.2: until the peer's SETTINGS
 
 
-class Answer(NamedTuple):
-    stream_id: int
-    status: int
-    fields: tuple[tuple[bytes, bytes], ...]
-
-
-class Piece(NamedTuple):
-    stream_id: int
-    data: bytes
-
-
-class Ended(NamedTuple):
-    stream_id: int
-
-
-class BrokenOff(NamedTuple):
-    stream_id: int
-    fault: UpstreamFault
-
-
-Happening = Answer | Piece | Ended | BrokenOff
-
-
 class NotHttp2(ConnectionFault):
     """The peer's first bytes are no SETTINGS frame: it does not speak HTTP/2."""
 
 
-@dataclass(slots=True)
-class _Stream:
-    """One request and its answer.
-
+class _Stream(Exchange):
+    """
     Attributes:
-        window: bytes that the peer takes of the body; may be negative.
+        window: bytes that the peer takes of the request's body; may be negative.
         body: of the request, unsent.
         receive_window: that the peer has for the answer.
     """
 
-    id: int
-    window: int
-    body: memoryview
-    receive_window: ReceiveWindow = field(default_factory=lambda: ReceiveWindow(STREAM_WINDOW_BYTES))
-    has_head: bool = False
+    def __init__(self, carrier: Carrier, reader: Reader, number: int, window: int, body: bytes) -> None:
+        super().__init__(carrier, reader)
+        self.id = number
+        self.window = window
+        self.body = memoryview(body)
+        self.receive_window = ReceiveWindow(STREAM_WINDOW_BYTES)
 
 
 class _Block(NamedTuple):
@@ -107,18 +83,25 @@ class _Block(NamedTuple):
     fragments: list[bytes]
 
 
-class Http2Client:
-    """One connection's protocol. What is to be written is taken with take_output.
+class Http2:
+    """One connection's protocol: a `Carrier`.
 
     Attributes:
         is_ready: the peer's SETTINGS have come.
-        max_streams: that the peer takes at once.
         is_closing: no more requests can be sent on it.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, write: Callable[[bytes], None], flush_soon: Callable[[], None], now: Callable[[], float], origin: Fields
+    ) -> None:
+        """
+        Args:
+            flush_soon: has flush() called before the loop waits.
+            origin: the pseudo-fields of every request: scheme and authority.
+        """
         self.is_ready = self.is_closing = False
-        self.max_streams = NO_STREAM_LIMIT
+        self._write, self._flush_soon, self._now, self._origin = write, flush_soon, now, origin
+        self._max_streams = NO_STREAM_LIMIT
         self._out: list[bytes] = [
             PREFACE,
             settings_frame({ENABLE_PUSH: 0, INITIAL_WINDOW: STREAM_WINDOW_BYTES, MAX_LIST: LIST_BYTES}),
@@ -127,7 +110,6 @@ class Http2Client:
         self._streams: dict[int, _Stream] = {}
         self._next_id = 1
         self._buffer = bytearray()
-        self._events: list[Happening] = []
         self._block: _Block | None = None
         self._decoder = RequestDecoder(LIST_BYTES)
         self._encoder = ResponseEncoder()
@@ -135,33 +117,35 @@ class Http2Client:
         self._receive_window = ReceiveWindow(CONNECTION_WINDOW_BYTES)
         self._max_frame_bytes = LEAST_FRAME_BYTES
         self._limits = limits = FrameLimits()
-        self._budgets = {
-            kind: TokenBucket(rate)
-            for kind, rate in {RST_STREAM: limits.resets, PING: limits.pings, SETTINGS: limits.settings}.items()
-        }
-        self._now = 0.0
+        rates = {RST_STREAM: limits.resets, PING: limits.pings, SETTINGS: limits.settings}
+        self._budgets = {kind: TokenBucket(rate) for kind, rate in rates.items()}
+        self.flush()
 
     @property
-    def num_streams(self) -> int:
+    def num_open(self) -> int:
         return len(self._streams)
+
+    @property
+    def room(self) -> int:
+        return 0 if self.is_closing else max(0, self._max_streams - len(self._streams))
+
+    def flush(self) -> None:
+        if self._out:
+            self._write(b"".join(self._out))
+            self._out.clear()
 
     # Requests.
 
-    def request(self, fields: Iterable[tuple[bytes, bytes]], body: bytes) -> int:
-        """Send a request. Returns its stream's id."""
-        stream_id, self._next_id = self._next_id, self._next_id + 2
+    def send(self, outgoing: Outgoing, reader: Reader) -> Exchange:
+        number, self._next_id = self._next_id, self._next_id + 2
         self.is_closing |= self._next_id > MAX_STREAM_ID  # RFC 9113 §5.1.1
-        stream = self._streams[stream_id] = _Stream(stream_id, self._initial_window, memoryview(body))
-        self._write_head(stream_id, self._encoder.encode(fields), 0 if body else END_STREAM)
+        stream = self._streams[number] = _Stream(self, reader, number, self._initial_window, outgoing.body)
+        pseudo = ((b":method", outgoing.method), *self._origin, (b":path", outgoing.path))
+        block = self._encoder.encode((*pseudo, *outgoing.fields, *outgoing.length))
+        self._out.append(head_frames(block, number, self._max_frame_bytes, 0 if outgoing.body else END_STREAM))
         self._send_body(stream)
-        return stream_id
-
-    def _write_head(self, stream_id: int, block: bytes, flags: int) -> None:
-        most = self._max_frame_bytes
-        pieces = [block[start : start + most] for start in range(0, len(block), most)]
-        for i, piece in enumerate(pieces):
-            ends = END_HEADERS if i == len(pieces) - 1 else 0
-            self._out.append(frame(CONTINUATION if i else HEADERS, piece, ends | (0 if i else flags), stream_id))
+        self.flush()
+        return stream
 
     def _send_body(self, stream: _Stream) -> None:
         """As much as the windows let."""
@@ -174,30 +158,34 @@ class Http2Client:
             data, stream.body = bytes(stream.body[:size]), stream.body[size:]
             self._out.append(frame(DATA, data, 0 if stream.body else END_STREAM, stream.id))
 
-    def acknowledge(self, stream_id: int, num_bytes: int) -> None:
-        """So much of the answer has been read: the peer may send as much again."""
-        stream = self._streams.get(stream_id)
-        if stream is not None and (increment := stream.receive_window.give_back(num_bytes)):
-            self._out.append(window_update(increment, stream_id))
+    def acknowledge(self, exchange: Exchange, num_bytes: int) -> None:
+        assert isinstance(exchange, _Stream)
+        if increment := exchange.receive_window.give_back(num_bytes):
+            self._out.append(window_update(increment, exchange.id))
+            self._flush_soon()
 
-    def reset(self, stream_id: int, code: Http2ErrorCode = Http2ErrorCode.CANCEL) -> None:
-        """Nobody wants the answer. Idempotent."""
-        if self._streams.pop(stream_id, None) is not None:
-            self._out.append(frame(RST_STREAM, code.to_bytes(4, "big"), 0, stream_id))
+    def set_paused(self, exchange: Exchange, is_paused: bool) -> None:
+        """Its window does it."""
 
-    def take_output(self) -> bytes:
-        out = b"".join(self._out)
-        self._out.clear()
-        return out
+    def cancel(self, exchange: Exchange) -> None:
+        assert isinstance(exchange, _Stream)
+        self._reset(exchange, Http2ErrorCode.CANCEL)
+        self.flush()
+
+    def _reset(self, stream: _Stream, code: Http2ErrorCode) -> None:
+        if self._streams.pop(stream.id, None) is not None:
+            self._out.append(frame(RST_STREAM, code.to_bytes(4, "big"), 0, stream.id))
+
+    def fail(self, fault: UpstreamFault) -> None:
+        self.is_closing = True
+        while self._streams:
+            self._streams.popitem()[1].take_end(fault)
 
     # What the peer sends.
 
-    def receive(self, data: bytes, now: float) -> list[Happening]:
-        """
-        Raises:
-            ConnectionFault: the connection ends; what take_output gives is its GOAWAY.
-        """
-        self._now = now
+    def receive(self, data: bytes) -> None:
+        if not data:
+            raise ConnectionFault(Http2ErrorCode.NO_ERROR, "It has closed the connection.")
         self._buffer += data
         try:
             self._read_frames()
@@ -205,8 +193,8 @@ class Http2Client:
             self.is_closing = True
             self._out.append(frame(GOAWAY, bytes(4) + fault.code.to_bytes(4, "big")))
             raise
-        events, self._events = self._events, []
-        return events
+        finally:
+            self.flush()
 
     def _read_frames(self) -> None:
         buffer, position = self._buffer, 0
@@ -244,19 +232,19 @@ class Http2Client:
         return self._streams.get(stream_id)
 
     def _spend(self, kind: int) -> None:
-        if not self._budgets[kind].take(self._now):
+        if not self._budgets[kind].take(self._now()):
             raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, f"Too many frames of type {kind}.")
 
     def _end(self, stream: _Stream) -> None:
         """The answer is complete."""
         if stream.body:  # RFC 9113 §8.1: it does not want the rest
-            self.reset(stream.id, Http2ErrorCode.NO_ERROR)
+            self._reset(stream, Http2ErrorCode.NO_ERROR)
         self._streams.pop(stream.id, None)
-        self._events.append(Ended(stream.id))
+        stream.take_end()
 
     def _fail(self, stream: _Stream, why: str, is_untouched: bool = False) -> None:
         self._streams.pop(stream.id, None)
-        self._events.append(BrokenOff(stream.id, UpstreamFault(why, is_untouched)))
+        stream.take_end(UpstreamFault(why, is_untouched))
 
     # One method for each type of frame.
 
@@ -286,7 +274,7 @@ class Http2Client:
         if not stream.has_head:
             self._take_head(stream, fields)
         elif not block.ends_stream:  # RFC 9113 §8.1: trailers end their stream
-            self.reset(stream.id, Http2ErrorCode.PROTOCOL_ERROR)
+            self._reset(stream, Http2ErrorCode.PROTOCOL_ERROR)
             self._fail(stream, "its answer has two heads")
             return
         if block.ends_stream and stream.id in self._streams:
@@ -298,11 +286,10 @@ class Http2Client:
     def _take_head(self, stream: _Stream, fields: Fields) -> None:
         statuses = [value for name, value in fields if name == b":status"]
         if len(statuses) != 1 or not (statuses[0].isdigit() and len(statuses[0]) == 3):
-            self.reset(stream.id, Http2ErrorCode.PROTOCOL_ERROR)
+            self._reset(stream, Http2ErrorCode.PROTOCOL_ERROR)
             self._fail(stream, "its answer has no status")
         elif statuses[0][:1] != b"1":  # RFC 9113 §8.1: others are interim
-            stream.has_head = True
-            self._events.append(Answer(stream.id, int(statuses[0]), tuple(fields)))
+            stream.take_head(AnswerHead(int(statuses[0]), tuple(fields)))
 
     def _take_data(self, header: Header, payload: bytes) -> None:
         self._receive_window.take(header.length)
@@ -315,9 +302,9 @@ class Http2Client:
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A body comes before its head.")
         stream.receive_window.take(header.length)
         data = unpadded(header, payload)
-        self.acknowledge(stream.id, header.length - len(data))
+        self.acknowledge(stream, header.length - len(data))
         if data:
-            self._events.append(Piece(stream.id, data))
+            stream.take_data(data)
         if header.flags & END_STREAM:
             self._end(stream)
 
@@ -338,7 +325,7 @@ class Http2Client:
         if table_sizes:
             self._encoder.resize(table_sizes)
         self._max_frame_bytes = settings.get(MAX_FRAME, self._max_frame_bytes)
-        self.max_streams = settings.get(MAX_STREAMS, self.max_streams)
+        self._max_streams = settings.get(MAX_STREAMS, self._max_streams)
         self._out.append(frame(SETTINGS, b"", ACK))
         growth = settings.get(INITIAL_WINDOW, self._initial_window) - self._initial_window
         self._initial_window += growth
@@ -378,13 +365,13 @@ class Http2Client:
         self._send_body(stream)
 
 
-_TAKERS: dict[int, Callable[[Http2Client, Header, bytes], None]] = {
-    DATA: Http2Client._take_data,
-    HEADERS: Http2Client._take_headers,
-    CONTINUATION: Http2Client._take_continuation,
-    RST_STREAM: Http2Client._take_reset,
-    SETTINGS: Http2Client._take_settings,
-    PING: Http2Client._take_ping,
-    GOAWAY: Http2Client._take_goaway,
-    WINDOW_UPDATE: Http2Client._take_window_update,
+_TAKERS: dict[int, Callable[[Http2, Header, bytes], None]] = {
+    DATA: Http2._take_data,
+    HEADERS: Http2._take_headers,
+    CONTINUATION: Http2._take_continuation,
+    RST_STREAM: Http2._take_reset,
+    SETTINGS: Http2._take_settings,
+    PING: Http2._take_ping,
+    GOAWAY: Http2._take_goaway,
+    WINDOW_UPDATE: Http2._take_window_update,
 }

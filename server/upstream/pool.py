@@ -7,6 +7,9 @@ A request goes where least has to be computed before its first token: the tokens
 not gone there, and what waits there already, over the upstream's weight. None gets more than LOAD_BOUND times its part
 of all requests (consistent hashing with bounded loads, arXiv:1608.01350, with known prefixes in place of hashes).
 
+Of several versions a tenant always gets the same while it is up: the highest of the weighted rendezvous hashes of
+tenant and version (draft-ietf-bess-weighted-hrw), so that one that leaves moves its own tenants alone.
+
 Health is asked for once a second: NUM_FAILURES in a row put an upstream out, NUM_SUCCESSES bring it in, with a part of
 its weight that grows over SLOW_START_S. Outcomes of requests eject: NUM_BAD_OUTCOMES in a row, for EJECTION_S, doubled
 each time, and never so many that fewer than half of the pool is left.
@@ -18,12 +21,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
-from server.upstream.connection import H1, H2, Address, Connection, Outgoing, address_of, client_tls, connect
-from server.upstream.exchange import UpstreamFault
+from server.upstream.connection import H1, H2, Address, Connection, address_of, client_tls, connect
+from server.upstream.exchange import Outgoing, UpstreamFault
 from server.upstream.settings import ModelSettings, UpstreamSettings
 
 logger = logging.getLogger(__name__)
@@ -85,6 +89,15 @@ class Upstream:
     def is_in(self, now_s: float) -> bool:
         return self.is_healthy and now_s >= self._ejected_until_s
 
+    def takes_requests(self, now_s: float) -> bool:
+        """A weight of 0 drains it."""
+        return self.settings.weight > 0 and self.is_in(now_s)
+
+    @property
+    def shown(self) -> str:
+        """In logs: where it is, and its version."""
+        return self.url if self.settings.version is None else f"{self.url}#{self.settings.version}"
+
     def is_ejected(self, now_s: float) -> bool:
         return now_s < self._ejected_until_s
 
@@ -110,20 +123,22 @@ class Upstream:
 
     # Connections.
 
+    def free_connection(self) -> Connection | None:
+        """One that has room for a request; None: another is to be opened."""
+        self.connections = [one for one in self.connections if not one.is_closed]
+        best = min((one for one in self.connections if one.room), key=lambda one: one.num_open, default=None)
+        is_full = best is not None and best.is_multiplexed and best.num_open >= STREAMS_PER_CONNECTION
+        return None if is_full and len(self.connections) < MAX_CONNECTIONS else best
+
     async def connection(self) -> Connection:
-        """One that has room for a request.
+        """As free_connection, or a new one.
 
         Raises:
             UpstreamFault: it cannot be connected to.
         """
         for _ in range(MAX_CONNECTIONS + 1):
-            self.connections = [one for one in self.connections if not one.is_closed]
-            free = [one for one in self.connections if one.room]
-            if free:
-                best = min(free, key=lambda one: one.num_open)
-                is_full = best.is_multiplexed and best.num_open >= STREAMS_PER_CONNECTION
-                if not is_full or len(self.connections) >= MAX_CONNECTIONS:
-                    return best
+            if (free := self.free_connection()) is not None:
+                return free
             if H2 in self.address.protocols:  # the first may be shared
                 if self._opening is None:
                     self._opening = asyncio.create_task(self._open())
@@ -174,7 +189,7 @@ class Upstream:
         if is_well and not self.is_healthy and (is_first or self._num_probed >= NUM_SUCCESSES):
             self.is_healthy, self._in_since_s = True, now_s - (SLOW_START_S if is_first else 0.0)
             self.why_out = ""
-            logger.info("the upstream %s takes requests", self.url)
+            logger.info("the upstream %s takes requests", self.shown)
         elif why is not None:
             if self.is_healthy and self._num_probed <= -NUM_FAILURES:
                 self.is_healthy = False
@@ -282,6 +297,9 @@ class Pool:
         self.upstreams = tuple(Upstream(one, _address(one, settings)) for one in settings.upstreams)
         self._api_key = settings.api_key()
         self._regions = list(dict.fromkeys(one.region for one in settings.upstreams))
+        self._version_weights: dict[str | None, int] = {}
+        for one in settings.upstreams:
+            self._version_weights[one.version] = self._version_weights.get(one.version, 0) + one.weight
         self._waiting: list[Slot] = []  # in order of arrival
         self._num_active: dict[str, int] = {}  # by tenant
         self._retries = float(MAX_RETRIES)
@@ -329,12 +347,7 @@ class Pool:
         try:
             async with asyncio.timeout(PROBE_S):
                 connection = await upstream.connection()
-                exchange = connection.send(self.request(upstream, b"GET", path.encode()))
-                try:
-                    head = await exchange.head
-                    await exchange.read_all(PROBE_BYTES)
-                finally:
-                    exchange.cancel()
+                head, _ = await connection.ask(self.request(upstream, b"GET", path.encode()), PROBE_BYTES)
         except TimeoutError:
             return f"GET {path} was not answered within {PROBE_S:g} s"
         except UpstreamFault as fault:
@@ -383,10 +396,15 @@ class Pool:
                         slot.granted.set_exception(self._nobody())
                         slot.granted.exception()
                 return
-            slot = max(self._waiting, key=lambda one: (one.priority, -self._num_active.get(one.tenant, 0)))
-            upstream = self._choose(slot, now_s)
-            if upstream is None:
-                return
+            upstream, left = None, self._waiting
+            while upstream is None:
+                slot = max(left, key=lambda one: (one.priority, -self._num_active.get(one.tenant, 0)))
+                upstream = self._choose(slot, now_s)
+                if upstream is None:  # its version has no room: another's turn
+                    full = self.version_of(slot.tenant, now_s)
+                    left = [one for one in left if self.version_of(one.tenant, now_s) != full]
+                    if not left:
+                        return
             self._waiting.remove(slot)
             if not slot.granted.cancelled():
                 self._enter(slot, upstream)
@@ -410,21 +428,35 @@ class Pool:
         if not self._num_active[slot.tenant]:
             del self._num_active[slot.tenant]
 
+    def version_of(self, tenant: str, now_s: float, without: Container[Upstream] = ()) -> str | None:
+        """That answers the tenant's requests now."""
+        weights = self._version_weights
+        if len(weights) == 1:
+            return next(iter(weights))
+        up = {one.settings.version for one in self.upstreams if one.takes_requests(now_s) and one not in without}
+
+        def score(version: str | None) -> float:
+            digest = sha256(f"{tenant}\0{version}".encode()).digest()
+            return -weights[version] / math.log((int.from_bytes(digest[:8], "big") + 1) / (2**64 + 1))
+
+        return max(up, key=score, default=None)
+
     def _choose(self, slot: Slot, now_s: float, without: Container[Upstream] = ()) -> Upstream | None:
         """Where the request's first token comes soonest, in the first region that has room; None: none has."""
-        for region in self._regions:
-            free = [
-                one
-                for one in self.upstreams
-                if one.settings.region == region
-                and one not in without
-                and one.settings.weight
-                and one.is_in(now_s)
-                and one.num_active < self.settings.max_requests
-            ]
-            if free:
-                return min(free, key=self._cost_of(slot, free, now_s))
-        return None
+        version = self.version_of(slot.tenant, now_s, without)
+        free = [
+            one
+            for one in self.upstreams
+            if one.settings.version == version
+            and one not in without
+            and one.takes_requests(now_s)
+            and one.num_active < self.settings.max_requests
+        ]
+        if not free:
+            return None
+        region = min((one.settings.region for one in free), key=self._regions.index)
+        near = [one for one in free if one.settings.region == region]
+        return min(near, key=self._cost_of(slot, near, now_s))
 
     def _cost_of(
         self, slot: Slot, free: Sequence[Upstream], now_s: float

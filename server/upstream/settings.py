@@ -1,5 +1,6 @@
-"""[[models]] of the TOML file: which models answer elsewhere, and where. Frozen; any thread."""
+"""[[models]] of the TOML file: which models are started on demand, and which answer elsewhere. Frozen; any thread."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +10,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.errors import ExitCode, StartupError
-from server.values import BadValueError, secret_value
+from server.values import DURATION_UNITS, BadValueError, secret_value
 
 SAMPLE = '[[models]] with name = "llama-70b" and upstreams = [{ url = "http://gpu1:8000" }]'
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
 _PATH = re.compile(r"/[!-~]*")
+_DURATIONS = re.compile(r"(?:\d+(?:\.\d+)?[a-z]+)+")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
+ELSEWHERE = ("protocol", "upstream_model", "api_key_file", "tls_ca", "tls_cert", "tls_key", "trusted")
 
 
 class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,8 +45,12 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     Args:
         name: that clients ask for.
+        path: of a model on this machine, which a process of its own computes while it is asked for.
+        upstreams: servers that answer for it, instead.
         aliases: other names for it.
-        fallbacks: models of this list that answer while this one's upstreams do not.
+        keep_alive: how long its process stays after a request: "10m"; 0: it ends at once; -1: it always stays.
+        settings: of its process, as the file's own: of the model and of the engine.
+        fallbacks: models of this list that answer while this one cannot.
         upstream_model: its name there; None: the same.
         protocol: h2 is prior knowledge where the URL is http; auto tries that, and takes HTTP/1.1 otherwise.
         health: path that answers 200 while the upstream takes requests.
@@ -55,6 +63,9 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     name: _Name
+    path: _Name | None = None
+    keep_alive: str | float | None = None
+    settings: dict[str, Any] = {}
     upstreams: Annotated[tuple[UpstreamSettings, ...], msgspec.Meta(max_length=256)] = ()
     aliases: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)] = ()
     fallbacks: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=8)] = ()
@@ -70,8 +81,13 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     trusted: bool = False
 
     def __post_init__(self) -> None:
+        if self.path is not None:
+            self._check_local()
+            return
         if not self.upstreams:
-            raise ValueError("upstreams is missing: a model of this list is answered elsewhere")
+            raise ValueError("path or upstreams is missing: where the model is, or who answers for it")
+        if self.keep_alive is not None or self.settings:
+            raise ValueError("keep_alive and settings are for a model with a path, which this server starts itself")
         if not _PATH.fullmatch(self.health):
             raise ValueError(f"health is {self.health!r}, but must be a path such as /ready")
         if self.tls_key is not None and self.tls_cert is None:
@@ -84,6 +100,15 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("an upstream is named twice")
         if not any(one.weight for one in self.upstreams):
             raise ValueError("no upstream has a weight above 0")
+
+    def _check_local(self) -> None:
+        if self.upstreams:
+            raise ValueError("path and upstreams exclude each other: it is computed here, or elsewhere")
+        plain = {one.name: one.default for one in msgspec.structs.fields(self)}
+        if elsewhere := [name for name in ELSEWHERE if getattr(self, name) != plain[name]]:
+            raise ValueError(f"{elsewhere[0]} is for upstreams, and a model with a path has none")
+        if self.keep_alive is not None:
+            keep_alive_of(self.keep_alive)
 
     @property
     def name_there(self) -> str:
@@ -107,6 +132,25 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             reason = getattr(error, "strerror", None) or "it holds no key of visible ASCII"
             cause = f"api_key_file {self.api_key_file} of the model {self.name} cannot be used: {reason}"
             raise StartupError(cause, "write the key alone into it", ExitCode.CONFIGURATION) from error
+
+
+def keep_alive_of(value: str | float) -> float:
+    """Seconds, from "10m", "1h30m" or a number; infinite: any negative number. Raises ValueError."""
+    text = str(value).strip()
+    try:
+        number = float(text)
+        if not math.isnan(number):
+            return number if number >= 0 else math.inf
+    except ValueError:
+        pass
+    units = DURATION_UNITS | {"m": 60.0}
+    if not text.startswith("-"):
+        parts = _DURATION.findall(text) if _DURATIONS.fullmatch(text) else []
+        if parts and all(unit in units for _, unit in parts):
+            return sum(float(number) * units[unit] for number, unit in parts)
+    elif _DURATIONS.fullmatch(text[1:]):
+        return math.inf
+    raise ValueError(f'keep_alive is {value!r}, but must be a time such as "10m", 0 (end at once) or -1 (stay)')
 
 
 def check_url(url: str) -> None:

@@ -61,6 +61,17 @@ def frame(kind: int, payload: bytes, flags: int = 0, stream_id: int = 0) -> byte
     return FRAME_HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id) + payload
 
 
+def head_frames(block: bytes, stream_id: int, most: int, flags: int = 0) -> bytes:
+    """HEADERS, and CONTINUATION where the block is longer than a frame of `most` bytes."""
+    if len(block) <= most:
+        return frame(HEADERS, block, flags | END_HEADERS, stream_id)
+    frames = [frame(HEADERS, block[:most], flags, stream_id)]
+    for start in range(most, len(block), most):
+        ends = END_HEADERS if start + most >= len(block) else 0
+        frames.append(frame(CONTINUATION, block[start : start + most], ends, stream_id))
+    return b"".join(frames)
+
+
 def window_update(increment: int, stream_id: int = 0) -> bytes:
     return frame(WINDOW_UPDATE, increment.to_bytes(4, "big"), 0, stream_id)
 

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from server.wire.http2_frames import (
-    CONTINUATION,
     DATA,
     DEFAULT_WINDOW,
-    END_HEADERS,
     END_STREAM,
     FRAME_HEADER,
     HEADER_BYTES,
-    HEADERS,
     LEAST_FRAME_BYTES,
     frame,
+    head_frames,
 )
 from server.wire.http2_heads import ResponseEncoder
 from server.wire.messages import (
@@ -203,14 +201,7 @@ class Responses:
         self._write(self._head_frames(stream_id, (_STATUS[100],)))
 
     def _head_frames(self, stream_id: int, fields: Iterable[tuple[bytes, bytes]], flags: int = 0) -> bytes:
-        """HEADERS, and CONTINUATION where they are longer than a frame."""
-        block, most = self.encoder.encode(fields), self.max_frame_bytes
-        if len(block) <= most:
-            return frame(HEADERS, block, flags | END_HEADERS, stream_id)
-        pieces = [block[start : start + most] for start in range(0, len(block), most)]
-        frames = [frame(HEADERS, pieces[0], flags, stream_id)]
-        frames += [frame(CONTINUATION, piece, 0, stream_id) for piece in pieces[1:-1]]
-        return b"".join((*frames, frame(CONTINUATION, pieces[-1], END_HEADERS, stream_id)))
+        return head_frames(self.encoder.encode(fields), stream_id, self.max_frame_bytes, flags)
 
     def send_data(self, stream_id: int, data: bytes) -> int:
         """Append to the body, for take_data and as the peer's windows let it. Returns num_unsent.

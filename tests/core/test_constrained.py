@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from core.constraints import choice, json_schema, regex
-from core.grammar import Grammar, GrammarCompiler
+from core.grammar import Grammar, GrammarCompiler, GrammarState
 from core.plan import RunnerLimits
+from core.scheduler import Scheduler
+from core.sequence import Sequence
 from core.types import Cancel, FinishReason, Pause, Request, Resume, SamplingParams, Submit
 from tests.core.grammars import compiler, tokenizer
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
@@ -109,6 +111,47 @@ def test_drafts_change_no_token() -> None:
     under_test.send(Submit(request))
     under_test.run()
     assert under_test.log.tokens("a") == alone(request)
+    assert under_test.scheduler.stats().num_accepted_tokens > 20
+
+
+def test_forced_tokens_that_are_sampled_are_drafts(steps_in_flight: int) -> None:
+    """Of penalised answers, and those that ask for logprobs."""
+    for fields in ({"frequency_penalty": 0.5}, {"num_logprobs": 0}):
+        under_test = engine(replace(limits(num_blocks=400, max_batch_tokens=64), few_tokens=8, max_drafts=32))
+        request = forcing("a", **fields)
+        under_test.send(Submit(request))
+        under_test.run()
+        assert under_test.log.tokens("a") == alone(request)
+        stats = under_test.scheduler.stats()
+        assert stats.draft_tokens["grammar"] == stats.accepted_tokens["grammar"]
+        assert (stats.accepted_tokens["grammar"] > 60) == (steps_in_flight == 1)
+
+
+def test_a_grammar_that_fails_in_a_draft_fails_where_it_would_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's limits are exceeded while a draft is looked at, which may be wrong."""
+    pattern = compiler().compile(regex("(abc ){30}[a-c]{2}!", "regex"))
+    request = constrained("a", pattern, prompt_ids=tuple(tokenizer().encode("abc " * 12, False)), max_tokens=100)
+    wanted, fault = alone(request), GrammarState.fault
+    is_looking = False
+
+    def held(self: Scheduler, sequence: Sequence, draft: list[int]) -> list[int]:
+        nonlocal is_looking
+        is_looking = True
+        try:
+            return found(self, sequence, draft)
+        finally:
+            is_looking = False
+
+    def fault_while_looking(state: GrammarState) -> str | None:
+        return "limits" if is_looking and state.num_accepted % 7 == 6 else fault.fget(state)  # type: ignore[attr-defined,no-any-return]
+
+    found = Scheduler._held
+    monkeypatch.setattr(Scheduler, "_held", held)
+    monkeypatch.setattr(GrammarState, "fault", property(fault_while_looking))
+    under_test = engine(replace(limits(num_blocks=400, max_batch_tokens=64), few_tokens=8, max_drafts=32))
+    under_test.send(Submit(request))
+    under_test.run()
+    assert under_test.log.tokens("a") == wanted
 
 
 def test_choices_of_one_request_have_grammars_of_their_own() -> None:

@@ -36,16 +36,16 @@ def find(program: str) -> str | None:
 
 
 @contextmanager
-def running_proxy(name: str, directory: Path, server_port: int) -> Iterator[Proxy]:
+def running_proxy(name: str, directory: Path, server_port: int, agent_port: int) -> Iterator[Proxy]:
     """Start nginx or haproxy with an example, and end it.
 
     Args:
         name: of the example.
         directory: has the certificate and its key, as make_certificate() writes them.
-        server_port: that the example is to ask.
+        server_port, agent_port: that the example is to ask.
     """
     port = _free_port()
-    prepare = _nginx_command if name == "nginx.conf" else partial(_haproxy_command, name)
+    prepare = _nginx_command if name == "nginx.conf" else partial(_haproxy_command, name, agent_port)
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -79,13 +79,18 @@ def _nginx_command(directory: Path, port: int, server_port: int) -> list[str]:
     return [find("nginx") or "nginx", "-e", "stderr", "-p", str(directory), "-c", str(main)]
 
 
-def _haproxy_command(name: str, directory: Path, port: int, server_port: int) -> list[str]:
+def _haproxy_command(name: str, agent_port: int, directory: Path, port: int, server_port: int) -> list[str]:
     changes = {
         r"127\.0\.0\.1:8000": f"127.0.0.1:{server_port}",
         r"bind :443": f"bind 127.0.0.1:{port}",
         r"/etc/haproxy/llm\.pem": f"{directory}/both.pem",
     }
-    if name == "haproxy-tcp.cfg":
+    if name == "haproxy.cfg":
+        changes |= {
+            r"agent-port 8001": f"agent-port {agent_port}",
+            r"global\n": f"global\n    stats socket {directory}/s\n",
+        }
+    else:
         del changes[r"/etc/haproxy/llm\.pem"]
     both = directory / "both.pem"
     both.write_text((directory / "certificate.pem").read_text() + (directory / "key.pem").read_text())

@@ -1,5 +1,6 @@
 """nginx and haproxy in front of a real server, as the examples have them, asked over TLS by HTTP/2."""
 
+import csv
 import json
 import re
 import signal
@@ -43,7 +44,8 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(gate: Gate, simulate: Simulate, directory: Path) -> ServerProcess:
     """One whose steps are counted out. It listens in the clear, and then with TLS behind a PROXY header."""
-    binds = ("--bind", "plain:127.0.0.1:0", "--bind", "proxy:127.0.0.1:0", "--trusted-proxies", "127.0.0.1")
+    agent = ("--agent-check", "127.0.0.1:0")
+    binds = (*agent, "--bind", "plain:127.0.0.1:0", "--bind", "proxy:127.0.0.1:0", "--trusted-proxies", "127.0.0.1")
     tls = ("--tls-cert", str(directory / "certificate.pem"), "--tls-key", str(directory / "key.pem"))
     server = simulate(*binds, *tls)
     server.wait_ready()
@@ -54,7 +56,8 @@ def server(gate: Gate, simulate: Simulate, directory: Path) -> ServerProcess:
 def proxy(request: pytest.FixtureRequest, server: ServerProcess, directory: Path) -> Iterator[Proxy]:
     ports = re.findall(r"127\.0\.0\.1:(\d+)", server.log)[:2]
     port = int(ports[request.param == "haproxy-tcp.cfg"])
-    with running_proxy(request.param, directory, port) as proxy:
+    (agent_port,) = re.findall(r"answered on port (\d+)", server.log)
+    with running_proxy(request.param, directory, port, int(agent_port)) as proxy:
         wait_for(lambda: httpx.get(f"{proxy.url}/ready", verify=proxy.trust).status_code == 200, lambda: "the proxy")
         yield proxy
 
@@ -81,6 +84,24 @@ def test_events_pass_while_the_next_are_not_yet_computed_and_the_log_has_the_cli
             permit(8)
             assert [line for line in lines if line][-1] == "data: [DONE]"
     server.wait_log(f"client={CLIENT}")
+
+
+@pytest.mark.parametrize("proxy", EXAMPLES[1:2], indirect=True)
+@pytest.mark.usefixtures("proxy")
+def test_haproxy_takes_the_weight_that_the_server_wants(directory: Path) -> None:
+    told: list[tuple[str, int]] = []
+
+    def is_told() -> bool:
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.connect(str(directory / "s"))
+            asked.sendall(b"show stat\n")
+            with asked.makefile() as lines:
+                rows = list(csv.DictReader(lines))
+        told[:] = [(one["agent_status"], int(one["weight"])) for one in rows if one["svname"] == "local"]
+        (status, weight) = told[0]
+        return status == "L7OK" and 50 <= weight <= 100
+
+    wait_for(is_told, lambda: f"a weight, not {told}")
 
 
 def test_client_that_leaves_is_cancelled(client: httpx.Client, gate: Gate, server: ServerProcess) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from core.config import BLOCK_SIZE
 from core.plan import Runner, SequenceStart, StepOutput, StepPlan
-from core.types import SamplingParams
+from core.types import Adapter, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
 
@@ -45,6 +45,7 @@ class DrivenSequence:
     sampling: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    adapter: Adapter | None = None
     num_computed: int = 0
     is_started: bool = False
     blocks: list[int] = field(default_factory=list)
@@ -68,9 +69,10 @@ class Driver:
         sampling: SamplingParams = GREEDY,
         seed: int = 0,
         stop_ids: tuple[int, ...] = (),
+        adapter: Adapter | None = None,
     ) -> DrivenSequence:
         slot = self.free_slots.pop()
-        return DrivenSequence(slot, list(prompt_ids), len(prompt_ids), sampling, seed, stop_ids)
+        return DrivenSequence(slot, list(prompt_ids), len(prompt_ids), sampling, seed, stop_ids, adapter)
 
     def remove(self, sequence: DrivenSequence) -> None:
         """Give slot and blocks back, contents as they are; the next owner gets them first."""
@@ -123,4 +125,5 @@ class Driver:
             sequence.sampling,
             sequence.seed,
             sequence.stop_ids,
+            sequence.adapter,
         )

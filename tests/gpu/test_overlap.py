@@ -5,6 +5,7 @@ On a CPU each step is done when it is sent; what a step asks of the one before i
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,6 +18,13 @@ from tests.gpu.driver import make_plan
 from tests.workload import Names, Outcome, Workload, WorkloadRun
 
 EOS = 2
+RARE: tuple[dict[str, Any], ...] = (
+    *({},) * 4,
+    {"repeat_last_n": 6},
+    {"dry_multiplier": 2.0, "dry_allowed_length": 1},
+    {"typical_p": 0.8, "top_n_sigma": 2.0},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.02},
+)
 
 
 class CountingRunner:
@@ -39,9 +47,10 @@ class CountingRunner:
 
 
 def draw_sampling(rng: random.Random, max_tokens: int) -> SamplingParams:
+    seed = rng.randrange(100)
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=rng.randrange(100),
+        seed=seed,
         temperature=rng.choice((0.0, 0.7, 2.0)),
         top_p=rng.choice((1.0, 0.9)),
         repetition_penalty=rng.choice((1.0, 1.3)),
@@ -49,6 +58,7 @@ def draw_sampling(rng: random.Random, max_tokens: int) -> SamplingParams:
         min_tokens=rng.choice((0, 3)),
         stop_token_ids=tuple(rng.sample(range(3, 300), rng.choice((0, 40)))),
         num_logprobs=rng.choice((None, None, 2)),
+        **RARE[seed % len(RARE)],
     )
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from gpu.sampling_rules import (
     GOLDEN,
@@ -14,14 +16,16 @@ from gpu.sampling_rules import (
     MIX_2,
     MOST_NOISE,
     WEIGHT_BITS,
+    RareFilters,
     gumbel_noise,
+    kept_range,
     lowest_kept,
     needed_of,
     row_keys,
     slope_of,
     weigh,
 )
-from tests.gpu.sampling_cases import FilterCase, assert_kept_is_right, filter_cases, noise
+from tests.gpu.sampling_cases import FilterCase, assert_kept_is_right, filter_cases, make_sampler, noise
 
 CASES = (
     FilterCase((), top_k=7),
@@ -51,6 +55,71 @@ def test_rows_of_a_large_vocabulary_are_filtered_together_as_alone(scale: float)
     for case, row, limit in zip(each, rows, limits, strict=True):
         assert case.kept == set((row >= limit).nonzero().flatten().tolist())
         assert_kept_is_right(case, case.kept)
+
+
+RARE = st.builds(
+    RareFilters,
+    sigmas=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    typical_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    xtc_threshold=st.sampled_from([None, 0.0, 0.01, 0.1, 0.3]),
+)
+
+
+def kept_by_llama(case: FilterCase, rare: RareFilters) -> NDArray[np.bool_]:
+    """llama.cpp's chain in float64, without its temperature; ties are kept as here."""
+    logits = np.array(case.logits)
+
+    def probs() -> NDArray[np.float64]:
+        weights = np.exp(logits - logits.max())
+        found: NDArray[np.float64] = weights / weights.sum()
+        return found
+
+    if rare.sigmas > 0:
+        logits[logits < logits.max() - rare.sigmas * logits.std()] = -np.inf
+    if 0 < case.top_k < len(logits):
+        logits[logits < np.sort(logits)[-case.top_k]] = -np.inf
+    if rare.typical_p < 1:
+        p = probs()
+        surprise = -np.log(p, where=p > 0, out=np.full(len(p), -np.inf))
+        distance = np.abs(surprise - (p[p > 0] * surprise[p > 0]).sum())
+        order = np.argsort(distance, kind="stable")
+        last = order[min(int(np.searchsorted(np.cumsum(p[order]), rare.typical_p, side="right")), (p > 0).sum() - 1)]
+        logits[distance > distance[last]] = -np.inf
+    if case.top_p < 1:
+        order = np.argsort(-logits, kind="stable")
+        last = order[np.searchsorted(np.cumsum(probs()[order]), case.top_p)]
+        logits[logits < logits[last]] = -np.inf
+    if rare.xtc_threshold is not None:
+        p = probs()
+        likely = logits[(p >= rare.xtc_threshold) & (p > 0)]
+        if len(likely) > 1:
+            logits[logits > likely.min()] = -np.inf
+    kept: NDArray[np.bool_] = logits > -np.inf
+    return kept
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([5, 60, 300]), st.sampled_from([0, 3, 40]), st.booleans(), RARE)
+def test_rare_filters_keep_what_llama_servers_keep(
+    seed: int, size: int, top_k: int, has_top_p: bool, rare: RareFilters
+) -> None:
+    logits = (np.random.default_rng(seed).standard_normal(size) * 3).astype(np.float32)
+    case = FilterCase(tuple(logits.tolist()), top_k=top_k, top_p=0.875 if has_top_p else 1.0)
+    top_k_row, *filters = case.filters
+    low, high = kept_range(case.row, top_k_row, (filters[0], filters[1], filters[2]), rare)
+    kept = ((case.row >= low) & (case.row <= high))[0].numpy()
+    assert kept.tolist() == kept_by_llama(case, rare).tolist()
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.9])
+def test_xtc_applies_as_often_as_it_is_asked(probability: float) -> None:
+    """To the likelier half of two tokens that are both above its threshold."""
+    settings = {"xtc_probability": probability, "xtc_threshold": 0.2, "temperature": 0.01}
+    sampler = make_sampler((settings,), 3, seed=5)
+    count = 4_000
+    logits, positions = torch.tensor([[0.5, 0.0, -9.0]]).repeat(count, 1), np.arange(9, 9 + count)
+    tokens = sampler.sample(logits, np.zeros(count, np.int64), positions).token_ids
+    assert set(tokens.tolist()) == {0, 1}
+    assert abs(float((tokens == 1).double().mean()) - probability) < 5 * math.sqrt(0.25 / count)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])

@@ -1,15 +1,18 @@
 """Drafts on the real runner: tokens, logprobs, reasons and usage are those of steps without drafts, to the bit."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from core.constraints import json_schema, regex
 from core.drafter import Acceptance, Draft, Drafter
+from core.grammar import Grammar, GrammarCompiler
 from core.scheduler import Scheduler
 from core.types import EngineStats, Request, SamplingParams
 from gpu.runner import ModelRunner
@@ -19,6 +22,7 @@ from tests.gpu.test_overlap import EOS, draw_workload
 from tests.workload import Names, Outcome, Workload, WorkloadRun
 
 NUM_BLOCKS = 6
+VOCABULARY = 300
 Answers = dict[tuple[str, int], list[int]]
 
 
@@ -29,7 +33,9 @@ class Replay(Drafter):
         super().__init__(token_ids, Acceptance())
         self._token_ids, self._num_prompt_tokens, self._answer, self._rng = token_ids, num_prompt_tokens, answer, rng
 
-    def propose(self, most: int) -> Draft | None:
+    def propose(self, most: int, forced: Sequence[int] = ()) -> Draft | None:
+        if forced:
+            return super().propose(most, forced)
         num_own = len(self._token_ids) - self._num_prompt_tokens
         coming = self._answer[num_own : num_own + most]
         some = [token_id if self._rng.random() < 0.8 else self._rng.randrange(3, 300) for token_id in coming]
@@ -59,23 +65,36 @@ def run(runner: ModelRunner, workload: Workload, answers: Answers | None) -> tup
     return outcomes, scheduler.stats()
 
 
-def mostly_without_penalties(workload: Workload) -> Workload:
-    """Sequences with penalties have no drafts."""
-    requests = [
-        (step, request if number % 4 == 0 else msgspec.structs.replace(request, sampling=plain(request.sampling)))
-        for number, (step, request) in enumerate(workload.requests)
+@cache
+def grammars() -> list[Grammar]:
+    """Over tokens that are bytes: one that leaves much free, one that forces most, one that ends early."""
+    words = [
+        b"" if token_id < 3 else bytes([token_id - 3]) if token_id < 259 else b"ab" for token_id in range(VOCABULARY)
     ]
+    compiler = GrammarCompiler(words, [0, 1, EOS], [EOS], lambda text: [3 + byte for byte in text.encode()])
+    properties = {"the_name": {"enum": ["alpha", "beta"]}, "count": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return [compiler.compile(one) for one in (regex(".{1,40}", "r"), json_schema(schema, "s"), regex("[a-f]{5}", "r"))]
+
+
+def with_every_setting(workload: Workload, rng: random.Random) -> Workload:
+    """Every third request under a grammar; some with biases and min_p beside what is drawn anyway."""
+    requests = []
+    for number, (step, request) in enumerate(workload.requests):
+        biases = tuple((rng.randrange(3, 300), 5.0) for _ in range(rng.choice((0, 3))))
+        min_p = rng.choice((0.0, 0.1))
+        sampling = msgspec.structs.replace(request.sampling, logit_bias=biases, min_p=min_p)
+        grammar = rng.choice(grammars()) if number % 3 == 0 else None
+        if grammar is not None and number % 2:  # its forced tokens need not be sampled
+            sampling = SamplingParams(max_tokens=60, seed=number, temperature=sampling.temperature)
+        requests.append((step, msgspec.structs.replace(request, sampling=sampling, grammar=grammar)))
     return replace(workload, requests=requests)
-
-
-def plain(sampling: SamplingParams) -> SamplingParams:
-    return msgspec.structs.replace(sampling, repetition_penalty=1.0, frequency_penalty=0.0)
 
 
 def check(runner: ModelRunner, seeds: range) -> None:
     num_accepted = num_drafted = num_preempted = 0
     for seed in seeds:
-        workload = mostly_without_penalties(draw_workload(random.Random(seed)))
+        workload = with_every_setting(draw_workload(rng := random.Random(seed)), rng)
         expected, _ = run(runner, workload, None)
         whole = Workload(workload.requests, Names(), Names(), {})  # drafts go on where the client leaves
         said, _ = run(runner, whole, None)
@@ -89,8 +108,8 @@ def check(runner: ModelRunner, seeds: range) -> None:
     assert len(seeds) < num_accepted < num_drafted
 
 
-def opened(directory: Path, dtype: str) -> ModelRunner:
-    return open_runner(directory, replace(ENGINE, dtype=dtype))
+def opened(directory: Path, dtype: str, quantize: str | None = None) -> ModelRunner:
+    return open_runner(directory, replace(ENGINE, dtype=dtype, quantize=quantize))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -104,10 +123,25 @@ def test_drafts_change_no_token_of_hundreds_of_requests(model_directory: Callabl
     check(opened(model_directory("llama3"), dtype), range(100, 125))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantize"),
+    [
+        *(("llama3", dtype, scheme) for dtype in ("float32", "bfloat16") for scheme in ("int8", "int4", "fp8")),
+        ("qwen2_moe", "float32", None),
+        ("qwen2_moe", "bfloat16", "int8"),
+    ],
+)
+def test_drafts_change_no_token_of_other_formats(
+    model_directory: Callable[[str], Path], family: str, dtype: str, quantize: str | None
+) -> None:
+    check(opened(model_directory(family), dtype, quantize), range(200, 202))
+
+
 def test_a_draft_that_breaks_the_model_costs_nothing(model_directory: Callable[[str], Path]) -> None:
     """Logits that are not finite behind a wrong draft: what was sampled before it stands."""
     runner = opened(model_directory("llama3"), "float32")
-    workload = mostly_without_penalties(draw_workload(random.Random(1)))
+    workload = draw_workload(random.Random(1))
     said, _ = run(runner, workload, None)
     spoken = {token_id for one in said.values() for ending in one.endings for token_id in ending.token_ids}
     spoken.update(token_id for _, request in workload.requests for token_id in request.prompt_ids)

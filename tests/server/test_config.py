@@ -35,6 +35,7 @@ def test_the_contexts_origin_is_what_the_operator_wrote(tmp_path: Path) -> None:
 def test_each_option_means_the_same_from_flag_environment_and_file(option: Option, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
+    (tmp_path / "model.gguf").touch()
     text = sample_of(option).format(directory=tmp_path, file=template)
     from_flag = load_config({option.field_name: [text] if option.is_list else text}, {})
     from_environment = load_config({}, {option.variable: text})

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -16,12 +17,14 @@ import pytest
 from core.errors import BadCheckpoint, ExitCode, StartupError
 from core.kv_cache import BlockLabel
 from server import __version__
+from server.app import Load
 from server.config import ServerConfig
 from server.ledger.usage import ModelPrice, Prices
+from server.listening.sockets import TcpAddress
 from server.loaded_engine import LoadedEngine
 from server.process import Server
 from tests.server.running_server import LIMITS, Running, ask, closing, load_with, serving
-from tests.server.simulated_server import MODEL, STREAM, Answer, chat, request
+from tests.server.simulated_server import MODEL, STREAM, Answer, chat, request, with_lines
 from tests.server.test_metrics import samples_of
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings", "_keep_signal_handlers")
@@ -109,6 +112,54 @@ async def test_prices_of_a_model_that_is_not_served_are_told_at_start_and_at_eac
     running.server.stop(0)
     await running.exit
     asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+
+async def test_load_is_told_on_request_to_haproxy_and_to_scrapers_without_a_key() -> None:
+    agent = {"agent_check": TcpAddress("127.0.0.1", 0), "metrics_without_key": True}
+    async with serving(api_keys=("k",), **agent) as running:
+        for form, told in {
+            "text": "TEXT named_metrics.kv_cache_usage_perc=0.",
+            "JSON": 'JSON {"named_metrics":{"kv_cache_usage_perc":0.',
+            "BIN": None,
+        }.items():
+            asked = with_lines(chat(), f"endpoint-load-metrics-format: {form}", "authorization: Bearer k")
+            answer = await ask(running.server, closing(asked))
+            assert answer.status == 200
+            value = answer.headers.get("endpoint-load-metrics")
+            assert value is None if told is None else value is not None and value.startswith(told)
+        page = (await get(running, "/metrics")).body.decode()
+        block, num = LIMITS.block_size, LIMITS.num_blocks
+        assert f'vllm:cache_config_info{{model_name="{MODEL}",block_size="{block}",num_gpu_blocks="{num}"}} 1' in page
+        assert (await get(running, "/v1/models")).status == 401
+        assert running.server._agent is not None
+
+        async def line() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.server._agent.port)  # type: ignore[union-attr]
+            told = await reader.read()
+            writer.close()
+            return told
+
+        assert re.fullmatch(rb"up ready (100|[5-9]\d)%\n", await line())
+        running.server._readiness.is_stalled = True
+        assert await line() == b"down #stalled\n"
+        running.server._readiness.is_draining = True
+        assert await line() == b"drain\n"
+        running.server._readiness.is_draining = running.server._readiness.is_stalled = False
+
+
+async def test_an_agents_address_that_is_taken_is_told() -> None:
+    async with serving() as other:
+        taken = Running(load_with(), agent_check=TcpAddress("127.0.0.1", other.server.listener.port))
+        with pytest.raises(StartupError, match="is in use"):
+            await taken.exit
+
+
+@pytest.mark.parametrize(
+    ("load", "weight"),
+    [(Load(0, 0, 0.0, 0.0), 100), (Load(9, 9, 1.0, 1.0), 50), (Load(9, 3, 1.0, None), 25), (Load(9, 3, 1.0, 1e9), 1)],
+)
+def test_a_server_wants_less_of_its_weight_the_longer_requests_wait(load: Load, weight: int) -> None:
+    assert load.weight == weight
 
 
 async def test_routers_are_told_what_is_served_and_how_much_of_it() -> None:

@@ -478,6 +478,42 @@ async def test_regions_are_tried_in_order_and_weights_share() -> None:
                 assert [(one.num_active, one.num_waiting_tokens) for one in pool.upstreams] == [(0, 0)] * 2
 
 
+async def test_a_tenant_stays_with_a_version_while_it_is_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as old, serving() as new, serving() as newer:
+        versions = {"1": (old, 3), "2": (new, 1)}
+        upstreams = tuple(
+            UpstreamSettings(url=url_of(one), version=name, weight=weight) for name, (one, weight) in versions.items()
+        )
+        upstreams += (UpstreamSettings(url=url_of(newer), version="2", weight=1),)
+        async with serving(no_engine, models=(model(upstreams=upstreams, max_requests=100),)) as front:
+            pool, now_s = front.server._pools[0], asyncio.get_running_loop().time()
+            of = {f"t{i}": pool.version_of(f"t{i}", now_s) for i in range(400)}
+            assert 200 < sum(one == "1" for one in of.values()) < 280  # 3 of 5
+            slots = [(tenant, pool.take_slot(LeadingBlocks(1), 0, tenant)) for tenant in ("t0", "t1", "t2", "t3") * 9]
+            for tenant, slot in slots:
+                assert slot.upstream is not None
+                assert slot.upstream.settings.version == of[tenant]
+                slot.leave()
+            full = [pool.take_slot(LeadingBlocks(1), 0, next(t for t in of if of[t] == "1")) for _ in range(101)]
+            assert full[100].upstream is None  # it waits for its version, and keeps no other waiting
+            other = pool.take_slot(LeadingBlocks(1), 0, next(t for t in of if of[t] == "2"))
+            assert other.upstream is not None
+            for slot in (*full, other):
+                slot.leave()
+            pool.upstreams[0].is_healthy = False
+            now = {tenant: pool.version_of(tenant, now_s) for tenant in of}
+            assert set(now.values()) == {"2"}
+            pool.upstreams[0].is_healthy, pool.upstreams[1].is_healthy = True, False
+            assert {tenant: pool.version_of(tenant, now_s) for tenant in of} == of  # one of its two is still up
+            with caplog.at_level("INFO", "server.access"):
+                assert (await ask(front.server, closing(SURFACES["chat"]()))).status == 200
+                page = (await ask(front.server, closing(request("GET", "/metrics")))).body.decode()
+            (line,) = (one for one in caplog.messages if "upstream=" in one)
+            version = line.split("#")[1].split(" ")[0]
+            assert version in ("1", "2")
+            assert f'steploop_upstream_version_requests_total{{model_name="big",version="big {version}"}}' in page
+
+
 async def test_a_conversation_stays_where_its_beginning_is() -> None:
     async with relaying(3) as gateway:
         histories = [f"{i}: " + "x" * 300 for i in range(4)]

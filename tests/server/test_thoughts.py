@@ -400,6 +400,71 @@ def test_a_last_message_is_continued(
                 assert answer.json["prompt_token_ids"] == tokens
 
 
+HELD = '{"id": 7, "kind": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "script", "thought"),
+    [
+        *(("qwen3", HELD[:at], HELD[at:], "") for at in (0, 1, 3, 8, 21)),
+        ("qwen3", ' {\n  "id": 4', '2, "id": 3}', ""),
+        ("qwen3", '{"id":', None, ""),
+        ("qwen3", '<think>\nhm\n</think>\n\n{"id": ', None, ""),
+        ("qwen3", "<think>\n{", ' so\n</think>\n\nno {"id": 1}', " so"),
+        ("harmony", '{"id": 4', "<|end|><|start|>assistant" + TO_PICK, ""),
+    ],
+)
+def test_a_continued_message_is_held_from_where_it_is(
+    template: str, content: str, script: str | None, thought: str
+) -> None:
+    held = {"response_format": FORM}, {"guided_json": SCHEMA}, {"response_format": FORM, "tools": TOOLS}
+    marked = {"messages": [QUESTION, {"role": "assistant", "content": content, "prefix": True}]}
+    begun = "" if thought else content.rpartition("</think>")[2]
+    with thinking(template) as server:
+        for fields in held[: 2 if template == "harmony" else 3]:
+            whole, streamed = (
+                message_of(server.ask(ask_for(**marked, **fields, **more), script)) for more in ({}, STREAM)
+            )
+            assert whole == streamed
+            assert (whole["thought"], whole["calls"]) == (thought, [])
+            check_valid(begun + whole["text"])
+
+
+@pytest.mark.parametrize("content", ["It is", '{"id": 100', "{}", HELD + " "])
+def test_a_continued_message_that_may_not_begin_so_is_refused(content: str) -> None:
+    messages = [QUESTION, {"role": "assistant", "content": content}]
+    with thinking() as server:
+        answer = server.ask(ask_for(messages=messages, continue_final_message=True, guided_json=SCHEMA), "")
+        assert (answer.status, answer.json["error"]["param"]) == (400, "messages[1]")
+        assert "guided_json" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+def test_an_end_of_the_thought_that_is_cut_is_left_out(template: str) -> None:
+    lead = "<think>\n" if template == "qwen3" else ""
+    with thinking(template) as server:
+        for num in range(len("\n</think>")):
+            text = lead + "a < b" + "\n</think>"[:num]
+            ids = [one for char in text for one in ids_of(char)]
+            for more in ({}, STREAM):
+                found = message_of(server.ask(ask_for(max_tokens=len(ids), **more), ids))
+                assert found == {"thought": "a < b" + ("\n" if num == 1 else ""), "text": "", "calls": []}
+
+
+@pytest.mark.parametrize(
+    "form", [{"response_format": FORM}, {"guided_regex": "[xy]{3}"}, {"guided_choice": ["xx", "yy"]}]
+)
+def test_channels_without_tools_have_thoughts_and_what_is_held(form: dict[str, Any]) -> None:
+    scripts = [THOUGHT + TO_PICK + '{"id": 7}', THOUGHT + "<|channel|>commentary<|message|>So.<|end|>", "No.", None]
+    with thinking("harmony") as server:
+        for seed, script in enumerate(scripts):
+            asked = {**form, "thinking_token_budget": 3, "seed": seed}
+            whole, streamed = (message_of(server.ask(ask_for(**asked, **more), script)) for more in ({}, STREAM))
+            assert whole == streamed
+            assert whole["calls"] == []
+            check_valid(whole["text"]) if "response_format" in form else re.fullmatch("[xy]{2,3}", whole["text"])
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -1,12 +1,15 @@
 """The client towards upstreams: its settings, HTTP/2 from its side, and which upstream takes a request."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from core.errors import StartupError
 from server.config_sources import load_config
-from server.upstream.http2 import Answer, BrokenOff, Ended, Happening, Http2Client, NotHttp2, Piece
+from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
+from server.upstream.http2 import Http2, NotHttp2
+from server.upstream.settings import keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
 from server.wire.http2_heads import ResponseEncoder
 from server.wire.messages import ConnectionFault, Http2ErrorCode
@@ -14,14 +17,22 @@ from tests.server import raw_http2
 from tests.server.given_settings import toml_flag
 
 GOOD = '[[models]]\nname = "a"\nupstreams = [{ url = "http://h:1" }]\n'
+LOCAL = f'[[models]]\nname = "a"\npath = "{Path(__file__).parent}"\n'
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ('[models]\nname = "a"', "is not a list of tables"),
-        ('[[models]]\nname = "a"', "upstreams is missing"),
-        (GOOD + 'colour = "red"', "known: name, upstreams"),
+        ('[[models]]\nname = "a"', "path or upstreams is missing"),
+        (GOOD + 'path = "x"', "exclude each other"),
+        (GOOD + "keep_alive = 0", "for a model with a path"),
+        (LOCAL + "trusted = true", "trusted is for upstreams"),
+        (LOCAL + 'keep_alive = "soon"', 'a time such as "10m"'),
+        (LOCAL + "settings = { port = 1 }", "has the setting 'port'"),
+        (LOCAL + "settings = { max_model_len = 1 }", "max_model_len"),
+        (LOCAL.replace("path = ", 'path = "/no" #'), "path of the model 'a'"),
+        (GOOD + 'colour = "red"', "known: name, path"),
         (GOOD.replace("url", "uri"), "known: url, weight"),
         (GOOD + GOOD, "two models of the name 'a'"),
         (GOOD + 'aliases = ["a"]', "two models of the name 'a'"),
@@ -47,6 +58,34 @@ def test_models_that_cannot_be_meant_are_refused(text: str, told: str, tmp_path:
     assert told in f"{caught.value.cause} {caught.value.fix}"
 
 
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("10m", 600), ("1h30m", 5400), (0, 0), ("0", 0), (-1, math.inf), ("-1", math.inf), ("-1s", math.inf), (1.5, 1.5)],
+)
+def test_keep_alive_is_read_as_ollama_reads_it(value: str | float, seconds: float) -> None:
+    assert keep_alive_of(value) == seconds
+
+
+def test_a_directory_of_models_names_each_by_its_path_there(tmp_path: Path) -> None:
+    for name in ("org/one", "two"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "three.gguf").touch()
+    flags = {
+        "models_dir": str(tmp_path),
+        "max_sequences": "7",
+        "kv_offload_bytes": "1GiB",
+        "kv_offload_dir": str(tmp_path),
+    }
+    config = load_config(flags, {})
+    assert not config.has_engine
+    assert sorted(one.name for one in config.models) == ["org/one", "three", "two"]
+    one = config.own_models[[one.name for one in config.models].index("org/one")]
+    assert (one.served_model_name, one.max_sequences, one.model) == ("org/one", 7, tmp_path / "org/one")
+    assert one.kv_offload_dir == tmp_path / "org%2Fone"
+
+
 def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None:
     flags = toml_flag(tmp_path, GOOD)
     assert not load_config(flags, {}).has_engine
@@ -69,12 +108,40 @@ def head(stream: int = 1, flags: int = 0, status: bytes = b"200") -> raw_http2.F
     return raw_http2.headers(block, raw_http2.END_HEADERS | flags, stream)
 
 
-def asking(num_requests: int = 1, body: bytes = b"") -> Http2Client:
-    client = Http2Client()
-    for _ in range(num_requests):
-        client.request([(b":method", b"POST")], body)
-    client.take_output()
-    return client
+class Client:
+    """The protocol, and what it writes and tells."""
+
+    def __init__(self, num_requests: int = 1, body: bytes = b"") -> None:
+        self.out: list[bytes] = []
+        self.told: list[tuple[int, str]] = []
+        self.http = Http2(self.out.append, lambda: None, lambda: 0.0, [(b":scheme", b"http"), (b":authority", b"a")])
+        self.out.clear()
+        self.exchanges = [self.send(body) for _ in range(num_requests)]
+
+    def send(self, body: bytes = b"") -> Exchange:
+        client, number = self, len(self.out)
+
+        class Reader:
+            def on_head(self, head: AnswerHead) -> None:
+                client.told.append((number, f"head {head.status}"))
+
+            def on_data(self, data: bytes) -> None:
+                client.told.append((number, f"data {data.decode()}"))
+
+            def on_end(self, fault: UpstreamFault | None) -> None:
+                client.told.append((number, f"end {fault}"))
+
+        return self.http.send(Outgoing(b"POST", b"/", (), body), Reader())
+
+    def receive(self, *frames: raw_http2.Frame) -> None:
+        self.http.receive(raw_http2.wire(list(frames)))
+
+    def written(self) -> list[tuple[int, int, int, bytes]]:
+        """Since the last call: frames_of."""
+        self.http.flush()
+        data = b"".join(self.out)
+        self.out.clear()
+        return frames_of(data)
 
 
 def frames_of(data: bytes) -> list[tuple[int, int, int, bytes]]:
@@ -88,34 +155,36 @@ def frames_of(data: bytes) -> list[tuple[int, int, int, bytes]]:
     return found
 
 
-SESSIONS: dict[str, tuple[list[raw_http2.Frame], list[type[Happening]]]] = {
-    "whole": (
-        [SETTINGS, head(), raw_http2.data(b"a"), raw_http2.data(b"b", END_STREAM)],
-        [Answer, Piece, Piece, Ended],
+WHOLE = [(0, "head 200"), (0, "data a"), (0, "end None")]
+SESSIONS: dict[str, tuple[list[raw_http2.Frame], list[tuple[int, str]]]] = {
+    "whole": ([head(), raw_http2.data(b"a"), raw_http2.data(b"", END_STREAM)], WHOLE),
+    "interim": ([head(status=b"103"), head(), raw_http2.data(b"a", END_STREAM)], WHOLE),
+    "trailers": ([head(), raw_http2.data(b"a"), head(1, END_STREAM)], WHOLE),
+    "reset": ([head(), raw_http2.rst(2)], [WHOLE[0], (0, "end it has reset the stream, with code 2")]),
+    "goaway": (
+        [raw_http2.goaway(0, 1)],
+        [(1, "end it takes no more requests on this connection")],
     ),
-    "interim": ([SETTINGS, head(status=b"103"), head(), raw_http2.data(b"", END_STREAM)], [Answer, Ended]),
-    "trailers": ([SETTINGS, head(), raw_http2.data(b"a"), head(1, END_STREAM)], [Answer, Piece, Ended]),
-    "reset": ([SETTINGS, head(), raw_http2.rst(2)], [Answer, BrokenOff]),
-    "goaway": ([SETTINGS, raw_http2.goaway(0, 0)], [BrokenOff] * 2),
     "two": (
-        [SETTINGS, head(3), head(1), raw_http2.ping(), raw_http2.data(b"a", END_STREAM, 3)],
-        [Answer] * 2 + [Piece, Ended],
+        [head(3), head(1), raw_http2.ping(), raw_http2.data(b"a", END_STREAM, 3)],
+        [(1, "head 200"), (0, "head 200"), (1, "data a"), (1, "end None")],
     ),
-    "no status": ([SETTINGS, raw_http2.headers(b"", raw_http2.END_HEADERS)], [BrokenOff]),
-    "two heads": ([SETTINGS, head(), head()], [Answer, BrokenOff]),
+    "no status": ([raw_http2.headers(b"", raw_http2.END_HEADERS)], [(0, "end its answer has no status")]),
+    "no head": ([head(1, END_STREAM, b"103")], [(0, "end its answer has no head")]),
+    "two heads": ([head(), head()], [WHOLE[0], (0, "end its answer has two heads")]),
 }
 
 
 @pytest.mark.parametrize("name", SESSIONS)
 def test_an_upstreams_bytes_mean_the_same_however_they_are_split(name: str) -> None:
     frames, expected = SESSIONS[name]
-    data = raw_http2.wire(frames)
-    whole, bytewise = asking(2), asking(2)
-    events = whole.receive(data, 0.0)
-    split = [event for i in range(len(data)) for event in bytewise.receive(data[i : i + 1], 0.0)]
-    assert [type(event) for event in events] == expected
-    assert [repr(one) for one in split] == [repr(one) for one in events]
-    assert whole.take_output() == bytewise.take_output()
+    data = raw_http2.wire([SETTINGS, *frames])
+    whole, bytewise = Client(2), Client(2)
+    whole.http.receive(data)
+    for i in range(len(data)):
+        bytewise.http.receive(data[i : i + 1])
+    assert whole.told == bytewise.told == expected
+    assert whole.written() == bytewise.written()
 
 
 @pytest.mark.parametrize(
@@ -142,47 +211,49 @@ def test_an_upstreams_bytes_mean_the_same_however_they_are_split(name: str) -> N
 def test_what_an_upstream_must_not_send_ends_the_connection(
     frames: list[raw_http2.Frame], code: Http2ErrorCode
 ) -> None:
-    client = asking()
+    client = Client()
+    client.exchanges[0].pause()
     with pytest.raises(ConnectionFault) as caught:
-        client.receive(raw_http2.wire(frames), 0.0)
+        client.receive(*frames)
     assert caught.value.code is code
-    assert client.is_closing
+    assert (client.http.is_closing, client.http.room) == (True, 0)
 
 
 def test_http1_is_recognized_by_its_first_bytes() -> None:
     with pytest.raises(NotHttp2):
-        Http2Client().receive(b"HTTP/1.1 400 Bad Request\r\n\r\n", 0.0)
+        Client(0).http.receive(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 def test_a_body_goes_out_as_the_windows_let_it() -> None:
-    client = Http2Client()
-    client.receive(raw_http2.wire([SETTINGS]), 0.0)
-    client.take_output()
-    client.request([(b":method", b"POST")], bytes(100_000))
-    sent = sum(len(payload) for kind, _, _, payload in frames_of(client.take_output()) if kind == 0)
+    client = Client(0)
+    client.receive(SETTINGS)
+    client.written()
+    client.send(bytes(100_000))
+    sent = sum(len(payload) for kind, _, _, payload in client.written() if kind == 0)
     assert sent == 65_535
-    client.receive(raw_http2.wire([raw_http2.window_update(10**6), raw_http2.window_update(10**6, 1)]), 0.0)
-    *_, (kind, flags, stream, _) = frames_of(client.take_output())
+    client.receive(raw_http2.window_update(10**6), raw_http2.window_update(10**6, 1))
+    *_, (kind, flags, stream, _) = client.written()
     assert (kind, flags & END_STREAM, stream) == (0, END_STREAM, 1)
 
 
 def test_a_streams_window_opens_as_it_is_read_and_not_before() -> None:
-    client = asking()
-    client.receive(
-        raw_http2.wire([SETTINGS, head(), raw_http2.data(bytes(16_384)), raw_http2.data(bytes(16_384))]), 0.0
-    )
-    assert all(kind != WINDOW_UPDATE for kind, *_ in frames_of(client.take_output()))
-    client.acknowledge(1, 16_384)
-    assert [(kind, stream) for kind, _, stream, _ in frames_of(client.take_output())] == [(WINDOW_UPDATE, 1)]
+    client = Client()
+    (exchange,) = client.exchanges
+    exchange.pause()
+    client.receive(SETTINGS, head(), raw_http2.data(b"x" * 16_384), raw_http2.data(b"x" * 16_384))
+    assert all(kind != WINDOW_UPDATE for kind, *_ in client.written())
+    exchange.resume()
+    assert [(kind, stream) for kind, _, stream, _ in client.written()] == [(WINDOW_UPDATE, 1)]
 
 
 def test_a_cancel_is_a_reset_and_later_frames_are_ignored() -> None:
-    client = asking()
-    client.receive(raw_http2.wire([SETTINGS, head()]), 0.0)
-    client.take_output()
-    client.reset(1)
-    client.reset(1)
-    ((kind, _, stream, payload),) = frames_of(client.take_output())
+    client = Client()
+    client.receive(SETTINGS, head())
+    client.written()
+    for _ in range(2):
+        client.exchanges[0].cancel()
+    ((kind, _, stream, payload),) = client.written()
     assert (kind, stream, int.from_bytes(payload, "big")) == (RST_STREAM, 1, Http2ErrorCode.CANCEL)
-    assert client.receive(raw_http2.wire([raw_http2.data(b"late", END_STREAM)]), 0.0) == []
-    assert not client.is_closing
+    client.receive(raw_http2.data(b"late", END_STREAM))
+    assert client.told == [(0, "head 200")]
+    assert not client.http.is_closing

@@ -26,6 +26,8 @@ MORE_SETTINGS: tuple[Fields, ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.7, "logit_bias": ((2, 9.0), (5, 10.0)), "min_tokens": 4},
     {"temperature": 1e-40, "top_p": 0.5},
     {"temperature": 3.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
+    {"temperature": 1.5, "typical_p": 0.7, "top_k": 50, "num_logprobs": 1},  # torch samples these
+    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01, "frequency_penalty": 2.0},
 )
 
 

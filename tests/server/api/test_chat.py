@@ -48,14 +48,12 @@ def test_messages_become_what_templates_know() -> None:
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
             {"role": "assistant", "content": "c", "reasoning": "d", "refusal": None},
             {"role": "assistant", "content": None, "reasoning_content": "e"},
-            {"role": "tool", "content": "f"},
         ]
     ) == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a\nb", "name": "Ann"},
         {"role": "assistant", "content": "c", "reasoning_content": "d"},
         {"role": "assistant", "content": "", "reasoning_content": "e"},
-        {"role": "tool", "content": "f"},
     )
 
 

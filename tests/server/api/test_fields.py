@@ -54,6 +54,13 @@ def test_the_models_bounds_of_answers_hold_where_the_request_has_none() -> None:
     assert of(min_tokens=0, max_tokens=40) == (0, 40)
 
 
+def test_no_token_is_penalised_within_a_window_of_none() -> None:
+    silent = sampling()
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 1, "dry_multiplier": 2, "dry_base": 1.75}
+    assert sampling(**penalties, repeat_last_n=0, dry_penalty_last_n=0) == structs.replace(silent, dry_penalty_last_n=0)
+    assert sampling(dry_multiplier=1).dry_sequence_breakers == ("\n", ":", '"', "*")
+
+
 def test_what_the_model_suppresses_is_never_sampled_whatever_is_asked() -> None:
     body = json.dumps({"model": "m", **ASK, "logit_bias": {"7": 100, "8": 1}}).encode()
     defaults = GenerationDefaults(vocab_size=100, suppressed_ids=(7, 9))
@@ -102,6 +109,16 @@ def test_every_field_arrives() -> None:
         ("top_p", (0.001, 1), (0, -1, 1.001)),
         ("top_k", (-1, 0, 2**63 - 1), (-2, 2**63)),
         ("min_p", (0, 1), (-0.1, 1.1)),
+        ("typical_p", (0.001, 1), (0, 1.1)),
+        ("top_n_sigma", (-1, 0, 1.5), (-2, 1001)),
+        ("xtc_probability", (0, 1), (-0.1, 1.1)),
+        ("xtc_threshold", (0, 0.6), (-0.1, 1.1)),
+        ("dry_multiplier", (0, 100), (-1, 101)),
+        ("dry_base", (1, 100), (0.9, 101)),
+        ("dry_allowed_length", (1, 9), (0, 2**31)),
+        ("dry_penalty_last_n", (-1, 0, 64), (-2,)),
+        ("dry_sequence_breakers", (["a"] * 16, ["x" * 40]), ([], ["a"] * 17)),
+        ("repeat_last_n", (-1, 0, 64), (-2,)),
         ("presence_penalty", (-2, 2), (-2.1, 2.1)),
         ("frequency_penalty", (-2, 2), (-2.1, 2.1)),
         ("repetition_penalty", (0.01, 1, 100), (0, -1, 101)),

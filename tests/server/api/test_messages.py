@@ -85,6 +85,15 @@ def test_a_billing_header_is_left_out_and_documents_are_text() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [result("x", "lost")]}]}, "messages[0].content[0].tool_use_id"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [CALL]},
+                    {"role": "user", "content": [text("a"), result("x"), result("x")]},
+                ]
+            },
+            "messages[1].content[2].tool_use_id",
+        ),
         ({"messages": [{"role": "assistant", "content": [CALL | {"input": 5}]}]}, "messages[0].content[0].input"),
         ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),

@@ -65,6 +65,7 @@ def test_turns_and_prompts_become_the_templates_messages() -> None:
     [
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "images": ["x"]}]}, "messages[0].images"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_name": "zz"}]}, "messages[0].tool_name"),
         (CHAT, {"options": {"mirostat": 2}}, "mirostat"),
         (CHAT, {"options": {"temperature": 9}}, "temperature"),
         (CHAT, {"options": {"model": "x"}}, "options"),

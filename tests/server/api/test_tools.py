@@ -236,6 +236,56 @@ def test_mistrals_templates_get_ids_of_nine_characters() -> None:
         assert (call["id"] == given) == (len(given) == 9)
 
 
+def calling(*calls: tuple[str | None, str]) -> dict[str, Any]:
+    """A turn with calls, by their ids and names."""
+    made = [{"function": {"name": name}} | ({} if call_id is None else {"id": call_id}) for call_id, name in calls]
+    return {"role": "assistant", "tool_calls": made}
+
+
+def result(**fields: str) -> dict[str, Any]:
+    return {"role": "tool", "content": "x", **fields}
+
+
+ONE, TWO = result(tool_call_id="a"), result(tool_call_id="b")
+
+
+@pytest.mark.parametrize(
+    ("messages", "answered"),
+    [
+        ([calling(("a", "f"), ("b", "g")), TWO, ONE], [("b", "g"), ("a", "f")]),
+        ([calling(("a", "f")), ONE, calling(("a", "g")), ONE], [("a", "f"), ("a", "g")]),  # ids that come again
+        ([calling(("a", "f")), result()], [("a", "f")]),
+        ([calling(("a", "f"), ("b", "g")), result(name="g"), ONE], [("b", "g"), ("a", "f")]),
+        ([calling((None, "f"), (None, "g")), result(), result()], [(None, "f"), (None, "g")]),
+        ([calling((None, "f"), (None, "f"), (None, "g")), result(name="g"), result()], [(None, "g"), (None, "f")]),
+        ([calling(("a", "f")), calling(("b", "g")), result(), ONE], [("b", "g"), ("a", "f")]),
+    ],
+)
+def test_a_result_has_the_id_and_name_of_its_call(messages: Any, answered: list[tuple[str | None, str]]) -> None:
+    results = [one for one in prompt_of(parsed(messages=messages)).messages if one["role"] == "tool"]
+    assert [(one.get("tool_call_id"), one["name"]) for one in results] == answered
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([calling(("a", "f")), TWO], "of no call"),
+        ([TWO], "of no call"),
+        ([result()], "of no call"),
+        ([ONE, calling(("a", "f"))], "of no call"),
+        ([calling(("a", "f")), ONE, ONE], "waits for its result"),
+        ([calling(("a", "f")), result(), result()], "waits for its result"),
+        ([calling(("a", "f")), result(name="g")], "of no call"),
+        ([calling(("a", "f"), ("b", "f")), result(name="f")], "several calls wait"),
+        ([calling(("a", "f"), ("b", "g")), result()], "several calls wait"),
+    ],
+)
+def test_a_result_of_no_call_or_of_any_of_several_is_refused(messages: Any, words: str) -> None:
+    error = refused(messages=messages)
+    place = next(i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == "tool")
+    assert (error.param, words in error.message) == (f"messages[{place}].tool_call_id", True)
+
+
 def test_functions_of_old_have_calls_of_old() -> None:
     functions = [WEATHER["function"], NOW["function"]]
     history = [
@@ -341,21 +391,6 @@ def test_an_answer_without_calls_is_text() -> None:
         ({"function_call": {"name": "x"}}, "function_call", "of one of functions"),
         ({"functions": [NOW["function"]] * 2}, "functions[1].name", "earlier tool"),
         ({"functions": [NOW["function"]], "tools": [NOW]}, "functions", "not both"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
-                    {"role": "tool", "tool_call_id": "b", "content": "x"},
-                ]
-            },
-            "messages[1].tool_call_id",
-            "of no call",
-        ),
-        (
-            {"messages": [{"role": "tool", "tool_call_id": "b", "content": "x"}]},
-            "messages[0].tool_call_id",
-            "of no call",
-        ),
     ],
 )
 def test_bad_tools_are_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:

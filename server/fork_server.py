@@ -1,0 +1,143 @@
+"""Forks the processes of local models. It imports once what they need, and stays single-threaded. Thread: main.
+
+    server ─ Order ─▶ fork server ─ fork ─▶ a plan, or `serve` on a Unix socket
+           ◀─ News ──
+
+It ends when the server closes its line, and removes the directory of sockets; its processes are killed when it ends:
+nothing outlives `kill -9`.
+server/local_models.py is the other side. What passes are pickles, between our own processes, on a socket pair.
+"""
+
+import ctypes
+import gc
+import logging
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import NoReturn
+
+from core.errors import StartupError
+from server.cli import as_startup_error, run_server
+from server.engine_loader import local_plan
+from server.local_models import News, Order, Refusal
+from server.observing.logs import configure_logging, log_everything
+from server.supervision import ServiceManager
+
+logger = logging.getLogger(__name__)
+
+ORDER_BYTES = 256 * 1024
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PRELOADED = ("uvloop", "server.process", "gpu.loading", "gpu.parallel.runner", "gpu.tune", "numba")
+
+
+def main(line: socket.socket) -> None:
+    """Take orders until the line is closed."""
+    for name in _PRELOADED:
+        try:
+            __import__(name)
+        except ImportError:  # an extra
+            continue
+    gc.collect()
+    gc.freeze()  # pages stay shared
+    woken, wake = socket.socketpair()
+    for one in (woken, wake):
+        one.setblocking(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    serials: dict[int, int] = {}  # by process
+    selector = selectors.DefaultSelector()
+    selector.register(line, selectors.EVENT_READ)
+    selector.register(woken, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is woken:
+                woken.recv(4096)
+                _reap(line, serials)
+                continue
+            data = line.recv(ORDER_BYTES)
+            if not data:
+                return
+            order: Order = pickle.loads(data)
+            pid = _fork(partial(_plan if order.notify is None else _serve, order, line))
+            serials[pid] = order.serial
+            if order.notify is not None:
+                line.send(pickle.dumps(News(order.serial, pid)))
+
+
+def _reap(line: socket.socket, serials: dict[int, int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        line.send(pickle.dumps(News(serials.pop(pid), status=status)))
+
+
+def _fork(run: Callable[[], int]) -> int:
+    """Run it in a new process, which ends with this one."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:  # otherwise it has ended before
+            code = run()
+    finally:
+        _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _plan(order: Order, line: socket.socket) -> int:
+    try:
+        line.send(pickle.dumps(News(order.serial, local_plan(order.config, order.bound_bytes))))
+    except Exception as error:
+        line.send(pickle.dumps(News(order.serial, _refusal(as_startup_error(error)))))
+    return 0
+
+
+def _serve(order: Order, line: socket.socket) -> int:
+    line.close()
+    assert order.notify is not None
+    os.environ["NOTIFY_SOCKET"] = order.notify
+    config = order.config
+    log = configure_logging(config.log_level, config.log_format)
+    log_everything()
+    try:
+        return int(run_server(config, lambda: config))
+    except Exception as error:
+        told = as_startup_error(error)
+        refusal = _refusal(told)
+        ServiceManager(os.environ, os.getpid()).send(f"X_CAUSE={refusal.cause}", f"X_FIX={refusal.fix}")
+        return int(told.exit_code)
+    finally:
+        log.close()
+
+
+def _refusal(error: StartupError) -> Refusal:
+    """On one line each."""
+    return Refusal(" ".join(error.cause.split()), " ".join(error.fix.split()))
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as passed, suppress(ConnectionResetError, BrokenPipeError):
+        main(passed)
+    shutil.rmtree(sys.argv[2], ignore_errors=True)

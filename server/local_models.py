@@ -1,0 +1,634 @@
+"""Models on this machine that are started when they are asked for, each in a process of its own. Thread: loop.
+
+    request ─▶ Pool ─▶ LocalUpstream.connection ─ waits ─▶ LocalModels: plan ─▶ room ─▶ process ─▶ READY=1 ─▶ its socket
+
+A process is `serve` on a Unix socket in a directory of ours, and an upstream as any other once it is ready. It tells of
+itself by sd_notify(3). server/fork_server.py forks it, so that it begins with torch imported, and ends it with us.
+
+What the awake models need by their plans is never more than the bound. The idle one that was used least lately gives
+way; if none is idle, the busy one that was used least lately takes no more requests after its turn, and gives way when
+those in it are over. A model that cannot be loaded refuses requests with the cause, until it is tried again.
+"""
+
+import asyncio
+import enum
+import logging
+import math
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
+from server.config import ServerConfig
+from server.listening.sockets import Bind, UnixAddress
+from server.upstream.connection import Connection
+from server.upstream.pool import Pool, Slot, Upstream
+from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
+from server.values import format_size
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, MOST_BACKOFF_S = 2.0, 60.0  # before a model that failed is loaded again
+LEAST_TURN_S = 10.0  # that a busy model is awake before it gives way
+NUM_LOADS_A_TURN = 3  # likewise, in times of its load
+END_S = 20.0  # for a process to write its KV files and to end
+LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
+NOTICE_BYTES = 64 * 1024
+MAX_HOME_BYTES = 90  # unix(7): a socket's path has 107
+
+
+class ModelState(enum.Enum):
+    """As llama-server names them."""
+
+    ASLEEP = "unloaded"
+    LOADING = "loading"
+    AWAKE = "loaded"
+    ENDING = "unloading"
+
+
+class Plan(NamedTuple):
+    """What a model's process needs.
+
+    Args:
+        device: cpu or cuda.
+        needed_bytes: of the device's memory, KV included.
+        free_bytes: on the device when the plan was made.
+    """
+
+    device: str
+    needed_bytes: int
+    kv_bytes: int
+    max_model_len: int
+    free_bytes: int
+
+
+class Refusal(NamedTuple):
+    """Why a model cannot be served, and what to do."""
+
+    cause: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.cause.rstrip('.')}. Fix: {self.fix.rstrip('.')}."
+
+
+class Order(NamedTuple):
+    """To the fork server: plan or serve a model.
+
+    Args:
+        bound_bytes: for planning: of all models together; None: what is free.
+        notify: path of the socket for sd_notify; None: plan.
+    """
+
+    serial: int
+    config: ServerConfig
+    bound_bytes: int | None = None
+    notify: str | None = None
+
+
+class News(NamedTuple):
+    """From the fork server, on the order of that serial number.
+
+    Args:
+        told: the process's id; or a plan, or why there is none.
+        status: its process has ended, as os.waitpid has it.
+    """
+
+    serial: int
+    told: int | Plan | Refusal | None = None
+    status: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LocalModel:
+    """
+    Args:
+        config: of its process.
+        keep_alive_s: after its last request.
+
+    Attributes:
+        requests: that wait until it is awake; they hold a slot.
+        others: who else waits for that.
+        used_s: when a request of it last ended or began.
+        turn_s: when it became awake.
+        load_s: how long it took the last time.
+    """
+
+    settings: ModelSettings
+    config: ServerConfig
+    keep_alive_s: float
+    upstream: Upstream
+    notify: Path
+    state: ModelState = ModelState.ASLEEP
+    stage: str = ""
+    plan: Plan | None = None
+    serial: int = 0
+    pid: int | None = None
+    is_leaving: bool = False
+    requests: list[asyncio.Future[None]] = field(default_factory=list)
+    others: list[asyncio.Future[None]] = field(default_factory=list)
+    used_s: float = 0.0
+    begun_s: float = 0.0
+    turn_s: float = 0.0
+    load_s: float | None = None
+    failure: ServiceError | None = None
+    refusal: Refusal | None = None  # as its process has told it
+    retry_s: float = 0.0
+    backoff_s: float = FIRST_BACKOFF_S
+    has_died_soon: bool = False
+    num_loads: int = 0
+    num_failures: int = 0
+    timer: asyncio.TimerHandle | None = None
+    notices: socket.socket | None = None
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def num_inside(self) -> int:
+        """Requests that its process has."""
+        return self.upstream.num_active - len(self.requests)
+
+    @property
+    def needed_bytes(self) -> int:
+        return 0 if self.plan is None else self.plan.needed_bytes
+
+    @property
+    def socket_path(self) -> Path:
+        return self.notify.with_suffix(".sock")
+
+
+@dataclass(slots=True, eq=False)
+class LocalUpstream(Upstream):
+    """The one upstream of a local model: a connection to it waits until its process is ready."""
+
+    wait_awake: Callable[[], Any] | None = None
+
+    async def connection(self) -> Connection:
+        assert self.wait_awake is not None
+        await self.wait_awake()
+        return await Upstream.connection(self)
+
+
+class LocalPool(Pool):
+    """Of one local model. Nobody probes it: its process tells when it is ready, and when it has ended."""
+
+    def __init__(self, models: "LocalModels", settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(settings, loop)
+        (plain,) = self.upstreams
+        upstream = LocalUpstream(plain.settings, plain.address, is_healthy=True, has_been_asked=True, why_out="")
+        self.upstreams = (upstream,)
+        self._models = models
+
+    def start(self) -> None:
+        pass
+
+    def take_slot(self, *arguments: Any) -> Slot:
+        slot = super().take_slot(*arguments)
+        self._models.on_used(self)
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        super().release(slot)
+        self._models.on_used(self)
+
+
+class LocalModels:
+    """
+    Args:
+        config: the server's, with own_models.
+    """
+
+    def __init__(self, config: ServerConfig, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._bound_bytes = config.models_memory_bytes
+        self._bounds: dict[str, int] = {}  # by device
+        runtime = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]  # of a systemd unit with RuntimeDirectory=
+        self._home = Path(runtime or tempfile.gettempdir()) / f"steploop-{secrets.token_hex(8)}"
+        if len(os.fsencode(self._home)) > MAX_HOME_BYTES:
+            cause = f"the directory for the sockets of models, {self._home}, has too long a name for Unix sockets"
+            raise StartupError(cause, "TMPDIR=/tmp", ExitCode.CONFIGURATION)
+        self._serials = 0
+        self._by_serial: dict[int, LocalModel] = {}  # plans and processes in progress
+        self._wanted: dict[LocalModel, None] = {}  # to be loaded, in this order
+        self._server: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None  # to the fork server
+        self._is_closing = False
+        self._turn_timer = loop.call_soon(lambda: None)
+        self._ended: asyncio.Event = asyncio.Event()
+        self.models: dict[str, LocalModel] = {}  # by name
+        self.pools: list[LocalPool] = []
+        of_processes = iter(config.own_models)
+        for i, settings in enumerate(one for one in config.models if one.path is not None):
+            keep_alive = config.keep_alive_s if settings.keep_alive is None else keep_alive_of(settings.keep_alive)
+            self._add(i, settings, next(of_processes), keep_alive)
+
+    def _add(self, number: int, settings: ModelSettings, process: ServerConfig, keep_alive_s: float) -> None:
+        notify = self._home / f"{number}.notify"
+        at = UpstreamSettings(url=f"unix:{notify.with_suffix('.sock')}")
+        there = structs.replace(
+            settings, path=None, keep_alive=None, settings={}, upstreams=(at,), trusted=True, protocol="h2"
+        )
+        pool = LocalPool(self, there, self._loop)
+        (upstream,) = pool.upstreams
+        assert isinstance(upstream, LocalUpstream)
+        process = replace(process, binds=(Bind(UnixAddress(str(notify.with_suffix(".sock")))),))
+        model = LocalModel(settings, process, keep_alive_s, upstream, notify)
+        upstream.wait_awake = lambda: self._wait(model, model.requests)
+        self.models[settings.name] = model
+        self.pools.append(pool)
+
+    def start(self) -> None:
+        """Start the fork server, so that it has imported what processes need when the first model is asked for."""
+        self._home.mkdir(mode=0o700)
+        self._start_server()
+        for model in self.models.values():
+            if model.keep_alive_s == math.inf:
+                self._want(model)
+
+    # What others ask.
+
+    @property
+    def states(self) -> Mapping[str, str]:
+        """By name, as llama-server says them."""
+        return {name: model.state.value for name, model in self.models.items()}
+
+    def find(self, name: str) -> LocalModel | None:
+        """By any of its names."""
+        return next((one for one in self.models.values() if name in one.settings.names), None)
+
+    async def load(self, model: LocalModel) -> None:
+        """Returns once it is awake. Raises ServiceError: it cannot be loaded."""
+        await self._wait(model, model.others)
+
+    async def unload(self, model: LocalModel) -> None:
+        """Returns once its process has ended.
+
+        Raises:
+            ServiceError: it has requests, or is being loaded.
+        """
+        if model.state is ModelState.LOADING or model.num_inside or model.requests:
+            what = "is being loaded" if model.state is ModelState.LOADING else "has requests in progress"
+            message = f"The model {model.name} {what}. Unload it when it is idle."
+            raise ServiceError(ErrorKind.CONFLICT, message, "model_busy")
+        if model.state is ModelState.AWAKE:
+            self._end(model)
+        while model.state is ModelState.ENDING:
+            self._ended.clear()
+            await self._ended.wait()
+
+    def keep(self, model: LocalModel, keep_alive_s: float) -> None:
+        """As a request asks, until another does."""
+        model.keep_alive_s = keep_alive_s
+        self._set_timer(model)
+
+    def expected_s(self, model: LocalModel) -> float | None:
+        """Until it is awake; None: it has not been measured yet."""
+        if model.state is ModelState.AWAKE and not model.is_leaving:
+            return 0.0
+        if model.load_s is None:
+            return None
+        begun_s = model.begun_s if model.state is ModelState.LOADING else self._loop.time()
+        return max(0.0, begun_s + model.load_s - self._loop.time())
+
+    # Requests.
+
+    async def _wait(self, model: LocalModel, waiting: list[asyncio.Future[None]]) -> None:
+        if model.state is ModelState.AWAKE and not model.is_leaving:
+            return
+        self._check(model)
+        woken: asyncio.Future[None] = self._loop.create_future()
+        waiting.append(woken)
+        try:
+            self._want(model)
+            await woken
+        finally:
+            if woken in waiting:
+                waiting.remove(woken)
+
+    def _check(self, model: LocalModel) -> None:
+        """
+        Raises:
+            ServiceError: it could not be loaded lately, or the server ends.
+        """
+        if self._is_closing:
+            raise ServiceError(ErrorKind.UNAVAILABLE, "The server is shutting down.", "draining", retry_after_s=5)
+        left_s = model.retry_s - self._loop.time()
+        if model.failure is not None and left_s > 0:
+            error = model.failure
+            raise ServiceError(error.kind, error.message, error.code, retry_after_s=left_s)
+
+    def on_used(self, pool: LocalPool) -> None:
+        """A request of it has begun or ended."""
+        model = self.models[pool.settings.name]
+        model.used_s = self._loop.time()
+        self._set_timer(model)
+        if self._wanted:
+            self._advance()
+
+    def _set_timer(self, model: LocalModel) -> None:
+        """Put it to sleep in keep_alive_s, if no request comes."""
+        if model.timer is not None:
+            model.timer.cancel()
+            model.timer = None
+        if model.state is ModelState.AWAKE and not model.upstream.num_active and model.keep_alive_s < math.inf:
+            due_s = max(model.used_s, model.turn_s) + model.keep_alive_s
+            model.timer = self._loop.call_at(due_s, self._end_idle, model)
+
+    def _end_idle(self, model: LocalModel) -> None:
+        if model.state is ModelState.AWAKE and not model.upstream.num_active:
+            logger.info("the model %s sleeps: unused for %g s", model.name, model.keep_alive_s)
+            self._end(model)
+
+    # Which models are awake.
+
+    def _want(self, model: LocalModel) -> None:
+        if model.state is not ModelState.LOADING:
+            self._wanted.setdefault(model)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Load what is wanted, in order, as far as there is room."""
+        while self._wanted and not self._is_closing:
+            model = next(iter(self._wanted))
+            if not (model.requests or model.others or model.keep_alive_s == math.inf):  # nobody waits any more
+                del self._wanted[model]
+            elif model.state is ModelState.AWAKE:  # nobody needs its room any more
+                del self._wanted[model]
+                model.is_leaving = False
+                self._wake(model, None)
+            elif model.plan is None:
+                if model.serial not in self._by_serial:
+                    self._order(model, None)
+                return
+            elif model.state is not ModelState.ASLEEP or not self._has_room(model, model.plan):
+                return
+            else:
+                del self._wanted[model]
+                self._start(model)
+
+    def _has_room(self, model: LocalModel, plan: Plan) -> bool:
+        """Whether it may be loaded now. If not, others are made to give way."""
+        bound = self._bounds.setdefault(plan.device, self._bound_bytes or plan.free_bytes)
+        beside = [one for one in self.models.values() if one.state is not ModelState.ASLEEP and one is not model]
+        beside = [one for one in beside if one.plan is not None and one.plan.device == plan.device]
+        missing = plan.needed_bytes + sum(one.needed_bytes for one in beside) - bound
+        if missing <= 0:
+            return True
+        missing -= sum(one.needed_bytes for one in beside if one.state is ModelState.ENDING)
+        now_s = self._loop.time()
+        awake = [one for one in beside if one.state is ModelState.AWAKE and one.keep_alive_s < math.inf]
+        awake.sort(key=lambda one: (one.num_inside > 0, one.used_s))
+        for one in awake:
+            if missing <= 0:
+                return False
+            turn_s = max(LEAST_TURN_S, NUM_LOADS_A_TURN * (one.load_s or 0.0))
+            if not one.num_inside:
+                logger.info("the model %s sleeps: %s needs its memory", one.name, model.name)
+                self._end(one)
+            elif now_s >= one.turn_s + turn_s:
+                one.is_leaving = True
+            else:
+                self._turn_timer.cancel()
+                self._turn_timer = self._loop.call_at(one.turn_s + turn_s, self._advance)
+            missing -= one.needed_bytes
+        if missing > 0 and not any(one.state is ModelState.LOADING for one in beside):
+            kept = format_size(bound - sum(one.needed_bytes for one in beside))
+            cause = f"it needs {format_size(plan.needed_bytes)}, and the models that always stay leave {kept}"
+            self._fail(model, Refusal(cause, "more --models-memory, or a keep_alive for those models"))
+        return False
+
+    def _start(self, model: LocalModel) -> None:
+        assert model.plan is not None
+        model.state, model.stage, model.begun_s = ModelState.LOADING, "starting its process", self._loop.time()
+        model.refusal = model.pid = None
+        model.is_leaving = False
+        model.num_loads += 1
+        model.notify.unlink(missing_ok=True)
+        model.notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        model.notices.bind(str(model.notify))
+        self._loop.add_reader(model.notices, self._on_notice, model)
+        logger.info("loading the model %s: %s", model.name, format_size(model.needed_bytes))
+        self._order(model, model.notify)
+
+    def _end(self, model: LocalModel) -> None:
+        """Ask its process to end; it takes no more requests."""
+        model.state, model.is_leaving = ModelState.ENDING, False
+        for connection in model.upstream.connections:
+            connection.close()
+        self._kill(model, signal.SIGTERM)
+        self._loop.call_later(END_S, self._kill_late, model, model.serial)
+
+    def _kill_late(self, model: LocalModel, serial: int) -> None:
+        if model.state is ModelState.ENDING and model.serial == serial:
+            logger.error("the process of the model %s has not ended after %g s, and is killed", model.name, END_S)
+            self._kill(model, signal.SIGKILL)
+
+    def _kill(self, model: LocalModel, number: signal.Signals) -> None:
+        if model.pid is not None:  # it is reaped only when the fork server has told so
+            with suppress(ProcessLookupError):
+                os.kill(model.pid, number)
+
+    # What processes tell.
+
+    def _on_notice(self, model: LocalModel) -> None:
+        """One message of sd_notify(3)."""
+        assert model.notices is not None
+        try:
+            data = model.notices.recv(NOTICE_BYTES)
+        except BlockingIOError:
+            return
+        fields = dict(line.partition("=")[::2] for line in data.decode("utf-8", "replace").splitlines())
+        if "X_CAUSE" in fields:
+            model.refusal = Refusal(fields["X_CAUSE"], fields.get("X_FIX", "see the log"))
+        if model.state is not ModelState.LOADING:
+            return
+        model.stage = fields.get("STATUS", model.stage).removeprefix("Loading: ")
+        if "READY" in fields:
+            self._on_ready(model)
+
+    def _on_ready(self, model: LocalModel) -> None:
+        now_s = self._loop.time()
+        model.state, model.turn_s, model.load_s = ModelState.AWAKE, now_s, now_s - model.begun_s
+        model.failure, model.backoff_s = None, FIRST_BACKOFF_S
+        logger.info("the model %s is loaded: %.1f s", model.name, model.load_s)
+        self._wake(model, None)
+        self._set_timer(model)
+        self._advance()
+
+    def _wake(self, model: LocalModel, error: ServiceError | None) -> None:
+        for waiting in (model.requests, model.others):
+            woken, waiting[:] = waiting[:], []
+            for one in woken:
+                if one.done():
+                    continue
+                if error is None:
+                    one.set_result(None)
+                else:
+                    one.set_exception(error)
+
+    def _on_ended(self, model: LocalModel, status: int) -> None:
+        """Its process has ended."""
+        was, model.state, model.pid = model.state, ModelState.ASLEEP, None
+        for connection in model.upstream.connections:
+            connection.abort()
+        assert model.notices is not None
+        self._loop.remove_reader(model.notices)
+        model.notices.close()
+        for path in (model.notify, model.socket_path):
+            path.unlink(missing_ok=True)
+        self._ended.set()
+        if was is ModelState.LOADING:
+            refusal = model.refusal or Refusal(f"its process ended: {_shown(status)}", "see the log")
+            self._fail(model, refusal)
+        elif was is ModelState.AWAKE:
+            model.num_failures += 1
+            logger.error("the process of the model %s has ended: %s", model.name, _shown(status))
+            has_died_soon, model.has_died_soon = model.has_died_soon, self._loop.time() < model.turn_s + LEAST_RUN_S
+            if has_died_soon and model.has_died_soon:
+                self._fail(model, Refusal(f"its process dies again and again: {_shown(status)}", "see the log"))
+        if model.requests or model.others:
+            self._want(model)
+        self._advance()
+
+    def _fail(self, model: LocalModel, refusal: Refusal) -> None:
+        """It cannot be loaded: those who wait are told, and it is not tried again for a while."""
+        self._wanted.pop(model, None)
+        model.num_failures += 1
+        model.plan = None  # its files may change
+        model.retry_s = self._loop.time() + model.backoff_s
+        message = f"The model {model.name} cannot be loaded: {refusal}"
+        model.failure = ServiceError(ErrorKind.UNAVAILABLE, message, "model_not_loaded", retry_after_s=model.backoff_s)
+        logger.error(
+            "the model %s cannot be loaded; tried again in %g s at the soonest: %s",
+            model.name,
+            model.backoff_s,
+            refusal,
+        )
+        model.backoff_s = min(MOST_BACKOFF_S, 2 * model.backoff_s)
+        self._wake(model, model.failure)
+
+    # The fork server.
+
+    def _start_server(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own = ("STEPLOOP_", "LISTEN_", "NOTIFY_", "WATCHDOG_")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.fork_server", str(theirs.fileno()), str(self._home)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+                start_new_session=True,  # a terminal's Ctrl-C is for the server
+            )
+        ours.setblocking(False)
+        self._line = ours
+        self._loop.add_reader(ours, self._on_line)
+
+    def _order(self, model: LocalModel, notify: Path | None) -> None:
+        """Have it planned, or its process started."""
+        if self._line is None:
+            self._start_server()
+        assert self._line is not None
+        self._serials += 1
+        config = model.config
+        if model.plan is not None:
+            config = replace(config, kv_memory_bytes=model.plan.kv_bytes)
+        model.serial, self._by_serial[self._serials] = self._serials, model
+        bound = self._bound_bytes
+        self._line.send(pickle.dumps(Order(self._serials, config, bound, None if notify is None else str(notify))))
+
+    def _on_line(self) -> None:
+        assert self._line is not None
+        try:
+            data = self._line.recv(NOTICE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._on_server_lost()
+            return
+        news: News = pickle.loads(data)
+        model = self._by_serial.get(news.serial)
+        if model is None:  # a plan, told already, whose process has ended
+            return
+        if news.status is not None:
+            del self._by_serial[news.serial]
+            if model.state is not ModelState.ASLEEP:
+                self._on_ended(model, news.status)
+            else:  # planning
+                self._fail(model, Refusal(f"planning it has ended: {_shown(news.status)}", "see the log"))
+                self._advance()
+        elif isinstance(news.told, int):
+            model.pid = news.told
+            if model.state is ModelState.ENDING:
+                self._kill(model, signal.SIGTERM)
+        elif isinstance(news.told, Plan):
+            del self._by_serial[news.serial]
+            model.plan = news.told
+            self._advance()
+        elif isinstance(news.told, Refusal):
+            del self._by_serial[news.serial]
+            self._fail(model, news.told)
+            self._advance()
+
+    def _on_server_lost(self) -> None:
+        """The fork server has ended, and with it all processes."""
+        assert self._line is not None
+        assert self._server is not None
+        self._loop.remove_reader(self._line)
+        self._line.close()
+        self._line = None
+        status = self._server.wait()
+        if not self._is_closing:
+            logger.error("the process that starts models has ended, with the status %d", status)
+        lost, self._by_serial = self._by_serial, {}
+        for model in lost.values():
+            if model.state is ModelState.ASLEEP:
+                self._fail(model, Refusal("the process that starts models has ended", "see the log"))
+            else:
+                self._on_ended(model, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End all processes, and wait for that."""
+        self._is_closing = True
+        for model in self.models.values():
+            if model.timer is not None:
+                model.timer.cancel()
+            if model.state in (ModelState.AWAKE, ModelState.LOADING):
+                self._end(model)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                while any(one.state is not ModelState.ASLEEP for one in self.models.values()):
+                    self._ended.clear()
+                    await self._ended.wait()
+        if self._line is not None:
+            self._loop.remove_reader(self._line)
+            self._line.close()  # the fork server ends, and with it its processes and the directory
+        if self._server is not None:
+            await self._loop.run_in_executor(None, self._server.wait)
+
+
+def _shown(status: int) -> str:
+    """As os.waitpid has it."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        why = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
+        return f"signal {number}{why}"
+    return f"exit code {os.waitstatus_to_exitcode(status)}"

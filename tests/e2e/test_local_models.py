@@ -1,0 +1,133 @@
+"""Models that a server starts when they are asked for: which are awake, what a killed process costs, what is left."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from server.engine_loader import DEMO_DIRECTORY
+from tests.e2e.polling import wait_for
+from tests.e2e.raw_http import RawAnswer, ask, post_bytes
+from tests.e2e.server_process import ServerProcess, ready_server
+
+SMALL = 'settings = { max_model_len = 256, max_sequences = 4, max_batch_tokens = 64, kv_memory = "8MiB" }'
+QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+BOUND = "30MiB"  # for one of them
+
+
+def entry(name: str, path: Path | str = DEMO_DIRECTORY, *lines: str) -> str:
+    return "\n".join((f'[[models]]\nname = "{name}"\npath = "{path}"', SMALL, *lines, ""))
+
+
+@contextmanager
+def serving(directory: Path, *entries: str, flags: tuple[str, ...] = ()) -> Iterator[ServerProcess]:
+    directory.mkdir(parents=True, exist_ok=True)
+    config = directory / "models.toml"
+    config.write_text("\n".join(entries))
+    with ready_server(directory / "server", None, "--config", str(config), *flags) as server:
+        yield server
+
+
+def chat(server: ServerProcess, model: str) -> RawAnswer:
+    body = {"model": model, "messages": QUESTION, "max_tokens": 4}
+    return ask(server.port, "POST", "/v1/chat/completions", json.dumps(body).encode())
+
+
+def children(pid: int) -> list[int]:
+    """All below it."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(path.parent.name)] = int(fields[1])
+    below = {pid}
+    for _ in range(4):  # server, fork server, model, its process for grammars
+        below |= {child for child, parent in parents.items() if parent in below}
+    return sorted(below - {pid})
+
+
+def models_of(server: ServerProcess) -> list[int]:
+    """The processes of its models."""
+    (forks,) = [one for one in children(server.process.pid) if os.getpgid(one) == one]
+    return [one for one in children(forks) if os.path.exists(f"/proc/{one}")]
+
+
+def loaded(server: ServerProcess) -> list[str]:
+    cards = ask(server.port, "GET", "/v1/models").json["data"]
+    return [card["id"] for card in cards if card["status"]["value"] == "loaded"]
+
+
+def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_gives_way(tmp_path: Path) -> None:
+    entries = (entry("one", DEMO_DIRECTORY, 'aliases = ["uno"]'), entry("two"), entry("gone", tmp_path / "x.gguf"))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF, and nothing more")
+    flags = ("--models-memory", BOUND, "--ledger", str(tmp_path / "ledger.db"))
+    with serving(tmp_path, *entries, flags=flags) as server:
+        assert loaded(server) == []
+        for name, shown in (("uno", ["one", "uno"]), ("two", ["two"]), ("one", ["one", "uno"])):
+            answer = chat(server, name)
+            assert (answer.status, answer.json["model"]) == (200, name)
+            assert loaded(server) == shown
+            assert len(models_of(server)) == 1
+        (pid,) = models_of(server)
+        for _ in range(2):  # a failed load is told, and those who ask soon after get the same at once
+            answer = chat(server, "gone")
+            assert (answer.status, answer.code) == (503, "model_not_loaded")
+            assert "GGUF" in answer.error["message"]
+            assert "retry-after" in answer.headers
+        wait_for(lambda: models_of(server) == [pid], lambda: "the end of the process that planned")
+        lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]
+        assert {line["model"]: line["requests"] for line in lines if line["completion_tokens"]} == {"one": 2, "two": 1}
+        server.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: Path) -> None:
+    with serving(tmp_path, entry("one"), entry("two")) as server:
+        assert chat(server, "two").status == 200
+        (other,) = models_of(server)
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            body = {"model": "one", "prompt": "a", "max_tokens": 240, "stream": True, "ignore_eos": True}
+            client.sendall(post_bytes("/v1/completions", body, ("connection: close",)))
+            received = client.recv(1 << 16)
+            while b"data: {" not in received:
+                received += client.recv(1 << 16)
+            (pid,) = set(models_of(server)) - {other}
+            os.kill(pid, signal.SIGKILL)
+            while piece := client.recv(1 << 16):
+                received += piece
+        last = received[received.rindex(b"data: {") + 6 :].splitlines()[0]
+        assert json.loads(last)["error"]["code"] == "upstream_error"
+        assert chat(server, "one").status == 200
+        assert other in models_of(server)
+        assert len(models_of(server)) == 2
+        below = children(server.process.pid)
+        server.send_signal(signal.SIGKILL)
+        wait_for(lambda: not any(os.path.exists(f"/proc/{one}") for one in below), lambda: f"the end of {below}")
+
+
+@pytest.mark.slow
+def test_twenty_swaps_leak_nothing_and_lose_nothing(tmp_path: Path) -> None:
+    names = ("one", "two", "three")
+    flags = ("--models-memory", BOUND, "--ledger", str(tmp_path / "ledger.db"))
+    with serving(tmp_path, *map(entry, names), flags=flags) as server:
+        first = chat(server, names[0])
+        open_files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+        tokens = [first.json["usage"]["completion_tokens"]]
+        for i in range(1, 21):
+            answer = chat(server, names[i % 3])
+            assert answer.status == 200, answer
+            tokens.append(answer.json["usage"]["completion_tokens"])
+        wait_for(lambda: len(models_of(server)) == 1, lambda: f"one process, not {models_of(server)}")
+        assert len(os.listdir(f"/proc/{server.process.pid}/fd")) <= open_files
+        lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]
+        assert sum(line["completion_tokens"] for line in lines) == sum(tokens)
+        assert sum(line["requests"] for line in lines) == 21
