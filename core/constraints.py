@@ -36,8 +36,8 @@ MAX_RULES = 500
 MAX_BRACKETS = 64  # open at once, in a grammar
 # Of grammars, where brackets stand for themselves: texts, classes or expressions, and comments. Unclosed ones are found
 # as well, and nothing is tried twice: expressions that backtrack over a client's text would take minutes, with the GIL.
-_GBNF_TEXTS = re.compile(r'"(?:\\.|[^"\\])*+"?|\[(?:\\.|[^\]\\])*+\]?|#[^\r\n]*+', re.DOTALL)
-_LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?!/)(?:\\.|[^/\\\n])++/?|(?://|#)[^\n]*+')
+_GBNF_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*+', re.DOTALL)
+_LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*+')
 _RULE = re.compile(r"^[ \t]*+[?!]?[\w.\-]++[^\n:]*+:", re.MULTILINE)
 _GBNF_ROOT = re.compile(r"^[ \t]*+root\s*+::=", re.MULTILINE)
 MAX_WHOLE = 2**53  # beyond it the library rounds
@@ -57,7 +57,7 @@ ENFORCED = frozenset(
     )
 )
 MAX_REPEATED = 20_000  # characters of a regular expression, counts multiplied
-_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
 _EXTENSION = re.compile(r"x-(?!guidance)")  # annotations of OpenAPI's; x-guidance has options for the library
 MAX_SHOWN = 200  # characters of what a refusal repeats
 MAX_SUBSETS = 128  # of an object's properties, to hold how many of the optional ones there are

@@ -267,7 +267,7 @@ def _place_of(error: str, spec: GrammarSpec) -> str:
 
 
 _GBNF_TOKENS = re.compile(
-    r"""(?P<blank>\s+|\#[^\r\n]*)|(?P<name>[\w-]+)|(?P<defines>::=)|(?P<text>"(?:[^"\\]|\\.)*+")|(?P<set>\[(?:[^\]\\]|\\.)*+\])"""
+    r"""(?P<blank>\s+|\#[^\r\n]*)|(?P<name>[\w-]+)|(?P<defines>::=)|(?P<text>"(?:[^"\\]|\\.)*")|(?P<set>\[(?:[^\]\\]|\\.)*\])"""
     r"""|(?P<count>[*+?]|\{\s*\d{1,9}\s*(?:,\s*(?:\d{1,9}\s*)?)?\})|(?P<mark>[()|.])|(?P<unknown>(?s:.))""",
     re.DOTALL,
 )
