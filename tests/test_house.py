@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (9770, 28),
+    "server": (9810, 28),
     "server/api": (4600, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
@@ -31,7 +31,7 @@ BUDGETS = {
     "gpu/parallel": (760, 5),
     "bench": (8425, 32),
 }
-TEST_LINES = 58_140
+TEST_LINES = 58_500
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
