@@ -6,8 +6,8 @@
 The gate's work and the ledger are the generation's (server/generation.py). Of a body only `model`, `stream_options` and
 `priority` are rewritten, and `cache_salt` for upstreams of our own; of an answer, its id and model. All else passes.
 
-Tokens are those of the upstream's usage. Until it comes, a prompt counts as a third of its bytes, and an event with
-text as a token: that is what is billed of an answer that is broken off.
+Tokens are those of the upstream's usage. Until it comes, a prompt counts by the model's tokenizer if it is here, as a
+third of its bytes otherwise, and an event with text as a token: that is what is billed of an answer that is broken off.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ from server.api.decoding import convert, parse_object
 from server.api.fields import GenerationCall, MaxTokens, RequestLimits
 from server.api.models import ServedModel
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
+from server.backend import CountTokens
 from server.clock import Clock
 from server.engine_client import NOT_YET, DeltaSink, LoopWork
 from server.gate.admission import Admission
@@ -40,7 +41,7 @@ from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
-from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks
+from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
 from server.upstream.settings import ModelSettings
 from server.wire import sse
 
@@ -225,6 +226,7 @@ class Relay:
 
     Args:
         request_limits: of n and prompts.
+        count: makes ids of prompts by the model's tokenizer; None: it is not here.
 
     Attributes:
         fallbacks: of other models, which are asked in turn while this one's upstreams do not answer.
@@ -236,6 +238,7 @@ class Relay:
         admission: Admission,
         clock: Clock,
         request_limits: RequestLimits,
+        count: CountTokens | None = None,
         work: LoopWork | None = None,
     ) -> None:
         self.pool = pool
@@ -245,6 +248,7 @@ class Relay:
         self.make_compiler = None
         self.clock = clock
         self._limits = request_limits
+        self._count = count
         settings = pool.settings
         created_s = int(clock.unix())
         card = ServedModel(id=settings.name, created_s=created_s, max_model_len=settings.max_model_len)
@@ -295,9 +299,22 @@ class Relay:
             fields["priority"] = tenant.priority_of(asked.priority)
         _address_to(self.pool.settings, fields, salt, asked.cache_salt)
         marks.enter(Stage.OFFLOAD)
-        num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
-        prompt = leading_blocks(f"{tenant.cache_salt_domain} {asked.cache_salt}", all_texts, num_prompt_tokens)
+        domain = f"{tenant.cache_salt_domain} {asked.cache_salt}"
+        prompt = None if self._count is None else self._counted(self._count, surface, body, domain, marks)
+        if prompt is None:
+            num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
+            prompt = leading_blocks(domain, all_texts, num_prompt_tokens)
         return Passed(call, sse.json_line(fields), prompt, call.is_stream, salt, asked.cache_salt)
+
+    def _counted(
+        self, count: CountTokens, surface: Surface, body: bytes, domain: str, marks: StageMarks
+    ) -> LeadingBlocks | None:
+        """None: this server cannot read the body; the upstream may."""
+        marks.enter(Stage.TOKENIZE)
+        try:
+            return leading_token_blocks(domain, count(surface, body))
+        except ServiceError:
+            return None
 
     def _call(self, asked: _Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant) -> GenerationCall:
         prompt, num_prompts = fields.get("prompt"), 1

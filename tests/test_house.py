@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (9810, 28),
+    "server": (9910, 28),
     "server/api": (4600, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
@@ -24,12 +24,12 @@ BUDGETS = {
     "server/observing": (1805, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
-    "core": (13_255, 34),
-    "gpu": (9050, 30),
-    "gpu/cpu_kernels": (3450, 9),
+    "core": (13_480, 35),
+    "gpu": (9110, 30),
+    "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8425, 32),
+    "bench": (8435, 32),
 }
 TEST_LINES = 58_500
 

@@ -11,17 +11,23 @@ from typing import Any
 import orjson
 import pytest
 
+from core.errors import StartupError
 from server.api.replies import status_of
+from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
 from server.gate.text_rules import TextRule
 from server.listening.sockets import Bind, UnixAddress
-from server.relay import PASSAGES, refusal_of
+from server.observing.timing import StageMarks
+from server.process import Server
+from server.relay import PASSAGES, Relay, refusal_of
 from server.upstream.exchange import AnswerHead
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import UpstreamSettings
 from server.wire.http2_frames import FRAME_HEADER, HEADERS, PREFACE
 from server.wire.http2_heads import ResponseEncoder
 from tests.certificates import make_certificate
+from tests.core.chat_templates import CHATML
+from tests.core.small_tokenizers import byte_level
 from tests.server import raw_http2
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
 from tests.server.running_server import ask, closing, open_with, read_answer, serving
@@ -242,6 +248,33 @@ async def test_the_trace_goes_on_at_the_upstream() -> None:
         assert seen[0].alias == answer.headers["x-request-id"]
         shown = await gateway.ask(request("GET", "/v1/requests/" + answer.headers["x-request-id"]))
         assert shown.json["model"] == ASKED
+
+
+async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 1000}
+    files = {
+        "tokenizer.json": byte_level().to_str(),
+        "config.json": config,
+        "tokenizer_config.json": {"chat_template": CHATML},
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else orjson.dumps(content))
+    async with relaying(tokenizer=str(tmp_path)) as gateway:
+        relay = gateway.server._app.served.others[ASKED].reader
+        assert isinstance(relay, Relay)
+        names = {"chatcmpl-": "chat", "cmpl-": "completions", "resp_": "responses", "msg_": "messages"}
+        for surface, passage in PASSAGES.items():
+            data = SURFACES[names[passage.prefix]]()
+            marks = StageMarks(lambda: 0.0)
+            counted = relay.prepare(surface, data.split(b"\r\n\r\n", 1)[1], Tenant(name="t"), marks).prompt.num_tokens
+            answer = await gateway.ask(data)
+            told = answer.json["usage"]
+            prompt = told.get("prompt_tokens") or told["input_tokens"] + told.get("cache_read_input_tokens", 0)
+            assert counted == prompt
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:abc"}}]}]
+        assert (await gateway.ask(SURFACES["chat"](messages=image))).status == 400  # the upstream's word, not ours
+    with pytest.raises(StartupError, match="does not exist"):
+        Server(ServerConfig(models=(model("http://h:1", tokenizer="/nowhere"),)), no_engine, print)
 
 
 async def test_a_document_reserves_what_it_may_take() -> None:
