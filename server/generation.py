@@ -176,7 +176,7 @@ class Generations:
     grammars: GrammarCache = field(default_factory=GrammarCache)
     compiling: CompileQueue = field(default_factory=CompileQueue)
     active: dict[str, "Generation"] = field(default_factory=dict)
-    offload_compiling: Offload | None = None  # of grammars, one at a time; None: as other work
+    offload_compiling: Offload | None = None  # of grammars; None: as other work
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:

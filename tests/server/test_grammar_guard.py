@@ -63,8 +63,8 @@ def test_without_a_second_process_grammars_are_compiled_all_the_same(
 def test_the_process_ends_with_its_compiler() -> None:
     guarded = compiler()
     guarded.compile(regex("a", "guided_regex"))
-    process = guarded._process
-    assert process is not None
+    (worker,) = guarded._workers
+    process = worker._process
     del guarded
     assert process.returncode is not None
     with pytest.raises(ProcessLookupError):
