@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -56,7 +55,11 @@ class Prepared:
     remember: Callable[[Sequence[int]], None] | None = None
     adapter: Adapter | None = None
     breakers: Breakers | None = None
-    tells_tokens: ClassVar[bool] = True
+
+    @property
+    def tells_tokens(self) -> bool:
+        """They come one by one, so that the first has a deadline of its own."""
+        return self.call.beams is None
 
     @property
     def continues_text(self) -> bool:
@@ -121,8 +124,16 @@ class PromptReader:
         if rules.on_prompt or (call.echo and rules.on_answer):
             for prompt, param in prompts:
                 rules.check_prompt(self._texts_of(prompt), param, is_echoed=call.echo)
-        if call.num_sequences > self.max_sequences:
-            raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
+        if call.num_computed > self.max_sequences:
+            param = (
+                "n" if call.num_computed == call.num_sequences else "best_of" if call.beams is None else "beam_width"
+            )
+            raise InvalidRequest(f"{param} must be at most {self.max_sequences} on this server.", param)
+        if call.is_stream and (call.beams is not None or call.num_computed > call.num_sequences):
+            param = "best_of" if call.beams is None else "beam_width"
+            raise InvalidRequest(f"{param} cannot stream: the best answers are known at their end.", "stream")
+        if call.beams is not None:
+            _check_beams(call)
         texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
         domain = tenant.cache_salt_domain, call.cache_salt
         ids = [self._encode_checked(*one, text, marks, domain) for one, text in zip(prompts, texts, strict=True)]
@@ -275,7 +286,8 @@ class PromptReader:
                 prompt_ids=ids,
                 sampling=self._sampling(call, len(ids)),
                 arrival_s=arrived_s,
-                num_sequences=call.num_sequences,
+                num_sequences=call.num_computed,
+                beams=call.beams,
                 tenant=caller.sharing_name,
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
@@ -371,6 +383,20 @@ class PromptReader:
             prompt_ids=prompts if call.echo or call.tokens.returns_ids else (),
             special_ids=tokenizer.special_ids if hides_special else frozenset(),
         )
+
+
+def _check_beams(call: GenerationCall) -> None:
+    """
+    Raises:
+        InvalidRequest: something holds the answer, which no beam search follows, or drafts it.
+    """
+    held = None if call.constraint is None else "tools" if call.tools is not None else call.constraint.param
+    budget = call.thought is not None and call.thought.most_tokens is not None
+    clashes = {held: held, "thinking_token_budget": budget, "prediction": call.prediction}
+    clashes["max_tokens"] = call.sampling.max_tokens == 0
+    for param, clashes_with_beams in clashes.items():
+        if clashes_with_beams:
+            raise InvalidRequest(f"{param} does not go with beams. Leave one of them out.", param)
 
 
 def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCall:
