@@ -39,11 +39,14 @@ class TextPrompt(msgspec.Struct, frozen=True):
     Args:
         adds_special_tokens: as the model wants them around a raw text.
         suffix: the text behind the answer; None: the answer goes on with `text`.
+        extra: names and texts of other files, which come first, beside a suffix.
     """
 
     text: str
     adds_special_tokens: bool = True
     suffix: str | None = None
+    extra: tuple[tuple[str, str], ...] = ()
+    suffix_param: str = "suffix"  # the field that it came in
 
 
 class IdsPrompt(msgspec.Struct, frozen=True):
