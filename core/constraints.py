@@ -336,10 +336,10 @@ def check_answerable(schema: Any, param: str, most_characters: float = MOST_CHAR
     if found.num_characters == math.inf:
         raise InvalidRequest(f"{found.path} cannot be satisfied: {found.why}. Correct the schema.", param)
     if found.num_characters > most_characters:
-        limit = (
-            f"Its shortest answer has {found.num_characters:.0f} characters, the model's longest {most_characters:.0f}"
+        why = (
+            f"Its shortest answer is longer than the {most_characters:.6g} characters that this model's tokens can hold"
         )
-        raise InvalidRequest(f"{found.path} cannot be satisfied within this model's length. {limit}.", param)
+        raise InvalidRequest(f"{found.path} cannot be satisfied within this model's length. {why}.", param)
 
 
 def _target(root: Any, pointer: str, param: str) -> Any:

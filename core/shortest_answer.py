@@ -156,7 +156,7 @@ class _Search:
         while waiting:
             plain, unread = waiting.pop()
             while unread:
-                self._count(1 + len(waiting))
+                self._count(1)
                 path, one = unread.pop()
                 if one is False:
                     node.conflict = node.conflict or "none of its alternatives may be"
@@ -246,7 +246,8 @@ class _Search:
         for schema in schemas:
             if _is_closed(schema) and len(schema.get("properties", ())) < least:
                 raise _Conflict("it has fewer properties than minProperties")
-        values, cost = [], 2 + max(0, len(names) - 1) + 5 * max(0, least - len(names))
+        num_commas = max(0, len(names) - 1, least - 1)
+        values, cost = [], 2 + num_commas + len('"":0') * max(0, least - len(names))
         for name in names:
             self._count(len(parts))
             cost += _length(name) + 1
@@ -288,7 +289,7 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 def _numbers(schemas: Sequence[Mapping[str, Any]], keyword: str) -> list[float]:
     values = [schema.get(keyword) for schema in schemas]
-    return [one for one in values if isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)]
+    return [one for one in values if type(one) is int or (isinstance(one, float) and math.isfinite(one))]
 
 
 def _bounds(schemas: Sequence[Mapping[str, Any]], what: str) -> tuple[int, float]:
@@ -319,7 +320,7 @@ def _number(schemas: Sequence[Mapping[str, Any]], is_whole: bool) -> int:
     if low > high or (low == high and (low in above or high in below)):
         raise _Conflict(f"no number is between its minimum ({low}) and its maximum ({high})")
     for step in _numbers(schemas, "multipleOf"):
-        if is_whole and isinstance(step, int) and step > 0 and math.isfinite(low) and -(-low // step) * step > high:
+        if is_whole and isinstance(step, int) and step > 0 and low > -math.inf and -(-low // step) * step > high:
             raise _Conflict(f"no multiple of {step} is between its minimum ({low}) and its maximum ({high})")
     return 1
 
