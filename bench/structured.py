@@ -232,7 +232,7 @@ def measure_first_token(runner: ModelRunner, arguments: argparse.Namespace) -> T
 def forced_times(streams: Streams, grammar: Grammar, num_streams: int) -> tuple[float, int]:
     """Seconds until all of the answers have ended, and their tokens."""
     started_s = time.perf_counter()
-    names = [streams.submit(streams.prompt(PROMPT), ANSWER_TOKENS, 1.0, grammar) for _ in range(num_streams)]
+    names = [streams.submit(streams.prompt(PROMPT), ANSWER_TOKENS, 1.0, grammar=grammar) for _ in range(num_streams)]
     streams.run()
     return time.perf_counter() - started_s, sum(len(streams.tokens[name]) for name in names)
 
