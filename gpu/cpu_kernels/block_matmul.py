@@ -9,8 +9,8 @@ its company: integers are exact, and floats are added in one order however many 
     x[i] ~ scale_x * q[i],  weight[i] = scale * (u[i] - offset) - minimum
     sum of a group = scale_x * (scale * (sum(u * q) - offset * sum(q)) - minimum * sum(q))
 
-One Zen 5 core: one row takes blocks from memory at 27 (Q5_K) to 34 GB/s (Q8_0), where a dot product read 33, and from the
-third-level cache at 56 to 88; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
+One Zen 5 core: one row takes blocks from memory at 27 (Q5_K) to 34 GB/s (Q8_0), where a dot product read 33, and from
+the third-level cache at 56 to 88; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
 
 The blocks lie as gpu/blocks.py packs them: as stored, each field 64 times, once for each output.
 """

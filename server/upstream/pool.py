@@ -315,6 +315,12 @@ class Pool:
         return len(self._waiting)
 
     @property
+    def is_out(self) -> bool:
+        """No upstream takes requests; of a model that is started on demand, one will."""
+        now_s = self._loop.time()
+        return self.settings.path is None and not any(one.takes_requests(now_s) for one in self.upstreams)
+
+    @property
     def fields(self) -> tuple[tuple[bytes, bytes], ...]:
         """That every request to an upstream bears."""
         key = self._api_key
