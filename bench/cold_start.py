@@ -30,7 +30,7 @@ from bench.raw_clients import http1_request
 from bench.results import Cell, table_of
 
 POLL_S = 0.01
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 QUESTION = {"model": "cold", "stream": True, "messages": [{"role": "user", "content": "What is a KV cache?"}]}
 PREFIX = " ".join(f"Line {i} says {i * i}." for i in range(120))

@@ -269,7 +269,7 @@ class Server:
             relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
             relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks)
             if isinstance(pool, LocalPool):
-                relay.admission.loading = pool
+                relay.admission.loading, pool.on_planned = pool, relay.note_length
             found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
         if own is not None:
             refuse_same_names([*(card.id for card in own.reader.cards), *found], "the configuration")
