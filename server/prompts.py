@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -189,7 +190,7 @@ class PromptReader:
         if isinstance(prompt, IdsPrompt):
             return prompt.ids
         if isinstance(prompt, TextPrompt):
-            self._check_length(prompt.text + (prompt.suffix or ""), param)
+            self._check_length("".join([prompt.text, prompt.suffix or "", *chain(*prompt.extra)]), param)
             if prompt.suffix is not None:
                 return self._encode_around(prompt, prompt.suffix)
             return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
@@ -201,10 +202,12 @@ class PromptReader:
         return tuple(self.turns.encode(text, domain))
 
     def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
-        ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens)
+        ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens, prompt.extra)
         if ids is None:
-            message = "This model's tokenizer has no marks for a text between two others. Leave suffix out."
-            raise InvalidRequest(message, "suffix", "unsupported_parameter")
+            message = (
+                "This model's tokenizer has no marks for a text between two others. Ask for what follows a prompt."
+            )
+            raise InvalidRequest(message, prompt.suffix_param, "unsupported_parameter")
         return tuple(ids)
 
     def _rendered(self, prompt: ChatPrompt, marks: StageMarks | None = None) -> str:
@@ -268,7 +271,7 @@ class PromptReader:
             texts += prompt.documents
             return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
         if isinstance(prompt, TextPrompt):
-            return [prompt.text] if prompt.suffix is None else [prompt.text, prompt.suffix]
+            return [prompt.text, *([prompt.suffix] if prompt.suffix else ()), *chain(*prompt.extra)]
         return [self.tokenizer.decode(prompt.ids)]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:

@@ -3,8 +3,9 @@
 First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
 flight and with two, without host memory and with it (tests/core/test_scheduler_machine.py), in turn by seed; then the
 whole server with every fault (tests/server/fault_history.py); then tool calls in every format, rendered, cut and parsed
-(tests/core/test_answer_parts.py); then models that are loaded and give way
-(tests/server/test_local_models.py). A failing seed is printed, with how to run it again, and how fast it all went.
+(tests/core/test_answer_parts.py); then models that are loaded and give way (tests/server/test_local_models.py); then a
+day of a gateway before 64 upstreams (tests/server/pool_day.py). A failing seed is printed, with how to run it again,
+and how fast it all went.
 """
 
 import argparse
@@ -22,12 +23,14 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from core.tool_formats import FORMATS
+from core.tool_formats import FORMATS, HARMONY
+from server.upstream.pool import Pool
 from tests.core.drawn_rules import run_seeded
 from tests.core.test_answer_parts import check_random_calls
 from tests.core.test_scheduler_machine import MACHINES
 from tests.server.fault_checks import Tally
 from tests.server.fault_history import FaultHistory
+from tests.server.pool_day import RoundRobin, run_day
 from tests.server.test_local_models import run_history
 
 J = TypeVar("J")
@@ -58,9 +61,9 @@ def run_machine_of(seed: int) -> int:
 def run_calls(seeds: Sequence[int]) -> int:
     """An answer in every format for each seed. Returns how many."""
     for seed in seeds:
-        for form in FORMATS:
+        for form in (*FORMATS, HARMONY):
             _noted(seed, "calls", partial(check_random_calls, form))
-    return len(seeds) * len(FORMATS)
+    return len(seeds) * (len(FORMATS) + 1)
 
 
 def run_loads(seeds: Sequence[int]) -> Counter[str]:
@@ -107,7 +110,8 @@ def _prepare() -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulate", description=__doc__)
-    parser.add_argument("--only", choices=("machine", "faults", "calls", "loads"), help="one of these; default: all")
+    only = ("machine", "faults", "calls", "loads", "day")
+    parser.add_argument("--only", choices=only, help="one of these; default: all")
     parser.add_argument("--seed", type=int, help="this one alone, in this process")
     parser.add_argument("--first-seed", type=int, default=1_000_000, help="of those that are run without --seed")
     parser.add_argument("--steps", type=int, default=MACHINE_STEPS, help="of the machine (default: %(default)s)")
@@ -117,11 +121,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one a core)")
     arguments = parser.parse_args(argv)
     _prepare()
-    kinds = {"machine": _run_machine, "faults": _run_faults, "calls": _run_calls, "loads": _run_loads}
-    for kind, run in kinds.items():
+    runs = (_run_machine, _run_faults, _run_calls, _run_loads, _run_day)
+    for kind, run in zip(only, runs, strict=True):
         if arguments.only in (None, kind):
             run(arguments)
     return 0
+
+
+def _run_day(arguments: argparse.Namespace) -> None:
+    run = partial(run_day, seed=arguments.first_seed if arguments.seed is None else arguments.seed)
+    ours, other = in_processes(min(2, arguments.processes), run, [Pool, RoundRobin])
+    print(f"a day of a gateway before 64 upstreams: {ours}; by round robin: {other}")
+    assert ours.hit_ratio >= 0.9
+    assert ours.median_ttft_s <= 0.5 * other.median_ttft_s
 
 
 def _run_machine(arguments: argparse.Namespace) -> None:

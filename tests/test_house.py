@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_010, 28),
-    "server/api": (4660, 15),
+    "server": (10_140, 28),
+    "server/api": (4835, 16),
     "server/commands": (1955, 11),
     "server/gate": (2530, 8),
     "server/ledger": (1580, 6),
@@ -24,14 +24,14 @@ BUDGETS = {
     "server/observing": (1805, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
-    "core": (13_780, 36),
+    "core": (13_850, 36),
     "gpu": (9110, 30),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8440, 32),
+    "bench": (8755, 33),
 }
-TEST_LINES = 59_300
+TEST_LINES = 60_000
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -325,11 +325,13 @@ class Unit:
             word(stream, n): a word of four bytes of these outputs, and the unit's index in the block.
         num_quads: of a unit.
         streams: (first byte in the stored block, words that a unit has of its own).
+        others: the bytes before or after the streams, of a block that is long.
     """
 
     numbers: Callable[[Any, Callable[[int, int], Any], Any], Iterator[tuple[int, Any]]]
     num_quads: int
     streams: tuple[tuple[int, int], ...]
+    others: tuple[int, int] = (0, 0)
 
 
 def _masked(builder, x, by, mask, to=0):
@@ -405,10 +407,8 @@ def _q3_k(builder, word, index):
         thirds, twos = word(0, quad), word(1, quad)
         for part in range(4):
             bit = builder.add(builder.mul(index, constant(4)), constant(part))
-            yield (
-                8 * part + quad,
-                builder.or_(_masked(builder, twos, 2 * part, TWOS), _masked(builder, thirds, bit, ONES, 2)),
-            )
+            low, third = _masked(builder, twos, 2 * part, TWOS), _masked(builder, thirds, bit, ONES, 2)
+            yield 8 * part + quad, builder.or_(low, third)
 
 
 UNITS = {
@@ -419,12 +419,12 @@ UNITS = {
     "Q5_1": Unit(_q5, 8, ((4, 5),)),
     "MXFP4": Unit(_of_table([number + FORMATS["MXFP4"].middle for number in MXFP4_NUMBERS]), 8, ((1, 4),)),
     "IQ4_NL": Unit(_of_table([number + FORMATS["IQ4_NL"].middle for number in IQ4_NUMBERS]), 8, ((2, 4),)),
-    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),)),
-    "Q2_K": Unit(_q2_k, 32, ((16, 8),)),
-    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8))),
-    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),)),
-    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8))),
-    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8))),
+    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),), (0, 8)),
+    "Q2_K": Unit(_q2_k, 32, ((16, 8),), (0, 16)),
+    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8)), (96, 110)),
+    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),), (0, 16)),
+    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8)), (0, 16)),
+    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8)), (192, 210)),
 }
 NAMES, SIGNED = tuple(FORMATS), tuple(found.signed is not None for found in FORMATS.values())
 BYTES, ELEMENTS, MIDDLES, GROUPS, HAVE_MINIMA = (
@@ -513,6 +513,8 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
     num_groups, num_parts = 4 * unit.num_quads // GROUP, GROUP // found.group
     width = max(1, min(COLUMNS, FEW_REGISTERS // (num_groups * num_parts * num_rows)))  # columns at a time
     some, row_numbers = range(width), range(num_rows)
+    # What is read in order is prefetched a little ahead; otherwise its place in the next stored block is.
+    ahead = FEW_AHEAD if width == COLUMNS and len(unit.streams) == 1 else found.size_bytes * BLOCK_OUTPUTS
     totals = [[cgutils.alloca_once(builder, FLOATS) for _ in some] for _ in row_numbers]
     counts = [
         [[cgutils.alloca_once(builder, PAIRS) for _ in some] for _ in row_numbers]
@@ -530,24 +532,15 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             rows = [
                 _at(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
             ]
-            x_sums = [
-                [
-                    load(
-                        builder,
-                        offset(builder, row, part // num_parts * GROUP_BYTES + _sum_at(part % num_parts, num_parts)),
-                        INT32,
-                    )
-                    for row in rows
-                ]
-                for part in range(len(counts))
-            ]
+            places = [_sum_at(part // num_parts, part % num_parts, num_parts) for part in range(len(counts))]
+            x_sums = [[load(builder, offset(builder, row, place), INT32) for row in rows] for place in places]
             for part, of_part in enumerate(x_sums):
                 _emit_first_counts(builder, of_part, found.middle, counts[part])
 
             def word_of(column):
                 def word(stream, n):
                     place = offset(builder, builder.add(word_at(stream, n), first), column * REGISTER_BYTES)
-                    prefetch.emit(builder, offset(builder, place, FEW_AHEAD))
+                    prefetch.emit(builder, offset(builder, place, ahead))
                     return load(builder, place, PAIRS)
 
                 return word
@@ -578,9 +571,9 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             store(builder, sums_at(row, column), builder.load(totals[row][column]))
 
 
-def _sum_at(part, num_parts):
-    """Where a row's group has the sum of a part, of so many."""
-    return SUM_AT if num_parts == 1 else SUM_AT + 4 * (1 + part)
+def _sum_at(group, part, num_parts):
+    """Where a row has the sum of a group's part, of so many."""
+    return group * GROUP_BYTES + SUM_AT + (4 * (1 + part) if num_parts > 1 else 0)
 
 
 def _emit_first_counts(builder, x_sums, middle, counts):
@@ -640,7 +633,7 @@ def _emit_tile(
         with cgutils.for_range(builder, num_lines) as lines:
             prefetch.emit(builder, _at(builder, ahead, (lines.index, REGISTER_BYTES)))
         for part in range(num_parts):
-            x_sums = [load(builder, offset(builder, row, _sum_at(part, num_parts)), INT32) for row in rows]
+            x_sums = [load(builder, offset(builder, row, _sum_at(0, part, num_parts)), INT32) for row in rows]
             _emit_first_counts(builder, x_sums, found.middle, counts)
             first_values = _at(builder, values, (groups.index, values_stride))
             with cgutils.for_range(builder, constant(num_quads)) as quads:
@@ -802,6 +795,7 @@ def _make_multiply(code):
     """
     elements, stored_bytes = ELEMENTS[code], BYTES[code] * BLOCK_OUTPUTS
     is_plain = SIGNED[code]  # stored as it is multiplied
+    others, others_end = (BLOCK_OUTPUTS * byte for byte in UNITS[NAMES[code]].others)
     part_lines = -(-PART_INPUTS // elements * stored_bytes // REGISTER_BYTES)
     group_lines = -(-part_lines // (PART_INPUTS // GROUP))
 
@@ -815,6 +809,8 @@ def _make_multiply(code):
             num_blocks = some // elements
             _decode_scales(code, at, num_blocks, scales, minima)
             if 0 < num_rows <= MOST_FEW_ROWS:
+                for line in range(at + stored_bytes + others, at + stored_bytes + others_end, REGISTER_BYTES):
+                    prefetch(line)
                 few_tile(code, num_rows, part_x, x_stride, at, num_blocks, scales, minima, sums)
                 at += num_blocks * stored_bytes
                 continue

@@ -39,11 +39,14 @@ class TextPrompt(msgspec.Struct, frozen=True):
     Args:
         adds_special_tokens: as the model wants them around a raw text.
         suffix: the text behind the answer; None: the answer goes on with `text`.
+        extra: names and texts of other files, which come first, beside a suffix.
     """
 
     text: str
     adds_special_tokens: bool = True
     suffix: str | None = None
+    extra: tuple[tuple[str, str], ...] = ()
+    suffix_param: str = "suffix"  # the field that it came in
 
 
 class IdsPrompt(msgspec.Struct, frozen=True):
@@ -480,7 +483,7 @@ _UNSUPPORTED = ("audio", "images", "prefix", "partial")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
+    type: str = "text"
     text: str | UnsetType | None = UNSET
     refusal: str | UnsetType | None = UNSET
 
@@ -538,6 +541,18 @@ def chat_prompt(
     _match_results(made, params, call_field)
     shown = () if tools is None else tuple(tools.for_template())
     return with_end(ChatPrompt(tuple(made), param, params[-1], shown, template_kwargs), None, is_begun)
+
+
+def joined_turn(turn: Message, more: Message) -> Message:
+    """Two messages of one role as one."""
+    contents = [one.content for one in (turn, more) if isinstance(one.content, str)]
+    thoughts = [one.reasoning_content for one in (turn, more) if one.reasoning_content]
+    return msgspec.structs.replace(
+        turn,
+        content="\n".join(contents) if contents else None,
+        tool_calls=[*(turn.tool_calls or ()), *(more.tool_calls or ())] or None,
+        reasoning_content="\n".join(thoughts) or None,
+    )
 
 
 def _match_results(messages: list[dict[str, Any]], params: list[str], call_field: str) -> None:
