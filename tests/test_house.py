@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_140, 28),
+    "server": (10_150, 28),
     "server/api": (4835, 16),
     "server/commands": (1955, 11),
     "server/gate": (2530, 8),
@@ -25,7 +25,7 @@ BUDGETS = {
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
     "core": (13_850, 36),
-    "gpu": (9110, 30),
+    "gpu": (9135, 30),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
