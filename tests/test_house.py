@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
     "server": (10_150, 28),
-    "server/api": (4835, 16),
+    "server/api": (4855, 16),
     "server/commands": (1955, 11),
     "server/gate": (2530, 8),
     "server/ledger": (1580, 6),
