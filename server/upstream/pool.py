@@ -116,7 +116,7 @@ class Upstream:
 
     def learn(self, prompt: "LeadingBlocks") -> None:
         known = self._known
-        for block in prompt.hashes:
+        for block in reversed(prompt.hashes):  # a prompt's end is forgotten before its beginning
             known.pop(block, None)
             known[block] = None
         while len(known) > MAX_KNOWN:
