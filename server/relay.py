@@ -1013,6 +1013,7 @@ class RelayHandle:
             self._linger.cancel()
         if self._exchange is not None:
             self._exchange.cancel()
+            self._exchange = None  # which refers back: all is freed without the garbage collector
         self._slot.leave()
         usage = self._usage
         if usage is None:
