@@ -15,9 +15,9 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_130, 28),
-    "server/api": (4845, 16),
-    "server/commands": (1900, 11),
+    "server": (10_255, 28),
+    "server/api": (4855, 16),
+    "server/commands": (1955, 11),
     "server/gate": (2530, 8),
     "server/ledger": (1580, 6),
     "server/listening": (1240, 5),
@@ -29,7 +29,7 @@ BUDGETS = {
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8750, 33),
+    "bench": (8805, 33),
 }
 TEST_LINES = 60_000
 
