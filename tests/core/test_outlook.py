@@ -52,7 +52,17 @@ def test_beside_decodes_a_prompt_gets_what_the_inter_token_target_leaves() -> No
 
 
 def test_steps_that_cost_nothing_take_no_time() -> None:
-    outlook = Outlook((0.0,) * 5, 4, 100, 1600, 2.0, 1.0, 16.0, 20.0, 20.0)
+    outlook = Outlook(
+        step_cost_s=(0.0, 0.0, 0.0, 0.0, 0.0),
+        max_sequences=4,
+        max_batch_tokens=100,
+        num_kv_tokens=1600,
+        inter_token_target=2.0,
+        miss_ratio=1.0,
+        kv_of_one=16.0,
+        tokens_left=20.0,
+        first_left=20.0,
+    )
     assert outlook.ttft_s(2, NOBODY, backlog_of(50, 1)) == 0.0
 
 
