@@ -180,6 +180,10 @@ class LocalModel:
         return self.state is ModelState.AWAKE
 
     @property
+    def last_load_s(self) -> float:
+        return self.load_s or 0.0
+
+    @property
     def expires_s(self) -> float | None:
         """When it sleeps if no request comes, on the loop's clock; None: never."""
         due_s = max(self.used_s, self.turn_s) + self.keep_alive_s
