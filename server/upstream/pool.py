@@ -116,7 +116,7 @@ class Upstream:
 
     def learn(self, prompt: "LeadingBlocks") -> None:
         known = self._known
-        for block in prompt.hashes:
+        for block in reversed(prompt.hashes):  # a prompt's end is forgotten before its beginning
             known.pop(block, None)
             known[block] = None
         while len(known) > MAX_KNOWN:
@@ -337,6 +337,9 @@ class Pool:
         await asyncio.gather(*self._probes, return_exceptions=True)
         for one in self.upstreams:
             one.close()
+
+    def keep(self, keep_alive_s: float) -> None:
+        """How long a model that is started on demand stays after a request; others are always there."""
 
     async def wait_probed(self) -> None:
         """Each upstream has been asked once."""
