@@ -58,10 +58,9 @@ def _preset(
 
 _QWEN: dict[str, Any] = {"attention_bias": False, "use_sliding_window": False, "head_dim": 128}
 QWEN2_05B = _preset("Qwen2ForCausalLM", 896, 4864, 24, (14, 2), model_type="qwen2", use_sliding_window=False)
-QWEN3_06B = _preset(
-    *("Qwen3ForCausalLM", 1024, 3072, 28, (16, 8)),
-    **{**_QWEN, "model_type": "qwen3", "vocab_size": 151_936, "max_position_embeddings": 40_960},
-)
+_QWEN3 = {**_QWEN, "model_type": "qwen3", "vocab_size": 151_936, "max_position_embeddings": 40_960}
+QWEN3_06B = _preset("Qwen3ForCausalLM", 1024, 3072, 28, (16, 8), **_QWEN3)
+QWEN3_17B = _preset("Qwen3ForCausalLM", 2048, 6144, 28, (16, 8), **_QWEN3)
 MOE_1B = _preset(  # 1.03G parameters, of which a token uses 0.24G: 4 of 32 experts in each layer
     *("Qwen3MoeForCausalLM", 1024, 3072, 18, (16, 4)),
     **{**_QWEN, "model_type": "qwen3_moe", "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 4},
@@ -83,7 +82,13 @@ LLAMA_8B = _preset(
     attention_bias=False,
     mlp_bias=False,
 )
-PRESETS = {"qwen2.5-0.5b": QWEN2_05B, "qwen3-0.6b": QWEN3_06B, "moe-1b": MOE_1B, "llama-8b": LLAMA_8B}
+PRESETS = {
+    "qwen2.5-0.5b": QWEN2_05B,
+    "qwen3-0.6b": QWEN3_06B,
+    "qwen3-1.7b": QWEN3_17B,
+    "moe-1b": MOE_1B,
+    "llama-8b": LLAMA_8B,
+}
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)  # ids 0, 1, 2

@@ -212,6 +212,12 @@ class Sequence:
             return self.num_own_tokens
         return min(self.num_own_tokens, self.num_tokens_kept)
 
+    @property
+    def answer_ids(self) -> list[int]:
+        """Its own tokens, without an ending stop id."""
+        own = self.token_ids[self.num_prompt_tokens :]
+        return own[:-1] if own and self.end_after_last_token() is FinishReason.STOP else own
+
     def end_of_scores(self, end: int) -> int:
         """Of its first `end` tokens, how many have logits that the prompt's logprobs come from."""
         return min(end, self.num_prompt_tokens - 1)

@@ -206,11 +206,13 @@ class SequenceStates:
             self.mean_answer_tokens += ANSWER_RATE * (max(1, sequence.num_billed_tokens) - self.mean_answer_tokens)
         group.num_live -= 1
         is_last = group.num_live == 0
+        answer_ids = tuple(sequence.answer_ids) if group.request.tells_answer else ()
         self.outbox.chunks.append(
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 stop_logprobs=stop_logprobs,
+                answer_ids=answer_ids,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,
                 usage=self._end_group(group) if is_last else None,

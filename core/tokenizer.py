@@ -187,6 +187,37 @@ class Tokenizer:
 
         return self._encoded(text, ids)
 
+    def may_cut(self, text: str, at: int) -> bool:
+        """Whether the ids of a rendered chat are those of its parts before and behind a place, where the template's own
+        text begins: the place is before a control token, or the tokenizer adds nothing to a text's beginning."""
+        if at >= len(text) or (isinstance(text, MarkedText) and text.origins[at]):
+            return False
+        return self._adds_nothing or self._control.begins_at(text, at)
+
+    @cached_property
+    def _adds_nothing(self) -> bool:
+        return b"".join(map(self.bytes_of, _ids(self._backend, ["a"], add_special_tokens=False)[0])) == b"a"
+
+    def spelled(self, token_ids: Sequence[int]) -> tuple[str, list["ControlToken"]] | None:
+        """An answer's text, special tokens by name, and where its control tokens are; None: it is no whole text."""
+        text, control, pending = "", list[ControlToken](), b""
+        try:
+            for token_id in token_ids:
+                if not self._control.has(token_id):
+                    pending += self.bytes_of(token_id)
+                    continue
+                text, pending = text + pending.decode(), b""
+                name = self.bytes_of(token_id).decode()
+                control.append(ControlToken(len(text), len(text) + len(name), token_id))
+                text += name
+            return text + pending.decode(), control
+        except UnicodeDecodeError:
+            return None
+
+    def may_have(self, text: str, part: slice, control: Sequence["ControlToken"]) -> bool:
+        """Whether ids with these control tokens may stand for a part of a rendered chat that spells them."""
+        return self._control.may_have(text, part, control)
+
     def _encoded(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
         try:
             text.encode()
@@ -233,6 +264,14 @@ class Tokenizer:
     def text_of(self, token_id: int) -> str:
         """The token's bytes as text, U+FFFD for parts of characters: what logprobs show."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
+
+
+class ControlToken(NamedTuple):
+    """Where a control token is in a text."""
+
+    start: int
+    stop: int
+    id: int
 
 
 class _TokenTexts:
@@ -290,6 +329,27 @@ class _ControlTokens:
         if (pre_tokenizer := _never_prepending(backend.pre_tokenizer)) is not None:
             self._plain_inner = _without_control(backend, self._tokens.keys())
             self._plain_inner.pre_tokenizer = pre_tokenizer
+
+    def has(self, token_id: int) -> bool:
+        return token_id in self._tokens
+
+    def begins_at(self, text: str, at: int) -> bool:
+        return bool(self._tokens) and self._spelled.match(text, at) is not None
+
+    def may_have(self, text: str, part: slice, control: Sequence[ControlToken]) -> bool:
+        """Whether each of them may be where it is, and each special token that the text has there is among them."""
+        if not self._is_spelled_out:
+            return False
+        origins = text.origins if isinstance(text, MarkedText) else bytes(len(text))
+        if any(self._is_refused(one.id, origins[one.start : one.stop]) for one in control):
+            return False
+        starts = {one.start for one in control}
+        for match in self._spelled.finditer(text, part.start, part.stop) if self._tokens else ():
+            token_id = self._ids[match[0]]
+            is_free = match.start() in starts or not self._tokens[token_id].special
+            if not is_free and not self._is_refused(token_id, origins[match.start() : match.end()]):
+                return False
+        return True
 
     def may_be_forged(self, text: MarkedText) -> bool:
         """Whether it may have a control token that the template did not write."""

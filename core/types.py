@@ -102,6 +102,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         breakers: of DRY.
         speculates: drafts of its next tokens may be computed. The tokens are the same.
         prediction_ids: what its answer is likely to say: a draft.
+        tells_answer: the ids of each sequence come with its end.
     """
 
     request_id: str  # ours, never the client's
@@ -121,6 +122,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     breakers: "Breakers | None" = None
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
+    tells_answer: bool = False
 
     counts_late: ClassVar[bool] = False
 
@@ -277,6 +279,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
         prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
             and in order, before any generated token, in chunks that contain nothing else.
+        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them.
     """
 
     request_id: str
@@ -287,6 +290,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: the sequence's part of the usage
+    answer_ids: tuple[int, ...] = ()
     usage: Usage | None = None
     cost: Cost = Cost()  # with usage
     error: str | None = None  # with FinishReason.ERROR: the cause, for the client
@@ -432,6 +436,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
         stop_string: with finish_reason: the stop string that ends the text.
+        answer_ids: with finish_reason: of all its text, where they are asked for and no stop string has cut it.
     """
 
     text: str
@@ -441,3 +446,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
+    answer_ids: tuple[int, ...] = ()

@@ -49,7 +49,8 @@ def _format(name: str, fields: tuple[tuple[int, int], ...], group: int, middle: 
     return BlockFormat(elements, size_bytes, fields, group, middle, **more)  # type: ignore[arg-type]
 
 
-# ggml-common.h, kvalues_iq4nl
+# ggml-common.h, kvalues_mxfp4: twice the numbers; kvalues_iq4nl
+MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 FORMATS = {
@@ -60,6 +61,9 @@ FORMATS = {
     "Q5_1": _format("Q5_1", ((2, 2), (4, 5)), 32, 0, has_minima=True),
     "IQ4_NL": _format("IQ4_NL", ((2, 1), (4, 4)), 32, 128),
     "IQ4_XS": _format("IQ4_XS", ((2, 2), (4, 33)), 32, 128),
+    "MXFP4": _format("MXFP4", ((1, 1), (4, 4)), 32, 12),
+    "Q2_K": _format("Q2_K", ((1, 16), (4, 16), (2, 2)), 16, 0, has_minima=True),
+    "Q3_K": _format("Q3_K", ((4, 27), (2, 1)), 16, 4),
     "Q5_K": _format("Q5_K", ((2, 2), (4, 43)), 32, 0, has_minima=True),
     "Q4_K": _format("Q4_K", ((2, 2), (4, 35)), 32, 0, has_minima=True),
     "Q6_K": _format("Q6_K", ((4, 48), (1, 16), (2, 1)), 16, 32),

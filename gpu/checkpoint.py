@@ -24,7 +24,7 @@ from core.gguf import BLOCKS, GgufTensor, parse_gguf
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf_model import hugging_face_tensors, is_norm_shifted, num_turned_heads
 from core.prequantized import Fp8Config, PackedConfig
-from gpu.blocks import IQ4_NUMBERS, PackedBlocks
+from gpu.blocks import IQ4_NUMBERS, MXFP4_NUMBERS, PackedBlocks
 from gpu.parameters import Target
 from gpu.prequantized import (
     FP8_FORMAT,
@@ -555,6 +555,43 @@ def dequantise_q5_0(blocks: Tensor) -> Tensor:
     return (nibbles | (_fifth_bits(blocks[:, 2:6]) << 4)).float().sub_(16).mul_(_halves(blocks[:, :2]))
 
 
+def dequantise_mxfp4(blocks: Tensor) -> Tensor:
+    """A byte e that stands for 2 ** (e - 127), then as IQ4_NL, of a table of halves."""
+    nibbles = torch.cat([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], 1)
+    numbers = torch.tensor(MXFP4_NUMBERS, dtype=torch.float32)[nibbles.int()]
+    return torch.ldexp(numbers, blocks[:, :1].int() - 128)
+
+
+def dequantise_q2_k(blocks: Tensor) -> Tensor:
+    """16 bytes of a scale and a minimum each, 256 pairs of bits, scale of scales, scale of minima.
+
+    Source: ggml-quants.c, dequantize_row_q2_K.
+    """
+    both, scale, lower = blocks[:, :16], _halves(blocks[:, 80:82]), _halves(blocks[:, 82:])
+    values = _bit_pairs(blocks[:, 16:80]).float().mul_((scale * (both & 15).float()).unsqueeze(2))
+    return values.sub_((lower * (both >> 4).float()).unsqueeze(2)).view(-1, K_ELEMENTS)
+
+
+def dequantise_q3_k(blocks: Tensor) -> Tensor:
+    """32 bytes of third bits, of which bit n is part n's, 256 pairs of bits, 16 scales in 6 bits, their scale.
+
+    Source: ggml-quants.c, dequantize_row_q3_K; 4 is zero, and so are 32 of a scale.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    thirds = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1).view(-1, 16, 16)
+    low = torch.cat([blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4], 1)
+    twos = torch.cat([(blocks[:, 104:108] >> shift) & 3 for shift in (0, 2, 4, 6)], 1)
+    scales = (low | (twos << 4)).float().sub_(32) * _halves(blocks[:, 108:])
+    values = (_bit_pairs(blocks[:, 32:96]) | (thirds << 2)).float().sub_(4)
+    return values.mul_(scales.unsqueeze(2)).view(-1, K_ELEMENTS)
+
+
+def _bit_pairs(packed: Tensor) -> Tensor:
+    """[blocks, 64] bytes → [blocks, 16, 16]: of each 32 bytes first all lowest pairs."""
+    packed = packed.reshape(-1, 2, 32)
+    return torch.stack([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], 2).view(-1, 16, 16)
+
+
 def dequantise_q4_k(blocks: Tensor) -> Tensor:
     """Scales and minima of 8 parts, 256 nibbles: in each 32 bytes first all low, then all high.
 
@@ -610,6 +647,9 @@ DEQUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_1": dequantise_q5_1,
     "IQ4_NL": dequantise_iq4_nl,
     "IQ4_XS": dequantise_iq4_xs,
+    "MXFP4": dequantise_mxfp4,
+    "Q2_K": dequantise_q2_k,
+    "Q3_K": dequantise_q3_k,
     "Q4_K": dequantise_q4_k,
     "Q5_K": dequantise_q5_k,
     "Q6_K": dequantise_q6_k,

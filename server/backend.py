@@ -19,6 +19,8 @@ from server.gate.tenants import Tenant
 from server.gate.text_rules import Matcher
 from server.observing.timing import StageMarks
 
+CountTokens = Callable[[Surface, bytes], list[tuple[int, ...]]]  # a body's prompts as ids; raises ServiceError
+
 
 class SequenceTimes(Protocol):
     """When a choice's text came: see RequestSequence."""

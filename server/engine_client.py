@@ -344,7 +344,10 @@ class RequestHandle:
         is_stopped = sequence.detokenizer.is_stopped
         reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
         stop_logprobs = None if is_stopped else chunk.stop_logprobs
-        self._report_delta(sequence, sequence.take_delta(text, reason, stop_logprobs), now_s)
+        delta = sequence.take_delta(text, reason, stop_logprobs)
+        if chunk.answer_ids and not is_stopped:
+            delta = msgspec.structs.replace(delta, answer_ids=chunk.answer_ids)
+        self._report_delta(sequence, delta, now_s)
 
     def _report_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
         if delta.num_tokens:

@@ -653,6 +653,8 @@ class Generation:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons.append(reason)
+            if delta.answer_ids and isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
+                self._prepared.remember(delta.answer_ids)
             if self._sequence(choice).last_s != NOT_YET:
                 self._num_decoding -= 1
                 self._place.on_choice_end()

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from core.chat_template import ChatTemplate
+from core.config import stated_context
 from core.engine import Engine
 from core.grammar import GrammarCompiler
 from core.plan import RunnerLimits
@@ -18,15 +19,18 @@ from core.thought_grammar import ThoughtVocabulary
 from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle, detect, detect_thought
 from core.tool_formats import ANY_FORMAT
+from core.turns import TurnMemory
 from core.types import Adapter, EngineStats, StepDelivery
 from server import __version__
 from server.adapters import adapter_card
 from server.api.fields import GenerationDefaults, RequestLimits
 from server.api.models import ServedModel, ServerCard
+from server.api.replies import Surface
+from server.backend import CountTokens
 from server.clock import Clock
 from server.engine_thread import Inbox
 from server.grammar_guard import GuardedCompiler
-from server.model_files import ModelFiles
+from server.model_files import ModelFiles, read_model_files
 from server.prompts import PromptReader
 
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
@@ -106,11 +110,43 @@ def prompt_reader(
             partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
         ),
         fingerprint=_fingerprint(loaded),
+        turns=TurnMemory(files.tokenizer),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
     for offered in (None, tools):
         reader.table_with(thought, offered)  # made now: requests find it
     return reader
+
+
+def token_counter(path: Path, context: int | None, clock: Clock, request_limits: RequestLimits) -> CountTokens:
+    """What makes token ids of prompts for a model that is computed elsewhere.
+
+    Args:
+        path: of its files; weights are not needed.
+
+    Raises:
+        StartupError: see read_model_files.
+    """
+    files = read_model_files(path, context)
+    styles = tool_style_of(files.chat_template), thought_style_of(files.chat_template)
+    defaults = GenerationDefaults(
+        vocab_size=files.tokenizer.vocab_size,
+        limits=request_limits,
+        tool_style=styles[0],
+        thought_style=styles[1],
+        **files.recommended,
+    )
+    most = context or stated_context(files.config)
+    reader = PromptReader((), files.tokenizer, files.chat_template, most, 1, defaults, clock.unix, _no_grammar)
+
+    def count(surface: Surface, body: bytes) -> list[tuple[int, ...]]:
+        return [reader.encode(one) for one in surface.parse(body, lambda model: (model or "", defaults)).prompts]
+
+    return count
+
+
+def _no_grammar() -> GrammarCompiler:
+    raise AssertionError("it only counts")
 
 
 def tool_style_of(template: ChatTemplate, tool_format: str = ANY_FORMAT) -> ToolStyle | None:

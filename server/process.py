@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
@@ -41,7 +42,7 @@ from server.ledger.usage import ANY_MODEL
 from server.listening.agent_check import AgentCheck
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
 from server.local_models import LocalModels
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
@@ -126,6 +127,11 @@ class Server:
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(1, "grammars")
+        self._token_counters = {
+            one.name: token_counter(Path(one.tokenizer), one.max_model_len, self._clock, config.request_limits)
+            for one in config.models
+            if one.tokenizer is not None
+        }
         self._pools = [Pool(one, self._loop) for one in config.models if one.path is None]
         self._pools += () if self._local is None else self._local.pools
         self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
@@ -257,7 +263,8 @@ class Server:
         found: dict[str, Backend] = {}
         pools = {pool.settings.name: pool for pool in self._pools}
         for pool in self._pools:
-            relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits)
+            count = self._token_counters.get(pool.settings.name)
+            relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
             relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks)
             found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
         if own is not None:

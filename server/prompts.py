@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
 from core.chat_template import ChatTemplate, max_text_chars
 from core.constraints import GrammarKind
@@ -24,6 +26,7 @@ from core.tokenizer import Tokenizer
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.tool_formats import HARMONY, THOUGHTS, markers_of, thought_markers_of
 from core.tool_grammar import harmony_answers
+from core.turns import Begun, Domain, TurnMemory
 from core.types import Adapter, Request, SamplingParams
 from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
 from server.api.models import ServedModel
@@ -39,13 +42,18 @@ _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it end
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call, its prompts as token ids, the text of its answers' tokens, and what holds them."""
+    """A call, its prompts as token ids, the text of its answers' tokens, and what holds them.
+
+    Args:
+        remember: called with the ids of each of its answers.
+    """
 
     call: GenerationCall
     prompts: list[tuple[int, ...]]
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
+    remember: Callable[[Sequence[int]], None] | None = None
     adapter: Adapter | None = None
     breakers: Breakers | None = None
     tells_tokens: ClassVar[bool] = True
@@ -67,6 +75,7 @@ class PromptReader:
         make_compiler: for the model's vocabulary; takes a while at the first call.
         thoughts: of that vocabulary; None: the model writes none.
         fingerprint: of the model and of what computes it.
+        turns: of chats, with the ids that they were computed as; None: each chat is tokenized by its text alone.
     """
 
     cards: tuple[ServedModel, ...]
@@ -81,6 +90,7 @@ class PromptReader:
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
     thoughts: ThoughtVocabulary | None = None
+    turns: TurnMemory | None = None
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
@@ -114,13 +124,17 @@ class PromptReader:
         if call.num_sequences > self.max_sequences:
             raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
         texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
-        ids = [self._encode_checked(*one, text, marks) for one, text in zip(prompts, texts, strict=True)]
+        domain = tenant.cache_salt_domain, call.cache_salt
+        ids = [self._encode_checked(*one, text, marks, domain) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
+        remember = None
+        if self.turns is not None and texts[0] is not None:
+            remember = partial(self.turns.add, Begun(domain, texts[0], np.array(ids[0], np.int32)))
         adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
         table, predicted = self._table_of(call), self._predicted(call)
-        return Prepared(call, ids, table, prediction_ids=predicted, adapter=adapter, breakers=breakers)
+        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers)
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
         """The ids of the predicted answer, as far as the context reaches."""
@@ -152,8 +166,11 @@ class PromptReader:
         constraint = call_constraint(call.tools, self.special_tokens, self.eos_ids, call.constraint, continues_text)
         return msgspec.structs.replace(call, constraint=constraint)
 
-    def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, param: str = "prompt", domain: Domain | None = None) -> tuple[int, ...]:
         """The ids of a prompt in any form.
+
+        Args:
+            domain: whose chats it may go on with.
 
         Raises:
             InvalidRequest: its text is too long to fit the context, which is known without tokenizing it.
@@ -165,7 +182,12 @@ class PromptReader:
             if prompt.suffix is not None:
                 return self._encode_around(prompt, prompt.suffix)
             return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
-        return tuple(self.tokenizer.encode_chat(self._rendered(prompt)))
+        return self._encode_chat(self._rendered(prompt), domain)
+
+    def _encode_chat(self, text: str, domain: Domain | None) -> tuple[int, ...]:
+        if self.turns is None or domain is None:
+            return tuple(self.tokenizer.encode_chat(text))
+        return tuple(self.turns.encode(text, domain))
 
     def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
         ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens)
@@ -201,7 +223,9 @@ class PromptReader:
             raise InvalidRequest(f"{where} cannot be continued: the model's chat template leaves it out.", where)
         return text[:end]
 
-    def _encode_checked(self, prompt: Prompt, param: str, text: str | None, marks: StageMarks) -> tuple[int, ...]:
+    def _encode_checked(
+        self, prompt: Prompt, param: str, text: str | None, marks: StageMarks, domain: Domain
+    ) -> tuple[int, ...]:
         """
         Args:
             text: of a chat, rendered.
@@ -212,7 +236,7 @@ class PromptReader:
         """
         if not isinstance(prompt, IdsPrompt):
             marks.enter(Stage.TOKENIZE)
-        ids = self.encode(prompt, param) if text is None else tuple(self.tokenizer.encode_chat(text))
+        ids = self.encode(prompt, param) if text is None else self._encode_chat(text, domain)
         if not ids:
             raise InvalidRequest("The prompt is empty. Send at least one token.", param)
         if len(ids) >= self.max_model_len:
@@ -264,6 +288,7 @@ class PromptReader:
                 breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
+                tells_answer=prepared.remember is not None,
             )
             for i, ids in enumerate(prepared.prompts)
         ]

@@ -6,8 +6,8 @@
 The gate's work and the ledger are the generation's (server/generation.py). Of a body only `model`, `stream_options` and
 `priority` are rewritten, and `cache_salt` for upstreams of our own; of an answer, its id and model. All else passes.
 
-Tokens are those of the upstream's usage. Until it comes, a prompt counts as a third of its bytes, and an event with
-text as a token: that is what is billed of an answer that is broken off.
+Tokens are those of the upstream's usage. Until it comes, a prompt counts by the model's tokenizer if it is here, as a
+third of its bytes otherwise, and an event with text as a token: that is what is billed of an answer that is broken off.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ from server.api.decoding import convert, parse_object
 from server.api.fields import GenerationCall, MaxTokens, RequestLimits
 from server.api.models import ServedModel
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
+from server.backend import CountTokens
 from server.clock import Clock
 from server.engine_client import NOT_YET, DeltaSink, LoopWork
 from server.gate.admission import Admission
@@ -40,7 +41,7 @@ from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
-from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks
+from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
 from server.upstream.settings import ModelSettings
 from server.wire import sse
 
@@ -50,6 +51,7 @@ BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that rese
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
+TELL_S, TELL_EVERY_S = 1.0, 0.01  # what a cancelled request has used, by its upstream
 LINGER_S = 2.0  # after the last event, for the answer's end
 MANY_TOKENS = 2**31  # where a request sets no bound
 PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input", "suffix")  # as templates order them
@@ -64,7 +66,6 @@ REASONS = {
     "refusal": FinishReason.CONTENT_FILTER,
 }
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"')
 _DONE = b"[DONE]"
 
 
@@ -225,6 +226,7 @@ class Relay:
 
     Args:
         request_limits: of n and prompts.
+        count: makes ids of prompts by the model's tokenizer; None: it is not here.
 
     Attributes:
         fallbacks: of other models, which are asked in turn while this one's upstreams do not answer.
@@ -236,6 +238,7 @@ class Relay:
         admission: Admission,
         clock: Clock,
         request_limits: RequestLimits,
+        count: CountTokens | None = None,
         work: LoopWork | None = None,
     ) -> None:
         self.pool = pool
@@ -245,6 +248,7 @@ class Relay:
         self.make_compiler = None
         self.clock = clock
         self._limits = request_limits
+        self._count = count
         settings = pool.settings
         created_s = int(clock.unix())
         card = ServedModel(id=settings.name, created_s=created_s, max_model_len=settings.max_model_len)
@@ -295,9 +299,22 @@ class Relay:
             fields["priority"] = tenant.priority_of(asked.priority)
         _address_to(self.pool.settings, fields, salt, asked.cache_salt)
         marks.enter(Stage.OFFLOAD)
-        num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
-        prompt = leading_blocks(f"{tenant.cache_salt_domain} {asked.cache_salt}", all_texts, num_prompt_tokens)
+        domain = f"{tenant.cache_salt_domain} {asked.cache_salt}"
+        prompt = None if self._count is None else self._counted(self._count, surface, body, domain, marks)
+        if prompt is None:
+            num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
+            prompt = leading_blocks(domain, all_texts, num_prompt_tokens)
         return Passed(call, sse.json_line(fields), prompt, call.is_stream, salt, asked.cache_salt)
+
+    def _counted(
+        self, count: CountTokens, surface: Surface, body: bytes, domain: str, marks: StageMarks
+    ) -> LeadingBlocks | None:
+        """None: this server cannot read the body; the upstream may."""
+        marks.enter(Stage.TOKENIZE)
+        try:
+            return leading_token_blocks(domain, count(surface, body))
+        except ServiceError:
+            return None
 
     def _call(self, asked: _Asked, fields: dict[str, Any], passage: Passage, tenant: Tenant) -> GenerationCall:
         prompt, num_prompts = fields.get("prompt"), 1
@@ -455,6 +472,18 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | None = None
 
 
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Of GET /v1/requests/{id}."""
+
+    state: str | None
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+    num_cached_tokens: int | None = None
+
+
+_read_record = msgspec.json.Decoder(_Record).decode
+_encode = msgspec.json.encode
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_message = msgspec.json.Decoder(_Message, strict=False).decode
 
 
@@ -521,9 +550,8 @@ class RelayHandle:
         self._relay = relay
         self._call = call
         self._passage = _passage(call)
-        self._model = b'"model":' + sse.json_string(call.model)
-        self._own_id = sse.json_string(self._passage.prefix + request.request_id)
-        self._their_id = b""
+        own_id = self._passage.prefix + request.request_id
+        self._names = {"id": msgspec.Raw(sse.json_string(own_id)), "model": msgspec.Raw(sse.json_string(call.model))}
         self._events = _Events()
         self._usage: Usage | None = None
         self._is_paused = False
@@ -553,8 +581,14 @@ class RelayHandle:
         """End it; the upstream hears of it in this turn. on_end comes later in the loop. Idempotent."""
         if self._has_ended or self._is_cancelled:
             return
+        upstream, exchange = self._slot.upstream, self._exchange
+        is_told = exchange is not None and not exchange.is_over and self._pool.settings.trusted
         self._stop()
-        self._loop.call_soon(self._end)
+        # An error answer waits for the end: it is not held up where nothing has been received
+        if is_told and upstream is not None and (self._head is not None or reason is FinishReason.CANCELLED):
+            self._task = asyncio.create_task(self._end_as_told(upstream))
+        else:
+            self._loop.call_soon(self._end)
 
     def finish(self, reason: FinishReason, now_s: float) -> None:
         """End its choices where they are, as the gate asks."""
@@ -594,7 +628,6 @@ class RelayHandle:
     def _enter(self, pool: Pool) -> None:
         request = self.request
         self._pool = pool
-        self._renames = self._call.model != pool.settings.name_there
         self._may_retry = True
         self._slot = pool.take_slot(request.passed.prompt, request.priority, request.tenant)
         self._go()
@@ -739,7 +772,6 @@ class RelayHandle:
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
         inner = message.response or (message.message if isinstance(message.message, _Message) else None)
-        self._note_id(message.id or (None if inner is None else inner.id))
         for told in (message.usage, None if inner is None else inner.usage):
             if told is not None:
                 self._note_usage(told.usage())
@@ -792,7 +824,6 @@ class RelayHandle:
 
     def _take_document(self, data: bytes, now_s: float) -> None:
         message = _decoded(data)
-        self._note_id(message.id)
         if message.usage is not None:
             self._usage = message.usage.usage()
         if self._passage.prefix == messages.ID_PREFIX:
@@ -846,15 +877,19 @@ class RelayHandle:
             usage = msgspec.structs.replace(usage, **counts)
         self._usage = usage
 
-    def _note_id(self, theirs: str | None) -> None:
-        if theirs and not self._their_id:
-            self._their_id = sse.json_string(theirs)
-
     def _renamed(self, data: bytes) -> bytes:
-        """With our id and the name that was asked for."""
-        if self._their_id:
-            data = data.replace(self._their_id, self._own_id)
-        return _MODEL.sub(lambda match: self._model, data, count=1) if self._renames else data
+        """With our id and the name that was asked for, also of the response or message in an event."""
+        fields = _read_fields(data)
+        for name in ("response", "message"):
+            if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
+                fields[name] = msgspec.Raw(_encode(self._renamed_fields(_read_fields(inner))))
+        return _encode(self._renamed_fields(fields))
+
+    def _renamed_fields(self, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+        for name, own in self._names.items():
+            if name in fields:
+                fields[name] = own
+        return fields
 
     # Its end.
 
@@ -882,6 +917,30 @@ class RelayHandle:
         self._slot.granted.cancel()
         self._slot.leave()
 
+    async def _end_as_told(self, upstream: Upstream) -> None:
+        """After a cancel: with the usage that a server of our own records under our id, if it tells in time."""
+        path = b"/v1/requests/" + self.request.request_id.encode()
+        try:
+            async with asyncio.timeout(TELL_S):
+                while (usage := await self._usage_told(upstream, path)) is None:
+                    await asyncio.sleep(TELL_EVERY_S)
+            self._usage = usage
+        except (TimeoutError, UpstreamFault, msgspec.DecodeError) as error:
+            logger.info("an upstream does not tell what a cancelled request has used: %r", error)
+        self._end()
+
+    async def _usage_told(self, upstream: Upstream, path: bytes) -> Usage | None:
+        """None: the request is still in progress there. Raises UpstreamFault or DecodeError."""
+        connection = await upstream.connection()
+        head, body = await connection.ask(self._pool.request(upstream, b"GET", path), MAX_ERROR_BYTES)
+        if head.status != 200:
+            raise UpstreamFault(f"it answers with the status {head.status}")
+        record = _read_record(body)
+        if record.state not in ("done", "failed"):
+            return None
+        counts = record.num_prompt_tokens, record.num_completion_tokens, record.num_cached_tokens
+        return Usage(*(one or 0 for one in counts))
+
     def _end(self) -> None:
         if self._has_ended:
             return
@@ -893,7 +952,8 @@ class RelayHandle:
         self._slot.leave()
         usage = self._usage
         if usage is None:
-            num_tokens = max(self.num_tokens, len(self._document) // BYTES_PER_TOKEN)
+            is_answer = self._head is not None and self._head.status == 200
+            num_tokens = max(self.num_tokens, is_answer * len(self._document) // BYTES_PER_TOKEN)
             usage = Usage(self.request.num_prompt_tokens if num_tokens else 0, num_tokens)
         try:
             self.sink.on_end(usage, None)

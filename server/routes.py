@@ -9,6 +9,7 @@ from urllib.parse import unquote
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.turns import Domain
 from server.adapters import Adapters
 from server.api import chat, completions, messages, models, ollama, responses, tokenize
 from server.api.decoding import decode
@@ -58,26 +59,26 @@ Computed = tuple[bytes, tuple[str, ...]]  # a reply, and the names of the body's
 
 
 def computing(
-    work: Callable[[PromptReader, tuple[ServedModel, ...], bytes], Computed], bounds_body: bool = False
+    work: Callable[[PromptReader, tuple[ServedModel, ...], Domain, bytes], Computed], bounds_body: bool = False
 ) -> Handler:
     """A handler that answers with what `work` computes from the body.
 
     Args:
-        work: gets the models that the caller may use; may run on another thread.
+        work: gets the models that the caller may use, and its cache domain; may run on another thread.
         bounds_body: to the size of a whole context's ids: parsing holds the GIL, wherever it runs.
     """
 
     async def compute(exchange: Exchange) -> None:
         check_media_type(exchange.request)
         served, cards, sharing_name = exchange.server.served, exchange.own_cards, exchange.known_caller.sharing_name
-        reader = served.reader
+        reader, domain = served.reader, (exchange.known_caller.tenant.cache_salt_domain, "")
         most_bytes = BODY_BYTES + MAX_ID_BYTES * reader.max_model_len if bounds_body else math.inf
         exchange.enter(Stage.BODY)
         body = await served.read_body(exchange.stream, sharing_name, most_bytes)
         exchange.enter(Stage.ANSWER)
         place = served.admission.enter(sharing_name, len(body))
         try:
-            reply, unknown_fields = await served.compute(lambda: work(reader, cards, body), len(body))
+            reply, unknown_fields = await served.compute(lambda: work(reader, cards, domain, body), len(body))
         finally:
             place.leave(exchange.server.clock.monotonic())
         exchange.server.metrics.count_unknown_fields(unknown_fields)
@@ -86,15 +87,15 @@ def computing(
     return compute
 
 
-def tokenize_prompt(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+def tokenize_prompt(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Domain, body: bytes) -> Computed:
     wire, prompt, unknown_fields = tokenize.parse_tokenize(body, reader.defaults.tool_style)
     find_model(cards, wire.model)
-    ids = reader.encode(prompt)
+    ids = reader.encode(prompt, domain=domain)
     strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if wire.return_token_strs else None
     return tokenize.tokenize_reply(ids, reader.max_model_len, strs), unknown_fields
 
 
-def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Domain, body: bytes) -> Computed:
     wire, unknown_fields = tokenize.parse_detokenize(body)
     find_model(cards, wire.model)
     num_ids, most = len(wire.tokens), reader.max_model_len
@@ -107,12 +108,14 @@ def detokenize(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes
 
 def counting(
     parse: Callable[[bytes, DefaultsOf], GenerationCall], reply: Callable[[int], bytes]
-) -> Callable[[PromptReader, tuple[ServedModel, ...], bytes], Computed]:
+) -> Callable[[PromptReader, tuple[ServedModel, ...], Domain, bytes], Computed]:
     """What counts the prompt's tokens of a generation's request."""
 
-    def count(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+    def count(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Domain, body: bytes) -> Computed:
         call = parse(body, lambda model: (find_model(cards, model).id, reader.defaults))
-        return reply(sum(len(reader.encode(prompt)) for prompt in call.prompts)), call.unknown_fields
+        return reply(
+            sum(len(reader.encode(prompt, domain=(domain[0], call.cache_salt))) for prompt in call.prompts)
+        ), call.unknown_fields
 
     return count
 
@@ -179,7 +182,7 @@ async def show_ollamas_model(exchange: Exchange) -> None:
     card = exchange.server.card
     assert card is not None, "it comes with the model"
 
-    def show(reader: PromptReader, cards: tuple[ServedModel, ...], body: bytes) -> Computed:
+    def show(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Domain, body: bytes) -> Computed:
         name, unknown_fields = ollama.parse_show(body)
         template = reader.chat_template.sources.get("default")
         styles = {"tools": reader.defaults.tool_style, "thinking": reader.defaults.thought_style}
@@ -294,6 +297,8 @@ async def show_engine(exchange: Exchange) -> None:
 
 async def clear_cache(exchange: Exchange) -> None:
     await exchange.server.loaded_engine.clear_cache()
+    if (turns := exchange.server.served.reader.turns) is not None:
+        turns.clear()
     logger.info("the prefix cache is cleared, as /admin/cache/clear asks")
     exchange.send(models.CACHE_CLEARED)
 

@@ -240,4 +240,6 @@ def random_blocks(name: str, num_out: int, num_in: int) -> torch.Tensor:
     for offset in HALVES.get(name, ()):
         scales = source.standard_normal((*blocks.shape[:2], 1)) / 100
         blocks[..., offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
+    if name == "MXFP4":
+        blocks[..., 0] = 118 + blocks[..., 0] % 8  # exponents, so that sums are finite
     return torch.from_numpy(blocks.reshape(num_out, -1))

@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (9705, 28),
+    "server": (9845, 28),
     "server/api": (4600, 15),
     "server/commands": (1900, 11),
     "server/gate": (2505, 8),
@@ -24,14 +24,14 @@ BUDGETS = {
     "server/observing": (1805, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
-    "core": (13_240, 34),
-    "gpu": (9050, 30),
-    "gpu/cpu_kernels": (3450, 9),
+    "core": (13_465, 35),
+    "gpu": (9110, 30),
+    "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
     "bench": (8400, 32),
 }
-TEST_LINES = 58_110
+TEST_LINES = 58_500
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

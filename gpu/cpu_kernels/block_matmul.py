@@ -1,21 +1,28 @@
 """Matmuls straight from a file's quantised blocks, on any CPU with AVX2. Kernels: any thread, no GIL; classes: engine.
 
 Rows of x become 8-bit integers, a scale for 32 of them, and are multiplied as integers: with AVX-512 VNNI four products
-in one lane of one instruction. A format is a decoder: of 256 inputs of 64 outputs to unsigned bytes, and float32 scales
-(and minima) for each 16 or 32 inputs; one tile multiplies them all. A row's result does not depend on its company:
-integers are exact, and floats are added in one order however many rows there are.
+in one lane of one instruction. A format is how its scales are decoded, and a Unit that emits its numbers as unsigned
+bytes: one row's to four rows' products take them in registers; for more rows they are stored once, a part of 256 inputs
+at a time, for all tiles of rows. Code is compiled for the formats that a file has. A row's result does not depend on
+its company: integers are exact, and floats are added in one order however many rows there are.
 
     x[i] ~ scale_x * q[i],  weight[i] = scale * (u[i] - offset) - minimum
     sum of a group = scale_x * (scale * (sum(u * q) - offset * sum(q)) - minimum * sum(q))
 
-One Zen 5 core, a busy neighbour: one row read blocks from memory at 24 (Q4_K) to 29 GB/s (Q8_0); 256 rows took as long
-as bf16's kernel takes, with Q6_K a fifth longer.
+One Zen 5 core, busy neighbours: one row takes blocks in the second-level cache at 50 (Q4_K) to 75 GB/s (Q8_0), twice
+what a core reads from memory; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
 
 The blocks lie as gpu/blocks.py packs them: as stored, each field 64 times, once for each output.
 """
 
 import ctypes
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +30,17 @@ import torch.nn.functional as F
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
+from numba.extending import intrinsic
 from torch import Tensor
 
-from gpu.blocks import BLOCK_OUTPUTS, FORMATS, IQ4_NUMBERS, PART_INPUTS, BlockWeight, PackedBlocks
+from gpu.blocks import BLOCK_OUTPUTS, FORMATS, IQ4_NUMBERS, MXFP4_NUMBERS, PART_INPUTS, BlockWeight, PackedBlocks
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
     FLOATS,
     HALF_BFLOATS,
     INT32,
+    INT64,
     LANES,
     PAIRS,
     REGISTER_BYTES,
@@ -60,7 +69,6 @@ from gpu.cpu_kernels.vectors import (
     spread_largest,
     store,
     store_floats,
-    store_pairs,
     take_next,
     total,
     zeros,
@@ -77,6 +85,9 @@ HAS_BF16 = "avx512_bf16" in cpu_flags()
 MOST_TILE_ROWS = 6 if HAS_AVX512 else 2  # with 4 registers of sums each
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
 FEW_ROWS = 2  # that each thread quantises for itself
+MOST_FEW_ROWS = 4  # multiplied by numbers in registers
+FEW_REGISTERS = 16 if HAS_AVX512 else 4  # of integer sums
+FEW_AHEAD = 4096  # bytes prefetched
 # A row's 32 inputs: as many integers, then a float32 scale, and int32 sums: of all, of the first and the last half.
 SUM_AT, GROUP_BYTES = GROUP + 4, GROUP + 16
 PART_BYTES = PART_INPUTS * BLOCK_OUTPUTS  # decoded
@@ -88,8 +99,8 @@ ROUNDER = np.float32(1.5 * 2**23)
 NIBBLES, TWOS, SIXES, ONES = 0x0F0F0F0F, 0x03030303, 0x3F3F3F3F, 0x01010101
 SIGNS = np.int32(-0x7F7F7F80)  # 0x80 in each byte
 CODES = {name: code for code, name in enumerate(FORMATS)}
-Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 = (CODES[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
-Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (CODES[name] for name in ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"))
+Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = (CODES[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"))
+IQ4_XS, MXFP4 = CODES["IQ4_XS"], CODES["MXFP4"]
 SPREAD_BITS = 0x00204081  # times four bits: one at the foot of each byte
 
 
@@ -100,7 +111,7 @@ class Arguments(ctypes.Structure):
         "next_piece",  # 0
         "x",  # GROUP_BYTES [rows, inputs / 32]; 0: to be made of source
         "source",  # see RowArguments
-        "blocks",  # int64 [blocks, 4]: address, format, first output, outputs
+        "blocks",  # int64 [blocks, 4]: address, address of what multiplies it, first output, outputs
         "bias",  # as out [outputs]; 0: none
         "out",  # [rows, outputs]
         "num_rows",
@@ -131,7 +142,9 @@ class GatherArguments(ctypes.Structure):
     _fields_ = integers(
         "next_piece",  # 0
         "rows",  # int64 [rows]
-        "blocks",  # see Arguments
+        "packed",  # see PackedBlocks
+        "code",  # of the format
+        "decode",  # address
         "out",  # float32 [rows, inputs]
         "num_rows",
         "num_inputs",
@@ -192,26 +205,6 @@ def times(builder, x, by):
     return builder.mul(x, broadcast(builder, _scalar(builder, by), PAIRS))
 
 
-@operation(pairs, pairs)
-def iq4_numbers(builder, nibbles):
-    """Of each byte, 0 to 15, the table's number plus 128."""
-    table = [number + 128 for number in IQ4_NUMBERS]
-    if HAS_AVX512:
-        octets = ir.VectorType(ir.IntType(8), REGISTER_BYTES)
-        found = call(
-            *(builder, "llvm.x86.avx512.pshuf.b.512", octets, ir.Constant(octets, 4 * table)),
-            builder.bitcast(nibbles, octets),
-        )
-        return builder.bitcast(found, PAIRS)
-    octets, half = ir.VectorType(ir.IntType(8), REGISTER_BYTES // 2), ir.VectorType(INT32, LANES // 2)
-    parts = []
-    for first in (0, LANES // 2):
-        part = builder.bitcast(shuffle(builder, nibbles, nibbles, [*range(first, first + LANES // 2)]), octets)
-        found = call(builder, "llvm.x86.avx2.pshuf.b", octets, ir.Constant(octets, 2 * table), part)
-        parts.append(builder.bitcast(found, half))
-    return shuffle(builder, parts[0], parts[1], [*range(LANES)])
-
-
 @operation(pairs, address)
 def load_shorts(builder, at):
     """Unsigned 16 bits [16], each widened to 32."""
@@ -222,6 +215,12 @@ def load_shorts(builder, at):
 def load_halves(builder, at):
     """float16 [16] as float32."""
     return builder.fpext(load(builder, at, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+
+
+@operation(pairs, address)
+def load_bytes(builder, at):
+    """Unsigned bytes [16], each widened to 32 bits."""
+    return builder.zext(load(builder, at, ir.VectorType(ir.IntType(8), LANES)), PAIRS)
 
 
 @operation(floats, address)
@@ -275,6 +274,24 @@ def store_half_floats(builder, at, value):
     store(builder, at, builder.trunc(bits, ir.VectorType(ir.IntType(16), LANES)))
 
 
+def _looked_up(builder, nibbles, table):
+    """Of each byte, 0 to 15, the table's number."""
+    if HAS_AVX512:
+        octets = ir.VectorType(ir.IntType(8), REGISTER_BYTES)
+        found = call(
+            *(builder, "llvm.x86.avx512.pshuf.b.512", octets, ir.Constant(octets, 4 * table)),
+            builder.bitcast(nibbles, octets),
+        )
+        return builder.bitcast(found, PAIRS)
+    octets, half = ir.VectorType(ir.IntType(8), REGISTER_BYTES // 2), ir.VectorType(INT32, LANES // 2)
+    parts = []
+    for first in (0, LANES // 2):
+        part = builder.bitcast(shuffle(builder, nibbles, nibbles, [*range(first, first + LANES // 2)]), octets)
+        found = call(builder, "llvm.x86.avx2.pshuf.b", octets, ir.Constant(octets, 2 * table), part)
+        parts.append(builder.bitcast(found, half))
+    return shuffle(builder, parts[0], parts[1], [*range(LANES)])
+
+
 def _multiplied(builder, sums, weights, x):
     """sums + the four products of unsigned bytes of weights and signed bytes of x, in each 32 bits, exactly."""
     if HAS_VNNI:
@@ -299,43 +316,141 @@ def _pair_sums(builder, x, y):
     return shuffle(builder, parts[0], parts[1], [*range(LANES)])
 
 
-def _make_tile(has_halves, has_minima):
-    """Add the products of up to MOST_TILE_ROWS with a part of a block to their sums."""
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How a format's numbers lie in a stored block, as often as they fill it.
 
-    @operation(nothing, *[types.int64] * 12)
-    def tile(
-        builder,
-        num_rows,
-        x,
-        x_stride,
-        values,
-        values_stride,
-        scales,
-        minima,
-        middle,
-        num_groups,
-        sums,
-        wanted,
-        num_lines,
-    ):
-        """
-        Args:
-            x: address of the rows' groups: see Arguments; rows are x_stride bytes apart.
-            values: address of bytes [groups, quads of inputs, 64 outputs, 4], groups values_stride bytes apart.
-            scales, minima: addresses of float32 [groups, 64], of half groups where the format has_halves.
-            middle: the byte that stands for 0.
-            sums: address of float32 [num_rows, 64].
-            wanted: address of what is prefetched meanwhile; num_lines: how much for a quad.
-        """
-        given = (x, x_stride, values, values_stride, scales, minima, middle, num_groups, sums, wanted, num_lines)
-        emit_by_count(
-            builder,
-            num_rows,
-            MOST_TILE_ROWS,
-            lambda rows: _emit_tile(builder, rows, has_halves, has_minima, *given),
-        )
+    Args:
+        numbers: emits (quad of four inputs of the unit, their unsigned bytes of 16 outputs). It takes the builder,
+            word(stream, n): a word of four bytes of these outputs, and the unit's index in the block.
+        num_quads: of a unit.
+        streams: (first byte in the stored block, words that a unit has of its own).
+    """
 
-    return tile
+    numbers: Callable[[Any, Callable[[int, int], Any], Any], Iterator[tuple[int, Any]]]
+    num_quads: int
+    streams: tuple[tuple[int, int], ...]
+
+
+def _masked(builder, x, by, mask, to=0):
+    """x shifted right by a number or a value, of it what the mask leaves, shifted left."""
+    x = right.emit(builder, x, constant(by) if isinstance(by, int) else by)
+    return left.emit(builder, and_.emit(builder, x, constant(mask)), constant(to))
+
+
+def _bytes(builder, word, index):
+    for quad in range(8):
+        yield quad, word(0, quad)
+
+
+def _nibbles(num_words):
+    """Words whose low halves are so many quads, and whose high halves are the next."""
+
+    def numbers(builder, word, index):
+        for quad in range(num_words):
+            both = word(0, quad)
+            yield quad, _masked(builder, both, 0, NIBBLES)
+            yield num_words + quad, _masked(builder, both, 4, NIBBLES)
+
+    return numbers
+
+
+def _of_table(table):
+    def numbers(builder, word, index):
+        for quad, nibbles in _nibbles(4)(builder, word, index):
+            yield quad, _looked_up(builder, nibbles, table)
+
+    return numbers
+
+
+def _q5(builder, word, index):
+    """A word of 32 fifth bits, then as nibbles."""
+    fifths = word(0, 0)
+    for quad in range(8):
+        spread_out = times.emit(builder, _masked(builder, fifths, 4 * quad, 15), constant(SPREAD_BITS))
+        four = _masked(builder, word(0, 1 + quad % 4), quad // 4 * 4, NIBBLES)
+        yield quad, builder.or_(four, _masked(builder, spread_out, 0, ONES, 4))
+
+
+def _q5_k(builder, word, index):
+    """As Q4_K's; of 8 words of fifth bits, bit n is part n's."""
+    for quad in range(8):
+        both, fifths = word(1, quad), word(0, quad)
+        for part in range(2):
+            bit = builder.add(builder.mul(index, constant(2)), constant(part))
+            fifth = _masked(builder, fifths, bit, ONES, 4)
+            yield 8 * part + quad, builder.or_(_masked(builder, both, 4 * part, NIBBLES), fifth)
+
+
+def _q6_k(builder, word, index):
+    """16 words of nibbles, 8 of pairs of high bits. Source: ggml-quants.c, dequantize_row_q6_K."""
+    for quad in range(8):
+        twos, both = word(1, quad), (word(0, quad), word(0, 8 + quad))
+        for part in range(4):
+            four = _masked(builder, both[part % 2], part // 2 * 4, NIBBLES)
+            yield 8 * part + quad, builder.or_(four, _masked(builder, twos, 2 * part, TWOS, 4))
+
+
+def _q2_k(builder, word, index):
+    """8 words of four pairs of bits. Source: ggml-quants.c, dequantize_row_q2_K."""
+    for quad in range(8):
+        twos = word(0, quad)
+        for part in range(4):
+            yield 8 * part + quad, _masked(builder, twos, 2 * part, TWOS)
+
+
+def _q3_k(builder, word, index):
+    """As Q2_K's; of 8 words of third bits, bit 4 * index + n is part n's."""
+    for quad in range(8):
+        thirds, twos = word(0, quad), word(1, quad)
+        for part in range(4):
+            bit = builder.add(builder.mul(index, constant(4)), constant(part))
+            yield (
+                8 * part + quad,
+                builder.or_(_masked(builder, twos, 2 * part, TWOS), _masked(builder, thirds, bit, ONES, 2)),
+            )
+
+
+UNITS = {
+    "Q8_0": Unit(_bytes, 8, ((2, 8),)),
+    "Q4_0": Unit(_nibbles(4), 8, ((2, 4),)),
+    "Q4_1": Unit(_nibbles(4), 8, ((4, 4),)),
+    "Q5_0": Unit(_q5, 8, ((2, 5),)),
+    "Q5_1": Unit(_q5, 8, ((4, 5),)),
+    "MXFP4": Unit(_of_table([number + FORMATS["MXFP4"].middle for number in MXFP4_NUMBERS]), 8, ((1, 4),)),
+    "IQ4_NL": Unit(_of_table([number + FORMATS["IQ4_NL"].middle for number in IQ4_NUMBERS]), 8, ((2, 4),)),
+    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),)),
+    "Q2_K": Unit(_q2_k, 32, ((16, 8),)),
+    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8))),
+    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),)),
+    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8))),
+    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8))),
+}
+NAMES, SIGNED = tuple(FORMATS), tuple(found.signed is not None for found in FORMATS.values())
+BYTES, ELEMENTS, MIDDLES, GROUPS, HAVE_MINIMA = (
+    tuple(getattr(found, field) for found in FORMATS.values())
+    for field in ("size_bytes", "elements", "middle", "group", "has_minima")
+)
+
+
+def of_format(emit):
+    """Make a function of (builder, a format's name, addresses and numbers) an intrinsic; code: constant, of CODES."""
+
+    def definition(typing_context: Any, code: Any, *arguments: Any) -> Any:
+        if not isinstance(code, types.IntegerLiteral):
+            return None
+        name = NAMES[code.literal_value]
+
+        def generate(context, builder, signature, values):
+            emit(builder, name, *values[1:])
+            return context.get_dummy_value()
+
+        return nothing(code, *[types.int64] * len(arguments)), generate
+
+    names = ["typing_context", "code", *list(inspect.signature(emit).parameters)[2:]]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    definition.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return intrinsic(prefer_literal=True)(definition)
 
 
 def _at(builder, base, *parts):
@@ -345,85 +460,209 @@ def _at(builder, base, *parts):
     return base
 
 
-def _emit_tile(
-    builder,
-    num_rows,
-    has_halves,
-    has_minima,
-    x,
-    x_stride,
-    values,
-    values_stride,
-    scales,
-    minima,
-    middle,
-    num_groups,
-    sums,
-    wanted,
-    num_lines,
+@contextmanager
+def _units(builder, name, at, num_blocks):
+    """Emit loops over the units of stored blocks: (index among all, index in its block, word(stream, n, place))."""
+    unit, found = UNITS[name], FORMATS[name]
+    per_block = found.elements // (4 * unit.num_quads)
+    with (
+        cgutils.for_range(builder, num_blocks) as blocks,
+        cgutils.for_range(builder, constant(per_block)) as inner,
+    ):
+        stored = _at(builder, at, (blocks.index, found.size_bytes * BLOCK_OUTPUTS))
+
+        def word_at(stream, n):
+            first, step = unit.streams[stream]
+            return offset(
+                builder, _at(builder, stored, (inner.index, step * QUAD_BYTES)), first * BLOCK_OUTPUTS + n * QUAD_BYTES
+            )
+
+        yield _at(builder, inner.index, (blocks.index, per_block)), inner.index, word_at
+
+
+@of_format
+def decode_numbers(builder, name, at, num_blocks, values):
+    """Unsigned bytes of stored blocks, as [quads of inputs, 64 outputs, 4]."""
+    unit = UNITS[name]
+    with _units(builder, name, at, num_blocks) as (number, index, word_at):
+        target = _at(builder, values, (number, unit.num_quads * QUAD_BYTES))
+        with cgutils.for_range(builder, constant(COLUMNS)) as columns:
+            place = builder.mul(columns.index, constant(REGISTER_BYTES))
+
+            def word(stream, n):
+                return load(builder, builder.add(word_at(stream, n), place), PAIRS)
+
+            for quad, four in unit.numbers(builder, word, index):
+                store(builder, offset(builder, builder.add(target, place), quad * QUAD_BYTES), four)
+
+
+@of_format
+def few_tile(builder, name, num_rows, x, x_stride, at, num_blocks, scales, minima, sums):
+    """Add the products of up to MOST_FEW_ROWS with stored blocks to their sums: numbers stay in registers.
+
+    Args:
+        at: address of stored blocks.
+        x, x_stride, scales, minima, sums: see many_tile.
+    """
+    given = (x, x_stride, at, num_blocks, scales, minima, sums)
+    emit_by_count(builder, num_rows, MOST_FEW_ROWS, lambda rows: _emit_few(builder, name, rows, *given))
+
+
+def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, minima, sums):
+    unit, found = UNITS[name], FORMATS[name]
+    num_groups, num_parts = 4 * unit.num_quads // GROUP, GROUP // found.group
+    width = max(1, min(COLUMNS, FEW_REGISTERS // (num_groups * num_parts * num_rows)))  # columns at a time
+    some, row_numbers = range(width), range(num_rows)
+    totals = [[cgutils.alloca_once(builder, FLOATS) for _ in some] for _ in row_numbers]
+    counts = [
+        [[cgutils.alloca_once(builder, PAIRS) for _ in some] for _ in row_numbers]
+        for _ in range(num_groups * num_parts)
+    ]
+    with cgutils.for_range(builder, constant(COLUMNS // width)) as passes:
+        first = builder.mul(passes.index, constant(width * REGISTER_BYTES))
+
+        def sums_at(row, column):
+            return offset(builder, builder.add(sums, first), row * SUM_ROW_BYTES + column * REGISTER_BYTES)
+
+        for row, column in product(row_numbers, some):
+            builder.store(load(builder, sums_at(row, column), FLOATS), totals[row][column])
+        with _units(builder, name, at, num_blocks) as (number, index, word_at):
+            rows = [
+                _at(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
+            ]
+            x_sums = [
+                [
+                    load(
+                        builder,
+                        offset(builder, row, part // num_parts * GROUP_BYTES + _sum_at(part % num_parts, num_parts)),
+                        INT32,
+                    )
+                    for row in rows
+                ]
+                for part in range(len(counts))
+            ]
+            for part, of_part in enumerate(x_sums):
+                _emit_first_counts(builder, of_part, found.middle, counts[part])
+
+            def word_of(column):
+                def word(stream, n):
+                    place = offset(builder, builder.add(word_at(stream, n), first), column * REGISTER_BYTES)
+                    prefetch.emit(builder, offset(builder, place, FEW_AHEAD))
+                    return load(builder, place, PAIRS)
+
+                return word
+
+            for found_here in zip(*(unit.numbers(builder, word_of(column), index) for column in some), strict=True):
+                quad = found_here[0][0]
+                group, within = divmod(quad, GROUP // 4)
+                for row, of_row in zip(rows, counts[4 * quad // found.group], strict=True):
+                    place = offset(builder, row, group * GROUP_BYTES + 4 * within)
+                    four = broadcast(builder, load(builder, place, INT32), PAIRS)
+                    for register, (_, weights) in zip(of_row, found_here, strict=True):
+                        builder.store(_multiplied(builder, builder.load(register), weights, four), register)
+            for part in range(num_groups * num_parts):
+                group = _at(builder, constant(part), (number, num_groups * num_parts))
+                given = [
+                    load(builder, offset(builder, row, part // num_parts * GROUP_BYTES + GROUP), FLOAT) for row in rows
+                ]
+                _emit_scaled(
+                    builder,
+                    [_at(builder, first, (group, SUM_ROW_BYTES), (constant(1), base)) for base in (scales, minima)],
+                    found.has_minima,
+                    given,
+                    x_sums[part],
+                    counts[part],
+                    lambda row, column: totals[row][column],
+                )
+        for row, column in product(row_numbers, some):
+            store(builder, sums_at(row, column), builder.load(totals[row][column]))
+
+
+def _sum_at(part, num_parts):
+    """Where a row's group has the sum of a part, of so many."""
+    return SUM_AT if num_parts == 1 else SUM_AT + 4 * (1 + part)
+
+
+def _emit_first_counts(builder, x_sums, middle, counts):
+    """Set integer sums to what the middle makes of the sums of x. counts: registers by row and column."""
+    for x_sum, of_row in zip(x_sums, counts, strict=True):
+        first = broadcast(builder, builder.mul(x_sum, ir.Constant(INT32, -middle)), PAIRS)
+        for register in of_row:
+            builder.store(first, register)
+
+
+def _emit_scaled(builder, places, has_minima, x_scales, x_sums, counts, total_of):
+    """Add integer sums times scales, less minima, to float sums. All tiles do so in this order.
+
+    places: addresses of scales and minima. total_of(row, column): a pointer.
+    """
+    lowered = [
+        builder.fmul(builder.sitofp(x_sum, FLOAT), builder.fneg(by)) for x_sum, by in zip(x_sums, x_scales, strict=True)
+    ]
+    for column in range(len(counts[0])):
+        scale, minimum = (load(builder, offset(builder, place, column * REGISTER_BYTES), FLOATS) for place in places)
+        for row, of_row in enumerate(counts):
+            scaled = builder.fmul(builder.sitofp(builder.load(of_row[column]), FLOATS), scale)
+            by, total = broadcast(builder, x_scales[row], FLOATS), total_of(row, column)
+            found = multiply_add.emit(builder, scaled, by, builder.load(total, align=4))
+            if has_minima:
+                found = multiply_add.emit(builder, minimum, broadcast(builder, lowered[row], FLOATS), found)
+            builder.store(found, total, align=4)
+
+
+@of_format
+def many_tile(
+    builder, name, num_rows, x, x_stride, values, values_stride, scales, minima, num_groups, sums, wanted, num_lines
 ):
-    registers = [[cgutils.alloca_once(builder, PAIRS) for _ in range(COLUMNS)] for _ in range(num_rows)]
-    negative = builder.trunc(builder.neg(middle), INT32)
-    num_parts = 2 if has_halves else 1
+    """Add the products of up to MOST_TILE_ROWS with a decoded part of a block to their sums.
+
+    Args:
+        x: address of the rows' groups: see Arguments; rows are x_stride bytes apart.
+        values: address of bytes [groups, quads of inputs, 64 outputs, 4], groups values_stride bytes apart.
+        scales, minima: addresses of float32 [groups, 64], of half groups where the format has them.
+        sums: address of float32 [num_rows, 64].
+        wanted: address of what is prefetched meanwhile; num_lines: how much for a group.
+    """
+    given = (x, x_stride, values, values_stride, scales, minima, num_groups, sums, wanted, num_lines)
+    emit_by_count(builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, name, rows, *given))
+
+
+def _emit_tile(
+    builder, name, num_rows, x, x_stride, values, values_stride, scales, minima, num_groups, sums, wanted, num_lines
+):
+    found, row_numbers = FORMATS[name], range(num_rows)
+    num_parts = GROUP // found.group
+    counts = [[cgutils.alloca_once(builder, PAIRS) for _ in range(COLUMNS)] for _ in row_numbers]
     num_quads = GROUP // 4 // num_parts
     with cgutils.for_range(builder, num_groups) as groups:
-        rows = [_at(builder, x, (constant(row), x_stride), (groups.index, GROUP_BYTES)) for row in range(num_rows)]
+        rows = [_at(builder, x, (constant(row), x_stride), (groups.index, GROUP_BYTES)) for row in row_numbers]
+        ahead = _at(builder, wanted, (builder.mul(groups.index, num_lines), REGISTER_BYTES))
+        with cgutils.for_range(builder, num_lines) as lines:
+            prefetch.emit(builder, _at(builder, ahead, (lines.index, REGISTER_BYTES)))
         for part in range(num_parts):
-            of_sum = SUM_AT if not has_halves else SUM_AT + 4 * (1 + part)
-            x_sums = [load(builder, offset(builder, row, of_sum), INT32) for row in rows]
-            for x_sum, of_row in zip(x_sums, registers, strict=True):
-                first = broadcast(builder, builder.mul(x_sum, negative), PAIRS)
-                for register in of_row:
-                    builder.store(first, register)
+            x_sums = [load(builder, offset(builder, row, _sum_at(part, num_parts)), INT32) for row in rows]
+            _emit_first_counts(builder, x_sums, found.middle, counts)
             first_values = _at(builder, values, (groups.index, values_stride))
             with cgutils.for_range(builder, constant(num_quads)) as quads:
                 quad = builder.add(quads.index, constant(part * num_quads))
-                done = builder.add(builder.mul(groups.index, constant(GROUP // 4)), quad)
-                ahead = _at(builder, wanted, (builder.mul(done, num_lines), REGISTER_BYTES))
-                with cgutils.for_range(builder, num_lines) as lines:
-                    prefetch.emit(builder, _at(builder, ahead, (lines.index, REGISTER_BYTES)))
                 place = _at(builder, first_values, (quad, QUAD_BYTES))
                 weights = [load(builder, offset(builder, place, n * REGISTER_BYTES), PAIRS) for n in range(COLUMNS)]
-                for row, of_row in zip(rows, registers, strict=True):
+                for row, of_row in zip(rows, counts, strict=True):
                     four = broadcast(builder, load(builder, _at(builder, row, (quad, 4)), INT32), PAIRS)
                     for register, weight in zip(of_row, weights, strict=True):
                         builder.store(_multiplied(builder, builder.load(register), weight, four), register)
-            x_scales = [load(builder, offset(builder, row, GROUP), FLOAT) for row in rows]
-            totals = [
-                builder.fmul(builder.sitofp(x_sum, FLOAT), builder.fneg(by))
-                for x_sum, by in zip(x_sums, x_scales, strict=True)
-            ]
-            group = builder.add(builder.mul(groups.index, constant(num_parts)), constant(part))
-            for column in range(COLUMNS):
-                place = offset(builder, _at(builder, scales, (group, SUM_ROW_BYTES)), column * REGISTER_BYTES)
-                scale = load(builder, place, FLOATS)
-                place = offset(builder, _at(builder, minima, (group, SUM_ROW_BYTES)), column * REGISTER_BYTES)
-                minimum = load(builder, place, FLOATS) if has_minima else None
-                for row in range(num_rows):
-                    place = offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES)
-                    scaled = builder.fmul(builder.sitofp(builder.load(registers[row][column]), FLOATS), scale)
-                    by = broadcast(builder, x_scales[row], FLOATS)
-                    found = multiply_add.emit(builder, scaled, by, load(builder, place, FLOATS))
-                    if minimum is not None:
-                        found = multiply_add.emit(builder, minimum, broadcast(builder, totals[row], FLOATS), found)
-                    store(builder, place, found)
-
-
-_plain_tile, _minima_tile = _make_tile(False, False), _make_tile(False, True)
-_halves_tile = _make_tile(True, False)
-
-
-@njit(cache=True)
-def _multiply_tile(
-    group, has_minima, num_rows, x, x_stride, values, stride, scales, minima, middle, num_groups, sums, wanted, lines
-):
-    if group == GROUP:
-        if has_minima:
-            _minima_tile(num_rows, x, x_stride, values, stride, scales, minima, middle, num_groups, sums, wanted, lines)
-        else:
-            _plain_tile(num_rows, x, x_stride, values, stride, scales, minima, middle, num_groups, sums, wanted, lines)
-    else:
-        _halves_tile(num_rows, x, x_stride, values, stride, scales, minima, middle, num_groups, sums, wanted, lines)
+            group = _at(builder, constant(part), (groups.index, num_parts))
+            _emit_scaled(
+                builder,
+                [_at(builder, base, (group, SUM_ROW_BYTES)) for base in (scales, minima)],
+                found.has_minima,
+                [load(builder, offset(builder, row, GROUP), FLOAT) for row in rows],
+                x_sums,
+                counts,
+                lambda row, column: builder.inttoptr(
+                    offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES), FLOATS.as_pointer()
+                ),
+            )
 
 
 @njit(cache=True)
@@ -440,33 +679,17 @@ def _decode_minima(at, minima):
 
 
 @njit(cache=True)
-def _decode_nibbles(at, values, is_iq4):
-    """Four words whose low halves are 16 inputs and whose high halves are the next."""
-    for place in range(0, 4 * QUAD_BYTES, REGISTER_BYTES):
-        both = load_pairs(at + place)
-        low, high = and_(both, NIBBLES), and_(right(both, 4), NIBBLES)
-        if is_iq4:
-            low, high = iq4_numbers(low), iq4_numbers(high)
-        store_pairs(values + place, low)
-        store_pairs(values + 4 * QUAD_BYTES + place, high)
+def _decode_exponents(at, scales):
+    """Bytes e that stand for 2 ** (e - 128). Source: ggml-impl.h, ggml_e8m0_to_fp32_half."""
+    exponents, out = carray(pointer(at), BLOCK_OUTPUTS, np.uint8), carray(pointer(scales), BLOCK_OUTPUTS, np.uint32)
+    for output in range(BLOCK_OUTPUTS):
+        exponent = np.uint32(exponents[output])
+        out[output] = np.uint32(0x00200000) << exponent if exponent < 2 else (exponent - np.uint32(1)) << np.uint32(23)
 
 
 @njit(cache=True)
-def _decode_fives(at, values):
-    """A word of 32 fifth bits, four words of halves as above."""
-    for column in range(0, QUAD_BYTES, REGISTER_BYTES):
-        fifths = load_pairs(at + column)
-        for quad in range(4):
-            both, shift = load_pairs(at + (1 + quad) * QUAD_BYTES + column), 4 * quad
-            low = left(and_(times(and_(right(fifths, shift), 15), SPREAD_BITS), ONES), 4)
-            high = left(and_(times(and_(right(fifths, 16 + shift), 15), SPREAD_BITS), ONES), 4)
-            store_pairs(values + quad * QUAD_BYTES + column, or_(and_(both, NIBBLES), low))
-            store_pairs(values + (4 + quad) * QUAD_BYTES + column, or_(and_(right(both, 4), NIBBLES), high))
-
-
-@njit(cache=True)
-def _decode_iq4_xs(at, values, scales):
-    """Scale, high pairs of bits of eight scales, a word of their low halves, 32 words of numbers.
+def _decode_iq4_xs_scales(at, scales):
+    """Scale, high pairs of bits of eight scales, a word of their low halves.
 
     Source: ggml-quants.c, dequantize_row_iq4_xs.
     """
@@ -476,30 +699,14 @@ def _decode_iq4_xs(at, values, scales):
         for part in range(8):
             number = or_(and_(right(low, 4 * part), 15), left(and_(right(pairs_, 2 * part), 3), 4))
             store_floats(scales + part * SUM_ROW_BYTES + column, (converted(number) - spread(np.float32(32))) * scale)
-    for part in range(8):
-        source = at + 8 * BLOCK_OUTPUTS + part * 4 * QUAD_BYTES
-        _decode_nibbles(source, values + part * 8 * QUAD_BYTES, True)
 
 
 @njit(cache=True)
-def _decode_q5_k(at, values):
-    """8 words of fifth bits, whose bit n is part n's, then halves as Q4_K's."""
-    for place in range(0, 8 * QUAD_BYTES, REGISTER_BYTES):
-        fifths = load_pairs(at + place)
-        for chunk in range(4):
-            both = load_pairs(at + (8 + chunk * 8) * QUAD_BYTES + place)
-            target = values + chunk * 16 * QUAD_BYTES + place
-            low = left(and_(right(fifths, 2 * chunk), ONES), 4)
-            high = left(and_(right(fifths, 2 * chunk + 1), ONES), 4)
-            store_pairs(target, or_(and_(both, NIBBLES), low))
-            store_pairs(target + 8 * QUAD_BYTES, or_(and_(right(both, 4), NIBBLES), high))
-
-
-@njit(cache=True)
-def _store_scaled(four, scale, target):
-    """The bytes of each word times a scale, a row of float32 [64] for each."""
+def _store_scaled(four, less, scale, target):
+    """The bytes of each word less a number, times a scale, a row of float32 [64] for each."""
     for part in range(4):
-        store_floats(target + part * SUM_ROW_BYTES, converted(and_(right(four, 8 * part), 255)) * scale)
+        number = converted(and_(right(four, 8 * part), 255)) - spread(np.float32(less))
+        store_floats(target + part * SUM_ROW_BYTES, number * scale)
 
 
 @njit(cache=True)
@@ -514,42 +721,47 @@ def _decode_k_scales(at, scales, minima):
         minimum = load_halves(at + 2 * BLOCK_OUTPUTS + column // 2)
         low, high = load_pairs(words + column), load_pairs(words + step + column)
         mixed = load_pairs(words + 2 * step + column)
-        _store_scaled(and_(low, SIXES), scale, scales + column)
-        _store_scaled(and_(high, SIXES), minimum, minima + column)
+        _store_scaled(and_(low, SIXES), 0, scale, scales + column)
+        _store_scaled(and_(high, SIXES), 0, minimum, minima + column)
         lower = or_(and_(mixed, NIBBLES), and_(right(low, 2), TWOS << 4))
-        _store_scaled(lower, scale, scales + 4 * SUM_ROW_BYTES + column)
+        _store_scaled(lower, 0, scale, scales + 4 * SUM_ROW_BYTES + column)
         upper = or_(and_(right(mixed, 4), NIBBLES), and_(right(high, 2), TWOS << 4))
-        _store_scaled(upper, minimum, minima + 4 * SUM_ROW_BYTES + column)
+        _store_scaled(upper, 0, minimum, minima + 4 * SUM_ROW_BYTES + column)
 
 
 @njit(cache=True)
-def _decode_k_nibbles(at, values):
-    """32 words: of each eight the low halves are 32 inputs, the high halves the next 32."""
-    for chunk in range(4):
-        source, target = at + chunk * 8 * QUAD_BYTES, values + chunk * 16 * QUAD_BYTES
-        for place in range(0, 8 * QUAD_BYTES, REGISTER_BYTES):
-            both = load_pairs(source + place)
-            store_pairs(target + place, and_(both, NIBBLES))
-            store_pairs(target + 8 * QUAD_BYTES + place, and_(right(both, 4), NIBBLES))
+def _decode_q2_k_scales(at, scales, minima):
+    """16 bytes of a scale and a minimum each, and at the end the scales of both."""
+    ends = at + (16 + 64) * BLOCK_OUTPUTS
+    for column in range(COLUMNS):
+        scale = load_halves(ends + column * REGISTER_BYTES // 2)
+        minimum = load_halves(ends + 2 * BLOCK_OUTPUTS + column * REGISTER_BYTES // 2)
+        for part in range(16):
+            both = load_bytes(at + part * BLOCK_OUTPUTS + column * LANES)
+            target = part * SUM_ROW_BYTES + column * REGISTER_BYTES
+            store_floats(scales + target, converted(and_(both, 15)) * scale)
+            store_floats(minima + target, converted(right(both, 4)) * minimum)
 
 
 @njit(cache=True)
-def _decode_q6_k(at, values, scales):
-    """32 words of low halves, 16 of pairs of bits, 16 signed scales, their scale.
+def _decode_q3_k_scales(at, scales):
+    """At the end three words of sixteen scales in 6 bits, 32 is zero, and their scale.
 
-    Source: ggml-quants.c, dequantize_row_q6_K.
+    Source: ggml-quants.c, dequantize_row_q3_K.
     """
-    for half in range(2):
-        low, high = at + half * 16 * QUAD_BYTES, at + (32 + half * 8) * QUAD_BYTES
-        target = values + half * 32 * QUAD_BYTES
-        for place in range(0, 8 * QUAD_BYTES, REGISTER_BYTES):
-            first, second = load_pairs(low + place), load_pairs(low + 8 * QUAD_BYTES + place)
-            twos = load_pairs(high + place)
-            store_pairs(target + place, or_(and_(first, NIBBLES), left(and_(twos, TWOS), 4)))
-            store_pairs(target + 8 * QUAD_BYTES + place, or_(and_(second, NIBBLES), and_(left(twos, 2), TWOS << 4)))
-            store_pairs(target + 16 * QUAD_BYTES + place, or_(and_(right(first, 4), NIBBLES), and_(twos, TWOS << 4)))
-            third = or_(and_(right(second, 4), NIBBLES), and_(right(twos, 2), TWOS << 4))
-            store_pairs(target + 24 * QUAD_BYTES + place, third)
+    words = at + (32 + 64) * BLOCK_OUTPUTS
+    for column in range(0, QUAD_BYTES, REGISTER_BYTES):
+        scale = load_halves(words + 12 * BLOCK_OUTPUTS + column // 2)
+        twos = load_pairs(words + 2 * QUAD_BYTES + column)
+        for part in range(4):
+            low = right(load_pairs(words + part % 2 * QUAD_BYTES + column), part // 2 * 4)
+            four = or_(and_(low, NIBBLES), left(and_(right(twos, 2 * part), TWOS), 4))
+            _store_scaled(four, 32, scale, scales + 4 * part * SUM_ROW_BYTES + column)
+
+
+@njit(cache=True)
+def _decode_q6_k_scales(at, scales):
+    """At the end 16 signed scales, and their scale."""
     stored = at + 48 * QUAD_BYTES
     for column in range(COLUMNS):
         scale = load_halves(stored + 16 * BLOCK_OUTPUTS + column * REGISTER_BYTES // 2)
@@ -558,81 +770,97 @@ def _decode_q6_k(at, values, scales):
             store_floats(scales + part * SUM_ROW_BYTES + column * REGISTER_BYTES, sixteen * scale)
 
 
-BYTES, ELEMENTS, MIDDLES, GROUPS, HAVE_MINIMA = (
-    tuple(getattr(found, field) for found in FORMATS.values())
-    for field in ("size_bytes", "elements", "middle", "group", "has_minima")
-)
-
-
 @njit(cache=True)
-def _decode(code, at, num_inputs, values, scales, minima):
-    """Decode some inputs of 64 outputs, up to a part; returns where the bytes lie, and how far apart groups are.
-
-    Args:
-        at: address of the first stored block.
-        values, scales, minima: addresses of room for a part's.
-    """
-    if code == Q8_0:
-        for group in range(num_inputs // GROUP):
-            _decode_halves(at + group * BYTES[Q8_0] * BLOCK_OUTPUTS, scales + group * SUM_ROW_BYTES)
-        return at + 2 * BLOCK_OUTPUTS, BYTES[Q8_0] * BLOCK_OUTPUTS
-    if ELEMENTS[code] == GROUP:
-        for group in range(num_inputs // GROUP):
-            source, target = at + group * BYTES[code] * BLOCK_OUTPUTS, values + group * 8 * QUAD_BYTES
-            _decode_halves(source, scales + group * SUM_ROW_BYTES)
-            source += 2 * BLOCK_OUTPUTS
+def _decode_scales(code, at, num_blocks, scales, minima):
+    """Float32 scales and minima of stored blocks. scales, minima: addresses of room for a part's."""
+    for _ in range(num_blocks):
+        if code in (Q4_K, Q5_K):
+            _decode_k_scales(at, scales, minima)
+        elif code == Q6_K:
+            _decode_q6_k_scales(at, scales)
+        elif code == Q2_K:
+            _decode_q2_k_scales(at, scales, minima)
+        elif code == Q3_K:
+            _decode_q3_k_scales(at, scales)
+        elif code == IQ4_XS:
+            _decode_iq4_xs_scales(at, scales)
+        elif code == MXFP4:
+            _decode_exponents(at, scales)
+        else:
+            _decode_halves(at, scales)
             if HAVE_MINIMA[code]:
-                _decode_minima(source, minima + group * SUM_ROW_BYTES)
-                source += 2 * BLOCK_OUTPUTS
-            if code in (Q5_0, Q5_1):
-                _decode_fives(source, target)
+                _decode_minima(at + 2 * BLOCK_OUTPUTS, minima)
+        at += BYTES[code] * BLOCK_OUTPUTS
+        scales += ELEMENTS[code] // GROUPS[code] * SUM_ROW_BYTES
+        minima += ELEMENTS[code] // GROUPS[code] * SUM_ROW_BYTES
+
+
+def _make_multiply(code):
+    """Adds the products of rows with a block to their sums. x: see Arguments; scratch: a part, its scales and minima.
+
+    Few rows multiply numbers in registers. For more a part is decoded once; its first tile prefetches the next part.
+    """
+    elements, stored_bytes = ELEMENTS[code], BYTES[code] * BLOCK_OUTPUTS
+    is_plain = SIGNED[code]  # stored as it is multiplied
+    part_lines = -(-PART_INPUTS // elements * stored_bytes // REGISTER_BYTES)
+    group_lines = -(-part_lines // (PART_INPUTS // GROUP))
+
+    def multiply(at, x, num_inputs, num_rows, scratch, sums):
+        scales = scratch + PART_BYTES
+        minima = scales + PART_SCALES
+        x_stride = num_inputs // GROUP * GROUP_BYTES
+        num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
+        for start in range(0, num_inputs, PART_INPUTS):
+            some, part_x = min(PART_INPUTS, num_inputs - start), x + start // GROUP * GROUP_BYTES
+            num_blocks = some // elements
+            _decode_scales(code, at, num_blocks, scales, minima)
+            if 0 < num_rows <= MOST_FEW_ROWS:
+                few_tile(code, num_rows, part_x, x_stride, at, num_blocks, scales, minima, sums)
+                at += num_blocks * stored_bytes
+                continue
+            values, stride = scratch, GROUP * BLOCK_OUTPUTS
+            if is_plain:
+                values, stride = at + 2 * BLOCK_OUTPUTS, stored_bytes
             else:
-                _decode_nibbles(source, target, code == IQ4_NL)
-    elif code == Q4_K:
-        _decode_k_scales(at, scales, minima)
-        _decode_k_nibbles(at + 16 * BLOCK_OUTPUTS, values)
-    elif code == Q5_K:
-        _decode_k_scales(at, scales, minima)
-        _decode_q5_k(at + 16 * BLOCK_OUTPUTS, values)
-    elif code == IQ4_XS:
-        _decode_iq4_xs(at, values, scales)
-    elif code == Q6_K:
-        _decode_q6_k(at, values, scales)
-    return values, GROUP * BLOCK_OUTPUTS
+                decode_numbers(code, at, num_blocks, values)
+            at += num_blocks * stored_bytes
+            first, lines = 0, group_lines
+            for index in range(num_tiles):
+                end = (index + 1) * num_rows // num_tiles
+                tile_x, tile_sums = part_x + first * x_stride, sums + first * SUM_ROW_BYTES
+                groups, rows = some // GROUP, end - first
+                many_tile(code, rows, tile_x, x_stride, values, stride, scales, minima, groups, tile_sums, at, lines)
+                first, lines = end, 0
+
+    return cfunc(types.void(*[types.int64] * 6), cache=True)(multiply)
 
 
-@njit(cache=True)
-def _multiply_block(code, at, x, num_inputs, num_rows, memory, sums):
-    """Sums of a block: a part is decoded once for all rows; the first of them prefetch the next part."""
-    scales = memory + PART_BYTES
-    minima = scales + PART_SCALES
-    x_stride = num_inputs // GROUP * GROUP_BYTES
-    num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
-    for start in range(0, num_inputs, PART_INPUTS):
-        some = min(PART_INPUTS, num_inputs - start)
-        values, stride = _decode(code, at, some, memory, scales, minima)
-        at += some // ELEMENTS[code] * BYTES[code] * BLOCK_OUTPUTS
-        num_lines = (4 * BYTES[code] + ELEMENTS[code] - 1) // ELEMENTS[code]  # of a quad's 64 outputs
-        part_x, first = x + start // GROUP * GROUP_BYTES, 0
-        for index in range(num_tiles):
-            end = (index + 1) * num_rows // num_tiles
-            _multiply_tile(
-                GROUPS[code],
-                HAVE_MINIMA[code],
-                end - first,
-                part_x + first * x_stride,
-                x_stride,
-                values,
-                stride,
-                scales,
-                minima,
-                MIDDLES[code],
-                some // GROUP,
-                sums + first * SUM_ROW_BYTES,
-                at,
-                num_lines,
-            )
-            first, num_lines = end, 0
+def _make_decode(code):
+    """Decodes stored blocks, up to a part. scratch: room for bytes [quads, 64 outputs, 4], scales, minima."""
+
+    def decode(at, num_blocks, scratch):
+        scales = scratch + PART_BYTES
+        _decode_scales(code, at, num_blocks, scales, scales + PART_SCALES)
+        decode_numbers(code, at, num_blocks, scratch)
+
+    return cfunc(types.void(*[types.int64] * 3), cache=True)(decode)
+
+
+@operation(nothing, *[types.int64] * 7)
+def call_multiply(builder, function, at, x, num_inputs, num_rows, scratch, sums):
+    """See _make_multiply."""
+    _call_at(builder, function, at, x, num_inputs, num_rows, scratch, sums)
+
+
+@operation(nothing, *[types.int64] * 4)
+def call_decode(builder, function, at, num_blocks, scratch):
+    """See _make_decode."""
+    _call_at(builder, function, at, num_blocks, scratch)
+
+
+def _call_at(builder, function, *arguments):
+    kind = ir.FunctionType(ir.VoidType(), [INT64] * len(arguments))
+    builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
 
 
 @njit(cache=True)
@@ -709,7 +937,7 @@ def multiply_blocks(arguments):
         bias = args.bias + size * first_output if args.bias else 0
         for index in range(0, num_rows * BLOCK_OUTPUTS, LANES):
             store_floats(sums + 4 * index, zeros())
-        _multiply_block(blocks[block, 1], blocks[block, 0], x, args.num_inputs, num_rows, scratch, sums)
+        call_multiply(blocks[block, 1], blocks[block, 0], x, args.num_inputs, num_rows, scratch, sums)
         for row in range(num_rows):
             out = args.out + size * (row * args.num_outputs + first_output)
             _write(sums + row * SUM_ROW_BYTES, bias, out, blocks[block, 3], args.is_bf16, scratch)
@@ -728,22 +956,21 @@ def gather_rows(arguments):
     scales_at, minima_at = scratch + PART_BYTES, scratch + PART_BYTES + PART_SCALES
     scales = carray(pointer(scales_at), (PART_INPUTS // 16, BLOCK_OUTPUTS), np.float32)
     minima = carray(pointer(minima_at), (PART_INPUTS // 16, BLOCK_OUTPUTS), np.float32)
-    row = take_next(arguments)
+    code, row = args.code, take_next(arguments)
+    elements, group, middle = ELEMENTS[code], GROUPS[code], MIDDLES[code]
     while row < args.num_rows:
         out = carray(pointer(args.out + row * num_inputs * 4), num_inputs, np.float32)
-        block = carray(pointer(args.blocks + rows[row] // BLOCK_OUTPUTS * 32), 4, np.int64)
-        at, code, output = block[0], block[1], rows[row] % BLOCK_OUTPUTS
-        group, middle, has_minima = GROUPS[code], MIDDLES[code], HAVE_MINIMA[code]
+        at = args.packed + rows[row] // BLOCK_OUTPUTS * (num_inputs // elements * BYTES[code] * BLOCK_OUTPUTS)
+        output = rows[row] % BLOCK_OUTPUTS
         for start in range(0, num_inputs, PART_INPUTS):
             some = min(PART_INPUTS, num_inputs - start)
-            values_at, stride = _decode(code, at, some, scratch, scales_at, minima_at)
-            at += some // ELEMENTS[code] * BYTES[code] * BLOCK_OUTPUTS
+            call_decode(args.decode, at, some // elements, scratch)
+            at += some // elements * BYTES[code] * BLOCK_OUTPUTS
             for index in range(some):
-                within = index % GROUP
-                place = values_at + index // GROUP * stride + within // 4 * QUAD_BYTES + output * 4 + within % 4
+                place = scratch + index // 4 * QUAD_BYTES + output * 4 + index % 4
                 number = np.float32(np.int64(carray(pointer(place), 1, np.uint8)[0]) - middle)
                 value = scales[index // group, output] * number
-                if has_minima:
+                if HAVE_MINIMA[code]:
                     value -= minima[index // group, output]
                 out[start + index] = value
         row = take_next(arguments)
@@ -828,7 +1055,8 @@ class BlockMatmul:
             step = part.block_bytes
             for start in range(0, part.num_out, BLOCK_OUTPUTS):
                 some = min(BLOCK_OUTPUTS, part.num_out - start)
-                table.append((part.packed.data_ptr() + start // BLOCK_OUTPUTS * step, CODES[part.format], first, some))
+                at = part.packed.data_ptr() + start // BLOCK_OUTPUTS * step
+                table.append((at, _multiplier(part.format).address, first, some))
                 first += some
         self._blocks = torch.tensor(table, dtype=torch.int64)
         bias = None if bias is None else F.pad(bias, (0, LANES))  # registers are read whole
@@ -869,18 +1097,30 @@ class BlockMatmul:
 
     def rows(self, indexes: Tensor) -> Tensor:
         """Rows of a matrix of one part, as an embedding takes them. indexes: [n]; returns [n, in]."""
-        assert len(self._weight.parts) == 1
+        (part,) = self._weight.parts
         indexes = indexes.long().contiguous()
         out = torch.empty((len(indexes), self._num_in))
         arguments = GatherArguments(
             rows=indexes.data_ptr(),
-            blocks=self._blocks.data_ptr(),
+            packed=part.packed.data_ptr(),
+            code=CODES[part.format],
+            decode=_decoder(part.format).address,
             out=out.data_ptr(),
             num_rows=len(indexes),
             num_inputs=self._num_in,
         )
         self._gather(arguments, min(torch.get_num_threads(), max(1, len(indexes))))
         return out.to(self._dtype)
+
+
+@cache
+def _multiplier(name: str) -> Any:
+    return _make_multiply(CODES[name])
+
+
+@cache
+def _decoder(name: str) -> Any:
+    return _make_decode(CODES[name])
 
 
 @cache

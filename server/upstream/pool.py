@@ -46,6 +46,7 @@ IDLE_S = 30.0  # after which an HTTP/1.1 connection is closed: before most serve
 LOAD_BOUND = 1.25
 ACTIVE_TOKENS = 64  # of a prompt, that an answer in progress delays it like
 BLOCK_BYTES = 256  # of text, by which leading blocks are known
+BLOCK_TOKENS = 64  # likewise, of tokens
 MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same for all
 MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
 RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
@@ -235,6 +236,15 @@ class LeadingBlocks(NamedTuple):
     num_tokens: int
     tokens_per_block: int = 0
     hashes: tuple[int, ...] = ()
+
+
+def leading_token_blocks(domain: str, prompts: Sequence[Sequence[int]]) -> LeadingBlocks:
+    """As leading_blocks, of prompts whose ids are known; all but the first count for their length alone."""
+    ids, chained, hashes = tuple(prompts[0]), hash(domain), []
+    for start in range(0, min(len(ids), MAX_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        chained = hash((chained, ids[start : start + BLOCK_TOKENS]))
+        hashes.append(chained)
+    return LeadingBlocks(sum(map(len, prompts)), BLOCK_TOKENS, tuple(hashes))
 
 
 def leading_blocks(domain: str, texts: Sequence[str], num_tokens: int) -> LeadingBlocks:

@@ -18,7 +18,7 @@ _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\
 _PATH = re.compile(r"/[!-~]*")
 _DURATIONS = re.compile(r"(?:\d+(?:\.\d+)?[a-z]+)+")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
-ELSEWHERE = ("protocol", "upstream_model", "api_key_file", "tls_ca", "tls_cert", "tls_key", "trusted")
+ELSEWHERE = ("tokenizer", "protocol", "upstream_model", "api_key_file", "tls_ca", "tls_cert", "tls_key", "trusted")
 
 
 class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -56,6 +56,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         health: path that answers 200 while the upstream takes requests.
         max_requests: in progress at each upstream; more wait here.
         max_model_len: that /v1/models shows; None: not known.
+        tokenizer: of its prompts: a model's directory, perhaps without weights, or GGUF file; None: bytes are counted.
         api_key_file: holds the key towards the upstreams.
         tls_ca: of the upstreams; None: the system's.
         tls_cert, tls_key: towards them.
@@ -73,6 +74,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     protocol: Literal["auto", "h2", "h1"] = "auto"
     health: str = "/ready"
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
+    tokenizer: _Name | None = None
     max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None
     api_key_file: str | None = None
     tls_ca: str | None = None

@@ -5,6 +5,8 @@ tokens, so that clients may go through turns of their own.
 """
 
 import json
+import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -52,11 +54,16 @@ def tokenizer_of(form: str) -> Tokenizer:
 
 
 class Player(SimulatedRunner):
-    """Writes, token by token, what `play` says of the prompt that is in its KV."""
+    """Writes, token by token, what `play` says of the prompt that is in its KV.
+
+    With a seed it cuts the text between marks otherwise than the tokenizer does, as a sampled model may.
+    """
 
     tokenizer: Tokenizer
     play: Play
     end_id: int
+    marks: frozenset[int]
+    cut_seed: int | None = None
 
     def sample(self, ticket: StepPlan, masks: Int32Array | None = None) -> None:
         rows = iter(() if masks is None else masks)
@@ -68,6 +75,8 @@ class Player(SimulatedRunner):
         ids = list(self._prefix(slot, length))
         prompt, written = ids[:num_prompt_tokens], ids[num_prompt_tokens:]
         answer = self.play(self.tokenizer.decode(prompt, skip_special_tokens=False))
+        if self.cut_seed is not None:
+            return self._oddly_cut(answer.encode(), written, self._masks.get(slot))
         rest = self._ids(answer)
         if rest[: len(written)] == written:
             rest = rest[len(written) :]
@@ -77,15 +86,37 @@ class Player(SimulatedRunner):
             rest = self._ids(answer[len(so_far) :])
         token_id = rest[0] if rest else self.end_id
         mask = self._masks.get(slot)
-        if mask is not None and not (int(mask[token_id // 32]) >> token_id % 32) & 1:
+        if not _allows(mask, token_id):
             raise AssertionError(f"{self.tokenizer.str_of(token_id)!r} is not allowed after {written} of {answer!r}")
         return token_id
+
+    def _oddly_cut(self, answer: bytes, written: list[int], mask: Int32Array | None) -> int:
+        """A mark, or any allowed token that begins what comes before the next one."""
+        so_far = b"".join(map(self.tokenizer.bytes_of, written))
+        assert answer.startswith(so_far), f"it was made to write {so_far!r} of {answer!r}"
+        left = answer[len(so_far) :]
+        names = {self.tokenizer.bytes_of(one): one for one in self.marks}
+        begun = re.match(
+            b"(?=(%b))?(.*?)(?=%b|$)" % ((b"|".join(map(re.escape, sorted(names, reverse=True))),) * 2), left, re.DOTALL
+        )
+        assert begun is not None
+        if not left or begun[1]:
+            return names[begun[1]] if left else self.end_id
+        table = enumerate(self.tokenizer.full_table.token_bytes)
+        able = [one for one, data in table if data and begun[2].startswith(data) and _allows(mask, one)]
+        return random.Random(f"{self.cut_seed} {len(written)}").choice(able)
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def playing(form: str, play: Play, **settings: Any) -> AbstractAsyncContextManager[Running]:
+def _allows(mask: Int32Array | None, token_id: int) -> bool:
+    return mask is None or bool((int(mask[token_id // 32]) >> token_id % 32) & 1)
+
+
+def playing(
+    form: str, play: Play, cut_seed: int | None = None, **settings: Any
+) -> AbstractAsyncContextManager[Running]:
     """A server of a model that writes calls in this format."""
     tokenizer = tokenizer_of(form)
     end_id = tokenizer.id_of(end_of(form))
@@ -98,6 +129,8 @@ def playing(form: str, play: Play, **settings: Any) -> AbstractAsyncContextManag
         clock = SimulatedClock()
         runner = Player(limits, CostModel(), clock)
         runner.tokenizer, runner.play, runner.end_id = tokenizer, play, end_id
+        marks = {tokenizer.id_of(mark) for mark in markers_of(form)}
+        runner.marks, runner.cut_seed = tokenizer.special_ids | {one for one in marks if one is not None}, cut_seed
         special = {"bos_token": "<|begin|>", "eos_token": end_of(form)}
         template = ChatTemplate({"default": TOOL_TEMPLATES[form]}, special, limits.max_model_len)
         files = ModelFiles(Path("/"), CONFIG, tokenizer, template, {"temperature": 0.0}, (end_id,))

@@ -23,6 +23,7 @@ from core.plan import BlockStore, RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
+from core.turns import TurnMemory
 from core.types import EngineStats, FinishReason, StepDelivery
 from server.api.fields import GenerationDefaults
 from server.api.models import ServedModel
@@ -446,6 +447,7 @@ def _reader(limits: RunnerLimits, clock: Clock) -> PromptReader:
         defaults=GenerationDefaults(vocab_size=limits.vocab_size),
         unix_clock=clock.unix,
         make_compiler=lambda: compiler_of(TOKENIZER, (EOS_ID,), most_tokens=limits.max_model_len),
+        turns=TurnMemory(TOKENIZER),
     )
 
 

@@ -3,11 +3,13 @@
 import hashlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 from core.kv_cache import BlockCopies
 from core.plan import DeviceError, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
+from core.turns import Begun
 from core.types import ClearCache, Inspect, StoreState
 from server.engine_client import LOOK_S, MOST_LOOKS
 from server.gate.identity import Scope
@@ -79,6 +81,14 @@ def test_cleared_cache_finds_nothing_of_before(server: SimulatedServer) -> None:
     assert server.ask(request("POST", "/admin/cache/clear")).json == {"status": "cleared"}
     assert engine_of(server)["blocks"]["num_cached"] == 0
     assert server.ask(prompt).usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_cleared_cache_forgets_the_turns_of_chats(server: SimulatedServer) -> None:
+    turns: Any = server.generations.reader.turns
+    for _ in range(2):
+        turns.add(Begun(("tenant:a", ""), "Hi", np.array([72, 105], np.int32)), [33])
+        server.ask(request("POST", "/admin/cache/clear"))
+        assert (turns._turns, turns._num_ids) == ({}, {})
 
 
 def test_cache_is_told_to_be_cleared_once_the_engine_has_done_it(server: SimulatedServer) -> None:

@@ -256,11 +256,13 @@ def test_unknown_architectures_and_formats_are_named(tmp_path: Path, directory: 
     finish(writer)
     assert "'falcon' is not supported" in refusal(tmp_path / "falcon.gguf").cause
     assert "llama, qwen2, qwen3" in refusal(tmp_path / "falcon.gguf").fix
-    writer = gguf.GGUFWriter(tmp_path / "q2.gguf", "llama")
-    rows = np.zeros((2, 84), np.uint8)
-    writer.add_tensor("output.weight", rows, raw_dtype=gguf.GGMLQuantizationType.Q2_K)
+    writer = gguf.GGUFWriter(tmp_path / "iq2.gguf", "llama")
+    rows = np.zeros((2, 66), np.uint8)
+    writer.add_tensor("output.weight", rows, raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
     finish(writer)
-    assert "output.weight is stored as Q2_K; supported are F32, F16, BF16, Q8_0" in refusal(tmp_path / "q2.gguf").cause
+    assert (
+        "output.weight is stored as IQ2_XXS; supported are F32, F16, BF16, Q8_0" in refusal(tmp_path / "iq2.gguf").cause
+    )
 
 
 def test_every_truncation_of_the_header_is_an_error(tmp_path: Path) -> None:

@@ -1,23 +1,34 @@
 """Models that upstreams answer for: what passes, what is counted, and what happens when one leaves."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from core.errors import StartupError
 from server.api.replies import status_of
+from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
 from server.gate.text_rules import TextRule
 from server.listening.sockets import Bind, UnixAddress
-from server.relay import PASSAGES, refusal_of
+from server.observing.timing import StageMarks
+from server.process import Server
+from server.relay import PASSAGES, Relay, refusal_of
 from server.upstream.exchange import AnswerHead
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import UpstreamSettings
+from server.wire.http2_frames import FRAME_HEADER, HEADERS, PREFACE
+from server.wire.http2_heads import ResponseEncoder
 from tests.certificates import make_certificate
+from tests.core.chat_templates import CHATML
+from tests.core.small_tokenizers import byte_level
+from tests.server import raw_http2
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
 from tests.server.running_server import ask, closing, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
@@ -65,6 +76,7 @@ async def test_fields_that_the_gateway_does_not_know_reach_the_upstream() -> Non
     async with relaying() as gateway:
         refused = await gateway.ask(SURFACES["chat"](temperature=9))
         assert (refused.status, refused.json["error"]["param"]) == (400, "temperature")
+        assert gateway.server._metrics.num_generation_tokens == gateway.server._metrics.num_prompt_tokens == 0
         answer = await gateway.ask(SURFACES["chat"](return_token_ids=True))
         assert answer.json["prompt_token_ids"]
 
@@ -171,6 +183,23 @@ async def test_what_was_received_of_a_broken_answer_is_billed(tmp_path: Path) ->
         assert line["prompt_tokens"] > 0
 
 
+async def test_a_cancelled_answer_is_billed_as_our_own_upstream_counted_it(tmp_path: Path) -> None:
+    async with relaying(trusted=True, config={"ledger": tmp_path / "ledger.db"}) as gateway:
+        counted = gateway.upstreams[0].server._metrics
+        for num_events in (0, 1, 5):
+            reader, writer = await open_with(gateway.server, SURFACES["chat"](stream=True, max_tokens=900))
+            await wait_until(lambda: gateway.num_running() == 1)
+            for _ in range(num_events):
+                await reader.readuntil(b"content")
+            writer.transport.abort()
+            await wait_until(lambda: not gateway.server._app.generations.active)  # type: ignore[union-attr]
+        line: dict[str, Any] = {}
+        while line.get("requests") != 3:
+            (line,) = (await gateway.ask(request("GET", "/v1/usage?by=model"))).json["data"] or ({},)
+        billed = line["prompt_tokens"], line["completion_tokens"]
+        assert billed == (counted.num_prompt_tokens, counted.num_generation_tokens)
+
+
 @pytest.mark.parametrize(
     ("rule", "status", "code"),
     [
@@ -219,6 +248,33 @@ async def test_the_trace_goes_on_at_the_upstream() -> None:
         assert seen[0].alias == answer.headers["x-request-id"]
         shown = await gateway.ask(request("GET", "/v1/requests/" + answer.headers["x-request-id"]))
         assert shown.json["model"] == ASKED
+
+
+async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 1000}
+    files = {
+        "tokenizer.json": byte_level().to_str(),
+        "config.json": config,
+        "tokenizer_config.json": {"chat_template": CHATML},
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else orjson.dumps(content))
+    async with relaying(tokenizer=str(tmp_path)) as gateway:
+        relay = gateway.server._app.served.others[ASKED].reader
+        assert isinstance(relay, Relay)
+        names = {"chatcmpl-": "chat", "cmpl-": "completions", "resp_": "responses", "msg_": "messages"}
+        for surface, passage in PASSAGES.items():
+            data = SURFACES[names[passage.prefix]]()
+            marks = StageMarks(lambda: 0.0)
+            counted = relay.prepare(surface, data.split(b"\r\n\r\n", 1)[1], Tenant(name="t"), marks).prompt.num_tokens
+            answer = await gateway.ask(data)
+            told = answer.json["usage"]
+            prompt = told.get("prompt_tokens") or told["input_tokens"] + told.get("cache_read_input_tokens", 0)
+            assert counted == prompt
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:abc"}}]}]
+        assert (await gateway.ask(SURFACES["chat"](messages=image))).status == 400  # the upstream's word, not ours
+    with pytest.raises(StartupError, match="does not exist"):
+        Server(ServerConfig(models=(model("http://h:1", tokenizer="/nowhere"),)), no_engine, print)
 
 
 async def test_a_document_reserves_what_it_may_take() -> None:
@@ -330,15 +386,23 @@ def _chunk(**choice: Any) -> bytes:
         (b"HTTP/1.1 200 OK\r\ncontent-length: nix\r\n\r\n", "upstream_error"),
         (b"SSH-2.0-nonsense\r\n\r\n", "upstream_error"),
         (b"", "upstream_error"),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000, "upstream_error"),  # a head without end
+        (_HEAD + b"data: " + b"x" * 9_000_000, "upstream_error"),  # an event without end
+        (_HEAD.replace(b"connection: close", b"content-length: 999") + _chunk(text="a"), "upstream_error"),
+        (_HEAD.replace(b"connection: close", b"content-length: 9\r\ncontent-length: 8") + b"data", "upstream_error"),
+        (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"ff\r\ndata", "upstream_error"),
+        (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"nix\r\n", "upstream_error"),
     ],
+    ids=range(16),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         if head.startswith(b"POST"):
             await reader.readuntil(b"}")
-            for i in range(0, len(said), 7):
-                writer.write(said[i : i + 7])
+            size = max(7, len(said) // 100)
+            for i in range(0, len(said), size):
+                writer.write(said[i : i + size])
                 await asyncio.sleep(0)
         else:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
@@ -360,6 +424,70 @@ async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, ex
             assert front.server._pools[0].upstreams[0].num_active == 0
 
 
+@pytest.mark.parametrize("said", [b"H", b"HTTP/1.1 200", _HEAD, _HEAD + b"data: {", _HEAD + _chunk(text="a")])
+async def test_an_upstream_that_falls_silent_holds_up_its_own_request_alone(said: bytes) -> None:
+    async with saying(said) as silent, serving() as good:
+        models = (model(silent, protocol="h1"), model(url_of(good), name="good"))
+        async with serving(no_engine, models=models) as front:
+            held = await open_with(front.server, closing(SURFACES["chat"](deadlines={"total_ms": 300}, stream=True)))
+            answer = await ask(front.server, closing(SURFACES["chat"](model="good")))
+            assert answer.status == 200
+            late = await read_answer(*held)
+            assert b"deadline_exceeded" in late.body
+            (upstream,) = front.server._pools[0].upstreams
+            assert (upstream.num_active, upstream.num_waiting_tokens) == (0, 0)
+            await wait_until(lambda: not any(one.num_open for one in upstream.connections))
+
+
+_SETTINGS = raw_http2.settings()
+_HEAD_3 = raw_http2.headers(ResponseEncoder().encode([(b":status", b"200")]), raw_http2.END_HEADERS, 3)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [raw_http2.data(b"a", 0, 3)],  # before its head
+        [_HEAD_3, _HEAD_3],
+        [_HEAD_3, raw_http2.data(b"data: {", raw_http2.END_STREAM, 3)],
+        [_HEAD_3, raw_http2.data(bytes(16_384), 0, 3), raw_http2.data(bytes(16_385), 0, 3)],
+        [_HEAD_3, raw_http2.rst(2, 3)],
+        [_HEAD_3, raw_http2.goaway(0, 1)],
+        [raw_http2.headers(b"\xff" * 40, raw_http2.END_HEADERS, 3)],
+        [raw_http2.headers(b"", 0, 3), *[raw_http2.continuation(bytes(99), 0, 3)] * 20],
+        [raw_http2.headers(b"", 0, 3), raw_http2.ping()],
+        [raw_http2.ping()] * 500,
+        [raw_http2.window_update(2**31 - 1)],
+    ],
+    ids=range(11),
+)
+async def test_whatever_an_upstream_says_in_http2_its_request_ends(frames: list[raw_http2.Frame]) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(PREFACE))
+        writer.write(raw_http2.wire([_SETTINGS]))
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                high, low, kind, flags, stream = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
+                await reader.readexactly(high << 16 | low)
+                if kind == HEADERS and flags & raw_http2.END_STREAM:  # asks for its health
+                    block = ResponseEncoder().encode([(b":status", b"200")])
+                    flags = raw_http2.END_HEADERS | raw_http2.END_STREAM
+                    writer.write(raw_http2.wire([raw_http2.headers(block, flags, stream)]))
+                elif kind == HEADERS:
+                    told.append(stream)
+                    writer.write(raw_http2.wire([replace(one, stream=stream) if one.stream else one for one in frames]))
+        writer.close()
+
+    told: list[int] = []
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        async with serving(no_engine, models=(model(url, protocol="h2"),)) as front:
+            answered = await ask(front.server, closing(SURFACES["chat"](stream=True)))
+            assert told
+            assert b"upstream_error" in answered.body
+            assert front.server._pools[0].upstreams[0].num_active == 0
+
+
 # Pools: which upstream answers when one does not.
 
 _LOADING = b"HTTP/1.1 503 No\r\ncontent-length: 2\r\nretry-after: 7\r\n\r\n{}"
@@ -372,12 +500,13 @@ async def saying(said: bytes | None) -> AsyncIterator[str]:
     """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
-            if head.startswith(b"GET") and said is None:
-                listening.close()
-            writer.write(_WELL if head.startswith(b"GET") else said or b"")
-            if not (said or head.startswith(b"GET")):
-                break
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
+                if head.startswith(b"GET") and said is None:
+                    listening.close()
+                writer.write(_WELL if head.startswith(b"GET") else said or b"")
+                if not (said or head.startswith(b"GET")):
+                    break
         writer.close()
 
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
@@ -535,6 +664,16 @@ async def test_one_prompt_for_all_is_spread_as_the_load_is_bounded() -> None:
         assert max(one.num_active for one in gateway.pool.upstreams) <= 5
         for slot in slots:
             slot.leave()
+
+
+async def test_names_and_ids_are_ours_and_what_calls_hold_is_not_touched() -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"model": "theirs", "id": "m1"}}
+    body = orjson.dumps({"content": [call], "model": "theirs.gguf", "id": "m1", "stop_reason": "tool_use"})
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with saying(head + body) as url, serving(no_engine, models=(model(url, upstream_model=None),)) as front:
+        answer = await ask(front.server, closing(SURFACES["messages"]()))
+        assert (answer.json["model"], answer.json["content"]) == (ASKED, [call])
+        assert answer.json["id"] == "msg_" + answer.headers["x-request-id"]
 
 
 async def test_messages_of_another_server_are_counted_from_their_first_and_last_event(tmp_path: Path) -> None:

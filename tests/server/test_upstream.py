@@ -1,12 +1,19 @@
 """The client towards upstreams: its settings, HTTP/2 from its side, and which upstream takes a request."""
 
+import asyncio
 import math
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.errors import StartupError
 from server.config_sources import load_config
+from server.upstream.connection import Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
 from server.upstream.http2 import Http2, NotHttp2
 from server.upstream.settings import keep_alive_of
@@ -217,6 +224,81 @@ def test_what_an_upstream_must_not_send_ends_the_connection(
         client.receive(*frames)
     assert caught.value.code is code
     assert (client.http.is_closing, client.http.room) == (True, 0)
+
+
+class FakeTransport(asyncio.Transport):
+    def write(self, data: Any) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+FRAGMENTS = {
+    b"http/1.1": (
+        *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"content-length: 3\r\n", b"\r\n", b"abc"),
+        *(
+            b"transfer-encoding: chunked\r\n",
+            b"3\r\nabc\r\n",
+            b"0\r\n\r\n",
+            b"connection: close\r\n",
+            b"HTTP/1.0 200\r\n",
+        ),
+    ),
+    b"h2": tuple(
+        raw_http2.wire([one])
+        for one in (
+            *(SETTINGS, head(), head(3), head(1, END_STREAM), raw_http2.data(b"a"), raw_http2.data(b"", END_STREAM)),
+            *(raw_http2.data(b"b", END_STREAM, 3), raw_http2.rst(7), raw_http2.goaway(0, 1), raw_http2.ping()),
+            *(raw_http2.headers(b"", 0), raw_http2.continuation(b""), raw_http2.window_update(9, 3)),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("protocol", FRAGMENTS)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_request_ends_once_whatever_comes(protocol: bytes, data: st.DataObject) -> None:
+    """Also in the order head, body, end; and no byte raises."""
+    pieces = data.draw(st.lists(st.sampled_from(FRAGMENTS[protocol]) | st.binary(max_size=20), max_size=12))
+    said = (raw_http2.wire([SETTINGS]) if protocol == b"h2" else b"") + b"".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=6)))
+    told: list[str] = []
+
+    class Reader:
+        def on_head(self, head: AnswerHead) -> None:
+            assert not told
+            told.append("head")
+
+        def on_data(self, data: bytes) -> None:
+            assert told[-1] in ("head", "data")
+            told.append("data")
+
+        def on_end(self, fault: UpstreamFault | None) -> None:
+            assert fault is not None or told[-1] in ("head", "data")
+            assert "end" not in told
+            told.append("end")
+
+    async def feed() -> None:
+        connection = Connection(address_of(urlsplit("http://h:1"), None, (protocol,)), protocol)
+        connection.connection_made(FakeTransport())
+        if protocol == b"h2":
+            connection.data_received(raw_http2.wire([SETTINGS]))
+        connection.send(Outgoing(b"POST", b"/", (), b"{}"), Reader())
+        for start, end in pairwise([0, *cuts, len(said)]):
+            if end > start:
+                connection.data_received(said[start:end])
+        connection.connection_lost(None)
+        assert told[-1] == "end"
+        assert connection.num_open == 0
+
+    asyncio.run(feed())
 
 
 def test_http1_is_recognized_by_its_first_bytes() -> None:

@@ -103,14 +103,14 @@ import sys
 from gpu import device
 device.cpu_flags = lambda: frozenset({"avx2", "fma", "f16c"})
 import pytest
-chosen = "rows_are or company or (matmuls and not 2)"
+chosen = "(rows_are or company or (matmuls and not -2)) and (Q8_0 or Q5_1 or MXFP4 or Q3_K or Q4_K)"
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, sys.argv[1]]))
 """
 
 
 @pytest.mark.slow
 def test_a_cpu_without_avx512_computes_the_same(tmp_path: Path) -> None:
-    """The same tests, compiled for a CPU that has AVX2 only."""
+    """The same tests of a format of each kind, compiled for a CPU that has AVX2 only."""
     environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
     environment["NUMBA_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-c", OTHER_CPU, __file__]

@@ -1,0 +1,149 @@
+"""Remembers as which ids a chat's turns were computed, so that the turns that follow begin with the same ids.
+
+A model cuts its text into tokens otherwise than a tokenizer would, where it is sampled and where a grammar forces it.
+Where a rendered chat begins with a remembered one, prompt and answer, character by character, its ids are taken from
+there and only the rest is tokenized: the prefix cache finds all of it, and long chats are tokenized once. Only texts of
+one cache domain meet. No I/O. Thread: the loop adds; any may look up.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from core.errors import InvalidRequest
+from core.marked_text import MarkedText, Origin
+from core.plan import Int32Array
+from core.tokenizer import ControlToken, Tokenizer
+
+Domain = tuple[str, str]  # a request's cache_domain and cache_salt
+
+MOST_TURNS = 1024
+MOST_IDS = 4 * 2**20  # of all turns: 16 MiB
+_END_CHARS = 32  # of a turn, that are compared before the whole is
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A rendered prompt and its ids: what an answer goes on with."""
+
+    domain: Domain
+    text: str
+    ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A prompt and its answer.
+
+    Args:
+        num_chars: of both.
+        num_prompt_chars: of these.
+        end: its last characters.
+        digest: of its text.
+        origins: of the prompt, as a digest.
+        control: the control tokens of the answer.
+        ids: of both.
+    """
+
+    num_chars: int
+    num_prompt_chars: int
+    end: str
+    digest: bytes
+    origins: bytes
+    control: tuple[ControlToken, ...]
+    ids: Int32Array
+
+
+class TurnMemory:
+    """
+    Args:
+        most_ids: kept. Where there are more, the domain that has most of them loses its oldest turn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most_ids: int = MOST_IDS, most_turns: int = MOST_TURNS) -> None:
+        self._tokenizer = tokenizer
+        self._most_ids, self._most_turns = most_ids, most_turns
+        self._turns: dict[Domain, OrderedDict[bytes, _Turn]] = {}  # by their texts' digests, oldest first
+        self._num_ids: dict[Domain, int] = {}
+
+    def encode(self, text: str, domain: Domain) -> list[int]:
+        """The ids of a rendered chat: as Tokenizer.encode_chat, but for what is remembered.
+
+        Raises:
+            InvalidRequest: as encode_chat.
+        """
+        if (turn := self._longest(text, domain)) is not None:
+            with suppress(InvalidRequest):  # it would name a place in the rest
+                return [*turn.ids.tolist(), *self._tokenizer.encode_chat(text[turn.num_chars :])]
+        return self._tokenizer.encode_chat(text)
+
+    def _longest(self, text: str, domain: Domain) -> _Turn | None:
+        turns = tuple(self._turns.get(domain, {}).values())
+        ended = [one for one in turns if text.startswith(one.end, one.num_chars - len(one.end))]
+        for turn in sorted(ended, key=lambda one: one.num_chars, reverse=True):
+            if self._begins(turn, text):
+                return turn
+        return None
+
+    def _begins(self, turn: _Turn, text: str) -> bool:
+        """Whether the chat begins with that turn, its characters written by whoever wrote them there."""
+        start, end = turn.num_prompt_chars, turn.num_chars
+        if not self._tokenizer.may_cut(text, end) or _digest(text[:end]) != turn.digest:
+            return False
+        if _digest_of_origins(text[:start]) != turn.origins:
+            return False
+        is_users = isinstance(text, MarkedText) and Origin.USER in text.origins[start:end]
+        return not is_users and self._tokenizer.may_have(text, slice(start, end), turn.control)
+
+    def add(self, begun: Begun, answer_ids: Sequence[int]) -> None:
+        """Remember a prompt with its answer.
+
+        Args:
+            answer_ids: without the id that ends it.
+        """
+        if (answer := self._tokenizer.spelled(answer_ids)) is None or not answer_ids:
+            return
+        text, control = answer
+        start, whole = len(begun.text), str.__str__(begun.text) + text
+        placed = tuple(ControlToken(at + start, end + start, token_id) for at, end, token_id in control)
+        turn = _Turn(
+            num_chars=len(whole),
+            num_prompt_chars=start,
+            end=whole[-_END_CHARS:],
+            digest=_digest(whole),
+            origins=_digest_of_origins(begun.text),
+            control=placed,
+            ids=np.append(begun.ids, np.array(answer_ids, np.int32)),
+        )
+        domain = begun.domain
+        self._forget(domain, turn.digest)
+        self._turns.setdefault(domain, OrderedDict())[turn.digest] = turn
+        self._num_ids[domain] = self._num_ids.get(domain, 0) + len(turn.ids)
+        while sum(self._num_ids.values()) > self._most_ids or sum(map(len, self._turns.values())) > self._most_turns:
+            largest = max(self._num_ids, key=self._num_ids.__getitem__)
+            self._forget(largest, next(iter(self._turns[largest])))
+
+    def clear(self) -> None:
+        self._turns.clear()
+        self._num_ids.clear()
+
+    def _forget(self, domain: Domain, digest: bytes) -> None:
+        turns = self._turns.get(domain, OrderedDict())
+        if (turn := turns.pop(digest, None)) is None:
+            return
+        self._num_ids[domain] -= len(turn.ids)
+        if not turns:
+            del self._turns[domain], self._num_ids[domain]
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
+def _digest_of_origins(text: str) -> bytes:
+    origins = text.origins if isinstance(text, MarkedText) else bytes(len(text))
+    return blake2b(origins, digest_size=32).digest()
