@@ -33,7 +33,18 @@ from core.engine import Engine
 from core.grammar import Grammar
 from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
+from core.types import (
+    Adapter,
+    Cancel,
+    FinishReason,
+    Message,
+    Pause,
+    Request,
+    Resume,
+    SamplingParams,
+    StepDelivery,
+    Submit,
+)
 from gpu.device import (
     DTYPES,
     MIN_PROBE_BYTES,
@@ -117,14 +128,19 @@ class Streams:
         return tuple(self._random.choices(range(self._vocab_size), k=num_tokens))
 
     def submit(
-        self, prompt_ids: Sequence[int], num_tokens: int, temperature: float = 0.0, grammar: Grammar | None = None
+        self,
+        prompt_ids: Sequence[int],
+        num_tokens: int,
+        temperature: float = 0.0,
+        grammar: Grammar | None = None,
+        adapter: Adapter | None = None,
     ) -> str:
         name = str(len(self.sent_s))
         sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True)
         self.sent_s[name] = time.perf_counter()
         self.num_open += 1
         request = Request(request_id=name, prompt_ids=tuple(prompt_ids), sampling=sampling, arrival_s=time.monotonic())
-        self._inbox.append(Submit(msgspec.structs.replace(request, grammar=grammar)))
+        self._inbox.append(Submit(msgspec.structs.replace(request, grammar=grammar, adapter=adapter)))
         return name
 
     def cancel(self, *names: str) -> None:
@@ -176,14 +192,21 @@ class Streams:
         self.run()
         return self.ttft_s(name)
 
-    def decode_s(self, num_rows: int, context: int, num_steps: int) -> tuple[float, float]:
+    def decode_s(
+        self, num_rows: int, context: int, num_steps: int, adapters: Sequence[Adapter | None] = (None,)
+    ) -> tuple[float, float]:
         """Compute the prompts, then time so many steps of all rows: the median step, and the mean context of a row.
+
+        Args:
+            adapters: that the rows have in turn.
 
         Raises:
             RuntimeError: a step did not give each row its token, or there was less room than was planned.
         """
         num_preempted = self.scheduler.stats().num_preemptions
-        names = [self.submit(self.prompt(context), WARM_STEPS + num_steps + SPARE_TOKENS) for _ in range(num_rows)]
+        num_tokens = WARM_STEPS + num_steps + SPARE_TOKENS
+        turns = itertools.islice(itertools.cycle(adapters), num_rows)
+        names = [self.submit(self.prompt(context), num_tokens, adapter=one) for one in turns]
         paused: set[str] = set()  # a sequence with a token is paused until the last one has its own
         while len(paused) < num_rows:
             self.step()
