@@ -9,7 +9,8 @@
 # make wheels       what bench.gpu_check needs beside torch, triton and transformers, in build/wheels: for a machine with a
 #                   GPU and without a network, whose Python is WHEELS_FOR (3.12)
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
-#                   machine (15 minutes on two cores), and 100,000 answers with calls; ARGS="--seed N" one again, --steps and --histories for other numbers
+#                   machine (15 minutes on two cores), 100,000 answers with calls, and a day of a gateway before 64 upstreams (2 minutes);
+#                   ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time
 # make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, with npm also Vercel's AI SDK) in
 #                   .venv/clients, an environment of their own: tests ask a server through them, and are skipped without

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -30,7 +31,6 @@ from bench.make_model import draw_tensor
 from bench.results import Cell, Plot, Table, table_of
 from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
 from core.engine import Engine
-from core.grammar import Grammar
 from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import (
@@ -132,15 +132,20 @@ class Streams:
         prompt_ids: Sequence[int],
         num_tokens: int,
         temperature: float = 0.0,
-        grammar: Grammar | None = None,
-        adapter: Adapter | None = None,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        **asked: Any,
     ) -> str:
+        """
+        Args:
+            sampling: further fields of SamplingParams.
+            asked: further fields of Request.
+        """
         name = str(len(self.sent_s))
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=True)
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **{"temperature": temperature} | dict(sampling))
         self.sent_s[name] = time.perf_counter()
         self.num_open += 1
-        request = Request(request_id=name, prompt_ids=tuple(prompt_ids), sampling=sampling, arrival_s=time.monotonic())
-        self._inbox.append(Submit(msgspec.structs.replace(request, grammar=grammar, adapter=adapter)))
+        request = Request(request_id=name, prompt_ids=tuple(prompt_ids), sampling=params, arrival_s=time.monotonic())
+        self._inbox.append(Submit(msgspec.structs.replace(request, **asked)))
         return name
 
     def cancel(self, *names: str) -> None:

@@ -151,7 +151,10 @@ def compiler_for(directory: Path) -> GrammarCompiler:
 
 def time_steps(streams: Streams, grammar: Grammar | None, num_steps: int) -> list[float]:
     """Seconds of each step of NUM_ROWS rows."""
-    names = [streams.submit(streams.prompt(PROMPT), num_steps + WARM_TOKENS + 8, 1.0, grammar) for _ in range(NUM_ROWS)]
+    names = [
+        streams.submit(streams.prompt(PROMPT), num_steps + WARM_TOKENS + 8, 1.0, grammar=grammar)
+        for _ in range(NUM_ROWS)
+    ]
     while not streams.have_all(names, WARM_TOKENS):
         streams.step()
     found = []
@@ -194,7 +197,7 @@ def measure_first_token(runner: ModelRunner, arguments: argparse.Namespace) -> T
             prompt, started_s = streams.prompt(PROMPT), time.perf_counter()
             grammar = compiler.compile(new_spec(number)) if name == "new grammar" else None
             grammar = cached if name == "cached grammar" else grammar
-            asked = streams.submit(prompt, 1, 1.0, grammar)
+            asked = streams.submit(prompt, 1, 1.0, grammar=grammar)
             streams.run()
             of_case.append(streams.times_s[asked][0] - started_s)
     rows: list[dict[str, Cell]] = [

@@ -18,7 +18,9 @@ from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
+from msgspec import structs
 
+from core.beams import BeamSearch
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
 from core.drafter import FIRST_ACCEPTED, MOST_DRAFT, Acceptance, Draft, Drafter, num_common, price_of
 from core.grammar import GrammarState
@@ -117,6 +119,7 @@ class Scheduler:
         self._speculates = speculates and limits.max_drafts > 0
         self._acceptance = Acceptance()
         self._draft_tokens, self._accepted_tokens = (dict.fromkeys(FIRST_ACCEPTED, 0) for _ in range(2))
+        self._searching: dict[str, SequenceGroup] = {}  # by request; some may have ended
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
         self._is_short = False  # of blocks or slots that sequences in flight may have to give up
@@ -160,6 +163,8 @@ class Scheduler:
             return (
                 f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
             )
+        if request.beams is not None and self._max_length_of(request) <= num_tokens:
+            return f"{request.num_sequences} beams of {num_tokens} tokens do not fit into this server's memory."
         if request.num_sequences > num_slots:
             return f"{request.num_sequences} sequences were asked for; this server runs {num_slots} at once."
         return None
@@ -175,9 +180,11 @@ class Scheduler:
         group = SequenceGroup(request, tenant, self._num_groups, seed, latest_start_s)
         self._num_groups += 1
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
-        max_length = min(num_tokens + sampling.max_tokens, self._max_length)
+        max_length = min(num_tokens + sampling.max_tokens, self._max_length_of(request))
         group.leader, *siblings = [group.add(stop_ids, max_length) for _ in range(request.num_sequences)]
         group.unforked = {sibling.index: sibling for sibling in siblings}
+        if request.beams is not None:
+            self._begin_search(group, stop_ids, max_length)
         if self._forces_tokens:
             for sequence in group.sequences:
                 if sequence.grammar is not None:
@@ -190,11 +197,32 @@ class Scheduler:
                 sequence.repetition = Repetition(rules)
         if self._speculates and request.speculates:
             for sequence in group.sequences:
-                if sequence.repetition is not None:
+                if sequence.repetition is not None or sequence.search is not None:
                     continue
                 recent = self.states.recent.of(domain_of(request))
                 sequence.drafter = Drafter(sequence.token_ids, self._acceptance, request.prediction_ids, recent)
         return group
+
+    def _max_length_of(self, request: Request) -> int:
+        """At which a lone request's sequences end: its beams must all fit, beside the blocks of their prompt."""
+        if request.beams is None:
+            return self._max_length
+        size = self.limits.block_size
+        num_shared = len(request.prompt_ids) // size
+        num_each = (self.limits.num_blocks - num_shared) // request.num_sequences
+        return min(self._max_length, (num_shared + num_each) * size - 1)
+
+    def _begin_search(self, group: SequenceGroup, stop_ids: tuple[int, ...], max_length: int) -> None:
+        request, sampling = group.request, group.request.sampling
+        assert request.beams is not None, "it asks for them"
+        forbidden = {token_id for token_id, bias in sampling.logit_bias if bias == -math.inf}
+        max_tokens = max_length - len(request.prompt_ids)
+        group.search = BeamSearch(request.beams, set(stop_ids), forbidden, sampling.min_tokens, max_tokens)
+        num_top = min(max(group.search.num_top, sampling.num_logprobs or 0), self.limits.vocab_size)
+        for sequence in group.sequences:
+            sequence.search = group.search
+            sequence.sampling = structs.replace(sampling, temperature=0.0, min_tokens=0, num_logprobs=num_top)
+        self._searching[request.request_id] = group
 
     def cancel(
         self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
@@ -207,6 +235,8 @@ class Scheduler:
         group = self.states.groups.get(request_id)
         if group is None or (index is not None and not 0 <= index < len(group.sequences)):
             return
+        if group.search is not None:  # its beams end together, and what they have computed counts
+            index = num_tokens_kept = None
         chosen = group.sequences if index is None else [group.sequences[index]]
         for sequence in chosen:  # all before the first ends: the terminal chunk counts them all
             sequence.keep(num_tokens_kept)
@@ -264,6 +294,8 @@ class Scheduler:
             return None
         states.now_s = now
         self._is_short = False
+        if self._searching:
+            self._gather_beams()
         builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
         self._make_room(builder, now)
         plain, others, behind = self._ready()
@@ -307,6 +339,8 @@ class Scheduler:
             if sequence.num_computed_tokens < sequence.plain_end:
                 plain.append(sequence)
             elif not (sequence.is_paused or (sequence.num_in_flight and self._has_to_land(sequence))):
+                if sequence.search is not None and not sequence.search.waits_for(sequence.index):
+                    continue
                 num_behind = len(sequence.token_ids) + sequence.num_pending - sequence.num_computed_tokens
                 (others if num_behind == 1 or self._is_forced(sequence) else behind).append(sequence)
         return plain, others, behind
@@ -322,9 +356,9 @@ class Scheduler:
 
         It ends with the steps in flight, or computes them again, or its siblings fork from it at its current position,
         or the token that is being sampled and those after it are forced: then they are computed together; or it has
-        drafts to verify, or a penalty that depends on the token.
+        drafts to verify, or its next token depends on this one by more than the model.
         """
-        if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced or sequence.repetition is not None:
+        if sequence.is_lost or sequence.cancel_reason is not None or sequence.forced:
             return True
         if sequence.num_computed_tokens >= len(sequence.token_ids) + sequence.num_pending:
             return True
@@ -332,7 +366,21 @@ class Scheduler:
             return False
         if len(sequence.token_ids) + sequence.num_pending >= sequence.max_length:
             return True
+        if sequence.search is not None or sequence.repetition is not None:
+            return True
         return sequence.num_computed_tokens == sequence.num_prompt_tokens and len(self.states.joining(sequence)) > 1
+
+    def _gather_beams(self) -> None:
+        """Where some beams of a request wait, let the others wait with them."""
+        for request_id, group in list(self._searching.items()):
+            if request_id not in self.states.groups:
+                del self._searching[request_id]
+                continue
+            members = [sequence for sequence in group.sequences if sequence.index not in group.unforked]
+            are_apart = {sequence.state for sequence in members} == {SequenceState.RUNNING, SequenceState.WAITING}
+            if are_apart and not any(sequence.num_in_flight for sequence in members):
+                self._counts.num_preemptions += sum(s.state is SequenceState.RUNNING for s in members)
+                self.states.gather(group)
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
         """Preempt sequences that the queue's head outranks, if it needs their slots or blocks."""
@@ -515,6 +563,13 @@ class Scheduler:
         """
         states = self.states
         num_joining = len(states.joining(sequence))
+        if sequence.search is not None:  # each sibling's own part
+            tail = (
+                len(sequence.token_ids)
+                + 1
+                - sequence.num_prompt_tokens // self.limits.block_size * self.limits.block_size
+            )
+            num_reserved += (num_joining - 1) * num_blocks_for(tail, self.limits.block_size)
         while num_joining > len(states.free_slots) or not states.take_blocks(sequence, num_reserved):
             if not self._preempt_paused(builder):
                 return False
@@ -572,7 +627,7 @@ class Scheduler:
                 self.states.publish(sequence, end)
             elif drafts:
                 sequence.plain_end = 0
-            elif end > sequence.num_prompt_tokens and sequence.grammar is None and sequence.repetition is None:
+            elif end > sequence.num_prompt_tokens and _is_plain(sequence):
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
 
@@ -617,6 +672,10 @@ class Scheduler:
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for bystander in bystanders:
             self.states.compute_again(bystander)
+        if self._searching:
+            for request_id in {sequence.request_id for sequence in sequences if sequence.search is not None}:
+                if request_id in self.states.groups:
+                    self._advance_beams(self.states.groups[request_id])
         if flight.has_suspects:
             self.states.suspects.difference_update(sequences[row] for row in output.rows.tolist() if row not in lost)
         self.states.settle()
@@ -697,10 +756,14 @@ class Scheduler:
             return
         if not group.is_prefilled:
             self._tell_prefill(group, end, now)
-        if end == sequence.num_prompt_tokens and sequence is group.leader:
-            for sibling in group.unforked.values():
-                self.states.fork(sequence, sibling)
-            group.unforked = {}
+        if end == sequence.num_prompt_tokens and sequence is group.leader and group.search is None:
+            self._fork_siblings(group)
+
+    def _fork_siblings(self, group: SequenceGroup) -> None:
+        assert group.leader is not None, "a request has a sequence"
+        for sibling in group.unforked.values():
+            self.states.fork(group.leader, sibling)
+        group.unforked = {}
 
     def _tell_prefill(self, group: SequenceGroup, end: int, now: float) -> None:
         """A chunk has brought the prompt up to position `end` for the first time."""
@@ -754,6 +817,10 @@ class Scheduler:
             ):
                 continue
             token_ids = sequence.token_ids
+            if sequence.search is not None:
+                sequence.search.tell(sequence.index, logprobs[i])
+                self._counts.num_generated_tokens += 1
+                continue
             token_ids.append(token_id)
             if (
                 token_id in sequence.stop_ids
@@ -776,6 +843,61 @@ class Scheduler:
     def _tell(self, sequences: list[Sequence], token_ids: list[int]) -> None:
         self._counts.num_generated_tokens += len(sequences)
         self.states.outbox.add_tokens(sequences, token_ids)
+
+    def _advance_beams(self, group: SequenceGroup) -> None:
+        """Once all beams of a request have come back: let the chosen continuations go on, each in a sequence.
+
+        Beams that have waited together share the prompt again once their leader has it.
+        """
+        search, states, leader = group.search, self.states, group.leader
+        assert search is not None, "it has beams"
+        assert leader is not None, "a request has a sequence"
+        if group.unforked and search.has_begun and leader.num_computed_tokens >= leader.num_prompt_tokens:
+            self._fork_siblings(group)
+        if not search.is_ready:
+            return
+        parents = [group.sequences[index] for index in search.beams]
+        steps = search.advance()
+        if not steps:
+            self._end_search(group)
+            return
+        group.unforked = {}
+        beams: list[Sequence] = []
+        going_on = [parents[parent] for parent, _ in steps]
+        spare = [sequence for sequence in group.sequences if sequence not in going_on]
+        for parent in going_on:
+            beam = parent
+            if beam in beams:  # one child stays in its parent's sequence
+                beam = spare.pop()
+                states.branch(parent, beam)
+            beams.append(beam)
+        for beam, (_, token_id) in zip(beams, steps, strict=True):
+            beam.token_ids.append(token_id)
+        search.beams = [beam.index for beam in beams]
+
+    def _end_search(self, group: SequenceGroup) -> None:
+        """Tell the answers of a search, and end its sequences."""
+        search, sampling = group.search, group.request.sampling
+        assert search is not None, "it has beams"
+        group.unforked = {}
+        for sequence, answer in zip(group.sequences, search.answers, strict=True):
+            most = sampling.num_logprobs or 0
+            logprobs = tuple(TokenLogprobs(one.token_id, one.logprob, one.top[:most]) for one in answer.logprobs)
+            sequence.num_computed_tokens = 0  # what it has computed are another's tokens
+            sequence.token_ids[sequence.num_prompt_tokens :] = [one.token_id for one in logprobs]
+            stop = logprobs[-1] if answer.reason is FinishReason.STOP else None
+            shown = logprobs if stop is None else logprobs[:-1]
+            has_logprobs = sampling.num_logprobs is not None
+            if shown:
+                self.states.outbox.chunks.append(
+                    TokenChunk(
+                        request_id=sequence.request_id,
+                        index=sequence.index,
+                        token_ids=tuple(one.token_id for one in shown),
+                        logprobs=shown if has_logprobs else None,
+                    )
+                )
+            self.states.finish(sequence, answer.reason, stop_logprobs=stop if has_logprobs else None)
 
     def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Tell an appended token that has logprobs or may end its sequence."""
@@ -922,7 +1044,10 @@ class Scheduler:
             self.states.compute_again(sequence)
         else:
             self.states.forget(sequence)
-            self.states.finish(sequence, sequence.cancel_reason or FinishReason.ERROR, cause)
+            group = self.states.groups.get(sequence.request_id)
+            ending = group.sequences if group is not None and sequence.search is not None else [sequence]
+            for one in reversed(ending):
+                self.states.finish(one, sequence.cancel_reason or FinishReason.ERROR, cause)
 
     def _bystanders_misled(self, lost: list[Sequence], unwritten: set[int]) -> list[Sequence]:
         """Running sequences, beside the lost ones, that hold unwritten blocks or copies of them.
@@ -975,6 +1100,11 @@ class Scheduler:
             step_cost_error_p90=self.step_cost.error_p90,
             **vars(self._counts),
         )
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    """Whether its next token depends on the last by the model alone."""
+    return sequence.grammar is None and sequence.repetition is None and sequence.search is None
 
 
 def _fill_mask(mask: Int32Array, grammar: GrammarState, forced: Seq[int]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from core.beams import BeamSearch
     from core.drafter import Drafter
     from core.grammar import GrammarState
     from core.repetition import Repetition
@@ -129,6 +130,7 @@ class Sequence:
         prepaid_end: ... and up to which position it was charged.
         device_s, kv_block_s: what it has taken, as in Cost.
         grammar: that its own tokens follow.
+        search: that decides its next token; None: the sampler does.
         repetition: penalises its next token by those before; None: nothing does that the runner does not itself.
         drafter: proposes its next tokens; None: it is not speculated about.
         draft_masks: under a grammar, of its drafts in flight: what may be sampled before and after each.
@@ -173,6 +175,7 @@ class Sequence:
     kv_block_s: float = 0.0
     grammar: "GrammarState | None" = None
     forced: deque[int] = field(default_factory=deque)
+    search: "BeamSearch | None" = None
     repetition: "Repetition | None" = None
     drafter: "Drafter | None" = None
     draft_masks: "npt.NDArray[np.int32] | None" = None
@@ -250,6 +253,7 @@ class SequenceGroup:
         is_admitted: it has left the queue at least once.
         num_prompt_chunks: steps that computed some of the prompt, until it was complete for the first time.
         is_prefilled: the prompt has been complete.
+        search: of its beams.
     """
 
     request: Request
@@ -267,6 +271,7 @@ class SequenceGroup:
     is_admitted: bool = False
     num_prompt_chunks: int = 0
     is_prefilled: bool = False
+    search: "BeamSearch | None" = None
 
     @property
     def cost(self) -> Cost:

@@ -136,15 +136,44 @@ class SequenceStates:
         """
         assert not parent.plain_end, "it would continue in a block that is no longer its own"
         child.num_scored_tokens = parent.num_scored_tokens
-        child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1, child.num_scored_tokens)
+        child.num_computed_tokens = min(
+            parent.num_computed_tokens, child.num_prompt_tokens, len(child.token_ids) - 1, child.num_scored_tokens
+        )
         if len(child.token_ids) % self._block_size == 0 or child.num_scored_tokens != ALL_SCORED:
             child.num_computed_tokens -= child.num_computed_tokens % self._block_size
         num_blocks = num_blocks_for(child.num_computed_tokens, self._block_size)
         child.table.blocks = parent.table.blocks[:num_blocks]
-        child.table.num_published = min(parent.table.num_published, num_blocks)
+        child.table.num_published = min(parent.table.num_published, child.num_computed_tokens // self._block_size)
         self.pool.share(child.table.blocks)
         child.level = parent.level
         self._start_running(child)
+
+    def branch(self, parent: Sequence, child: Sequence) -> None:
+        """Let a sequence that has a slot go on from another's tokens, with its blocks; what it had is given back."""
+        self.pool.release(child.table.take())
+        child.token_ids[:] = parent.token_ids
+        child.num_computed_tokens, child.num_scored_tokens = parent.num_computed_tokens, ALL_SCORED
+        num_blocks = num_blocks_for(parent.num_computed_tokens, self._block_size)
+        child.table.blocks = parent.table.blocks[:num_blocks]
+        child.table.num_published = min(parent.table.num_published, child.num_computed_tokens // self._block_size)
+        self.pool.share(child.table.blocks)
+        child.is_started = False
+        if child.state is SequenceState.WAITING:
+            child.level = parent.level
+            self._start_running(child)
+
+    def gather(self, group: SequenceGroup) -> None:
+        """Let all beams of a group wait together, as one of them must: alone none can go on, and each holds blocks."""
+        assert group.search is not None, "it has beams"
+        for sequence in group.sequences:
+            if sequence.state is SequenceState.RUNNING:
+                self.requeue(sequence)
+            self.waiting.remove(sequence)
+        group.search.told.clear()
+        group.leader, *others = [group.sequences[index] for index in group.search.beams]
+        group.unforked = {sequence.index: sequence for sequence in others}
+        if not group.is_paused:
+            self.waiting.add(group.leader, self.now_s)
 
     def requeue(self, sequence: Sequence) -> None:
         """Take its slot and blocks; it computes all its tokens again when its old place in the queue comes up."""
@@ -240,7 +269,11 @@ class SequenceStates:
         self.num_paused -= group.is_paused
         return Usage(
             num_prompt_tokens=group.num_prompt_tokens_done,
-            num_completion_tokens=sum(sequence.num_billed_tokens for sequence in group.sequences),
+            num_completion_tokens=(
+                sum(sequence.num_billed_tokens for sequence in group.sequences)
+                if group.search is None
+                else group.search.num_tokens
+            ),
             num_cached_tokens=group.num_cached_tokens,
             num_predicted_tokens=sum(sequence.num_predicted_tokens for sequence in group.sequences),
             num_mispredicted_tokens=sum(sequence.num_mispredicted_tokens for sequence in group.sequences),

@@ -65,6 +65,9 @@ _FILL_FORMS = (
     _FillForm(("▁<PRE>", "▁<SUF>", "▁<MID>")),  # Code Llama
     _FillForm(("[SUFFIX]", "[PREFIX]"), is_suffix_first=True),  # Codestral
 )
+# Before the files that come first, and before each of them: Qwen coder and others have both.
+_REPOSITORY_MARKS = ("<|repo_name|>", "<repo_name>", "<reponame>")
+_FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
 _FILL_ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>")
 
 
@@ -125,8 +128,13 @@ class Tokenizer:
         """
         return self._encoded(text, lambda: _ids(self._backend, [text], add_special_tokens)[0])
 
-    def encode_around(self, prefix: str, suffix: str, add_special_tokens: bool = True) -> list[int] | None:
+    def encode_around(
+        self, prefix: str, suffix: str, add_special_tokens: bool = True, extra: Sequence[tuple[str, str]] = ()
+    ) -> list[int] | None:
         """The ids of a prompt whose answer is the text between two others; None: the model has no marks for that.
+
+        Args:
+            extra: names and texts of other files: they come first, as llama-server's /infill puts them.
 
         Raises:
             InvalidRequest: as encode.
@@ -139,8 +147,26 @@ class Tokenizer:
             first, second = (suffix_ids, prefix_ids) if form.is_suffix_first else (prefix_ids, suffix_ids)
             parts = zip(marks, (first, second, []), strict=False)
             filled = [one for mark, ids in parts for one in (mark, *ids) if one is not None]
-            return self.encode("", add_special_tokens) + filled
+            return self.encode("", add_special_tokens) + self._encode_files(extra) + filled
         return None
+
+    def _encode_files(self, files: Sequence[tuple[str, str]]) -> list[int]:
+        """Files before the one that is filled in, under the model's marks, or else behind lines that say so."""
+        repository, mark = (
+            next((found for name in names if (found := self.id_of(name)) is not None), None)
+            for names in (_REPOSITORY_MARKS, _FILE_MARKS)
+        )
+        ids: list[int] = []
+        if files and repository is not None:
+            ids += [repository, *self.encode("myproject\n", False)]
+        for name, text in files:
+            if mark is None:
+                ids += self.encode(f"\n\n--- snippet ---\n\n{text}", False)
+            else:
+                ids += [mark, *self.encode(f"{name}\n", False), *self.encode(text, False)]
+        if files and mark is not None:
+            ids += [mark, *self.encode("filename\n", False)]
+        return ids
 
     @cached_property
     def fill_end_ids(self) -> tuple[int, ...]:

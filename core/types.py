@@ -8,7 +8,7 @@ EngineSnapshot in answer to an Inspect.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -74,6 +74,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's tokens except the first; only beside it
 
 
+class Beams(msgspec.Struct, frozen=True):
+    """Asks for a beam search, as transformers' generate has it: its answers are the likeliest that it finds.
+
+    Args:
+        width: beams, and answers.
+        length_penalty: an answer's score is the sum of its logprobs divided by length ** this.
+        early_stopping: True: end with as many answers as beams; False: once the present beams look no better; "never":
+            once none can become better.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """A LoRA adapter of the model, loaded. Requests hold it while they run; gpu/adapters.py has what it computes.
@@ -100,6 +115,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         adapter: None: the model as it is.
         grammar: that holds each of its answers.
         breakers: of DRY.
+        beams: its sequences are the answers of a search, best first; all come at its end.
         speculates: drafts of its next tokens may be computed. The tokens are the same.
         prediction_ids: what its answer is likely to say: a draft.
         tells_answer: the ids of each sequence come with its end.
@@ -120,11 +136,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Adapter | None = None
     grammar: "Grammar | AfterThought | None" = None
     breakers: "Breakers | None" = None
+    beams: Beams | None = None
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
     tells_answer: bool = False
 
-    counts_late: ClassVar[bool] = False
+    @property
+    def counts_late(self) -> bool:
+        return self.beams is not None
 
     @property
     def cache_root(self) -> tuple[str, str]:

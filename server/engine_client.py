@@ -294,6 +294,8 @@ class RequestHandle:
         self.cost = chunk.cost
         counts = {"num_completion_tokens": self.num_tokens, "num_thought_tokens": self.num_thought_tokens}
         counts["num_predicted_tokens"] = min(self.num_tokens, chunk.usage.num_predicted_tokens)
+        if self.request.beams is not None:  # all that they have computed counts
+            del counts["num_completion_tokens"]
         self._end(msgspec.structs.replace(chunk.usage, **counts), self._error)
 
     def fail(self, message: str) -> None:

@@ -42,7 +42,7 @@ from server.ledger.store import LedgerRow
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
-from server.output import Output, StreamedOutput, WholeOutput
+from server.output import Output, output_of
 from server.prompts import Prepared, PromptReader, find_model, own_name, usable
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
@@ -468,8 +468,7 @@ class Generation:
         self._deadlines = tenants.narrowed_by(call.deadlines)
         reader = self._backend.reader
         context = reader.reply_context(self._prepared, self._request_id)
-        output_type = StreamedOutput if call.is_stream else WholeOutput
-        self._output = output_type(reader.surface_of(self._surface), call, context, stream, self._timings)
+        self._output = output_of(call)(reader.surface_of(self._surface), call, context, stream, self._timings)
         stream.on_disconnect = partial(self._on, Event.CLIENT_GONE)
         stream.on_blocked, stream.on_unblocked = self.on_blocked, self.on_unblocked
         self._place.end = self.fail
@@ -536,7 +535,7 @@ class Generation:
         forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
         table, follow = self._prepared.table, partial(reader.follow_thought, call)
         for i, request in enumerate(requests):
-            first_choice, continues_text = i * call.num_sequences, self._prepared.continues_text
+            first_choice, continues_text = i * call.num_computed, self._prepared.continues_text
             handle = engine.submit(request, self, table, continues_text, first_choice, forbidden, follow)
             self._handles.append(handle)
         self._timer.arm()
@@ -730,7 +729,7 @@ class Generation:
         return self._entry is not None and self._entry.state is EntryState.RESERVING
 
     def _sequence(self, choice: int) -> SequenceTimes:
-        handle, i = divmod(choice, self._prepared.call.num_sequences)
+        handle, i = divmod(choice, self._prepared.call.num_computed)
         return self._handles[handle].sequences[i]
 
     # Who ends it, or holds it.
@@ -843,6 +842,7 @@ class Generation:
         """Tell its place in the queue, or how much of its prompt is computed, if that has changed.
 
         : queue {"position":3,"expected_ms":1200}
+        : queue {"position":0,"expected_ms":900,"loading":"loading weights"}
         : prefill {"tokens":512,"of":2048}
         """
         self._news_due_s = now_s + NEWS_EVERY_S
@@ -852,7 +852,8 @@ class Generation:
             news = f"prefill {_json({'tokens': self._num_prefilled, 'of': num_tokens})}"
         elif view is not None:
             expected_ms = None if view.expected_s is None else round(view.expected_s * 1e3)
-            news = f"queue {_json({'position': view.position, 'expected_ms': expected_ms})}"
+            told = {"position": view.position, "expected_ms": expected_ms}
+            news = f"queue {_json(told if view.loading is None else told | {'loading': view.loading})}"
         else:
             return
         if news != self._news:
@@ -925,5 +926,5 @@ def total_usage(usages: list[Usage]) -> Usage:
     )
 
 
-def _json(value: dict[str, int | None]) -> str:
+def _json(value: Mapping[str, int | str | None]) -> str:
     return msgspec.json.encode(value).decode()

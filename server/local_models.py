@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import structs
 
@@ -46,6 +46,9 @@ NUM_LOADS_A_TURN = 3  # likewise, in times of its load
 END_S = 20.0  # for a process to write its KV files and to end
 LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
 NOTICE_BYTES = 64 * 1024
+TIMER_S = 0.002  # by which timers may come early
+SEE_LOG, WAITING = "see the log", "waiting for memory"
+LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
 MAX_HOME_BYTES = 90  # unix(7): a socket's path has 107
 
 
@@ -121,6 +124,8 @@ class LocalModel:
     Attributes:
         requests: that wait until it is awake; they hold a slot.
         others: who else waits for that.
+        is_leaving: it takes no more requests, and ends when it has none.
+        is_asked: it is to be loaded, though nobody waits.
         used_s: when a request of it last ended or began.
         turn_s: when it became awake.
         load_s: how long it took the last time.
@@ -130,13 +135,14 @@ class LocalModel:
     config: ServerConfig
     keep_alive_s: float
     upstream: Upstream
-    notify: Path
+    path: Path
     state: ModelState = ModelState.ASLEEP
-    stage: str = ""
+    stage: str = WAITING
     plan: Plan | None = None
     serial: int = 0
     pid: int | None = None
     is_leaving: bool = False
+    is_asked: bool = False
     requests: list[asyncio.Future[None]] = field(default_factory=list)
     others: list[asyncio.Future[None]] = field(default_factory=list)
     used_s: float = 0.0
@@ -151,7 +157,6 @@ class LocalModel:
     num_loads: int = 0
     num_failures: int = 0
     timer: asyncio.TimerHandle | None = None
-    notices: socket.socket | None = None
 
     @property
     def name(self) -> str:
@@ -165,10 +170,6 @@ class LocalModel:
     @property
     def needed_bytes(self) -> int:
         return 0 if self.plan is None else self.plan.needed_bytes
-
-    @property
-    def socket_path(self) -> Path:
-        return self.notify.with_suffix(".sock")
 
 
 @dataclass(slots=True, eq=False)
@@ -196,36 +197,67 @@ class LocalPool(Pool):
     def start(self) -> None:
         pass
 
+    # Loading of server/gate/admission.py.
+
+    @property
+    def _model(self) -> LocalModel:
+        return self._models.models[self.settings.name]
+
+    @property
+    def stage(self) -> str:
+        return self._model.stage
+
+    def expected_s(self) -> float | None:
+        model, now_s = self._model, self._loop.time()
+        if model.state is ModelState.AWAKE and not model.is_leaving:
+            return 0.0
+        if model.load_s is None:
+            return None
+        begun_s = model.begun_s if model.state is ModelState.LOADING else now_s
+        return max(LEAST_LEFT_S, begun_s + model.load_s - now_s)
+
+    def begin(self) -> None:
+        self._models.want(self._model)
+
+    # Slots.
+
     def take_slot(self, *arguments: Any) -> Slot:
         slot = super().take_slot(*arguments)
-        self._models.on_used(self)
+        self._models.on_used(self._model)
         return slot
 
     def release(self, slot: Slot) -> None:
         super().release(slot)
-        self._models.on_used(self)
+        self._models.on_used(self._model)
+
+
+class ProcessEvents(Protocol):
+    def on_news(self, news: News) -> None: ...
+
+    def on_notice(self, serial: int, fields: Mapping[str, str]) -> None:
+        """A process tells of itself by sd_notify(3)."""
+        ...
+
+    def on_lost(self) -> None:
+        """The fork server has ended, and with it all processes."""
+        ...
 
 
 class LocalModels:
-    """
+    """Which models are loaded. Implements ProcessEvents.
+
     Args:
         config: the server's, with own_models.
     """
 
-    def __init__(self, config: ServerConfig, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, config: ServerConfig, processes: "Processes", loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._processes = processes
         self._bound_bytes = config.models_memory_bytes
         self._bounds: dict[str, int] = {}  # by device
-        runtime = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]  # of a systemd unit with RuntimeDirectory=
-        self._home = Path(runtime or tempfile.gettempdir()) / f"steploop-{secrets.token_hex(8)}"
-        if len(os.fsencode(self._home)) > MAX_HOME_BYTES:
-            cause = f"the directory for the sockets of models, {self._home}, has too long a name for Unix sockets"
-            raise StartupError(cause, "TMPDIR=/tmp", ExitCode.CONFIGURATION)
         self._serials = 0
         self._by_serial: dict[int, LocalModel] = {}  # plans and processes in progress
         self._wanted: dict[LocalModel, None] = {}  # to be loaded, in this order
-        self._server: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None  # to the fork server
         self._is_closing = False
         self._turn_timer = loop.call_soon(lambda: None)
         self._ended: asyncio.Event = asyncio.Event()
@@ -237,27 +269,25 @@ class LocalModels:
             self._add(i, settings, next(of_processes), keep_alive)
 
     def _add(self, number: int, settings: ModelSettings, process: ServerConfig, keep_alive_s: float) -> None:
-        notify = self._home / f"{number}.notify"
-        at = UpstreamSettings(url=f"unix:{notify.with_suffix('.sock')}")
+        path = self._processes.home / f"{number}.sock"
+        at = UpstreamSettings(url=f"unix:{path}")
         there = structs.replace(
             settings, path=None, keep_alive=None, settings={}, upstreams=(at,), trusted=True, protocol="h2"
         )
         pool = LocalPool(self, there, self._loop)
         (upstream,) = pool.upstreams
         assert isinstance(upstream, LocalUpstream)
-        process = replace(process, binds=(Bind(UnixAddress(str(notify.with_suffix(".sock")))),))
-        model = LocalModel(settings, process, keep_alive_s, upstream, notify)
+        process = replace(process, binds=(Bind(UnixAddress(str(path))),))
+        model = LocalModel(settings, process, keep_alive_s, upstream, path)
         upstream.wait_awake = lambda: self._wait(model, model.requests)
         self.models[settings.name] = model
         self.pools.append(pool)
 
     def start(self) -> None:
-        """Start the fork server, so that it has imported what processes need when the first model is asked for."""
-        self._home.mkdir(mode=0o700)
-        self._start_server()
+        self._processes.start(self)
         for model in self.models.values():
             if model.keep_alive_s == math.inf:
-                self._want(model)
+                self.want(model)
 
     # What others ask.
 
@@ -295,15 +325,6 @@ class LocalModels:
         model.keep_alive_s = keep_alive_s
         self._set_timer(model)
 
-    def expected_s(self, model: LocalModel) -> float | None:
-        """Until it is awake; None: it has not been measured yet."""
-        if model.state is ModelState.AWAKE and not model.is_leaving:
-            return 0.0
-        if model.load_s is None:
-            return None
-        begun_s = model.begun_s if model.state is ModelState.LOADING else self._loop.time()
-        return max(0.0, begun_s + model.load_s - self._loop.time())
-
     # Requests.
 
     async def _wait(self, model: LocalModel, waiting: list[asyncio.Future[None]]) -> None:
@@ -331,9 +352,8 @@ class LocalModels:
             error = model.failure
             raise ServiceError(error.kind, error.message, error.code, retry_after_s=left_s)
 
-    def on_used(self, pool: LocalPool) -> None:
+    def on_used(self, model: LocalModel) -> None:
         """A request of it has begun or ended."""
-        model = self.models[pool.settings.name]
         model.used_s = self._loop.time()
         self._set_timer(model)
         if self._wanted:
@@ -355,6 +375,12 @@ class LocalModels:
 
     # Which models are awake.
 
+    def want(self, model: LocalModel) -> None:
+        """Load it, though nobody waits for it."""
+        model.is_asked = model.state is ModelState.ASLEEP and self._loop.time() >= model.retry_s
+        if model.is_asked:
+            self._want(model)
+
     def _want(self, model: LocalModel) -> None:
         if model.state is not ModelState.LOADING:
             self._wanted.setdefault(model)
@@ -364,7 +390,7 @@ class LocalModels:
         """Load what is wanted, in order, as far as there is room."""
         while self._wanted and not self._is_closing:
             model = next(iter(self._wanted))
-            if not (model.requests or model.others or model.keep_alive_s == math.inf):  # nobody waits any more
+            if not (model.requests or model.others or model.is_asked):  # nobody waits any more
                 del self._wanted[model]
             elif model.state is ModelState.AWAKE:  # nobody needs its room any more
                 del self._wanted[model]
@@ -372,7 +398,7 @@ class LocalModels:
                 self._wake(model, None)
             elif model.plan is None:
                 if model.serial not in self._by_serial:
-                    self._order(model, None)
+                    self._processes.plan(self._next_serial(model), model.config, self._bound_bytes)
                 return
             elif model.state is not ModelState.ASLEEP or not self._has_room(model, model.plan):
                 return
@@ -399,11 +425,11 @@ class LocalModels:
             if not one.num_inside:
                 logger.info("the model %s sleeps: %s needs its memory", one.name, model.name)
                 self._end(one)
-            elif now_s >= one.turn_s + turn_s:
+            elif (left_s := one.turn_s + turn_s - now_s) <= TIMER_S:
                 one.is_leaving = True
             else:
                 self._turn_timer.cancel()
-                self._turn_timer = self._loop.call_at(one.turn_s + turn_s, self._advance)
+                self._turn_timer = self._loop.call_later(left_s, self._advance)
             missing -= one.needed_bytes
         if missing > 0 and not any(one.state is ModelState.LOADING for one in beside):
             kept = format_size(bound - sum(one.needed_bytes for one in beside))
@@ -415,14 +441,16 @@ class LocalModels:
         assert model.plan is not None
         model.state, model.stage, model.begun_s = ModelState.LOADING, "starting its process", self._loop.time()
         model.refusal = model.pid = None
-        model.is_leaving = False
+        model.is_leaving = model.is_asked = False
         model.num_loads += 1
-        model.notify.unlink(missing_ok=True)
-        model.notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        model.notices.bind(str(model.notify))
-        self._loop.add_reader(model.notices, self._on_notice, model)
         logger.info("loading the model %s: %s", model.name, format_size(model.needed_bytes))
-        self._order(model, model.notify)
+        config = replace(model.config, kv_memory_bytes=model.plan.kv_bytes)
+        self._processes.serve(self._next_serial(model), config)
+
+    def _next_serial(self, model: LocalModel) -> int:
+        self._serials += 1
+        model.serial, self._by_serial[self._serials] = self._serials, model
+        return self._serials
 
     def _end(self, model: LocalModel) -> None:
         """Ask its process to end; it takes no more requests."""
@@ -438,27 +466,44 @@ class LocalModels:
             self._kill(model, signal.SIGKILL)
 
     def _kill(self, model: LocalModel, number: signal.Signals) -> None:
-        if model.pid is not None:  # it is reaped only when the fork server has told so
-            with suppress(ProcessLookupError):
-                os.kill(model.pid, number)
+        if model.pid is not None:
+            self._processes.kill(model.pid, number)
 
     # What processes tell.
 
-    def _on_notice(self, model: LocalModel) -> None:
-        """One message of sd_notify(3)."""
-        assert model.notices is not None
-        try:
-            data = model.notices.recv(NOTICE_BYTES)
-        except BlockingIOError:
+    def on_news(self, news: News) -> None:
+        model = self._by_serial.get(news.serial)
+        if model is None:  # a plan, told already, whose process has ended
             return
-        fields = dict(line.partition("=")[::2] for line in data.decode("utf-8", "replace").splitlines())
+        if isinstance(news.told, int):
+            model.pid = news.told
+            if model.state is ModelState.ENDING:
+                self._kill(model, signal.SIGTERM)
+            return
+        del self._by_serial[news.serial]
+        if isinstance(news.told, Plan):
+            model.plan = news.told
+        elif model.state is ModelState.ASLEEP:  # it was planned
+            self._fail(model, news.told or Refusal(f"planning it has ended: {_shown(news.status or 0)}", SEE_LOG))
+        else:
+            self._on_ended(model, news.status or 0)
+        self._advance()
+
+    def on_notice(self, serial: int, fields: Mapping[str, str]) -> None:
+        model = self._by_serial[serial]
         if "X_CAUSE" in fields:
-            model.refusal = Refusal(fields["X_CAUSE"], fields.get("X_FIX", "see the log"))
+            model.refusal = Refusal(fields["X_CAUSE"], fields.get("X_FIX", SEE_LOG))
         if model.state is not ModelState.LOADING:
             return
         model.stage = fields.get("STATUS", model.stage).removeprefix("Loading: ")
         if "READY" in fields:
             self._on_ready(model)
+
+    def on_lost(self) -> None:
+        lost, self._by_serial = self._by_serial, {}
+        for serial, model in lost.items():
+            self._by_serial[serial] = model
+            self.on_news(News(serial, status=signal.SIGKILL))
 
     def _on_ready(self, model: LocalModel) -> None:
         now_s = self._loop.time()
@@ -485,28 +530,26 @@ class LocalModels:
         was, model.state, model.pid = model.state, ModelState.ASLEEP, None
         for connection in model.upstream.connections:
             connection.abort()
-        assert model.notices is not None
-        self._loop.remove_reader(model.notices)
-        model.notices.close()
-        for path in (model.notify, model.socket_path):
-            path.unlink(missing_ok=True)
+        self._processes.forget(model.serial)
+        model.path.unlink(missing_ok=True)
+        model.stage = WAITING
         self._ended.set()
         if was is ModelState.LOADING:
-            refusal = model.refusal or Refusal(f"its process ended: {_shown(status)}", "see the log")
+            refusal = model.refusal or Refusal(f"its process ended: {_shown(status)}", SEE_LOG)
             self._fail(model, refusal)
         elif was is ModelState.AWAKE:
             model.num_failures += 1
             logger.error("the process of the model %s has ended: %s", model.name, _shown(status))
             has_died_soon, model.has_died_soon = model.has_died_soon, self._loop.time() < model.turn_s + LEAST_RUN_S
             if has_died_soon and model.has_died_soon:
-                self._fail(model, Refusal(f"its process dies again and again: {_shown(status)}", "see the log"))
+                self._fail(model, Refusal(f"its process dies again and again: {_shown(status)}", SEE_LOG))
         if model.requests or model.others:
             self._want(model)
-        self._advance()
 
     def _fail(self, model: LocalModel, refusal: Refusal) -> None:
         """It cannot be loaded: those who wait are told, and it is not tried again for a while."""
         self._wanted.pop(model, None)
+        model.is_asked = False
         model.num_failures += 1
         model.plan = None  # its files may change
         model.retry_s = self._loop.time() + model.backoff_s
@@ -521,90 +564,6 @@ class LocalModels:
         model.backoff_s = min(MOST_BACKOFF_S, 2 * model.backoff_s)
         self._wake(model, model.failure)
 
-    # The fork server.
-
-    def _start_server(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own = ("STEPLOOP_", "LISTEN_", "NOTIFY_", "WATCHDOG_")
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.fork_server", str(theirs.fileno()), str(self._home)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-                start_new_session=True,  # a terminal's Ctrl-C is for the server
-            )
-        ours.setblocking(False)
-        self._line = ours
-        self._loop.add_reader(ours, self._on_line)
-
-    def _order(self, model: LocalModel, notify: Path | None) -> None:
-        """Have it planned, or its process started."""
-        if self._line is None:
-            self._start_server()
-        assert self._line is not None
-        self._serials += 1
-        config = model.config
-        if model.plan is not None:
-            config = replace(config, kv_memory_bytes=model.plan.kv_bytes)
-        model.serial, self._by_serial[self._serials] = self._serials, model
-        bound = self._bound_bytes
-        self._line.send(pickle.dumps(Order(self._serials, config, bound, None if notify is None else str(notify))))
-
-    def _on_line(self) -> None:
-        assert self._line is not None
-        try:
-            data = self._line.recv(NOTICE_BYTES)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            self._on_server_lost()
-            return
-        news: News = pickle.loads(data)
-        model = self._by_serial.get(news.serial)
-        if model is None:  # a plan, told already, whose process has ended
-            return
-        if news.status is not None:
-            del self._by_serial[news.serial]
-            if model.state is not ModelState.ASLEEP:
-                self._on_ended(model, news.status)
-            else:  # planning
-                self._fail(model, Refusal(f"planning it has ended: {_shown(news.status)}", "see the log"))
-                self._advance()
-        elif isinstance(news.told, int):
-            model.pid = news.told
-            if model.state is ModelState.ENDING:
-                self._kill(model, signal.SIGTERM)
-        elif isinstance(news.told, Plan):
-            del self._by_serial[news.serial]
-            model.plan = news.told
-            self._advance()
-        elif isinstance(news.told, Refusal):
-            del self._by_serial[news.serial]
-            self._fail(model, news.told)
-            self._advance()
-
-    def _on_server_lost(self) -> None:
-        """The fork server has ended, and with it all processes."""
-        assert self._line is not None
-        assert self._server is not None
-        self._loop.remove_reader(self._line)
-        self._line.close()
-        self._line = None
-        status = self._server.wait()
-        if not self._is_closing:
-            logger.error("the process that starts models has ended, with the status %d", status)
-        lost, self._by_serial = self._by_serial, {}
-        for model in lost.values():
-            if model.state is ModelState.ASLEEP:
-                self._fail(model, Refusal("the process that starts models has ended", "see the log"))
-            else:
-                self._on_ended(model, signal.SIGKILL)
-
     async def close(self) -> None:
         """End all processes, and wait for that."""
         self._is_closing = True
@@ -618,11 +577,128 @@ class LocalModels:
                 while any(one.state is not ModelState.ASLEEP for one in self.models.values()):
                     self._ended.clear()
                     await self._ended.wait()
-        if self._line is not None:
-            self._loop.remove_reader(self._line)
-            self._line.close()  # the fork server ends, and with it its processes and the directory
+        self._turn_timer.cancel()
+        await self._processes.close()
+
+
+class Processes:
+    """The fork server, and what its processes tell. It is started again when it is needed and has ended.
+
+    Args:
+        home: the directory of their sockets, which the fork server removes.
+    """
+
+    def __init__(self, home: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.home = home
+        self._loop = loop
+        self._server: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None  # to the fork server
+        self._notices: dict[int, socket.socket] = {}  # by serial number
+        self._listener: ProcessEvents | None = None
+
+    def start(self, listener: "ProcessEvents") -> None:
+        """Start the fork server, so that it has imported what processes need when the first model is asked for."""
+        self._listener = listener
+        self.home.mkdir(mode=0o700)
+        self._start_server()
+
+    def plan(self, serial: int, config: ServerConfig, bound_bytes: int | None) -> None:
+        self._send(Order(serial, config, bound_bytes))
+
+    def serve(self, serial: int, config: ServerConfig) -> None:
+        path = self.home / f"{serial}.notify"
+        notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        notices.bind(str(path))
+        self._notices[serial] = notices
+        self._loop.add_reader(notices, self._on_notice, serial, notices)
+        self._send(Order(serial, config, notify=str(path)))
+
+    def forget(self, serial: int) -> None:
+        """Its process has ended."""
+        notices = self._notices.pop(serial)
+        self._loop.remove_reader(notices)
+        notices.close()
+        (self.home / f"{serial}.notify").unlink(missing_ok=True)
+
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        """To be called until its end is told: then it is reaped."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    async def close(self) -> None:
+        """End the fork server, and with it what is left of its processes and the directory."""
+        for serial in list(self._notices):
+            self.forget(serial)
+        self._hang_up()
         if self._server is not None:
             await self._loop.run_in_executor(None, self._server.wait)
+
+    def _start_server(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own = ("STEPLOOP_", "LISTEN_", "NOTIFY_", "WATCHDOG_")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.fork_server", str(theirs.fileno()), str(self.home)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+                start_new_session=True,  # a terminal's Ctrl-C is for the server
+            )
+        ours.setblocking(False)
+        self._line = ours
+        self._loop.add_reader(ours, self._on_line)
+
+    def _send(self, order: Order) -> None:
+        if self._line is None:
+            self.home.mkdir(mode=0o700, exist_ok=True)
+            self._start_server()
+        assert self._line is not None
+        self._line.send(pickle.dumps(order))
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._loop.remove_reader(self._line)
+            self._line.close()
+            self._line = None
+
+    def _on_line(self) -> None:
+        assert self._line is not None
+        assert self._listener is not None
+        try:
+            data = self._line.recv(NOTICE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if data:
+            self._listener.on_news(pickle.loads(data))
+            return
+        self._hang_up()
+        assert self._server is not None
+        logger.error("the process that starts models has ended, with the status %d", self._server.wait())
+        self._listener.on_lost()
+
+    def _on_notice(self, serial: int, notices: socket.socket) -> None:
+        """One message of sd_notify(3)."""
+        assert self._listener is not None
+        try:
+            data = notices.recv(NOTICE_BYTES)
+        except BlockingIOError:
+            return
+        lines = data.decode("utf-8", "replace").splitlines()
+        self._listener.on_notice(serial, dict(line.partition("=")[::2] for line in lines))
+
+
+def home_of_sockets() -> Path:
+    """Raises StartupError: a socket's path there would be too long."""
+    runtime = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]  # of a systemd unit with RuntimeDirectory=
+    home = Path(runtime or tempfile.gettempdir()) / f"steploop-{secrets.token_hex(8)}"
+    if len(os.fsencode(home)) > MAX_HOME_BYTES:
+        cause = f"the directory for the sockets of models, {home}, has too long a name for Unix sockets"
+        raise StartupError(cause, "TMPDIR=/tmp", ExitCode.CONFIGURATION)
+    return home
 
 
 def _shown(status: int) -> str:

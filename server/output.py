@@ -1,5 +1,7 @@
 """What a generation writes into its stream: events as they come, or one document at the end. Thread: loop."""
 
+import math
+
 from core.errors import ServiceError
 from core.types import Delta, Usage
 from server.api.fields import GenerationCall
@@ -99,8 +101,60 @@ class WholeOutput:
         """Nothing has been sent: the error becomes the answer."""
 
 
+class BestOutput(WholeOutput):
+    """A document of the best of the answers that are computed: those of beams come best first.
+
+    Others are ranked by the mean of their tokens' logprobs.
+    """
+
+    def __init__(
+        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: StageClock
+    ) -> None:
+        super().__init__(surface, call, context, stream, timings)
+        self._pieces: list[list[str | Delta]] = [[] for _ in range(len(call.prompts) * call.num_computed)]
+        self.add = self._keep
+
+    def _keep(self, choice: int, delta: Delta) -> None:
+        self._pieces[choice].append(delta)
+
+    def add_text(self, choice: int, text: str) -> None:
+        self._pieces[choice].append(text)
+
+    def text_writer(self, choice: int) -> TextWriter:
+        return self._pieces[choice].append
+
+    def complete(self, usage: Usage, extras: Extras) -> None:
+        call = self._call
+        for prompt in range(len(call.prompts)):
+            pieces = self._pieces[prompt * call.num_computed : (prompt + 1) * call.num_computed]
+            if call.beams is None:
+                pieces.sort(key=_mean_logprob, reverse=True)
+            for i, some in enumerate(pieces[: call.num_sequences]):
+                choice = prompt * call.num_sequences + i
+                for piece in some:
+                    if isinstance(piece, str):
+                        self._reply.texts[choice].append(piece)
+                    else:
+                        self._reply.add(choice, piece)
+        super().complete(usage, extras)
+
+
+def _mean_logprob(pieces: list[str | Delta]) -> float:
+    deltas = [piece for piece in pieces if isinstance(piece, Delta)]
+    tokens = [
+        token for delta in deltas for token in (*(delta.logprobs or ()), delta.stop_logprobs) if token is not None
+    ]
+    return sum(token.logprob for token in tokens) / len(tokens) if tokens else -math.inf
+
+
 def _timings_of(call: GenerationCall, timings: StageClock) -> Extras:
     return {"timings": timings.details()} if call.wants_timings else {}
 
 
 Output = StreamedOutput | WholeOutput
+
+
+def output_of(call: GenerationCall) -> type[StreamedOutput] | type[WholeOutput]:
+    if call.is_stream:
+        return StreamedOutput
+    return BestOutput if call.num_computed > call.num_sequences else WholeOutput

@@ -43,7 +43,7 @@ from server.listening.agent_check import AgentCheck
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
-from server.local_models import LocalModels
+from server.local_models import LocalModels, LocalPool, Processes, home_of_sockets
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
@@ -114,7 +114,9 @@ class Server:
         self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
         if self._tracing is not None:
             self._app.accounting.export = self._tracing.put
-        self._local = LocalModels(config, self._loop) if config.own_models else None
+        self._local = (
+            LocalModels(config, Processes(home_of_sockets(), self._loop), self._loop) if config.own_models else None
+        )
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
         self._app.listener = self.listener
@@ -266,6 +268,8 @@ class Server:
             count = self._token_counters.get(pool.settings.name)
             relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
             relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks)
+            if isinstance(pool, LocalPool):
+                relay.admission.loading = pool
             found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
         if own is not None:
             refuse_same_names([*(card.id for card in own.reader.cards), *found], "the configuration")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from typing import ClassVar
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -56,7 +56,11 @@ class Prepared:
     remember: Callable[[Sequence[int]], None] | None = None
     adapter: Adapter | None = None
     breakers: Breakers | None = None
-    tells_tokens: ClassVar[bool] = True
+
+    @property
+    def tells_tokens(self) -> bool:
+        """They come one by one, so that the first has a deadline of its own."""
+        return self.call.beams is None
 
     @property
     def continues_text(self) -> bool:
@@ -121,8 +125,16 @@ class PromptReader:
         if rules.on_prompt or (call.echo and rules.on_answer):
             for prompt, param in prompts:
                 rules.check_prompt(self._texts_of(prompt), param, is_echoed=call.echo)
-        if call.num_sequences > self.max_sequences:
-            raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
+        if call.num_computed > self.max_sequences:
+            param = (
+                "n" if call.num_computed == call.num_sequences else "best_of" if call.beams is None else "beam_width"
+            )
+            raise InvalidRequest(f"{param} must be at most {self.max_sequences} on this server.", param)
+        if call.is_stream and (call.beams is not None or call.num_computed > call.num_sequences):
+            param = "best_of" if call.beams is None else "beam_width"
+            raise InvalidRequest(f"{param} cannot stream: the best answers are known at their end.", "stream")
+        if call.beams is not None:
+            _check_beams(call)
         texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
         domain = tenant.cache_salt_domain, call.cache_salt
         ids = [self._encode_checked(*one, text, marks, domain) for one, text in zip(prompts, texts, strict=True)]
@@ -178,7 +190,7 @@ class PromptReader:
         if isinstance(prompt, IdsPrompt):
             return prompt.ids
         if isinstance(prompt, TextPrompt):
-            self._check_length(prompt.text + (prompt.suffix or ""), param)
+            self._check_length("".join([prompt.text, prompt.suffix or "", *chain(*prompt.extra)]), param)
             if prompt.suffix is not None:
                 return self._encode_around(prompt, prompt.suffix)
             return tuple(self.tokenizer.encode(prompt.text, prompt.adds_special_tokens))
@@ -190,10 +202,12 @@ class PromptReader:
         return tuple(self.turns.encode(text, domain))
 
     def _encode_around(self, prompt: TextPrompt, suffix: str) -> tuple[int, ...]:
-        ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens)
+        ids = self.tokenizer.encode_around(prompt.text, suffix, prompt.adds_special_tokens, prompt.extra)
         if ids is None:
-            message = "This model's tokenizer has no marks for a text between two others. Leave suffix out."
-            raise InvalidRequest(message, "suffix", "unsupported_parameter")
+            message = (
+                "This model's tokenizer has no marks for a text between two others. Ask for what follows a prompt."
+            )
+            raise InvalidRequest(message, prompt.suffix_param, "unsupported_parameter")
         return tuple(ids)
 
     def _rendered(self, prompt: ChatPrompt, marks: StageMarks | None = None) -> str:
@@ -257,7 +271,7 @@ class PromptReader:
             texts += prompt.documents
             return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
         if isinstance(prompt, TextPrompt):
-            return [prompt.text] if prompt.suffix is None else [prompt.text, prompt.suffix]
+            return [prompt.text, *([prompt.suffix] if prompt.suffix else ()), *chain(*prompt.extra)]
         return [self.tokenizer.decode(prompt.ids)]
 
     def requests_of(self, prepared: Prepared, request_id: str, arrived_s: float, caller: Caller) -> list[Request]:
@@ -275,7 +289,8 @@ class PromptReader:
                 prompt_ids=ids,
                 sampling=self._sampling(call, len(ids)),
                 arrival_s=arrived_s,
-                num_sequences=call.num_sequences,
+                num_sequences=call.num_computed,
+                beams=call.beams,
                 tenant=caller.sharing_name,
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
@@ -371,6 +386,20 @@ class PromptReader:
             prompt_ids=prompts if call.echo or call.tokens.returns_ids else (),
             special_ids=tokenizer.special_ids if hides_special else frozenset(),
         )
+
+
+def _check_beams(call: GenerationCall) -> None:
+    """
+    Raises:
+        InvalidRequest: something holds the answer, which no beam search follows, or drafts it.
+    """
+    held = None if call.constraint is None else "tools" if call.tools is not None else call.constraint.param
+    budget = call.thought is not None and call.thought.most_tokens is not None
+    clashes = {held: held, "thinking_token_budget": budget, "prediction": call.prediction}
+    clashes["max_tokens"] = call.sampling.max_tokens == 0
+    for param, clashes_with_beams in clashes.items():
+        if clashes_with_beams:
+            raise InvalidRequest(f"{param} does not go with beams. Leave one of them out.", param)
 
 
 def _with_thought_start(call: GenerationCall, text: str | None) -> GenerationCall:

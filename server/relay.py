@@ -185,6 +185,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     deadlines: DeadlineTable | None = None
     cache_salt: str | None = None
+    timings: dict[str, Any] | bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from msgspec import structs
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
 from server.adapters import Adapters
-from server.api import chat, completions, messages, models, ollama, responses, tokenize
+from server.api import chat, completions, infill, messages, models, ollama, responses, tokenize
 from server.api.decoding import decode
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
@@ -372,6 +372,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _generation(chat.SURFACE)},
     "/v1/completions": {"POST": _generation(completions.SURFACE)},
     "/v1/responses": {"POST": _generation(responses.SURFACE)},
+    "/infill": {"POST": _generation(infill.SURFACE)},
     "/v1/responses/input_tokens": {"POST": Route(COUNT_INPUT, ASKS, is_counted=True)},
     "/v1/messages": {"POST": _generation(messages.SURFACE, messages.ERRORS)},
     "/v1/messages/count_tokens": {"POST": Route(COUNT_MESSAGES, ASKS, is_counted=True, errors=messages.ERRORS)},

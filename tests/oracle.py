@@ -437,6 +437,14 @@ class Oracle:
         result: torch.Tensor = self._model(torch.tensor([token_ids]), use_cache=False).logits[0]
         return result
 
+    @torch.inference_mode()
+    def generate(self, prompt_ids: list[int], **config: Any) -> list[list[int]]:
+        """The answers of transformers' generate()."""
+        config_of = transformers.GenerationConfig(**config)
+        found = self._model.generate(torch.tensor([prompt_ids]), generation_config=config_of)[:, len(prompt_ids) :]
+        answers: list[list[int]] = found.tolist()
+        return answers
+
     def greedy(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
         """The likeliest token, num_tokens times; ends of sequences mean nothing."""
         token_ids = list(prompt_ids)

@@ -3,8 +3,9 @@
 First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
 flight and with two, without host memory and with it (tests/core/test_scheduler_machine.py), in turn by seed; then the
 whole server with every fault (tests/server/fault_history.py); then tool calls in every format, rendered, cut and parsed
-(tests/core/test_answer_parts.py). A failing seed is printed, with how to run it again, and
-how fast it all went.
+(tests/core/test_answer_parts.py); then models that are loaded and give way (tests/server/test_local_models.py); then a
+day of a gateway before 64 upstreams (tests/server/pool_day.py). A failing seed is printed, with how to run it again,
+and how fast it all went.
 """
 
 import argparse
@@ -16,18 +17,21 @@ import os
 import resource
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from core.tool_formats import FORMATS
+from server.upstream.pool import Pool
 from tests.core.drawn_rules import run_seeded
 from tests.core.test_answer_parts import check_random_calls
 from tests.core.test_scheduler_machine import MACHINES
 from tests.server.fault_checks import Tally
 from tests.server.fault_history import FaultHistory
+from tests.server.pool_day import RoundRobin, run_day
+from tests.server.test_local_models import run_history
 
 J = TypeVar("J")
 T = TypeVar("T")
@@ -37,6 +41,7 @@ HISTORIES_PER_JOB = 10
 GC_THRESHOLD = 50_000  # objects: a server of a hundred requests is all garbage at its end, and hardly any before
 MACHINE_STEPS = 10_000_000
 HISTORIES = 2_000
+LOADS = 10_000  # of models on demand
 CALLS = 10_000  # answers with calls, of each format
 
 
@@ -59,6 +64,11 @@ def run_calls(seeds: Sequence[int]) -> int:
         for form in FORMATS:
             _noted(seed, "calls", partial(check_random_calls, form))
     return len(seeds) * len(FORMATS)
+
+
+def run_loads(seeds: Sequence[int]) -> Counter[str]:
+    """A history of requests for models on demand for each seed."""
+    return sum((_noted(seed, "loads", run_history) for seed in seeds), Counter())
 
 
 def _noted(seed: int, kind: str, run: Callable[[int], T]) -> T:
@@ -100,19 +110,30 @@ def _prepare() -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulate", description=__doc__)
-    parser.add_argument("--only", choices=("machine", "faults", "calls"), help="one of these; default: all")
+    only = ("machine", "faults", "calls", "loads", "day")
+    parser.add_argument("--only", choices=only, help="one of these; default: all")
     parser.add_argument("--seed", type=int, help="this one alone, in this process")
     parser.add_argument("--first-seed", type=int, default=1_000_000, help="of those that are run without --seed")
     parser.add_argument("--steps", type=int, default=MACHINE_STEPS, help="of the machine (default: %(default)s)")
     parser.add_argument("--histories", type=int, default=HISTORIES, help="of faults (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=CALLS, help="answers with calls, of each format")
+    parser.add_argument("--loads", type=int, default=LOADS, help="of models on demand (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one a core)")
     arguments = parser.parse_args(argv)
     _prepare()
-    for kind, run in (("machine", _run_machine), ("faults", _run_faults), ("calls", _run_calls)):
+    runs = (_run_machine, _run_faults, _run_calls, _run_loads, _run_day)
+    for kind, run in zip(only, runs, strict=True):
         if arguments.only in (None, kind):
             run(arguments)
     return 0
+
+
+def _run_day(arguments: argparse.Namespace) -> None:
+    run = partial(run_day, seed=arguments.first_seed if arguments.seed is None else arguments.seed)
+    ours, other = in_processes(min(2, arguments.processes), run, [Pool, RoundRobin])
+    print(f"a day of a gateway before 64 upstreams: {ours}; by round robin: {other}")
+    assert ours.hit_ratio >= 0.9
+    assert ours.median_ttft_s <= 0.5 * other.median_ttft_s
 
 
 def _run_machine(arguments: argparse.Namespace) -> None:
@@ -155,6 +176,20 @@ def _run_calls(arguments: argparse.Namespace) -> None:
         jobs = (range(start, min(start + 100, end)) for start in range(arguments.first_seed, end, 100))
         num_answers = sum(in_processes(arguments.processes, run_calls, jobs))
     print(f"{num_answers} answers with calls are parsed as they were written; {rate.of(num_answers, 'answers')}")
+
+
+def _run_loads(arguments: argparse.Namespace) -> None:
+    rate, tally = Rate(), Counter[str]()
+    if arguments.seed is not None:
+        tally = run_loads([arguments.seed])
+    else:
+        starts = itertools.count(arguments.first_seed, HISTORIES_PER_JOB)
+        results = in_processes(arguments.processes, run_loads, (range(one, one + HISTORIES_PER_JOB) for one in starts))
+        while tally["loads"] < arguments.loads:
+            tally += next(results)
+        results.close()
+    told = ", ".join(f"{count} {end}" for end, count in tally.items() if end != "loads")
+    print(f"{tally['loads']} loads of models on demand hold, requests: {told}; {rate.of(tally['loads'], 'loads')}")
 
 
 class Rate:

@@ -15,23 +15,23 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (9845, 28),
-    "server/api": (4600, 15),
+    "server": (10_045, 28),
+    "server/api": (4840, 16),
     "server/commands": (1900, 11),
-    "server/gate": (2505, 8),
+    "server/gate": (2530, 8),
     "server/ledger": (1580, 6),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
-    "core": (13_465, 35),
+    "core": (13_850, 36),
     "gpu": (9110, 30),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8400, 32),
+    "bench": (8770, 34),
 }
-TEST_LINES = 58_500
+TEST_LINES = 60_000
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

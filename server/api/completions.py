@@ -60,13 +60,12 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     if wire.logprobs is not None:
         check_range("logprobs", wire.logprobs, 0, defaults.limits.num_top_logprobs)
     num_sequences = 1 if wire.n is None else wire.n
-    if wire.best_of not in (None, num_sequences):
-        message = "best_of is not supported: leave it out, or make it n."
-        raise InvalidRequest(message, "best_of", "unsupported_parameter")
+    best_of = num_sequences if wire.best_of is None else wire.best_of
+    check_range("best_of", best_of, num_sequences, max(num_sequences, defaults.limits.num_choices))
     if wire.suffix and wire.echo:
         raise InvalidRequest("echo cannot show a prompt with a suffix. Leave one of them out.", "suffix")
     prompts = _prompts(wire, defaults)
-    if len(prompts) * num_sequences > MAX_ANSWERS:
+    if len(prompts) * best_of > MAX_ANSWERS:
         message = f"{len(prompts)} prompts with n answers each must be at most {MAX_ANSWERS} answers. Send fewer."
         raise InvalidRequest(message, "n")
     return generation_call(
@@ -77,6 +76,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         max_tokens=DEFAULT_MAX_TOKENS if wire.max_tokens is None else wire.max_tokens,
         num_logprobs=wire.logprobs,
         echo=bool(wire.echo),
+        best_of=best_of,
         unknown_fields=unknown_fields,
     )
 

@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, UnsetType
 from core.constraints import GrammarSpec
 from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
-from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
+from core.types import LOWEST_CLASS, TOP_CLASS, Beams, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.reasoning import ThoughtWishes, check_hidden
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
@@ -25,6 +25,7 @@ from server.api.tools import CalledFunction, ToolCall, ToolWishes, template_call
 from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
+MOST_BEAMS = 8
 ANY_SEED = -1  # as of vLLM, llama-server and ollama: asks for another answer each time
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 # Below it the division of logits overflows, and sampling is greedy all the same.
@@ -38,11 +39,14 @@ class TextPrompt(msgspec.Struct, frozen=True):
     Args:
         adds_special_tokens: as the model wants them around a raw text.
         suffix: the text behind the answer; None: the answer goes on with `text`.
+        extra: names and texts of other files, which come first, beside a suffix.
     """
 
     text: str
     adds_special_tokens: bool = True
     suffix: str | None = None
+    extra: tuple[tuple[str, str], ...] = ()
+    suffix_param: str = "suffix"  # the field that it came in
 
 
 class IdsPrompt(msgspec.Struct, frozen=True):
@@ -141,6 +145,8 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     num_sequences: int = 1
+    best_of: int = 1  # answers that are computed for each prompt, where they are more than num_sequences
+    beams: Beams | None = None  # that these are of; otherwise the likeliest by the mean of their logprobs are shown
     cache_salt: str = ""  # only prompts of the same salt share cached blocks
     priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
     deadlines: Deadlines = ANY_TIME  # that it asks for
@@ -157,6 +163,11 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     speculates: bool = True  # see core.types.Request
     prediction: str = ""  # of the answer's text
     unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
+
+    @property
+    def num_computed(self) -> int:
+        """Sequences of each prompt."""
+        return max(self.num_sequences, self.best_of)
 
 
 # The fields. null is as good as absent.
@@ -209,6 +220,10 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
     priority: Annotated[int, Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
+    beam_width: Annotated[int, Meta(ge=0, le=MOST_BEAMS)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     ignore_eos: bool | None = None
     speculation: bool | None = None
     skip_special_tokens: bool | None = None
@@ -244,6 +259,7 @@ def generation_call(
     max_tokens: int | None,
     num_logprobs: int | None,
     echo: bool = False,
+    best_of: int = 1,
     text_format: ResponseFormat | None = None,
     format_param: str = "text.format",
     **own: Any,
@@ -253,6 +269,7 @@ def generation_call(
     Args:
         max_tokens: None: as many as the model's defaults or the context allow.
         num_logprobs: asked for beside each token; None: no logprobs.
+        best_of: answers to compute for each prompt, if more than `n`.
         text_format, format_param: what the answer's text is held to, where a surface has its own field for it.
         own: fields of GenerationCall that only this surface has.
 
@@ -273,11 +290,20 @@ def generation_call(
     check_hidden(own.get("thought"), wishes.param)
     if fields.n is not None:
         check_range("n", fields.n, 1, limits.num_choices)
+    num_sequences = 1 if fields.n is None else fields.n
+    beams = beams_of(fields, max(num_sequences, best_of))
+    sampling = _sampling_params(fields, defaults, max_tokens, wishes, echo)
+    if beams is not None:
+        sampling = msgspec.structs.replace(sampling, **_BEAM_SAMPLING)
+    elif best_of > num_sequences and sampling.num_logprobs is None:
+        sampling = msgspec.structs.replace(sampling, num_logprobs=0)
     return GenerationCall(
         model=model,
         prompts=prompts,
-        sampling=_sampling_params(fields, defaults, max_tokens, wishes, echo),
-        num_sequences=1 if fields.n is None else fields.n,
+        sampling=sampling,
+        num_sequences=num_sequences,
+        best_of=best_of if beams is None else beams.width,
+        beams=beams,
         deadlines=ANY_TIME if fields.deadlines is None else ANY_TIME.replaced_by(fields.deadlines),
         is_stream=bool(fields.stream),
         constraint=constraint,
@@ -287,9 +313,59 @@ def generation_call(
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
-        speculates=fields.speculation is not False,
+        speculates=fields.speculation is not False and beams is None,
         priority=fields.priority,
         **own,
+    )
+
+
+# What says how tokens are sampled, which beams are not. The model's own defaults of these do not hold for them.
+_BEAM_SAMPLING: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "top_n_sigma": -1.0,
+    "xtc_probability": 0.0,
+    "dry_multiplier": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def beams_of(fields: SamplingFields, num_answers: int) -> Beams | None:
+    """The beam search that a request asks for; None: none.
+
+    Args:
+        num_answers: of it, at least.
+
+    Raises:
+        InvalidRequest: it asks for beams and for what they cannot do.
+    """
+    width = fields.beam_width if (fields.beam_width or 0) > 1 else None
+    param = "beam_width" if fields.beam_width else "use_beam_search"
+    if width is None and not fields.use_beam_search:
+        alone = "length_penalty" if fields.length_penalty not in (None, 1) else "early_stopping"
+        if alone == "length_penalty" or fields.early_stopping:
+            raise InvalidRequest(f"{alone} is of beams: send beam_width beside it, or leave it out.", alone)
+        return None
+    width = width or num_answers
+    if not num_answers <= width <= MOST_BEAMS:
+        message = f"A beam search has from n to {MOST_BEAMS} beams: n is {num_answers}, and beam_width {width}."
+        raise InvalidRequest(message, "n" if num_answers > MOST_BEAMS else "beam_width")
+    neutral = {**_BEAM_SAMPLING, "top_k": -1, "top_n_sigma": 0.0}
+    for name, value in _BEAM_SAMPLING.items():
+        if getattr(fields, name) not in (None, value, neutral[name], 1 if name == "temperature" else value):
+            raise InvalidRequest(f"{name} does not go with {param}: beams are not sampled. Leave it out.", name)
+    for name in ("logit_bias", "stop", "speculation"):
+        if getattr(fields, name):
+            raise InvalidRequest(f"{name} does not go with {param}. Leave one of them out.", name)
+    return Beams(
+        width,
+        1.0 if fields.length_penalty is None else fields.length_penalty,
+        False if fields.early_stopping is None else fields.early_stopping,
     )
 
 

@@ -99,8 +99,6 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(CHAT, "echo", False),
         *_refused(CHAT | TOKENIZE, "chat_template"),
         *_refused(COMPLETIONS, "prompt_embeds"),
-        *_refused(GENERATION, "use_beam_search", False),
-        *_refused(GENERATION, "length_penalty", 1),
         *_refused(GENERATION, "truncate_prompt_tokens"),
         *_refused(GENERATION, "allowed_token_ids bad_words logits_processors", []),
         *_refused(GENERATION, "include_stop_str_in_output return_tokens_as_token_ids", False),
@@ -165,8 +163,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(GENERATION - OLLAMA, "think format template num_ctx"),
         *_refused(GENERATION - OLLAMA, "raw", False),
         *_refused(GENERATION, "images", []),
-        *_refused(GENERATION, "num_beams", 1),
-        *_refused(GENERATION, "early_stopping", False),
+        *_alias(GENERATION, "beam_width", "num_beams"),
         *_alias(GENERATION, "stop", "stop_words"),
         *_alias(GENERATION, "seed", "random_seed"),
         *_refused(GENERATION, "num_return_sequences encoder_repetition_penalty guidance_scale", 1),
@@ -184,7 +181,6 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_rows(Does.CONTAINER, GENERATION, "extra_body sampling_params parameters generation_config nvext"),
         *_ignored(GENERATION, "keep_alive"),
     ),
-    "steploop": (*_refused(GENERATION, "beam_width", 0, 1),),
 }
 
 

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from core.errors import ErrorKind, ServiceError
 from core.outlook import Backlog
@@ -65,10 +65,27 @@ class QueueView(NamedTuple):
     Args:
         position: how many requests are ahead, as of now.
         expected_s: until its first token; None: not known yet.
+        loading: what is done to load its model; None: it is loaded.
     """
 
     position: int
     expected_s: float | None
+    loading: str | None = None
+
+
+class Loading(Protocol):
+    """A model that is loaded when it is asked for."""
+
+    @property
+    def stage(self) -> str: ...
+
+    def expected_s(self) -> float | None:
+        """Until it is loaded: 0 if it is; None: not measured yet."""
+        ...
+
+    def begin(self) -> None:
+        """Load it, though nobody waits for it."""
+        ...
 
 
 class SharedRoom:
@@ -148,11 +165,13 @@ class Admission:
     Attributes:
         num_decoding: choices that have had their first token and go on.
         margin: what estimates are multiplied by.
+        loading: what its requests wait for, too; None: the model is always there.
     """
 
     def __init__(self, limits: QueueLimits, stats: Callable[[], EngineStats], clock: Callable[[], float]) -> None:
         self.num_decoding = 0
         self.margin = 1.0
+        self.loading: Loading | None = None
         self._requests = SharedRoom(limits.max_requests, "requests in progress")
         self._bytes = SharedRoom(limits.max_bytes, "bytes of requests in progress")
         self._tokens = SharedRoom(limits.max_tokens, "prompt tokens waiting")
@@ -328,7 +347,12 @@ class Admission:
             if ageing_s:  # that long, higher classes can hold back the first of this class, then the next, and so on
                 last_s = margin * outlook.ttft_s(self.num_decoding, same_class, own)
                 expected_s = min(expected_s, ageing_s * (1 + same_class.num_requests) + last_s)
-        return QueueView(round(ahead.num_requests), expected_s)
+        loading_s = 0.0 if self.loading is None else self.loading.expected_s()
+        if self.loading is None or loading_s == 0.0:
+            return QueueView(round(ahead.num_requests), expected_s)
+        if loading_s is not None:
+            expected_s = loading_s + (expected_s or 0.0)
+        return QueueView(round(ahead.num_requests), expected_s, self.loading.stage)
 
     def check_in_time(self, contender: Contender, allowed_s: float, own: Backlog | None = None) -> float | None:
         """Raise ServiceError (deadline_unattainable) if the first token would come too late.
@@ -347,6 +371,8 @@ class Admission:
         if expected_s is None or not 0 < allowed_s < expected_s:
             return expected_s  # if it is late already, its own deadline tells it
         retry_s = min(max(expected_s - allowed_s, LEAST_RETRY_S), MOST_RETRY_S)
+        if self.loading is not None:
+            self.loading.begin()
         message = (
             f"The first token is expected in {_shown(expected_s)}, and its deadline is in {_shown(allowed_s)}."
             f" Allow more time, or try again in {math.ceil(retry_s)} s."

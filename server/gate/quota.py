@@ -296,8 +296,7 @@ class Ticket:
         """Hold the prompts and the first tokens of each sequence; a refused request holds nothing."""
         num = 0
         for one in requests:
-            first = one.max_tokens if one.counts_late else min(one.max_tokens, FIRST_TOKENS)
-            num += one.num_prompt_tokens + one.num_sequences * first
+            num += one.num_prompt_tokens + one.num_sequences * _first_tokens(one)
         self._held = tuple((account, account.tokens) for account in self._accounts)
         shortage = self.top_up(num)
         if shortage is not None:
@@ -481,7 +480,7 @@ class Allowance:
         self._ticket = ticket
         self._loop = loop
         self._max = [one.max_tokens for one in requests for _ in range(one.num_sequences)]  # by choice
-        self._allowed = [min(limit, FIRST_TOKENS) for limit in self._max]
+        self._allowed = [_first_tokens(one) for one in requests for _ in range(one.num_sequences)]
         self._num_choices = len(self._max)  # that have not ended
         self._short: dict[int, None] = {}  # choices that wait for a top-up, in order
         self._shortage: Shortage | None = None  # the last
@@ -592,3 +591,8 @@ class Allowance:
         self.close()
         self._has_ended = True
         self._answer.end_early()
+
+
+def _first_tokens(request: Demand) -> int:
+    """What is reserved of each of its sequences before the first token."""
+    return request.max_tokens if request.counts_late else min(request.max_tokens, FIRST_TOKENS)

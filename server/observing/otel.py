@@ -27,7 +27,7 @@ MAX_WAITING = 1024  # generations
 MAX_BATCH = 64  # generations in one request: some thousand spans
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 0.5  # the exit does not wait for a slow collector
-_OPERATIONS = dict.fromkeys(("/v1/completions", "/completions"), "text_completion")  # all others: chat
+_OPERATIONS = dict.fromkeys(("/v1/completions", "/completions", "/infill"), "text_completion")  # all others: chat
 _NS_PER_MS = 1_000_000
 
 

@@ -524,7 +524,7 @@ def test_higher_classes_are_waited_for_as_long_as_they_take_or_age_allows(
 
 def test_nothing_is_expected_before_steps_were_measured() -> None:
     _, (place,) = queue_of(make_request("a", "a"))
-    assert place.view() == (0, None)
+    assert place.view() == (0, None, None)
 
 
 def test_margin_settles_where_one_in_ten_is_late_and_has_bounds() -> None:

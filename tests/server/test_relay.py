@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -127,6 +128,36 @@ async def test_a_cancel_frees_the_upstream_and_keeps_http2s_connection(protocol:
         (connection,) = upstream.connections
         await wait_until(lambda: connection.is_closed == (protocol == "h1"))
         assert (await gateway.ask(SURFACES["chat"]())).status == 200
+
+
+@pytest.mark.parametrize("protocol", ["h2", "h1"])
+async def test_two_hundred_random_cancels_leave_nothing_on_either_side(protocol: str) -> None:
+    async with relaying(protocol=protocol, max_requests=12) as gateway:
+        dice = random.Random(3)
+
+        async def leave() -> None:
+            fields = {
+                "stream": dice.random() < 0.8,
+                "max_tokens": dice.choice((1, 40, 150)),
+                "n": dice.choice((1, 1, 2)),
+            }
+            reader, writer = await open_with(gateway.server, SURFACES["chat"](**fields))
+            for _ in range(dice.randrange(6)):
+                await asyncio.sleep(0)
+            await reader.read(dice.choice((0, 0, 1, 500, 3000)))
+            writer.transport.abort()
+
+        for _ in range(8):
+            await asyncio.gather(*(leave() for _ in range(25)))
+        (upstream,) = gateway.pool.upstreams
+        await wait_until(lambda: not gateway.server._app.generations.active)  # type: ignore[union-attr]
+        await wait_until(lambda: gateway.num_running() == 0)
+        assert (upstream.num_active, upstream.num_waiting_tokens, gateway.pool.num_waiting) == (0, 0, 0)
+        await wait_until(lambda: sum(one.num_open for one in upstream.connections) == 0)
+        assert (await gateway.ask(SURFACES["chat"]())).status == 200
+        engine = gateway.upstreams[0].server._client
+        assert engine is not None
+        assert engine.stats.num_running == engine.stats.num_waiting == engine.stats.num_used_blocks == 0
 
 
 @pytest.mark.parametrize("protocol", ["h2", "h1"])

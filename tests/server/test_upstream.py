@@ -16,12 +16,14 @@ from server.config_sources import load_config
 from server.upstream.connection import Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
 from server.upstream.http2 import Http2, NotHttp2
+from server.upstream.pool import Pool
 from server.upstream.settings import keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
 from server.wire.http2_heads import ResponseEncoder
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 from tests.server import raw_http2
 from tests.server.given_settings import toml_flag
+from tests.server.pool_day import PoolDay, RoundRobin
 
 GOOD = '[[models]]\nname = "a"\nupstreams = [{ url = "http://h:1" }]\n'
 LOCAL = f'[[models]]\nname = "a"\npath = "{Path(__file__).parent}"\n'
@@ -103,6 +105,18 @@ def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None
 def test_the_example_is_taken() -> None:
     config = load_config({"config_file": str(Path(__file__).parents[2] / "deploy" / "gateway.toml")}, {})
     assert [model.name for model in config.models] == ["llama-70b", "qwen3-4b"]
+
+
+def test_conversations_find_their_beginnings_and_nothing_is_left_after_upstreams_came_and_went() -> None:
+    figures = []
+    for pool_type in (Pool, RoundRobin):
+        day = PoolDay(1, 8, pool_type)
+        day.run(0.3, 7200.0)
+        figures.append(day.figures())
+    ours, other = figures
+    assert ours.num_answers + ours.num_lost > 2000
+    assert ours.hit_ratio >= 0.9 > other.hit_ratio
+    assert ours.median_ttft_s <= 0.5 * other.median_ttft_s
 
 
 # HTTP/2, the client's side.

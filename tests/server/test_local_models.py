@@ -1,0 +1,200 @@
+"""Which models are loaded: random histories of requests, loads, failures and deaths, in virtual time, by a seed."""
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from core.errors import ServiceError
+from server.config import ServerConfig
+from server.local_models import LocalModel, LocalModels, LocalPool, ModelState, News, Plan, ProcessEvents, Refusal
+from server.upstream.pool import LeadingBlocks
+from server.upstream.settings import ModelSettings
+from tests.server.virtual_loop import VirtualTimeLoop
+
+MIB = 2**20
+PROMPT = LeadingBlocks(1)
+LOAD_S, PLAN_S, END_S = 1.0, 0.05, 0.1
+NUM_REQUESTS = 40
+NUM_HISTORIES = 40
+
+
+class SimulatedProcesses:
+    """Stands where `Processes` is, and holds that no more memory is used than there is.
+
+    Args:
+        sizes: MiB of each model.
+        failing: how likely a load fails, and how likely a process dies within ten seconds.
+    """
+
+    home = Path("/nowhere")
+
+    def __init__(self, loop: VirtualTimeLoop, sizes: dict[str, int], bound: int, failing: float, seed: int = 0) -> None:
+        self.loop, self.sizes, self.bound, self.failing = loop, sizes, bound, failing
+        self.dice = random.Random(seed)
+        self.running: dict[int, str] = {}  # by serial number, which is the process's id, too
+        self.known: set[int] = set()
+        self.starts: list[str] = []
+        self.models: LocalModels | None = None
+        self.most = 0
+
+    def start(self, listener: ProcessEvents) -> None:
+        assert isinstance(listener, LocalModels)
+        self.models = listener
+
+    def plan(self, serial: int, config: ServerConfig, bound_bytes: int | None) -> None:
+        size = self.sizes[str(config.served_model_name)]
+        fits = size <= self.bound
+        told = Plan("cpu", size * MIB, MIB, 256, self.bound * MIB) if fits else Refusal("too large", "a smaller one")
+        self._later(PLAN_S, News(serial, told))
+
+    def serve(self, serial: int, config: ServerConfig) -> None:
+        name = str(config.served_model_name)
+        self.running[serial] = name
+        self.known.add(serial)
+        self.starts.append(name)
+        used = sum(self.sizes[one] for one in self.running.values())
+        self.most = max(self.most, used)
+        assert used <= self.bound, self.running
+        self._later(0.01, News(serial, serial))
+        if self.dice.random() < self.failing:
+            self.loop.call_later(LOAD_S / 2, self._end, serial, 9)
+        else:
+            self.loop.call_later(LOAD_S, self._notice, serial)
+            if self.dice.random() < self.failing:
+                self.loop.call_later(LOAD_S + 10 * self.dice.random(), self._end, serial, 9)
+
+    def forget(self, serial: int) -> None:
+        self.known.remove(serial)
+
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        assert self.models is not None
+        model = self.models.models[self.running[pid]]
+        assert number is signal.SIGTERM
+        assert not model.num_inside, "a model with requests in it"
+        self.loop.call_later(END_S, self._end, pid, 0)
+
+    async def close(self) -> None:
+        assert not self.running
+        assert not self.known
+
+    def _later(self, delay_s: float, news: News) -> None:
+        assert self.models is not None
+        self.loop.call_later(delay_s, self.models.on_news, news)
+
+    def _notice(self, serial: int) -> None:
+        if serial in self.running:
+            assert self.models is not None
+            self.models.on_notice(serial, {"READY": "1"})
+
+    def _end(self, serial: int, status: int) -> None:
+        if self.running.pop(serial, None) is not None:
+            assert self.models is not None
+            self.models.on_news(News(serial, status=status))
+
+
+def models_of(
+    loop: VirtualTimeLoop, sizes: dict[str, int], bound: int, failing: float = 0.0, seed: int = 0, **keep: float
+) -> tuple[LocalModels, SimulatedProcesses]:
+    settings = tuple(ModelSettings(name=name, path="/m", keep_alive=keep.get(name)) for name in sizes)
+    own = tuple(ServerConfig(served_model_name=name) for name in sizes)
+    processes = SimulatedProcesses(loop, sizes, bound, failing, seed)
+    config = ServerConfig(models=settings, own_models=own, models_memory_bytes=bound * MIB)
+    models = LocalModels(config, processes, loop)  # type: ignore[arg-type]
+    models.start()
+    return models, processes
+
+
+async def ask(models: LocalModels, name: str, inside_s: float) -> str:
+    """A request that takes so long once its model is loaded: how it ended."""
+    pool: LocalPool = next(one for one in models.pools if one.settings.name == name)
+    model: LocalModel = models.models[name]
+    slot = pool.take_slot(PROMPT, 0, "local")
+    try:
+        await slot.granted
+        await model.upstream.wait_awake()  # type: ignore[attr-defined]
+        assert model.state is ModelState.AWAKE
+        await asyncio.sleep(inside_s)
+        return "served"
+    except ServiceError as error:
+        return "refused" if (error.code, bool(error.retry_after_s)) == ("model_not_loaded", True) else repr(error)
+    finally:
+        slot.leave()
+
+
+def run_history(seed: int, num_requests: int = NUM_REQUESTS) -> Counter[str]:
+    """Every request ends once, within its own time and the turns of the others; and at the end nothing is left."""
+    dice, loop = random.Random(seed), VirtualTimeLoop()
+    sizes = {f"m{i}": dice.choice((10, 20, 30, 90, 200)) for i in range(dice.randint(2, 6))}
+    models, processes = models_of(loop, sizes, 100, dice.choice((0.0, 0.1, 0.4)), seed)
+    ends: Counter[str] = Counter()
+
+    async def request() -> None:
+        await asyncio.sleep(60 * dice.random())
+        asking = loop.create_task(ask(models, dice.choice(list(sizes)), 8 * dice.random() ** 3))
+        if dice.random() < 0.1:
+            loop.call_later(3 * dice.random(), asking.cancel)
+        try:
+            ends[await asyncio.wait_for(asking, 1000)] += 1
+        except asyncio.CancelledError:
+            ends["left"] += 1
+
+    async def run() -> None:
+        await asyncio.gather(*(request() for _ in range(num_requests)))
+        await asyncio.sleep(400)
+        assert all(one.state is ModelState.ASLEEP for one in models.models.values())
+        await models.close()
+
+    try:
+        loop.run(run())
+    finally:
+        loop.close()
+    assert ends.total() == num_requests == sum(ends[one] for one in ("served", "refused", "left"))
+    ends["loads"] = len(processes.starts)
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(NUM_HISTORIES))
+def test_random_histories_keep_the_bound_and_end_every_request(seed: int) -> None:
+    run_history(seed)
+
+
+def test_the_least_recently_used_idle_model_gives_way_and_one_that_always_stays_does_not() -> None:
+    loop = VirtualTimeLoop()
+    models, processes = models_of(loop, {"stays": 20, "a": 30, "b": 30, "c": 40, "large": 90}, 100, stays=-1)
+
+    async def run() -> None:
+        for name in ("a", "b", "a", "c"):
+            assert await ask(models, name, 0.5) == "served"
+        assert processes.starts == ["stays", "a", "b", "c"]
+        assert sorted(processes.running.values()) == ["a", "c", "stays"]
+        assert await ask(models, "large", 0.0) == "refused"
+        assert "always stay" in str(models.models["large"].failure)
+        await models.close()
+
+    loop.run(run())
+    loop.close()
+
+
+def test_a_busy_model_gives_way_after_its_turn_and_gets_its_next() -> None:
+    loop = VirtualTimeLoop()
+    models, processes = models_of(loop, {"a": 60, "b": 60}, 100)
+    ends: list[tuple[str, float]] = []
+
+    async def stream(name: str, start_s: float, inside_s: float) -> None:
+        await asyncio.sleep(start_s)
+        assert await ask(models, name, inside_s) == "served"
+        ends.append((name, round(loop.time())))
+
+    async def run() -> None:
+        await asyncio.gather(*(stream("a", i, 2.0) for i in range(30)), stream("b", 5.0, 1.0))
+        await models.close()
+
+    loop.run(run())
+    loop.close()
+    (b_s,) = [at for name, at in ends if name == "b"]
+    assert 10 < b_s < 20
+    assert processes.starts == ["a", "b", "a"]
