@@ -1,10 +1,10 @@
 """What a hop through the gateway adds, beside haproxy in the same run: `python -m bench.gateway`.
 
-One server with a null model, asked directly, through haproxy, and through a gateway ([[models]], with a ledger and
-without), each over one kept HTTP/1.1 connection and HTTP/2 behind it. They take turns, round by round, and what a hop
-adds is the difference between the quantiles of all rounds. A prompt is a short chat's; the answer streams a few
-tokens, as fast as the server steps. `first` is from the request's last byte to the first event with text, `last` to
-the end of the stream.
+One server with a null model, asked directly, through haproxy, through SGLang's router if there is an `smg`, and through
+a gateway ([[models]], with a ledger and without), each over one kept HTTP/1.1 connection and HTTP/2 behind it. They
+take turns, round by round, and what a hop adds is the difference between the quantiles of all rounds. A prompt is a
+short chat's; the answer streams a few tokens, as fast as the server steps. `first` is from the request's last byte to
+the first event with text, `last` to the end of the stream.
 
 Then conversations with three servers of the embedded model, through the gateway's choice and through haproxy's round
 robin, beside one server that has them all: cached prompt tokens and the median first token. Then clients that leave at
@@ -15,6 +15,7 @@ import argparse
 import http.client
 import os
 import random
+import shutil
 import socket
 import sys
 import tempfile
@@ -115,10 +116,15 @@ def ways(directory: Path) -> Iterator[dict[str, int]]:
         "gateway": serve_command(ports["gateway"], *relay),
         "gateway, ledger": serve_command(ports["gateway, ledger"], *relay, "--ledger", str(directory / "ledger.db")),
     }
+    if (smg := shutil.which("smg")) is not None:  # SGLang's router: pip install smg
+        ports["smg"] = port = free_port()
+        flags = ("--policy", "cache_aware", "--prometheus-port", str(free_port()), "--log-level", "warn")
+        commands["smg"] = [smg, "launch", "--port", str(port), "--worker-urls", f"http://127.0.0.1:{back}", *flags]
     with ExitStack() as stack:
         stack.enter_context(running(null_server_command(back, "--step-rate", "0"), back))
         for name, command in commands.items():
-            stack.enter_context(running(command, ports[name]))
+            path = "/readiness" if name == "smg" else "/v1/models"
+            stack.enter_context(running(command, ports[name], path))
         yield {"direct": back, **ports}
 
 

@@ -1,14 +1,20 @@
 """What drafts bring: `python -m bench.speculative --model DIR`. Tokens per second with them and without, in pairs.
 
 The model computes every step; what it samples is replaced by the answers of a named set, so that a model with random
-weights repeats text as a trained one does. The pairs take turns, with drafts first in every other one. A second table
-replays answers with a share p of each draft's tokens right, up to a length.
+weights repeats text as a trained one does; free text is this project's own prose. The pairs take turns, with drafts
+first in every other one. All streams are counted while all of them decode. A second table replays answers with a share
+p of each draft's tokens right, up to a length.
 """
 
 import argparse
+import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -24,6 +30,10 @@ from gpu.runner import ModelRunner
 
 Script = tuple[tuple[int, ...], list[int]]  # a prompt and its answer
 RESAMPLED = 2000  # for the confidence interval
+LEAST_PAIRS = 2
+MANY_STREAMS = 16
+SHARE_OF_PAIRS = 0.75  # of the minutes, the rest for the replay
+DOCUMENTS = Path(__file__).parent.parent / "docs"
 
 
 class ScriptedRunner:
@@ -98,8 +108,21 @@ def json_records(random: Random, size: int, vocab_size: int) -> Script:
     return tuple(_words(random, size, vocab_size)), answer
 
 
+@cache
+def _prose() -> list[int]:
+    """The documentation, a token for each word and mark."""
+    text = " ".join(path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md")))
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(word, len(numbers)) for word in re.findall(r"\w+|[^\w\s]", text)]
+
+
 def free_text(random: Random, size: int, vocab_size: int) -> Script:
-    return tuple(_words(random, size, vocab_size)), _words(random, size, vocab_size)
+    """Two places of one text, which repeats what texts repeat."""
+    prompt, answer = (
+        [word % vocab_size for word in _prose()[first : first + size]]
+        for first in random.sample(range(len(_prose()) - size), 2)
+    )
+    return tuple(prompt), answer
 
 
 def noise(random: Random, size: int, vocab_size: int) -> Script:
@@ -117,17 +140,25 @@ TEXTS: dict[str, Callable[[Random, int, int], Script]] = {
 
 
 def speed(streams: Streams, scripts: Sequence[Script], num_tokens: int) -> float:
-    """Tokens per second of all of them together, from the moment when each has its first."""
+    """Tokens per second of all of them together, while all decode: until one has its last."""
     runner: ScriptedRunner = streams.clocked._runner  # type: ignore[assignment]
     runner.answers = dict(scripts)
-    names = [streams.submit(prompt, num_tokens) for prompt, _ in scripts]
+    names: list[str] = []
+    for prompt, _ in scripts:  # each waits until all have begun
+        names.append(name := streams.submit(prompt, num_tokens))
+        streams.run_until(partial(streams.have_all, [name], 1))
+        streams.pause([name])
+    streams.resume(names)
+    num_before = sum(len(streams.tokens[name]) for name in names)
+    started_s = time.perf_counter()
+    streams.run_until(lambda: any(len(streams.tokens[name]) >= num_tokens for name in names))
+    took_s = time.perf_counter() - started_s
+    num_after = sum(len(streams.tokens[name]) for name in names)
     streams.run()
     for name, (_, answer) in zip(names, scripts, strict=True):
         if streams.tokens[name] != answer[:num_tokens]:
             raise RuntimeError("drafts have changed an answer")
-    first_s = max(streams.times_s[name][0] for name in names)
-    last_s = max(streams.times_s[name][-1] for name in names)
-    return sum(sum(time_s > first_s for time_s in streams.times_s[name]) for name in names) / (last_s - first_s)
+    return (num_after - num_before) / took_s
 
 
 def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float]:
@@ -137,41 +168,69 @@ def interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def measure_pairs(runner: ModelRunner, arguments: argparse.Namespace) -> Table:
-    rows: list[dict[str, Cell]] = []
-    for num_streams in arguments.streams:
-        for name in arguments.texts:
-            found = {True: list[float](), False: list[float]()}
-            engines = {
-                speculates: Streams(ScriptedRunner(runner), speculates=speculates, has_prefix_cache=False)
-                for speculates in (True, False)
-            }
-            for number in range(arguments.pairs + 1):  # the first one warms up
-                random = Random(1000 * number + num_streams)
-                make, vocab_size = TEXTS[name], runner.limits.vocab_size
-                scripts = [make(random, arguments.prompt, vocab_size) for _ in range(num_streams)]
-                for speculates in (number % 2 == 0, number % 2 == 1):
-                    one = speed(engines[speculates], scripts, arguments.tokens)
-                    if number:
-                        found[speculates].append(one)
-            ratios = [one / other for one, other in zip(found[True], found[False], strict=True)]
-            low, high = interval(ratios)
-            stats = engines[True].scheduler.stats()
-            rows.append(
-                {
-                    "streams": num_streams,
-                    "text": name,
-                    "tokens/s without": statistics.median(found[False]),
-                    "with": statistics.median(found[True]),
-                    "ratio": statistics.median(ratios),
-                    "from": low,
-                    "to": high,
-                    "drafted": stats.num_draft_tokens,
-                    "accepted": stats.num_accepted_tokens,
-                }
-            )
-            print(rows[-1], file=sys.stderr)
-    return table_of(f"Tokens per second with drafts and without, {arguments.pairs} pairs, 95 % of medians", rows)
+@dataclass(slots=True)
+class Case:
+    """A text at a number of streams, and tokens per second with drafts (True) and without, pair by pair."""
+
+    num_streams: int
+    text: str
+    engines: dict[bool, Streams]
+    found: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+
+    def measure(self, number: int, num_prompt_tokens: int, num_tokens: int) -> None:
+        """One more pair."""
+        random = Random(1000 * number + self.num_streams)
+        vocab_size = self.engines[True].scheduler.limits.vocab_size
+        scripts = [TEXTS[self.text](random, num_prompt_tokens, vocab_size) for _ in range(self.num_streams)]
+        for speculates in (number % 2 == 0, number % 2 == 1):
+            self.found[speculates].append(speed(self.engines[speculates], scripts, num_tokens))
+
+    def row(self) -> dict[str, Cell]:
+        ratios = [one / other for one, other in zip(self.found[True], self.found[False], strict=True)]
+        low, high = interval(ratios)
+        stats = self.engines[True].scheduler.stats()
+        return {
+            "streams": self.num_streams,
+            "text": self.text,
+            "pairs": len(ratios),
+            "tokens/s without": statistics.median(self.found[False]),
+            "with": statistics.median(self.found[True]),
+            "ratio": statistics.median(ratios),
+            "from": low,
+            "to": high,
+            "drafted": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_tokens,
+        }
+
+
+def measure_pairs(runner: ModelRunner, arguments: argparse.Namespace, end_s: float) -> Table:
+    """Pairs of each case in turn, two at least, until time is up."""
+    cases = [
+        Case(
+            num_streams,
+            text,
+            {
+                drafts: Streams(ScriptedRunner(runner), speculates=drafts, has_prefix_cache=False)
+                for drafts in (True, False)
+            },
+        )
+        for num_streams in arguments.streams
+        for text in arguments.texts
+    ]
+    for case in cases[:: len(arguments.texts)]:  # kernels compile, and the step-cost model learns
+        for engine in case.engines.values():
+            speed(engine, [noise(Random(i), 64, runner.limits.vocab_size) for i in range(case.num_streams)], 16)
+    for number in range(arguments.pairs):
+        for case in cases:
+            if number < LEAST_PAIRS or time.monotonic() < end_s:
+                is_many = case.num_streams > MANY_STREAMS
+                case.measure(number, arguments.prompt // (1 + is_many), arguments.tokens // (1 + is_many))
+                print(case.row(), file=sys.stderr)
+    sizes = f"Prompts of {arguments.prompt} tokens, answers of {arguments.tokens}"
+    note = f"{sizes}; half of both beyond {MANY_STREAMS} streams."
+    return table_of(
+        "Tokens per second with drafts and without, 95 % of medians", [case.row() for case in cases], note=note
+    )
 
 
 class Replay(Drafter):
@@ -191,20 +250,24 @@ class Replay(Drafter):
         return self.last
 
 
-def measure_replay(runner: ModelRunner, arguments: argparse.Namespace) -> Table:
+def measure_replay(runner: ModelRunner, arguments: argparse.Namespace, end_s: float) -> Table:
+    ratios: dict[tuple[float, int], list[float]] = {
+        (p, most): [] for p in (0.5, 0.7, 0.9, 1.0) for most in (1, 2, 4, 8, 16)
+    }
+    for number in range(arguments.pairs):
+        scripts = [noise(Random(number), arguments.prompt // 4, runner.limits.vocab_size)]
+        for (share, most), found in ratios.items():
+            if number and time.monotonic() > end_s:
+                continue
+            with_drafts = Streams(ScriptedRunner(runner), has_prefix_cache=False, speculates=True)
+            _replay(with_drafts.scheduler, dict(scripts), share, most)
+            without = Streams(ScriptedRunner(runner), has_prefix_cache=False)
+            speeds = [speed(streams, scripts, arguments.tokens // 2) for streams in (with_drafts, without)]
+            found.append(speeds[0] / speeds[1])
     rows: list[dict[str, Cell]] = []
-    for share in (0.5, 0.7, 0.9, 1.0):
-        for most in (1, 2, 4, 8, 16):
-            ratios = []
-            for number in range(arguments.pairs):
-                scripts = [noise(Random(number), arguments.prompt, runner.limits.vocab_size)]
-                with_drafts = Streams(ScriptedRunner(runner), has_prefix_cache=False)
-                _replay(with_drafts.scheduler, dict(scripts), share, most)
-                without = Streams(ScriptedRunner(runner), has_prefix_cache=False, speculates=False)
-                ratios.append(speed(with_drafts, scripts, arguments.tokens) / speed(without, scripts, arguments.tokens))
-            low, high = interval(ratios)
-            rows.append({"p": share, "at most": most, "ratio": statistics.median(ratios), "from": low, "to": high})
-            print(rows[-1], file=sys.stderr)
+    for (share, most), found in ratios.items():
+        low, high = interval(found)
+        rows.append({"p": share, "at most": most, "ratio": statistics.median(found), "from": low, "to": high})
     return table_of("One stream: drafts up to a length, each token right with the chance p", rows)
 
 
@@ -226,7 +289,14 @@ PARTS = {"pairs": measure_pairs, "replay": measure_replay}
 def _measure(arguments: argparse.Namespace) -> Found:
     longest, most = arguments.prompt + arguments.tokens + 32, max(arguments.streams)
     runner = open_model(arguments, most * longest, max_model_len=longest, max_sequences=max(16, most))
-    tables = [PARTS[part](runner, arguments) for part in arguments.parts]
+    started_s, tables = time.monotonic(), list[Table]()
+    for num_parts, part in enumerate(arguments.parts, 1):
+        end_s = (
+            started_s + 60 * arguments.minutes * SHARE_OF_PAIRS
+            if num_parts < len(arguments.parts)
+            else started_s + 60 * arguments.minutes
+        )
+        tables.append(PARTS[part](runner, arguments, end_s))
     name = "-".join(["speculative", *arguments.parts] if len(tables) < len(PARTS) else ["speculative"])
     return Found(tables, shown_model(arguments, runner), name=name)
 
@@ -235,9 +305,10 @@ FLAGS = (
     *MODEL_FLAGS,
     Flag("--streams", (1, 8, 32), "at once", (1,), more={"nargs": "+", "type": int}),
     Flag("--texts", tuple(TEXTS), "to measure", more={"nargs": "+", "choices": tuple(TEXTS)}),
-    Flag("--prompt", 384, "tokens", 64),
-    Flag("--tokens", 256, "of each answer, no more than the prompt's", 24),
-    Flag("--pairs", 9, "of each case", 1),
+    Flag("--prompt", 256, "tokens", 64),
+    Flag("--tokens", 128, "of each answer, no more than the prompt's", 24),
+    Flag("--pairs", 25, "of each case, as far as time allows", 1),
+    Flag("--minutes", 7.0, "after which no pair begins, beyond the first two of each case"),
     Flag("--parts", tuple(PARTS), "to measure", more={"nargs": "+", "choices": tuple(PARTS)}),
 )
 main = bench("speculative", __doc__, _measure, FLAGS)

@@ -37,7 +37,10 @@ MOST_RECENT = 1 << 15  # tokens of recent answers, of a cache domain
 MOST_DOMAINS = 64  # whose recent answers are kept
 END = -1  # between recent answers
 LEAST_GAIN = 1.05  # tokens per second with a draft's token against without it, by the step-cost model
-LEAST_COST = 0.01  # of the step, that a draft's token costs at least, whatever the model has learned
+LEAST_COST = 0.02  # of the step, that a draft's token costs at least, whatever the model has learned
+ALLOWED_LOSS = 0.01  # of the time
+MOST_LOSS = 2.0  # steps' time that drafts may lose at once
+LEAST_TRIED = 0.5  # share of a draft that is tried where the model, which may be wrong, finds it too dear
 UNKNOWN_COST = 0.05  # before the model is ready
 
 
@@ -226,6 +229,31 @@ def num_common(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
+class DraftBudget:
+    """The time that drafts may lose: a part of each step's, and what right drafts save, up to a few steps' time."""
+
+    def __init__(self) -> None:
+        self._steps = MOST_LOSS  # time left, as a number of steps
+        self._num_decodes = 1
+
+    @property
+    def is_empty(self) -> bool:
+        return self._steps <= 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._steps >= MOST_LOSS
+
+    def spend(self, cost_steps: float, num_decodes: int) -> None:
+        """A step of so many decodes computes drafts, which cost so much of the time that it takes without."""
+        self._steps -= cost_steps
+        self._num_decodes = num_decodes
+
+    def earn(self, num_right: int) -> None:
+        """A step has come back with so many right drafts."""
+        self._steps = min(MOST_LOSS, self._steps + ALLOWED_LOSS + num_right / self._num_decodes)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPrice:
     """What a step costs without drafts, and what they add.
@@ -251,12 +279,18 @@ class StepPrice:
         """Whether a token that is certainly right would pay."""
         return self.step_s > LEAST_GAIN * self.num_decodes * (self.within_s if self.num_few else self.beyond_s)
 
-    def lengths(self, shares: list[float], most_each: list[int], most: int) -> list[int]:
+    def cost_steps(self, num_drafts: int) -> float:
+        """What so many tokens of drafts cost, as a share of the step without."""
+        num_within = min(num_drafts, self.num_few)
+        return (num_within * self.within_s + (num_drafts - num_within) * self.beyond_s) / self.step_s
+
+    def lengths(self, shares: list[float], most_each: list[int], most: int, tries: bool = False) -> list[int]:
         """How many tokens of each draft to compute, so that the step brings the most tokens per second.
 
         Args:
             shares: how likely a token of each draft is right.
             most: in all.
+            tries: a likely token is computed even where it does not pay, to see what it costs.
         """
         lengths = [0] * len(shares)
         num_tokens, step_s, num_few = float(self.num_decodes), self.step_s, self.num_few
@@ -265,8 +299,10 @@ class StepPrice:
         while best and most:
             chance, index = best[0]
             cost_s = self.within_s if num_few else self.beyond_s
-            if -chance * step_s <= LEAST_GAIN * num_tokens * cost_s or step_s + cost_s > self.most_s:
+            pays = -chance * step_s > LEAST_GAIN * num_tokens * cost_s and step_s + cost_s <= self.most_s
+            if not pays and not (tries and -chance >= LEAST_TRIED):
                 break
+            tries = False
             lengths[index] += 1
             most -= 1
             num_few = max(0, num_few - 1)

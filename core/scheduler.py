@@ -22,7 +22,7 @@ from msgspec import structs
 
 from core.beams import BeamSearch
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
-from core.drafter import FIRST_ACCEPTED, MOST_DRAFT, Acceptance, Draft, Drafter, num_common, price_of
+from core.drafter import FIRST_ACCEPTED, MOST_DRAFT, Acceptance, Draft, DraftBudget, Drafter, num_common, price_of
 from core.grammar import GrammarState
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
@@ -117,7 +117,7 @@ class Scheduler:
         self._inter_token_target = inter_token_target
         self._forces_tokens = forces_tokens
         self._speculates = speculates and limits.max_drafts > 0
-        self._acceptance = Acceptance()
+        self._acceptance, self._draft_budget = Acceptance(), DraftBudget()
         self._draft_tokens, self._accepted_tokens = (dict.fromkeys(FIRST_ACCEPTED, 0) for _ in range(2))
         self._searching: dict[str, SequenceGroup] = {}  # by request; some may have ended
         self._burst = Burst()
@@ -443,7 +443,8 @@ class Scheduler:
             has_prompts or len(self.states.waiting) > 0,
             self._inter_token_target,
         )
-        if not price.allows_any:
+        budget = self._draft_budget
+        if budget.is_empty or not (price.allows_any or budget.is_full):
             return {}
         drafts: dict[Sequence, Draft] = {}
         for sequence in able:
@@ -455,11 +456,13 @@ class Scheduler:
             [draft.share for draft in drafts.values()],
             [len(draft.token_ids) for draft in drafts.values()],
             min(self.limits.max_drafts, max(0, self.limits.max_batch_tokens - work.own_tokens)),
+            tries=budget.is_full,
         )
         found: dict[Sequence, list[int]] = {}
         for (sequence, draft), length in zip(drafts.items(), lengths, strict=True):
             if kept := self._held(sequence, draft.token_ids[:length]):
                 found[sequence] = kept
+        budget.spend(price.cost_steps(sum(map(len, found.values()))), len(decodes))
         return found
 
     def _held(self, sequence: Sequence, draft: list[int]) -> list[int]:
@@ -663,7 +666,7 @@ class Scheduler:
         self._account(flight, step_s - output.host_copy_s)
         self._take_prompt_logprobs(flight, output, lost)
         self._advance_prompts(flight, lost, now)
-        refused = self._verify(flight, output, lost) if plan.num_drafts else set[int]()
+        refused = self._verify(flight, output, lost)
         self._take_tokens(output, sequences, lost, refused)
         for row in plan.num_drafts:
             if sequences[row].state is SequenceState.RUNNING and not sequences[row].is_lost:
@@ -777,8 +780,10 @@ class Scheduler:
 
     def _verify(self, flight: Flight, output: StepOutput, lost: set[int]) -> set[int]:
         """Which of the sampled tokens follow a wrong draft; what was computed of these does not count as computed."""
-        plan, rows, token_ids = flight.plan, output.rows.tolist(), output.token_ids.tolist()
+        plan = flight.plan
+        rows, token_ids = (output.rows.tolist(), output.token_ids.tolist()) if plan.num_drafts else ([], [])
         refused: set[int] = set()
+        num_all_right = 0
         for row, num_drafts in plan.num_drafts.items():
             if row in lost:
                 continue
@@ -793,9 +798,11 @@ class Scheduler:
             assert last is not None, "it has drafts"
             self._draft_tokens[last.drafter] += num_drafts
             self._accepted_tokens[last.drafter] += num_right
+            num_all_right += num_right
             if last.drafter == "prediction":
                 sequence.num_predicted_tokens += num_right
                 sequence.num_mispredicted_tokens += num_drafts - num_right
+        self._draft_budget.earn(num_all_right)
         return refused
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int], refused: set[int]) -> None:

@@ -307,6 +307,9 @@ class App:
             return "drain"
         if not self.readiness.is_ready or self.readiness.is_stalled:
             return f"down #{'stalled' if self.readiness.is_ready else 'loading'}"
+        pools = self.metrics.pools().values()
+        if pools and self.served.own is None and all(one.is_out for one in pools):
+            return "down #no upstream"
         return f"up ready {self.load().weight}%"
 
     # From head to handler.

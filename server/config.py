@@ -365,6 +365,10 @@ class ServerConfig:
         "launch decode steps as CUDA graphs: auto captures them at start on a GPU; lazy, which is ready sooner,"
         " captures each when it is first needed. The tokens are the same",
     )
+    deterministic: bool = _RARE_ENGINE.switch(
+        "promise the same bits for the same request and seed, whatever else is computed: check the model's matmuls at"
+        " start, and refuse devices that cannot keep it (GPUs, --tensor-parallel)"
+    )
     no_prefix_cache: bool = _RARE_ENGINE.switch(
         "compute every prompt whole, even if an earlier one began with the same tokens"
     )
@@ -795,6 +799,9 @@ class ServerConfig:
         found = []
         if self.no_prefix_cache and self.kv_offload_bytes:
             cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
+            found.append((cause, "leave one of them out"))
+        if self.deterministic and self.tensor_parallel > 1:
+            cause = "--deterministic cannot be kept by several devices: they add their sums in an order of their own"
             found.append((cause, "leave one of them out"))
         if self.kv_offload_dir is not None and not self.kv_offload_bytes:
             cause = "--kv-offload-dir keeps what is in --kv-offload-memory, which is 0"

@@ -34,6 +34,7 @@ from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import DAY_S, UsedTokens
 from server.generation import Generations, OwnBackend
+from server.grammar_guard import MAX_AT_ONCE
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
 from server.ledger.ledger import MAX_SPILLED, Ledger
@@ -128,7 +129,7 @@ class Server:
         )
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
-        self._compiling = ThreadPoolExecutor(1, "grammars")
+        self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
         self._token_counters = {
             one.name: token_counter(Path(one.tokenizer), one.max_model_len, self._clock, config.request_limits)
             for one in config.models

@@ -23,7 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from core.tool_formats import FORMATS
+from core.tool_formats import FORMATS, HARMONY
 from server.upstream.pool import Pool
 from tests.core.drawn_rules import run_seeded
 from tests.core.test_answer_parts import check_random_calls
@@ -61,9 +61,9 @@ def run_machine_of(seed: int) -> int:
 def run_calls(seeds: Sequence[int]) -> int:
     """An answer in every format for each seed. Returns how many."""
     for seed in seeds:
-        for form in FORMATS:
+        for form in (*FORMATS, HARMONY):
             _noted(seed, "calls", partial(check_random_calls, form))
-    return len(seeds) * len(FORMATS)
+    return len(seeds) * (len(FORMATS) + 1)
 
 
 def run_loads(seeds: Sequence[int]) -> Counter[str]:

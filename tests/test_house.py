@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_045, 28),
-    "server/api": (4840, 16),
+    "server": (10_165, 28),
+    "server/api": (4860, 16),
     "server/commands": (1900, 11),
     "server/gate": (2530, 8),
     "server/ledger": (1580, 6),
@@ -24,12 +24,12 @@ BUDGETS = {
     "server/observing": (1805, 7),
     "server/upstream": (1660, 6),
     "server/wire": (4805, 14),
-    "core": (13_850, 36),
-    "gpu": (9110, 30),
+    "core": (13_865, 36),
+    "gpu": (9135, 30),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8770, 34),
+    "bench": (8895, 34),
 }
 TEST_LINES = 60_000
 

@@ -9,8 +9,8 @@ its company: integers are exact, and floats are added in one order however many 
     x[i] ~ scale_x * q[i],  weight[i] = scale * (u[i] - offset) - minimum
     sum of a group = scale_x * (scale * (sum(u * q) - offset * sum(q)) - minimum * sum(q))
 
-One Zen 5 core, busy neighbours: one row takes blocks in the second-level cache at 50 (Q4_K) to 75 GB/s (Q8_0), twice
-what a core reads from memory; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
+One Zen 5 core: one row takes blocks from memory at 27 (Q5_K) to 34 GB/s (Q8_0), where a dot product read 33, and from
+the third-level cache at 56 to 88; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
 
 The blocks lie as gpu/blocks.py packs them: as stored, each field 64 times, once for each output.
 """
@@ -49,6 +49,7 @@ from gpu.cpu_kernels.vectors import (
     call,
     constant,
     emit_by_count,
+    emit_prefetch,
     first_lane,
     floats,
     keep,
@@ -87,7 +88,6 @@ PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level ca
 FEW_ROWS = 2  # that each thread quantises for itself
 MOST_FEW_ROWS = 4  # multiplied by numbers in registers
 FEW_REGISTERS = 16 if HAS_AVX512 else 4  # of integer sums
-FEW_AHEAD = 4096  # bytes prefetched
 # A row's 32 inputs: as many integers, then a float32 scale, and int32 sums: of all, of the first and the last half.
 SUM_AT, GROUP_BYTES = GROUP + 4, GROUP + 16
 PART_BYTES = PART_INPUTS * BLOCK_OUTPUTS  # decoded
@@ -325,11 +325,13 @@ class Unit:
             word(stream, n): a word of four bytes of these outputs, and the unit's index in the block.
         num_quads: of a unit.
         streams: (first byte in the stored block, words that a unit has of its own).
+        others: the bytes before or after the streams, of a block that is long.
     """
 
     numbers: Callable[[Any, Callable[[int, int], Any], Any], Iterator[tuple[int, Any]]]
     num_quads: int
     streams: tuple[tuple[int, int], ...]
+    others: tuple[int, int] = (0, 0)
 
 
 def _masked(builder, x, by, mask, to=0):
@@ -405,10 +407,8 @@ def _q3_k(builder, word, index):
         thirds, twos = word(0, quad), word(1, quad)
         for part in range(4):
             bit = builder.add(builder.mul(index, constant(4)), constant(part))
-            yield (
-                8 * part + quad,
-                builder.or_(_masked(builder, twos, 2 * part, TWOS), _masked(builder, thirds, bit, ONES, 2)),
-            )
+            low, third = _masked(builder, twos, 2 * part, TWOS), _masked(builder, thirds, bit, ONES, 2)
+            yield 8 * part + quad, builder.or_(low, third)
 
 
 UNITS = {
@@ -419,12 +419,12 @@ UNITS = {
     "Q5_1": Unit(_q5, 8, ((4, 5),)),
     "MXFP4": Unit(_of_table([number + FORMATS["MXFP4"].middle for number in MXFP4_NUMBERS]), 8, ((1, 4),)),
     "IQ4_NL": Unit(_of_table([number + FORMATS["IQ4_NL"].middle for number in IQ4_NUMBERS]), 8, ((2, 4),)),
-    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),)),
-    "Q2_K": Unit(_q2_k, 32, ((16, 8),)),
-    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8))),
-    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),)),
-    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8))),
-    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8))),
+    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),), (0, 8)),
+    "Q2_K": Unit(_q2_k, 32, ((16, 8),), (0, 16)),
+    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8)), (96, 110)),
+    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),), (0, 16)),
+    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8)), (0, 16)),
+    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8)), (192, 210)),
 }
 NAMES, SIGNED = tuple(FORMATS), tuple(found.signed is not None for found in FORMATS.values())
 BYTES, ELEMENTS, MIDDLES, GROUPS, HAVE_MINIMA = (
@@ -513,6 +513,7 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
     num_groups, num_parts = 4 * unit.num_quads // GROUP, GROUP // found.group
     width = max(1, min(COLUMNS, FEW_REGISTERS // (num_groups * num_parts * num_rows)))  # columns at a time
     some, row_numbers = range(width), range(num_rows)
+    ahead = found.size_bytes * BLOCK_OUTPUTS * PART_INPUTS // found.elements  # the same place of the next part
     totals = [[cgutils.alloca_once(builder, FLOATS) for _ in some] for _ in row_numbers]
     counts = [
         [[cgutils.alloca_once(builder, PAIRS) for _ in some] for _ in row_numbers]
@@ -530,24 +531,15 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             rows = [
                 _at(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
             ]
-            x_sums = [
-                [
-                    load(
-                        builder,
-                        offset(builder, row, part // num_parts * GROUP_BYTES + _sum_at(part % num_parts, num_parts)),
-                        INT32,
-                    )
-                    for row in rows
-                ]
-                for part in range(len(counts))
-            ]
+            places = [_sum_at(part // num_parts, part % num_parts, num_parts) for part in range(len(counts))]
+            x_sums = [[load(builder, offset(builder, row, place), INT32) for row in rows] for place in places]
             for part, of_part in enumerate(x_sums):
                 _emit_first_counts(builder, of_part, found.middle, counts[part])
 
             def word_of(column):
                 def word(stream, n):
                     place = offset(builder, builder.add(word_at(stream, n), first), column * REGISTER_BYTES)
-                    prefetch.emit(builder, offset(builder, place, FEW_AHEAD))
+                    emit_prefetch(builder, offset(builder, place, ahead), 3)
                     return load(builder, place, PAIRS)
 
                 return word
@@ -578,9 +570,9 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             store(builder, sums_at(row, column), builder.load(totals[row][column]))
 
 
-def _sum_at(part, num_parts):
-    """Where a row's group has the sum of a part, of so many."""
-    return SUM_AT if num_parts == 1 else SUM_AT + 4 * (1 + part)
+def _sum_at(group, part, num_parts):
+    """Where a row has the sum of a group's part, of so many."""
+    return group * GROUP_BYTES + SUM_AT + (4 * (1 + part) if num_parts > 1 else 0)
 
 
 def _emit_first_counts(builder, x_sums, middle, counts):
@@ -640,7 +632,7 @@ def _emit_tile(
         with cgutils.for_range(builder, num_lines) as lines:
             prefetch.emit(builder, _at(builder, ahead, (lines.index, REGISTER_BYTES)))
         for part in range(num_parts):
-            x_sums = [load(builder, offset(builder, row, _sum_at(part, num_parts)), INT32) for row in rows]
+            x_sums = [load(builder, offset(builder, row, _sum_at(0, part, num_parts)), INT32) for row in rows]
             _emit_first_counts(builder, x_sums, found.middle, counts)
             first_values = _at(builder, values, (groups.index, values_stride))
             with cgutils.for_range(builder, constant(num_quads)) as quads:
@@ -802,6 +794,7 @@ def _make_multiply(code):
     """
     elements, stored_bytes = ELEMENTS[code], BYTES[code] * BLOCK_OUTPUTS
     is_plain = SIGNED[code]  # stored as it is multiplied
+    others, others_end = (BLOCK_OUTPUTS * byte for byte in UNITS[NAMES[code]].others)
     part_lines = -(-PART_INPUTS // elements * stored_bytes // REGISTER_BYTES)
     group_lines = -(-part_lines // (PART_INPUTS // GROUP))
 
@@ -815,6 +808,8 @@ def _make_multiply(code):
             num_blocks = some // elements
             _decode_scales(code, at, num_blocks, scales, minima)
             if 0 < num_rows <= MOST_FEW_ROWS:
+                for line in range(at + stored_bytes + others, at + stored_bytes + others_end, REGISTER_BYTES):
+                    prefetch(line)
                 few_tile(code, num_rows, part_x, x_stride, at, num_blocks, scales, minima, sums)
                 at += num_blocks * stored_bytes
                 continue

@@ -26,6 +26,7 @@ from server.api.fields import (
     SamplingFields,
     chat_prompt,
     generation_call,
+    joined_turn,
     missing_field,
     with_end,
 )
@@ -86,7 +87,15 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
     title: str | None = None
-    source: Any = None
+    source: "Source | None" = None
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a document."""
+
+    type: str = ""
+    data: str | UnsetType = UNSET
+    content: "str | list[Block] | UnsetType" = UNSET
 
 
 Blocks = str | list[Block]
@@ -215,7 +224,7 @@ def _prompt(
         for message, place in [(_assistant(turn, where), where)] if turn.role == "assistant" else _others(turn, where):
             last = made[-1][0] if made else None
             if last is not None and last.role == message.role and message.role in ("user", "assistant"):
-                made[-1] = (_joined(last, message), made[-1][1])  # turns of one role in a row are one
+                made[-1] = (joined_turn(last, message), made[-1][1])  # turns of one role in a row are one
             else:
                 made.append((message, place))
     messages, params = [one for one, _ in made], [where for _, where in made]
@@ -243,11 +252,12 @@ def _block_text(block: Block, where: str) -> str:
             return block.text
         case "text":
             raise missing_field(f"{where}.text")
-        case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
-            data = block.source.get("data")
-            if isinstance(data, str):
-                return f"{block.title}\n{data}" if block.title else data
-            raise missing_field(f"{where}.source.data")
+        case "document" if block.source is not None and block.source.type in ("text", "content"):
+            name = "data" if block.source.type == "text" else "content"
+            content: Blocks | UnsetType = getattr(block.source, name)
+            if content is UNSET:
+                raise missing_field(f"{where}.source.{name}")
+            return "\n".join(filter(None, (block.title, _text(content, f"{where}.source.{name}"))))
         case "search_result" if isinstance(block.content, list):
             return "\n".join(filter(None, (block.title, _text(block.content, f"{where}.content"))))
         case other:
@@ -311,17 +321,6 @@ def _assistant(turn: Turn, where: str) -> Message:
     content = "\n".join(texts) if texts else None
     thought = "\n".join(thoughts) or None
     return Message(role="assistant", content=content, tool_calls=calls or None, reasoning_content=thought)
-
-
-def _joined(turn: Message, more: Message) -> Message:
-    contents = [one.content for one in (turn, more) if isinstance(one.content, str)]
-    thoughts = [one.reasoning_content for one in (turn, more) if one.reasoning_content]
-    return msgspec.structs.replace(
-        turn,
-        content="\n".join(contents) if contents else None,
-        tool_calls=[*(turn.tool_calls or ()), *(more.tool_calls or ())] or None,
-        reasoning_content="\n".join(thoughts) or None,
-    )
 
 
 # Answers.

@@ -24,6 +24,7 @@ from server.api.fields import (
     checked_role,
     flatten,
     generation_call,
+    joined_turn,
     missing_field,
 )
 from server.api.known_fields import rules_of
@@ -150,14 +151,14 @@ def _prompt(
     for i, item in enumerate(items):
         param = "input" if isinstance(wire.input, str) else f"input[{i}]"
         if item.type == "reasoning":
-            thought = _both(thought, _thought(item, param))
+            thought = "\n".join(filter(None, (thought, _thought(item, param))))
             continue
         message = _message(item, param)
         if message.role == "assistant":
             message = msgspec.structs.replace(message, reasoning_content=thought or None)
             thought = ""
             if message.tool_calls and len(messages) > num_before and messages[-1].role == "assistant":
-                messages[-1] = _joined(messages[-1], message)  # one turn: its text, and its calls
+                messages[-1] = joined_turn(messages[-1], message)  # one turn: its text, and its calls
                 continue
         thought = ""
         messages.append(message)
@@ -165,16 +166,6 @@ def _prompt(
     if len(messages) == num_before:
         raise InvalidRequest("input has no message: send at least one.", "input")
     return chat_prompt(messages, style, tools, "input", params, variables, "call_id")
-
-
-def _joined(turn: Message, more: Message) -> Message:
-    calls = [*(turn.tool_calls or ()), *(more.tool_calls or ())]
-    thought = _both(turn.reasoning_content or "", more.reasoning_content or "")
-    return msgspec.structs.replace(turn, tool_calls=calls, reasoning_content=thought or None)
-
-
-def _both(thought: str, more: str) -> str:
-    return f"{thought}\n{more}" if thought and more else thought or more
 
 
 def _thought(item: InputItem, param: str) -> str:

@@ -20,7 +20,7 @@ import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -116,7 +116,7 @@ class Upstream:
 
     def learn(self, prompt: "LeadingBlocks") -> None:
         known = self._known
-        for block in prompt.hashes:
+        for block in reversed(prompt.hashes):  # a prompt's end is forgotten before its beginning
             known.pop(block, None)
             known[block] = None
         while len(known) > MAX_KNOWN:
@@ -158,7 +158,7 @@ class Upstream:
             raise UpstreamFault("it does not speak HTTP/2", is_untouched=True)
         self.connections.append(connection)
         if not connection.is_multiplexed and self.address.tls is None and H2 in self.address.protocols:
-            self.address = _without_http2(self.address)  # asked once
+            self.address = replace(self.address, protocols=(H1,))  # asked once
         return connection
 
     def _note_opened(self, task: asyncio.Task[Connection]) -> None:
@@ -216,12 +216,6 @@ class Upstream:
         self._ejected_until_s = now_s + self._ejection_s
         logger.warning("the upstream %s is ejected for %g s: its answers fail", self.url, self._ejection_s)
         self._ejection_s = min(MOST_EJECTION_S, 2 * self._ejection_s)
-
-
-def _without_http2(address: Address) -> Address:
-    return Address(
-        address.host, address.port, address.path, address.authority, address.prefix, address.tls, protocols=(H1,)
-    )
 
 
 class LeadingBlocks(NamedTuple):
@@ -319,6 +313,12 @@ class Pool:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def is_out(self) -> bool:
+        """No upstream takes requests; of a model that is started on demand, one will."""
+        now_s = self._loop.time()
+        return self.settings.path is None and not any(one.takes_requests(now_s) for one in self.upstreams)
 
     @property
     def fields(self) -> tuple[tuple[bytes, bytes], ...]:

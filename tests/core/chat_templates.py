@@ -206,4 +206,92 @@ SNIPPETS = [
     "{% generation %}{% set inner = 1 %}{{ messages[0].content }}{% endgeneration %}{{ inner is defined }}{# note #}",
     "{{ messages | batch(2, 'fill') | list | length }}{{ 'b' in 'abc' }}{{ 'ä' | upper }}{{ tools }}",
     "a {%- if true -%} b {%- endif +%} \n c {#- x -#} d",
+    "{% for m in messages %}"
+    "{{ loop.index }}/{{ loop.revindex }}/{{ loop.revindex0 }}/{{ loop.cycle('a','b') }}/{{ loop.depth }}"
+    "{{ loop.previtem.role if loop.previtem }}/"
+    "{{ loop.nextitem.role if loop.nextitem }}/{{ loop.changed(m.role) }}"
+    "{% endfor %}",
+    "{% for m in messages recursive %}{{ loop.depth0 }}{{ m if m is string }}"
+    "{{ loop(m.values()) if m is mapping and loop.depth < 2 }}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% break %}{% endif %}{{ m.content }}"
+    "{% else %}none{% endfor %}",
+    "{% for m in messages if m.role != 'user' %}{{ loop.length }}{{ m.content }}{% endfor %}",
+    "{%- set ns = namespace(x=0, s='') -%}{% for m in messages %}{% set ns.x = ns.x + m.content|length %}"
+    "{% set ns.s = ns.s ~ m.role[0] %}{% endfor %}{{ ns.x }}{{ ns.s }}",
+    "{% macro a(x) %}{{ b(x) }}{% endmacro %}{% macro b(y) %}<{{ y }}>{% endmacro %}{{ a('q') }}{{ a.name }}"
+    "{{ a.arguments }}",
+    "{% set f %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ f | length }}{{ f | upper }}",
+    "{{ messages | tojson }}",
+    "{{ messages[0] | tojson(indent=4, ensure_ascii=True) }}",
+    "{{ messages | tojson(indent=2, separators=(',',': '), sort_keys=True) }}",
+    "{{ {'b':1,'a':[1,2,{'c':none}]} | tojson(2) }}",
+    "{{ {'a':'<é&>'} | tojson(ensure_ascii=false) }}{{ {'b':1,'a':2} | tojson(sort_keys=true) }}",
+    "{{ 1.0 | tojson }}{{ 1e30 | tojson }}{{ true | tojson }}{{ none | tojson }}{{ (1,2) | tojson }}{{ 'x' | tojson }}",
+    "{{ messages | map(attribute='content') | map('trim') | map('upper') | list }}",
+    "{{ messages | groupby('role') | map(attribute='grouper') | list }}"
+    "{{ messages | groupby('role') | map('first') | list }}",
+    "{{ messages | map(attribute='role') | unique | sort(reverse=true) | join('|') }}",
+    "{{ messages | selectattr('content', 'string') | list | count }}"
+    "{{ messages | rejectattr('name','defined') | list | length }}",
+    "{{ messages | sum(attribute='content', start='') if false }}{{ [1,2,3] | sum }}{{ [3,1]|max }}{{ [3,1]|min }}",
+    "{{ [[1,2],[3]] | sum(start=[]) }}{{ 'abc' | list }}{{ 'abc' | reverse }}{{ [1,2]|reverse|list }}",
+    "{{ 'a b c'.split() }}{{ 'a,b'.rsplit(',',1) }}{{ 'x=1'.partition('=') }}{{ 'aXb'.lower().title().swapcase() }}",
+    "{{ 'abc'[::-1] }}{{ 'abc'[1:] }}{{ messages[-1].content }}{{ messages[:1] | length }}{{ messages[::2] | length }}",
+    "{{ messages[0]['content'] is defined }}{{ messages[0].zz is undefined }}{{ zz is none }}{{ none is none }}"
+    "{{ 3 is number }}{{ 3 is integer }}{{ 3.0 is float }}{{ true is boolean }}{{ 3 is odd }}"
+    "{{ 4 is divisibleby 2 }}{{ 'a' is in 'abc' }}{{ messages is sequence }}{{ 'x' is sameas 'x' }}"
+    "{{ 'A' is upper }}{{ f is callable }}",
+    r"{{ 'hello world' | wordcount }}{{ 'hello world' | capitalize }}{{ 'a\tb' | replace('\t',' ') }}"
+    "{{ 'hello' | truncate(3, true, '') }}",
+    "{{ 'a long line of words to wrap' | wordwrap(10) }}{{ 'x' | center(5) }}{{ '%s-%s' | format('a','b') }}"
+    "{{ 'a b' | urlencode }}",
+    "{{ '<b>x</b>' | striptags }}{{ '<b>' | escape }}{{ '<b>' | safe }}{{ '<b>' | forceescape }}"
+    "{{ {'a':1} | xmlattr }}",
+    "{{ 3.7 | int }}{{ '3.7' | float }}{{ '0x1f' | int(base=16) }}{{ -3 | abs }}{{ 3.14159 | round(2) }}"
+    "{{ 2.5 | round }}{{ 3.2 | round(0,'ceil') }}{{ 1000000 | filesizeformat }}",
+    "{{ {'a':1,'b':2}.items() | list }}{{ {'a':1}.get('b', 5) }}{{ {'a':1} | items | list }}"
+    "{{ {'b':2,'a':1} | dictsort(reverse=true) }}{{ {'b':2,'a':1} | dictsort(false,'value') }}",
+    "{{ [1,2,3,4] | batch(3) | list }}{{ [1,2,3,4] | slice(3) | list }}{{ [1,2] | random in [1,2] }}"
+    "{{ [1,2,3] | last }}{{ [] | first is undefined }}",
+    "{{ 'a' if messages else 'b' }}{{ messages and 'c' }}{{ not messages }}{{ 1 < 2 <= 2 }}{{ 'a' != 'b' }}"
+    "{{ 'x' in messages[0] }}{{ 'role' in messages[0] }}",
+    "{% raw %}{{ not }} {% this %}{% endraw %}{# c #}{%- if true -%} x {%- endif -%}",
+    "{% filter upper | trim %} abc {{ messages[0].role }} {% endfilter %}",
+    "{% with a=1, b=a|default(5) %}{{ a }}{{ b }}{% endwith %}{{ a is defined }}",
+    "{% macro d(items) %}{% for i in items %}{{ caller(i) }}{% endfor %}{% endmacro %}"
+    "{% call(i) d([1,2]) %}[{{ i }}]{% endcall %}",
+    "{% set a, b = messages[0].items() | first %}{{ a }}:{{ b }}",
+    "{% set x = messages | map(attribute='role') | list %}{{ x | join(', ') }}{{ x.index('user') }}"
+    "{{ x.count('user') }}",
+    "{{ strftime_now('%d %B %Y %H:%M:%S') }}{{ strftime_now is defined }}",
+    "{{ raise_exception('no') if false }}{{ raise_exception is defined }}",
+    "{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}{{ bos_token }}{{ eos_token }}"
+    "{{ pad_token is defined }}{{ unk_token is defined }}",
+    "{{ range(3) | list }}{{ range(1, 10, 4) | list }}{{ dict(a=1) }}{{ joiner(', ')() }}"
+    "{% set j = joiner('|') %}{{ j() }}a{{ j() }}b{% set c = cycler('x','y') %}{{ c.next() }}{{ c.next() }}"
+    "{{ c.current }}{{ c.reset() }}",
+    "{% autoescape true %}{{ '<a>' }}{% endautoescape %}",
+    """{{ "a" "b" }}{{ 'x' ~ 1 ~ 2.0 ~ none ~ true }}{{ 7 // 2 }}{{ 7 % 3 }}{{ 2 ** 3 }}{{ [1] + [2] }}"""
+    "{{ (1,) + (2,) }}{{ 'ab' * 2 }}{{ -1 }}{{ +1 }}",
+    "{{ messages[0].content.strip().startswith('a') }}{{ 'a-b'.replace('-', '_', 1) }}{{ 'abc'.find('c') }}"
+    "{{ 'a1'.isalnum() }}{{ '5'.isdigit() }}{{ 'x'.zfill(3) }}{{ 'x'.ljust(3) }}|{{ 'ab'.removeprefix('a') }}"
+    r"{{ 'é'.casefold() }}{{ 'a\nb'.splitlines() }}{{ 'abc'.endswith(('c','d')) }}{{ 'a{}b{x}'.format(1, x=2) }}",
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}{%- generation -%} y {%- endgeneration -%}",
+    "{% if messages[0] is mapping %}{% elif true %}{% else %}{% endif %}{% for k, v in messages[0] | dictsort %}"
+    "{{ k }}{{ v }}{% endfor %}",
+    "{% for i in [1,2,3] %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
+    "{{ messages | pprint }}{{ messages | string | length }}{{ messages | length }}",
+    "{{ 'x' | attr('upper') is defined }}{{ messages[0] | attr('items') is defined }}"
+    "{{ messages[0].items is defined }}{{ messages[0]['items'] is defined }}",
+    "{{ namespace(a=1).a }}{% set n = namespace({'b':2}) %}{{ n.b }}{{ n['b'] if false }}",
+    "{% set content = messages[0].content %}{% if '</think>' in content %}"
+    r"{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ content }}",
+    "{% set m = messages | last %}{{ m.content | default('none', true) }}{{ '' | default('d', true) }}"
+    "{{ none | d('e') }}",
+    "{{ ['a','b'] | map('upper') | join }}{{ ['a',none] | select | list }}{{ [0,1] | reject | list }}"
+    "{{ [1,2,3] | select('>', 1) | list if false }}{{ [1,2,3] | select('gt', 1) | list }}",
+    "{{ messages[1].content if messages|length > 1 else 'x' }}{{ (messages | first).role }}"
+    "{{ messages|map('attr','role')|list|length }}",
+    "{{ messages[99] is defined }}{{ 1 / 3 }}{{ 10 | string }}{{ 1_000 }}{{ 0x10 }}{{ 1e3 }}"
+    "{% block b %}x{{ bos_token }}{% endblock %}",
 ]

@@ -20,7 +20,7 @@ from core.answer_parts import (
     ThoughtParser,
     ToolCallParser,
 )
-from core.tool_formats import FORMATS, THOUGHTS
+from core.tool_formats import FORMATS, HARMONY, THOUGHTS
 from tests.core.answer_texts import RENDER, SCHEMAS, Call, dumped, random_call
 
 
@@ -60,6 +60,9 @@ def cut(rng: random.Random, text: str) -> list[str]:
 def check_random_calls(form: str, seed: int) -> None:
     """They are parsed as they were rendered: whole, by characters, and in random pieces."""
     rng = random.Random(seed)
+    if form == HARMONY:
+        check_random_channels(rng)
+        return
     calls = [random_call(rng) for _ in range(rng.choice([1, 1, 2, 3]))]
     lead = rng.choice(["", "Let me look.", "a < b\n\n"]) if not FORMATS[form].opens_answer else ""
     before = FORMATS[form].before if lead else ""
@@ -71,7 +74,23 @@ def check_random_calls(form: str, seed: int) -> None:
         assert text_of(events) == lead + (tail if tail.strip() else ""), text
 
 
-@pytest.mark.parametrize("form", FORMATS)
+def check_random_channels(rng: random.Random) -> None:
+    calls = [random_call(rng) for _ in range(rng.choice([1, 1, 2]))]
+    thought, lead = rng.choice(["", "hm", "a < b\n"]), rng.choice(["", "Let me look.", "a <| b"])
+    messages = [f"<|channel|>analysis<|message|>{thought}<|end|>"] * bool(thought)
+    messages += [f"<|channel|>commentary<|message|>{lead}<|end|>"] * bool(lead)
+    headers = [" to=functions.{}<|channel|>commentary json", "<|channel|>commentary to=functions.{} <|constrain|>json"]
+    messages += [f"{rng.choice(headers).format(name)}<|message|>{dumped(args)}<|call|>" for name, args in calls]
+    text = "<|start|>assistant".join(messages)
+    for pieces in ([text], list(text), cut(rng, text)):
+        parser = HarmonyParser()
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.close()
+        assert [(name, json.loads(args)) for name, args in calls_of(events)] == calls, text
+        assert "".join(event.text for event in events if isinstance(event, Reasoning)) == thought, text
+        assert text_of(events) == lead, text
+
+
+@pytest.mark.parametrize("form", [*FORMATS, HARMONY])
 def test_what_is_rendered_is_parsed_whole_and_in_any_pieces(form: str) -> None:
     """`make simulate` tries more of them."""
     for seed in range(200):

@@ -1,10 +1,12 @@
 """Prompts of chats, byte for byte as transformers renders them; templates that do too much are stopped."""
 
+import itertools
 from datetime import datetime
 from functools import cache
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
@@ -12,6 +14,7 @@ from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
 from core.errors import InvalidRequest
 from tests.core import chat_templates
 from tests.core.small_tokenizers import byte_level
+from tests.core.tool_templates import TOOL_TEMPLATES
 
 NOW = datetime(2026, 7, 4, 12, 30)
 SPECIAL_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
@@ -27,6 +30,7 @@ TOOLS = [
     }
 ]
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Zürich", "n": 2}}}
+DOCUMENTS = [{"title": "A <b>", "text": " x\n"}, {"title": "B", "text": "<|eot_id|>", "id": 3}]
 CHATS: dict[str, list[dict[str, Any]]] = {
     "one": [{"role": "user", "content": "Hi <there> & 'you'"}],
     "system": [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "  What?\n"}],
@@ -43,6 +47,11 @@ CHATS: dict[str, list[dict[str, Any]]] = {
         {"role": "tool", "content": "sunny", "tool_call_id": "c2"},
         {"role": "assistant", "content": "21 °C", "reasoning_content": "It says 21."},
         {"role": "user", "content": "Thanks"},
+    ],
+    "text arguments": [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "c", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "r", "name": "f"},
     ],
     "thinking": [
         {"role": "user", "content": "1+1"},
@@ -78,24 +87,34 @@ def refusal(template: str, chat: list[dict[str, Any]] | None = None, context_lim
     return caught.value
 
 
-@pytest.mark.parametrize("name", sorted(chat_templates.TEMPLATES))
+KWARGS: list[dict[str, Any]] = [
+    {},
+    {"enable_thinking": False, "custom_tools": TOOLS, "date_string": "1 Jan"},
+    {"reasoning_effort": "high"},
+]
+
+
+@pytest.mark.parametrize("name", sorted(chat_templates.TEMPLATES | TOOL_TEMPLATES))
 @pytest.mark.parametrize("chat", sorted(CHATS))
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_renders_as_transformers(
-    name: str, chat: str, tools: Any, add_generation_prompt: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-    template = chat_templates.TEMPLATES[name]
-    assert ours(template, CHATS[chat], **options) == theirs(monkeypatch, template, CHATS[chat], **options)
+def test_renders_as_transformers(name: str, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or refuses, as that does."""
+    template = (chat_templates.TEMPLATES | TOOL_TEMPLATES)[name]
+    for tools, begins, kwargs in itertools.product((None, TOOLS), (True, False), KWARGS):
+        options: dict[str, Any] = {"tools": tools, "documents": DOCUMENTS, "add_generation_prompt": begins}
+        try:
+            expected = theirs(monkeypatch, template, CHATS[chat], **options, **kwargs)
+        except (TemplateError, TypeError):
+            with pytest.raises(InvalidRequest):
+                ours(template, CHATS[chat], template_kwargs=kwargs, **options)
+        else:
+            assert ours(template, CHATS[chat], template_kwargs=kwargs, **options) == expected
 
 
 def test_documents_render_as_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "{% for d in documents %}{{ loop.index0 }}{{ d.title }}: {{ d['text'] | trim }}\n{% endfor %}{{ documents }}"
     )
-    documents = [{"title": "A <b>", "text": " x\n"}, {"title": "B", "text": "<|eot_id|>", "id": 3}]
-    options: Any = {"documents": documents}
+    options: Any = {"documents": DOCUMENTS}
     assert ours(source, CHATS["one"], **options) == theirs(monkeypatch, source, CHATS["one"], **options)
     assert [ChatTemplate({"default": one}, {}, 99).shows_documents for one in (source, "{{ messages }}")] == [
         True,
@@ -105,7 +124,8 @@ def test_documents_render_as_transformers(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("snippet", chat_templates.SNIPPETS)
 def test_each_construct_renders_as_transformers(snippet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ours(snippet, CHATS["turns"]) == theirs(monkeypatch, snippet, CHATS["turns"], add_generation_prompt=True)
+    for chat in (CHATS["turns"], CHATS["tools"]):
+        assert ours(snippet, chat) == theirs(monkeypatch, snippet, chat, add_generation_prompt=True)
 
 
 def test_template_kwargs_reach_the_template_and_win_over_special_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

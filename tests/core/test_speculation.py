@@ -8,10 +8,13 @@ import msgspec
 import pytest
 
 from core.drafter import (
+    ALLOWED_LOSS,
     LEAST_MATCH,
     MOST_DRAFT,
+    MOST_LOSS,
     MOST_RECENT,
     Acceptance,
+    DraftBudget,
     Drafter,
     RecentAnswers,
     RepeatedText,
@@ -70,6 +73,40 @@ def test_text_that_repeats_itself_takes_fewer_steps(steps_in_flight: int) -> Non
         assert stats.num_steps < 100
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         assert stats.num_accepted_tokens == 200 - stats.num_steps
+
+
+class MisleadingRunner(SimulatedRunner):
+    """Three tokens come again and again, and after them one that has not come before."""
+
+    def _sample_row(self, slot: int, length: int) -> int:
+        return length % 4 or 100 + length
+
+
+def test_drafts_that_are_never_right_cost_two_percent_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where nothing is learned from that."""
+    monkeypatch.setattr(Drafter, "_share", lambda *_: 0.9)
+    took_s = []
+    for max_drafts in (32, 0):
+        clock = FakeClock()
+        limits = replace(LIMITS, num_blocks=800, max_model_len=1000, few_tokens=8, max_drafts=max_drafts)
+        under_test = EngineUnderTest(limits, (EOS,), MisleadingRunner(limits, CostModel(), clock), clock=clock)
+        under_test.send(Submit(make_request("a", max_tokens=600, ignore_eos=True)))
+        under_test.run()
+        took_s.append(clock())
+    assert took_s[0] <= 1.02 * took_s[1]
+
+
+def test_a_drafts_token_is_tried_where_the_model_may_be_wrong() -> None:
+    dear = StepPrice(1, 1.0, 1.0, 1.0, 7, 9.0)
+    assert not dear.allows_any
+    assert dear.lengths([0.9], [MOST_DRAFT], 32, tries=True) == [1]
+    assert dear.lengths([0.3], [MOST_DRAFT], 32, tries=True) == [0]
+    budget = DraftBudget()
+    budget.spend(dear.cost_steps(2), 1)
+    assert budget.is_empty
+    for _ in range(int(MOST_LOSS / ALLOWED_LOSS)):
+        budget.earn(0)
+    assert budget.is_full
 
 
 def random_request(rng: Random, number: int) -> Request:

@@ -156,6 +156,8 @@ def test_answers_in_a_form_are_parsed_by_the_package(client: OpenAI) -> None:
     del fields["seed"]
     response = client.responses.parse(input="Hi", text_format=Answer, max_output_tokens=200, **fields)
     assert isinstance(response.output_parsed, Answer)
+    with client.responses.stream(input="Hi", text_format=Answer, max_output_tokens=200, **fields) as events:
+        assert isinstance(events.until_done().get_final_response().output_parsed, Answer)
 
 
 def test_errors_are_the_packages_own_with_code_and_field(client: OpenAI, strict_server: ServerProcess) -> None:

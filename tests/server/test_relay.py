@@ -352,12 +352,14 @@ async def test_without_an_upstream_there_is_a_503_until_one_comes(tmp_path: Path
     async with serving(no_engine, models=(model(f"unix:{path}"),)) as front:
         refused = await ask(front.server, closing(SURFACES["chat"]()))
         assert (refused.status, refused.json["error"]["code"]) == (503, "no_upstream")
+        assert front.server._app.agent_line() == "down #no upstream"
         assert refused.headers["retry-after"] == "1"
         async with serving(binds=(Bind(UnixAddress(str(path))),)):
             (upstream,) = front.server._pools[0].upstreams
             await wait_until(lambda: upstream.is_healthy)
             answer = await ask(front.server, closing(SURFACES["chat"]()))
             assert answer.status == 200
+            assert front.server._app.agent_line() == "up ready 100%"
 
 
 async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(tmp_path: Path) -> None:

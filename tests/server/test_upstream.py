@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from core.errors import StartupError
 from server.config_sources import load_config
+from server.upstream import pool
 from server.upstream.connection import Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
 from server.upstream.http2 import Http2, NotHttp2
@@ -105,6 +106,15 @@ def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None
 def test_the_example_is_taken() -> None:
     config = load_config({"config_file": str(Path(__file__).parents[2] / "deploy" / "gateway.toml")}, {})
     assert [model.name for model in config.models] == ["llama-70b", "qwen3-4b"]
+
+
+def test_an_upstream_forgets_the_ends_of_prompts_before_their_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_KNOWN", 8)
+    (upstream, *_) = PoolDay(1, 1).pool.upstreams
+    first, second = (pool.LeadingBlocks(600, 100, tuple(range(start, start + 6))) for start in (0, 100))
+    for prompt in (first, second):
+        upstream.learn(prompt)
+    assert (upstream.num_new_tokens(first), upstream.num_new_tokens(second)) == (400, 0)
 
 
 def test_conversations_find_their_beginnings_and_nothing_is_left_after_upstreams_came_and_went() -> None:

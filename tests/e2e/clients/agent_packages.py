@@ -85,7 +85,9 @@ def langchain(url: str) -> Any:
                 messages += [ToolMessage(weather(**one["args"]), tool_call_id=one["id"]) for one in answer.tool_calls]
             found.append([answer.text, [len(getattr(one, "tool_calls", ())) for one in messages]])
         for method in ("function_calling", "json_schema", "json_mode"):
-            found.append(model.with_structured_output(Person, method=method).invoke(FORM_QUESTION).model_dump())
+            structured = model.with_structured_output(Person, method=method)
+            for made in (structured.invoke(FORM_QUESTION), list(structured.stream(FORM_QUESTION))[-1]):
+                found.append(made.model_dump())
     return found
 
 
@@ -103,6 +105,12 @@ def instructor(url: str) -> Any:
             model=MODEL, response_model=form, max_retries=0, messages=[{"role": "user", "content": FORM_QUESTION}]
         )
         found.append(made.model_dump() if isinstance(made, Person) else [one.model_dump() for one in made])
+        if mode in (Mode.TOOLS, Mode.JSON_SCHEMA):
+            question: Any = [{"role": "user", "content": FORM_QUESTION}]
+            parts = client.chat.completions.create_partial(
+                model=MODEL, response_model=Person, max_retries=0, messages=question
+            )
+            found.append(list(parts)[-1].model_dump())
     return found
 
 
@@ -121,7 +129,10 @@ def pydantic_ai(url: str) -> Any:
         async with agent.run_stream(QUESTION) as result:
             found.append(await result.get_output())
         for output in (ToolOutput(Person), NativeOutput(Person), PromptedOutput(Person)):
-            found.append((await Agent(model, output_type=output).run(FORM_QUESTION)).output.model_dump())
+            former = Agent(model, output_type=output)
+            found.append((await former.run(FORM_QUESTION)).output.model_dump())
+            async with former.run_stream(FORM_QUESTION) as formed:
+                found.append((await formed.get_output()).model_dump())
 
     async def all_of_them() -> None:
         for kind in (OpenAIChatModel, OpenAIResponsesModel):

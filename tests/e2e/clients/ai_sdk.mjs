@@ -3,7 +3,7 @@ import { createRequire } from "node:module";
 
 const require = createRequire(`${process.argv[3]}/`);
 const { createOpenAICompatible } = require("@ai-sdk/openai-compatible");
-const { generateText, generateObject, streamText, stepCountIs, tool } = require("ai");
+const { generateText, generateObject, streamObject, streamText, stepCountIs, tool } = require("ai");
 const { z } = require("zod");
 
 const provider = createOpenAICompatible({
@@ -24,10 +24,13 @@ const stream = streamText(asked);
 let text = "";
 for await (const part of stream.textStream) text += part;
 const steps = await stream.steps;
-const { object } = await generateObject({
+const form = {
   model, maxRetries: 0, prompt: "Who was Ada?", schema: z.object({ name: z.string(), born: z.number().int() }),
-});
+};
+const { object } = await generateObject(form);
+const streamed = streamObject(form);
+for await (const part of streamed.partialObjectStream) void part;
 console.log(JSON.stringify([
   whole.text, whole.steps.map((step) => step.finishReason),
-  text, steps.map((step) => step.finishReason), object,
+  text, steps.map((step) => step.finishReason), object, await streamed.object,
 ]));

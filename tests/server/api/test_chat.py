@@ -82,8 +82,8 @@ def test_a_message_that_cannot_be_read_is_named(message: dict[str, Any], path: s
 
 def test_text_of_any_shape_is_taken() -> None:
     parts = ["a", *({"type": kind, "text": kind} for kind in ("text", "input_text", "output_text"))]
-    content = [*parts, {"type": "refusal", "refusal": "no"}]
-    for given, text in ((content, "a\ntext\ninput_text\noutput_text\nno"), (["a"], "a"), ([], "")):
+    content = [*parts, {"type": "refusal", "refusal": "no"}, {"text": "b"}]
+    for given, text in ((content, "a\ntext\ninput_text\noutput_text\nno\nb"), (["a"], "a"), ([], "")):
         (prompt,) = wire.parse(SURFACE, messages=[{"role": "user", "content": given}]).prompts
         assert isinstance(prompt, ChatPrompt)
         assert prompt.messages[0]["content"] == text

@@ -70,9 +70,14 @@ def test_blocks_become_the_templates_messages() -> None:
 
 def test_a_billing_header_is_left_out_and_documents_are_text() -> None:
     billing = text("x-anthropic-billing-header: cc_version=2.1; cch=abc12;")
-    document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
-    system, user = prompt(system=[billing, text("S")], messages=[{"role": "user", "content": [document]}])
-    assert (system["content"], user["content"]) == ("S", "T\nD")
+    for source in (
+        {"type": "text", "media_type": "text/plain", "data": "D"},
+        {"type": "content", "content": "D"},
+        {"type": "content", "content": [text("D")]},
+    ):
+        document = {"type": "document", "title": "T", "source": source}
+        system, user = prompt(system=[billing, text("S")], messages=[{"role": "user", "content": [document]}])
+        assert (system["content"], user["content"]) == ("S", "T\nD")
     assert len(prompt(system=[billing])) == 1
 
 
@@ -84,6 +89,29 @@ def test_a_billing_header_is_left_out_and_documents_are_text() -> None:
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [CALL]},
+                    {
+                        "role": "user",
+                        "content": [result([text("a"), {"type": "image", "source": {"type": "url"}}], "t1")],
+                    },
+                ]
+            },
+            "messages[1].content[0].content[1].type",
+        ),
+        *(
+            (
+                {"messages": [{"role": "user", "content": [{"type": "document", "source": source}]}]},
+                f"messages[0].content[0].{param}",
+            )
+            for source, param in (
+                ({"type": "text"}, "source.data"),
+                ({"type": "base64", "data": "x"}, "type"),
+                ({"type": "content", "content": [{"type": "image"}]}, "source.content[0].type"),
+            )
+        ),
         ({"messages": [{"role": "user", "content": [result("x", "lost")]}]}, "messages[0].content[0].tool_use_id"),
         (
             {
