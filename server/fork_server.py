@@ -34,7 +34,14 @@ logger = logging.getLogger(__name__)
 
 ORDER_BYTES = 256 * 1024
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_PRELOADED = ("uvloop", "server.process", "gpu.loading", "gpu.parallel.runner", "gpu.tune", "numba")
+_PRELOADED = (
+    "uvloop",
+    "server.process",
+    "gpu.loading",
+    "gpu.parallel.runner",
+    "gpu.cpu_kernels.operators",
+    "gpu.cpu_kernels.sampling",
+)
 
 
 def main(line: socket.socket) -> None:

@@ -338,6 +338,9 @@ class Pool:
         for one in self.upstreams:
             one.close()
 
+    def keep(self, keep_alive_s: float) -> None:
+        """How long a model that is started on demand stays after a request; others are always there."""
+
     async def wait_probed(self) -> None:
         """Each upstream has been asked once."""
         while not all(one.has_been_asked for one in self.upstreams):

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import random
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +22,7 @@ from server.gate.text_rules import TextRule
 from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
-from server.relay import PASSAGES, Relay, refusal_of
+from server.relay import PASSAGES, Relay, RelayHandle, refusal_of
 from server.upstream.exchange import AnswerHead
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import UpstreamSettings
@@ -294,7 +296,7 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
         relay = gateway.server._app.served.others[ASKED].reader
         assert isinstance(relay, Relay)
         names = {"chatcmpl-": "chat", "cmpl-": "completions", "resp_": "responses", "msg_": "messages"}
-        for surface, passage in PASSAGES.items():
+        for surface, passage in ((surface, one) for surface, one in PASSAGES.items() if not one.is_lines):
             data = SURFACES[names[passage.prefix]]()
             marks = StageMarks(lambda: 0.0)
             counted = relay.prepare(surface, data.split(b"\r\n\r\n", 1)[1], Tenant(name="t"), marks).prompt.num_tokens
@@ -389,7 +391,7 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 
 
 def test_every_surface_has_a_passage() -> None:
-    assert {one.path for one in PASSAGES.values()} == {
+    assert {one.path for one in PASSAGES.values() if not one.is_lines} == {
         b"/v1/chat/completions",
         b"/v1/completions",
         b"/v1/responses",
@@ -697,6 +699,28 @@ async def test_one_prompt_for_all_is_spread_as_the_load_is_bounded() -> None:
         assert max(one.num_active for one in gateway.pool.upstreams) <= 5
         for slot in slots:
             slot.leave()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_freed_without_the_garbage_collector(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[weakref.ref[RelayHandle]] = []
+    submit = Relay.submit
+
+    def kept(relay: Relay, *arguments: Any) -> RelayHandle:
+        handle = submit(relay, *arguments)
+        handles.append(weakref.ref(handle))
+        return handle
+
+    monkeypatch.setattr(Relay, "submit", kept)
+    async with relaying() as gateway:
+        gc.disable()
+        try:
+            assert (await gateway.ask(SURFACES["chat"](stream=stream))).status == 200
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert handles[0]() is None
+        finally:
+            gc.enable()
 
 
 async def test_names_and_ids_are_ours_and_what_calls_hold_is_not_touched() -> None:
