@@ -33,7 +33,7 @@ from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import byte_level
 from tests.server import raw_http2
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
-from tests.server.running_server import ask, closing, open_with, read_answer, serving
+from tests.server.running_server import LIMITS, ask, closing, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings")
@@ -626,6 +626,15 @@ async def test_requests_beyond_max_requests_wait_here_and_go_out_in_turn() -> No
         first.leave()
         told = await asyncio.gather(*(read_answer(*one) for one in streams))
         assert [one.events[-1] for one in told] == ["[DONE]"] * 4
+
+
+async def test_one_of_our_own_holds_no_more_than_it_runs_and_one_refill() -> None:
+    async with relaying(trusted=True) as gateway:
+        most = 2 * LIMITS.max_sequences
+        slots = [gateway.pool.take_slot(LeadingBlocks(1), 0, "t") for _ in range(most + 3)]
+        assert (gateway.pool.upstreams[0].num_active, gateway.pool.num_waiting) == (most, 3)
+        for slot in slots:
+            slot.leave()
 
 
 async def test_regions_are_tried_in_order_and_weights_share() -> None:
