@@ -22,7 +22,7 @@ BUDGETS = {
     "server/ledger": (1580, 6),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
-    "server/upstream": (1670, 6),
+    "server/upstream": (1700, 6),
     "server/wire": (4805, 14),
     "core": (13_865, 36),
     "gpu": (9135, 30),
