@@ -90,6 +90,13 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
         wait_for(lambda: models_of(server) == [pid], lambda: "the end of the process that planned")
         lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]
         assert {line["model"]: line["requests"] for line in lines if line["completion_tokens"]} == {"one": 2, "two": 1}
+        page = ask(server.port, "GET", "/metrics").body.decode()
+        for sample in (
+            'loaded{{{},model="one"}} 1',
+            'loads_total{{{},model="one"}} 2',
+            'failures_total{{{},model="gone"}} 1',
+        ):
+            assert f"steploop_model_{sample}".format('model_name="one"') in page
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert not os.path.exists(f"/proc/{pid}")
