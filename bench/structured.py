@@ -2,13 +2,15 @@
 
 - Masks: how long it takes to find which tokens may come next, over answers that follow random schemas, every token that
   may come as likely as any other. That leads to more unusual states than a model's answers do. In CPU time of the
-  thread, so that neighbours do not count. The vocabulary is byte-level BPE trained on Python's standard library; where
-  that has too few words, random pairs of its words make the others.
+  thread, so that neighbours do not count. The vocabulary is byte-level BPE, trained once (a minute) on the sources and
+  texts of Python and of the installed packages, and kept in ~/.cache.
 - Between tokens: steps of a whole batch under one schema, beside steps of free text, in turns in the same process.
 - First token: of requests whose grammar is new, cached, or none.
+- Forced tokens: answers to a schema of long names, with and without --forced-tokens, in turns.
 """
 
 import argparse
+import os
 import random
 import statistics
 import sys
@@ -26,6 +28,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from bench.engine import MODEL_FLAGS, Streams, open_model, shown_model
 from bench.kit import Flag, Found, bench
+from bench.load import CannotRun
 from bench.results import Cell, Table, percentile, table_of
 from core.constraints import GrammarSpec, json_schema
 from core.grammar import Grammar, GrammarCompiler
@@ -35,7 +38,9 @@ from server.loaded_engine import compiler_of
 from tests.core.random_schemas import SchemaMaker
 
 END = "<|end|>"
-TEXT_BYTES = 25 * 10**6  # that the vocabulary is trained on
+TEXT_BYTES = 150 * 10**6  # that the vocabulary is trained on
+LONGEST_TEXT_BYTES = 2 * 10**6  # beyond, they are tables
+SUFFIXES = {".py", ".md", ".rst", ".txt", ".h", ".js", ".html"}
 VOCABULARIES = (32_000, 151_936)
 MOST_TOKENS = 200  # of an answer whose masks are timed
 NUM_ROWS = 32
@@ -53,46 +58,62 @@ SCHEMA = {
     },
 }
 
+ANSWER_TOKENS = 400  # at most, of answers with forced tokens
+LONG_NAMES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        f"the_{what}_of_the_{whose}_as_it_was_last_reported": {"type": "integer", "minimum": 0, "maximum": 999}
+        for whose in ("first_customer", "second_customer", "warehouse")
+        for what in ("identifier", "balance", "outstanding_amount", "number_of_deliveries")
+    },
+    "additionalProperties": False,
+}
+LONG_NAMES["required"] = list(LONG_NAMES["properties"])
+
 
 def texts() -> Iterator[str]:
-    """Sources of the standard library, some megabytes of them."""
-    num_bytes = 0
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        num_bytes += len(text)
-        if num_bytes > TEXT_BYTES:
-            return
-        yield text
+    """In an order that mixes the packages."""
+    roots = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
+    paths = {path for root in roots for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file()}
+    num_bytes, found = 0, sorted(paths)
+    random.Random(0).shuffle(found)
+    for path in found:
+        if path.stat().st_size < LONGEST_TEXT_BYTES:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            num_bytes += len(text)
+            yield text[: max(0, len(text) + TEXT_BYTES - num_bytes)]
+            if num_bytes > TEXT_BYTES:
+                return
 
 
 @cache
 def trained() -> bytes:
-    """The largest vocabulary; the others are its beginnings."""
+    """The largest vocabulary; the others are its beginnings.
+
+    Raises:
+        CannotRun: the texts have fewer words.
+    """
+    directory = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "steploop"
+    kept = directory / f"bench-vocabulary-{max(VOCABULARIES)}-{TEXT_BYTES}.json"
+    if kept.exists():
+        return kept.read_bytes()
     tokenizer = Trained(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=max(VOCABULARIES),
-        min_frequency=1,
+        min_frequency=2,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    fields = msgspec.json.decode(tokenizer.to_str())
-    _fill(fields["model"], max(VOCABULARIES))
-    return msgspec.json.encode(fields)
-
-
-def _fill(model: dict[str, Any], vocab_size: int) -> None:
-    """Add pairs of trained words until there are so many."""
-    words, rng = [word for word in model["vocab"] if word != END], random.Random(0)
-    while len(model["vocab"]) < vocab_size:
-        left, right = rng.choice(words), rng.choice(words)
-        if left + right not in model["vocab"]:
-            model["vocab"][left + right] = len(model["vocab"])
-            model["merges"].append([left, right])
+    if tokenizer.get_vocab_size() < max(VOCABULARIES):
+        cause = f"The texts of {sysconfig.get_paths()['purelib']} have {tokenizer.get_vocab_size()} words only."
+        raise CannotRun(cause, "Install more packages (make bench).")
+    directory.mkdir(parents=True, exist_ok=True)
+    kept.write_text(tokenizer.to_str(), encoding="utf-8")
+    return kept.read_bytes()
 
 
 def tokenizer_of(vocab_size: int) -> Tokenizer:
@@ -135,6 +156,7 @@ def measure_masks(arguments: argparse.Namespace) -> Table:
         cells: dict[str, Cell] = {"vocabulary": tokenizer.vocab_size, "masks": len(masks_s)}
         for q in (50, 90, 99, 99.9):
             cells[f"p{q:g} ms"] = (percentile(masks_s, q) or 0.0) * 1e3
+        cells["over 1 ms, %"] = 100 * sum(took_s > 1e-3 for took_s in masks_s) / len(masks_s)
         cells |= {"compile p50 ms": statistics.median(compiled_s) * 1e3, "compile max ms": max(compiled_s) * 1e3}
         rows.append(cells | {"vocabulary prepared s": prepared_s})
     return table_of(f"Masks of answers to {arguments.schemas} random schemas", rows)
@@ -207,6 +229,36 @@ def measure_first_token(runner: ModelRunner, arguments: argparse.Namespace) -> T
     return table_of(f"Time to the first token of a prompt of {PROMPT}", rows)
 
 
+def forced_times(streams: Streams, grammar: Grammar, num_streams: int) -> tuple[float, int]:
+    """Seconds until all of the answers have ended, and their tokens."""
+    started_s = time.perf_counter()
+    names = [streams.submit(streams.prompt(PROMPT), ANSWER_TOKENS, 1.0, grammar=grammar) for _ in range(num_streams)]
+    streams.run()
+    return time.perf_counter() - started_s, sum(len(streams.tokens[name]) for name in names)
+
+
+def measure_forced(runner: ModelRunner, arguments: argparse.Namespace) -> Table:
+    grammar = compiler_for(arguments.model).compile(json_schema(LONG_NAMES, "schema"))
+    kinds = {forces: Streams(runner, forces_tokens=forces) for forces in (True, False)}
+    rows: list[dict[str, Cell]] = []
+    for num_streams in (1, 8):
+        gains, speeds = list[float](), dict[bool, list[float]]((forces, []) for forces in kinds)
+        before = kinds[True].scheduler.stats()
+        for _ in range(arguments.rounds):
+            for forces, streams in kinds.items():
+                took_s, num_tokens = forced_times(streams, grammar, num_streams)
+                speeds[forces].append(num_tokens / took_s)
+            gains.append(speeds[True][-1] / speeds[False][-1])
+        after = kinds[True].scheduler.stats()
+        num_generated = after.num_generated_tokens - before.num_generated_tokens
+        num_forced = after.num_forced_tokens - before.num_forced_tokens
+        cells: dict[str, Cell] = {"streams": num_streams, "forced of the tokens, %": 100 * num_forced / num_generated}
+        names = {False: "off: tokens/s", True: "on: tokens/s"}
+        cells |= {name: statistics.median(speeds[forces]) for forces, name in names.items()}
+        rows.append(cells | {"gain p50": statistics.median(gains), "least": min(gains), "most": max(gains)})
+    return table_of("Forced tokens, of answers to a schema of long names", rows)
+
+
 def ratio(of_case: Sequence[float], took_s: dict[str, list[float]]) -> float:
     return statistics.median(one / free for one, free in zip(of_case, took_s["free text"], strict=True))
 
@@ -215,12 +267,14 @@ def _measure(arguments: argparse.Namespace) -> Found:
     tables = [measure_masks(arguments)] if "masks" in arguments.parts else []
     if set(arguments.parts) == {"masks"}:
         return Found(tables)
-    longest = PROMPT + arguments.steps + 32
+    longest = PROMPT + max(arguments.steps, ANSWER_TOKENS) + 32
     runner = open_model(arguments, NUM_ROWS * (longest + 32), max_model_len=longest, max_sequences=NUM_ROWS)
     if "steps" in arguments.parts:
         tables.append(measure_steps(runner, arguments))
     if "first" in arguments.parts:
         tables.append(measure_first_token(runner, arguments))
+    if "forced" in arguments.parts:
+        tables.append(measure_forced(runner, arguments))
     return Found(tables, shown_model(arguments, runner))
 
 
@@ -229,7 +283,7 @@ FLAGS = (
     Flag("--schemas", 200, "whose masks are timed", 4),
     Flag("--rounds", 8, "of free text and held answers in turns", 1),
     Flag("--steps", 32, "of each", 4),
-    Flag("--parts", ("masks", "steps", "first"), "to measure", more={"nargs": "+"}),
+    Flag("--parts", ("masks", "steps", "first", "forced"), "to measure", more={"nargs": "+"}),
 )
 main = bench("structured", __doc__, _measure, FLAGS)
 

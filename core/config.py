@@ -85,6 +85,7 @@ class EngineConfig:
         kv_offload_bytes: of host memory for evicted KV blocks; 0: their content is lost.
         kv_offload_dir: where host blocks are kept for the next process; None: nowhere.
         kv_offload_dir_bytes: limit of its files; None: as kv_offload_bytes.
+        deterministic: refuse to start where a row's rounding may depend on what else is in its step.
         max_loras: adapters in memory at once.
         max_lora_rank: of each of an adapter's matrices.
     """
@@ -109,6 +110,7 @@ class EngineConfig:
     kv_offload_bytes: int = 0
     kv_offload_dir: str | None = None
     kv_offload_dir_bytes: int | None = None
+    deterministic: bool = False
     max_loras: int = 0
     max_lora_rank: int = 16
 

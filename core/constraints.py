@@ -34,9 +34,12 @@ WHITESPACE = r"[ ]|\n[ ]{0,24}|\n\t{0,12}"
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_RULES = 500
 MAX_BRACKETS = 64  # open at once, in a grammar
-# Of grammars, where brackets stand for themselves: texts, classes or expressions, and comments
-_GBNF_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*', re.DOTALL)
-_LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*')
+# Of grammars, where brackets stand for themselves: texts, classes or expressions, and comments. Unclosed ones are found
+# as well, and nothing is tried twice: expressions that backtrack over a client's text would take minutes, with the GIL.
+_GBNF_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*+', re.DOTALL)
+_LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*+')
+_RULE = re.compile(r"^[ \t]*+[?!]?[\w.\-]++[^\n:]*+:", re.MULTILINE)
+_GBNF_ROOT = re.compile(r"^[ \t]*+root\s*+::=", re.MULTILINE)
 MAX_WHOLE = 2**53  # beyond it the library rounds
 ANNOTATIONS = frozenset(
     re.findall(
@@ -54,7 +57,7 @@ ENFORCED = frozenset(
     )
 )
 MAX_REPEATED = 20_000  # characters of a regular expression, counts multiplied
-_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(?:\d*,)?(?P<most>\d+),?\}|.", re.DOTALL)
 _EXTENSION = re.compile(r"x-(?!guidance)")  # annotations of OpenAPI's; x-guidance has options for the library
 MAX_SHOWN = 200  # characters of what a refusal repeats
 MAX_SUBSETS = 128  # of an object's properties, to hold how many of the optional ones there are
@@ -245,13 +248,13 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
     """In Lark's notation, or in GBNF, which has a rule for root. Raises InvalidRequest: it is too long."""
     if len(source.encode()) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"{param} is larger than {MAX_GRAMMAR_BYTES // 1024} KiB.", param)
-    if len(re.findall(r"^\s*[?!]?[\w.\-]+[^\n:]*:", source, re.MULTILINE)) > MAX_RULES:
+    if len(_RULE.findall(source)) > MAX_RULES:
         raise InvalidRequest(f"{param} has more than {MAX_RULES} rules.", param)
     if source.count("&") + source.count("~") > MAX_INTERSECTED:
         raise InvalidRequest(f"{param} has more than {MAX_INTERSECTED} of & and ~.", param)
     if "%json" in source:
         raise InvalidRequest(f"{param} may not have %json. Send a schema by itself.", param)
-    is_gbnf = re.search(r"^\s*root\s*::=", source, re.MULTILINE) is not None
+    is_gbnf = _GBNF_ROOT.search(source) is not None
     num_open = deepest = 0
     for bracket in re.findall(r"[(\[{)\]}]", (_GBNF_TEXTS if is_gbnf else _LARK_TEXTS).sub("", source)):
         num_open += 1 if bracket in "([{" else -1
@@ -333,10 +336,10 @@ def check_answerable(schema: Any, param: str, most_characters: float = MOST_CHAR
     if found.num_characters == math.inf:
         raise InvalidRequest(f"{found.path} cannot be satisfied: {found.why}. Correct the schema.", param)
     if found.num_characters > most_characters:
-        limit = (
-            f"Its shortest answer has {found.num_characters:.0f} characters, the model's longest {most_characters:.0f}"
+        why = (
+            f"Its shortest answer is longer than the {most_characters:.6g} characters that this model's tokens can hold"
         )
-        raise InvalidRequest(f"{found.path} cannot be satisfied within this model's length. {limit}.", param)
+        raise InvalidRequest(f"{found.path} cannot be satisfied within this model's length. {why}.", param)
 
 
 def _target(root: Any, pointer: str, param: str) -> Any:

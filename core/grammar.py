@@ -287,11 +287,12 @@ class _GbnfReader:
 
     def __init__(self, source: str, param: str) -> None:
         self._source, self._param = source, param
-        self._tokens = [
-            (token.lastgroup or "", token[0], token.start())
-            for token in _GBNF_TOKENS.finditer(source)
-            if token.lastgroup != "blank"
-        ]
+        self._tokens: list[tuple[str, str, int]] = []
+        for token in _GBNF_TOKENS.finditer(source):
+            if token.lastgroup != "blank":
+                self._tokens.append((token.lastgroup or "", token[0], token.start()))
+            if token.lastgroup == "unknown":  # here it is refused: what follows would be read over and over
+                break
         self._tokens += [("end", "", len(source))] * 2
         self._at = 0
         self._written: list[str] = []  # of the rule that is read: Lark; references are a name behind a NUL

@@ -77,7 +77,7 @@ def shortest_answer(root: Any, path: str, target: Callable[[str], Any], most: fl
     try:
         node = search.node([(path, root)])
         search.read()
-    except _TooMuch:
+    except (_TooMuch, RecursionError):  # deep values of enum
         return Shortest(0, path, "")
     search.solve()
     return search.place(node, most)
@@ -156,7 +156,7 @@ class _Search:
         while waiting:
             plain, unread = waiting.pop()
             while unread:
-                self._count(1 + len(waiting))
+                self._count(1)
                 path, one = unread.pop()
                 if one is False:
                     node.conflict = node.conflict or "none of its alternatives may be"
@@ -191,11 +191,15 @@ class _Search:
             _Conflict: one of the ways cannot be. The others were told, or will not be.
         """
         schemas = [schema for _, schema in parts]
-        given = [one["enum"] for one in schemas if _list(one, "enum")] + [
-            [one["const"]] for one in schemas if "const" in one
-        ]
+        given = [_list(one, "enum") for one in schemas if _list(one, "enum")]
+        given += [[one["const"]] for one in schemas if "const" in one]
         if given:
-            fitting = [value for value in given[-1] if all(_takes(schema, value) for schema in schemas)]
+            self._count(sum(map(len, given)) * len(schemas) // 8)
+            values = given[0]
+            for others in given[1:]:
+                known = set(map(_canonical, others))
+                values = [value for value in values if _canonical(value) in known]
+            fitting = [value for value in values if all(_takes(schema, value) for schema in schemas)]
             if not fitting:
                 raise _Conflict("no value of its enum or const fits what stands beside it")
             yield min(map(_length, fitting)), []
@@ -242,7 +246,8 @@ class _Search:
         for schema in schemas:
             if _is_closed(schema) and len(schema.get("properties", ())) < least:
                 raise _Conflict("it has fewer properties than minProperties")
-        values, cost = [], 2 + max(0, len(names) - 1) + 5 * max(0, least - len(names))
+        num_commas = max(0, len(names) - 1, least - 1)
+        values, cost = [], 2 + num_commas + len('"":0') * max(0, least - len(names))
         for name in names:
             self._count(len(parts))
             cost += _length(name) + 1
@@ -284,7 +289,7 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 def _numbers(schemas: Sequence[Mapping[str, Any]], keyword: str) -> list[float]:
     values = [schema.get(keyword) for schema in schemas]
-    return [one for one in values if isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)]
+    return [one for one in values if type(one) is int or (isinstance(one, float) and math.isfinite(one))]
 
 
 def _bounds(schemas: Sequence[Mapping[str, Any]], what: str) -> tuple[int, float]:
@@ -315,7 +320,7 @@ def _number(schemas: Sequence[Mapping[str, Any]], is_whole: bool) -> int:
     if low > high or (low == high and (low in above or high in below)):
         raise _Conflict(f"no number is between its minimum ({low}) and its maximum ({high})")
     for step in _numbers(schemas, "multipleOf"):
-        if is_whole and isinstance(step, int) and step > 0 and math.isfinite(low) and -(-low // step) * step > high:
+        if is_whole and isinstance(step, int) and step > 0 and low > -math.inf and -(-low // step) * step > high:
             raise _Conflict(f"no multiple of {step} is between its minimum ({low}) and its maximum ({high})")
     return 1
 
@@ -330,11 +335,7 @@ _SCALARS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], int]] = {
 
 
 def _takes(schema: Mapping[str, Any], value: Any) -> bool:
-    """Whether the value satisfies what is understood of the schema, without the values in it."""
-    if "const" in schema and not _equal(schema["const"], value):
-        return False
-    if _list(schema, "enum") and not any(_equal(one, value) for one in schema["enum"]):
-        return False
+    """Whether the value satisfies what is understood of the schema, but for enum, const and the values within it."""
     kind = _type_of(value)
     if kind not in _types(schema):
         return False
@@ -366,11 +367,21 @@ def _length(value: Any) -> int:
     )
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """As JSON has it: true is not 1, and 1.0 is 1."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True) or (
-        _type_of(one) in _TYPES["number"] and _type_of(other) in _TYPES["number"] and one == other
-    )
+def _canonical(value: Any) -> str:
+    """Equal for equal values: 1.0 is 1, true is not."""
+    return json.dumps(_normal(value), sort_keys=True)
+
+
+def _normal(value: Any) -> Any:
+    match value:
+        case list():
+            return [_normal(one) for one in value]
+        case dict():
+            return {name: _normal(one) for name, one in value.items()}
+        case float() if value.is_integer():
+            return int(value)
+        case _:
+            return value
 
 
 def _type_of(value: Any) -> str:

@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         seed: of the noise, which depends only on it and the position; None: the engine chooses one. In bfloat16 and
             float32 on a CPU, the same seed and request give the same tokens whatever runs in the same steps, because
-            sums round alike in any batch. Models quantised to int8, fp8 or int4, and GPUs, promise the noise only.
+            sums round alike in any batch; those of int8, fp8, int4 and GGUF do too. GPUs promise the noise only.
         max_tokens: 0: the prompt is computed, and no token is returned.
     """
 

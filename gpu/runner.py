@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from core.errors import ExitCode, StartupError
 from core.plan import BoolArray, DeviceError, Int32Array, RunnerLimits, StepOutput, StepPlan
 from gpu.adapters import LoadedAdapter, load_adapter
 from gpu.attention import IntArray
@@ -24,6 +25,7 @@ from gpu.checkpoint import Checkpoint
 from gpu.device import FEW_TOKENS, last_level_cache_bytes, to_device, trim_heap
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_store import CopyTicket, KVOffload, open_offload
+from gpu.linear import Linear
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
@@ -37,6 +39,7 @@ from gpu.tune import Measured, Tuning, find_recorder
 
 logger = logging.getLogger(__name__)
 
+CHECKED_ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 130)  # of a step
 MOST_DRAFTS = 32  # tokens of a step
 NOT_FINITE = "The model computed values that are not finite numbers."
 # Of weights, for timing matmuls: more than a last-level cache keeps between rounds, no more than is read in 0.1 s.
@@ -99,6 +102,8 @@ class ModelRunner:
             self._to_host = TokensToHost(engine.max_sequences + max_drafts, self._streams)
             with _device_errors():
                 self._tuning = self._tune(memory)
+            if engine.deterministic:
+                self._check_rounding(memory)
             self._recorder = find_recorder(engine, memory.device, operators)
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
@@ -127,6 +132,24 @@ class ModelRunner:
             return Tuning(self.config, memory.device, operators, None)
         probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
         return Tuning(self.config, memory.device, operators, probes)
+
+    def _check_rounding(self, memory: MemoryPlan) -> None:
+        """
+        Raises:
+            StartupError: a row's rounding depends on what else is in its step, or may.
+        """
+        device, counts = memory.device, (1, memory.device.threads)
+        what = None
+        if device.device.type != "cpu" or self._operators.ranks is not None:
+            what = "a GPU, or several devices together, add numbers in an order that depends on the step."
+        else:
+            probes = [(linear, width) for linear, width in self._model.probes(1)]
+            head = partial(self._model.logits, out=None)
+            if not keeps_rounding([*probes, (head, self.config.hidden_size)], device.dtype, counts):
+                what = "this CPU's matmuls round a row by how many there are."
+        if what is not None:
+            fix = "start without --deterministic, or on a CPU with another --dtype or --quantize"
+            raise StartupError(f"--deterministic cannot be kept: {what}", fix, ExitCode.DEVICE)
 
     @property
     def measured(self) -> Measured:
@@ -290,6 +313,24 @@ class ModelRunner:
             for slot in slots:
                 blocks = to_device(self._steps.tables.of(slot), self._cache.tensor.device)
                 self._streams.current.run(partial(self._cache.make_finite, blocks))
+
+
+def keeps_rounding(probes: Iterable[tuple[Linear, int]], dtype: torch.dtype, thread_counts: Iterable[int]) -> bool:
+    """Whether each of these matmuls gives a row the same bits in any company and on any of these numbers of threads.
+
+    Args:
+        probes: with the widths of their rows. Sets torch's threads.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for linear, width in probes:
+        x = torch.randn((CHECKED_ROWS[-1], width), generator=generator).to(dtype)
+        expected: Tensor | None = None
+        for threads in dict.fromkeys(thread_counts):
+            torch.set_num_threads(threads)
+            expected = linear(x).clone() if expected is None else expected
+            if not all(torch.equal(linear(x[:count].clone()), expected[:count]) for count in CHECKED_ROWS):
+                return False
+    return True
 
 
 def _until_broken(order: IntArray, rows: IntArray, is_finite: BoolArray) -> tuple[IntArray, dict[int, str]]:

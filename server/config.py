@@ -256,7 +256,7 @@ class ServerConfig:
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
-    tool_format: str = _MODEL(
+    tool_format: str = _RARE_MODEL(
         ANY_FORMAT,
         _Kind(choice_of(ANY_FORMAT, *FORMATS, HARMONY), "NAME"),
         f"how the model writes calls of tools: {ANY_FORMAT} finds it in the chat template; {', '.join(FORMATS)} or"
@@ -364,6 +364,10 @@ class ServerConfig:
         _Kind(choice_of("auto", "on", "off", "lazy"), "MODE"),
         "launch decode steps as CUDA graphs: auto captures them at start on a GPU; lazy, which is ready sooner,"
         " captures each when it is first needed. The tokens are the same",
+    )
+    deterministic: bool = _RARE_ENGINE.switch(
+        "promise the same bits for the same request and seed, whatever else is computed: check the model's matmuls at"
+        " start, and refuse devices that cannot keep it (GPUs, --tensor-parallel)"
     )
     no_prefix_cache: bool = _RARE_ENGINE.switch(
         "compute every prompt whole, even if an earlier one began with the same tokens"
@@ -795,6 +799,9 @@ class ServerConfig:
         found = []
         if self.no_prefix_cache and self.kv_offload_bytes:
             cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
+            found.append((cause, "leave one of them out"))
+        if self.deterministic and self.tensor_parallel > 1:
+            cause = "--deterministic cannot be kept by several devices: they add their sums in an order of their own"
             found.append((cause, "leave one of them out"))
         if self.kv_offload_dir is not None and not self.kv_offload_bytes:
             cause = "--kv-offload-dir keeps what is in --kv-offload-memory, which is 0"

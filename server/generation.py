@@ -28,6 +28,7 @@ from core.grammar import Grammar, GrammarCache
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
 from server.api.decoding import parse_object
 from server.api.models import ServedModel
+from server.api.ollama import LATEST
 from server.api.replies import WIRE_REASONS, Surface, cut_short, status_of
 from server.backend import Backend, Handle, Prompts, SequenceTimes
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
@@ -36,6 +37,7 @@ from server.gate.admission import Admission, Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.tenants import Deadlines, OwnDeadlineExceeded, Tenant
 from server.gate.text_rules import rule_book
+from server.grammar_guard import CompileQueue
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, Ledger, unavailable
 from server.ledger.store import LedgerRow
@@ -173,8 +175,9 @@ class Generations:
     ledger: Ledger | None = None
     others: Mapping[str, Backend] = field(default_factory=dict)
     grammars: GrammarCache = field(default_factory=GrammarCache)
+    compiling: CompileQueue = field(default_factory=CompileQueue)
     active: dict[str, "Generation"] = field(default_factory=dict)
-    offload_compiling: Offload | None = None  # of grammars, one at a time; None: as other work
+    offload_compiling: Offload | None = None  # of grammars; None: as other work
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:
@@ -242,6 +245,8 @@ class Generations:
         name = await self.compute(lambda: parse_object(body).get("model"), len(body))
         if name is not None and not isinstance(name, str):
             raise InvalidRequest("model must be a string.", "model", "invalid_type")
+        if name is not None and name not in self.others:
+            name = name.removesuffix(LATEST)
         card = find_model(self.cards_for(tenant), name)
         return self.others.get(card.id) or Backend(*self.known_own)
 
@@ -271,13 +276,18 @@ class Generations:
 
         Raises:
             InvalidRequest: it cannot be held.
+            ServiceError: too many of the tenant's grammars wait to be compiled.
         """
-        grammar = self.grammars.find(spec)
-        if grammar is None:
-            offload = self.offload_compiling or self.offload
-            grammar = await offload(lambda: self.reader.make_compiler().compile(spec))
-            self.grammars.keep(spec, tenant, grammar)
-        return grammar
+
+        async def compiled() -> Grammar:
+            grammar = self.grammars.find(spec)  # another tenant's turn was earlier
+            if grammar is None:
+                offload = self.offload_compiling or self.offload
+                grammar = await offload(lambda: self.reader.make_compiler().compile(spec))
+                self.grammars.keep(spec, tenant, grammar)
+            return grammar
+
+        return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
 
     def check_open(self) -> None:
         """

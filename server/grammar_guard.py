@@ -1,10 +1,11 @@
-"""Compiles each grammar in a process of its own first, so that one that crashes or takes too long harms nobody.
+"""Compiles grammars: tenants in turns, and each in a process of its own first, so that none harms others.
 
 The grammar library recurses without a guard of its stack, and takes minutes and gigabytes for some short grammars. The
-process is started with the first grammar, is ended and replaced when a grammar takes too long, and ends with ours.
-Thread: that of compiling, one at a time.
+processes, one for each grammar that is compiled at a time, are started when they are needed, replaced when a grammar
+takes too long, and end with ours. Threads: loop for the queue; those of compiling for the rest.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -12,17 +13,20 @@ import resource
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from core.constraints import GrammarSpec
-from core.errors import InvalidRequest
+from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import Grammar, GrammarCompiler
 
 logger = logging.getLogger(__name__)
@@ -31,7 +35,65 @@ MAX_COMPILE_S = 1.5  # a refusal comes within 2 s
 START_S = 60.0  # to start Python and to read a vocabulary, on a busy machine
 MAX_MEMORY_BYTES = 4 * 2**30  # of its address space
 STACK_BYTES = 4 * 2**20  # half of what a thread of ours has: what passes here does not overflow that
+MAX_QUEUED = 64  # of one tenant's, the one that is compiled among them
+MAX_AT_ONCE = 2  # of different tenants: one whose grammars take long does not hold up the next one's
 _LENGTH_BYTES = 8
+
+
+class CompileQueue:
+    """Has grammars compiled, one of a tenant's at a time, tenants in turns. Thread: loop."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[str, GrammarSpec], asyncio.Task[Grammar]] = {}
+        self._num_queued = Counter[str]()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the next one first
+        self._compiling = set[str]()  # tenants
+
+    async def run(self, spec: GrammarSpec, tenant: str, work: Callable[[], Awaitable[Grammar]]) -> Grammar:
+        """What `work` compiles in the tenant's turn; once for all requests of the tenant that wait for it.
+
+        Raises:
+            ServiceError: too many of the tenant's grammars wait already.
+            InvalidRequest: as `work`.
+        """
+        key = (tenant, spec)
+        if key not in self._tasks:
+            if self._num_queued[tenant] >= MAX_QUEUED:
+                message = f"{MAX_QUEUED} new grammars of yours are being compiled. Retry when they are, or reuse them."
+                raise ServiceError(ErrorKind.RATE_LIMITED, message, "too_many_grammars", spec.param, MAX_COMPILE_S)
+            self._num_queued[tenant] += 1
+            self._tasks[key] = asyncio.get_running_loop().create_task(self._in_turn(tenant, work))
+            self._tasks[key].add_done_callback(partial(self._on_done, key))
+        return await asyncio.shield(self._tasks[key])
+
+    async def _in_turn(self, tenant: str, work: Callable[[], Awaitable[Grammar]]) -> Grammar:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._give_turns()
+        await turn
+        try:
+            return await work()
+        finally:
+            self._compiling.discard(tenant)
+            self._give_turns()
+
+    def _give_turns(self) -> None:
+        for tenant in [*self._waiting]:
+            if tenant in self._compiling or len(self._compiling) == MAX_AT_ONCE:
+                continue
+            waiting = self._waiting.pop(tenant)
+            if not (turn := waiting.popleft()).done():  # cancelled as the loop ends
+                turn.set_result(None)
+                self._compiling.add(tenant)
+            if waiting:  # behind the other tenants
+                self._waiting[tenant] = waiting
+
+    def _on_done(self, key: tuple[str, GrammarSpec], task: asyncio.Task[Grammar]) -> None:
+        del self._tasks[key]
+        self._num_queued[key[0]] -= 1
+        self._num_queued += Counter()  # without zeros
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved, if whoever waited has left
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -61,8 +123,11 @@ class GuardedCompiler(GrammarCompiler):
     ) -> None:
         super().__init__(token_bytes, special_ids, eos_ids, encode, most_tokens)
         self._vocabulary = Vocabulary(list(token_bytes), list(special_ids), list(eos_ids))
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., GuardedCompiler] | None = None
+        self._files: list[IO[bytes]] = []  # the one with the vocabulary, once it is written
+        self._starting = threading.Lock()
+        self._idle = deque[_Worker]()
+        self._workers = set[_Worker]()
+        weakref.finalize(self, _end_all, self._workers, self._files)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """
@@ -83,52 +148,86 @@ class GuardedCompiler(GrammarCompiler):
         Raises:
             OSError: the process cannot be started.
         """
-        process = self._process or self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            _write(process.stdin, msgspec.msgpack.encode(spec))
-            return msgspec.msgpack.decode(_read_by(process.stdout, MAX_COMPILE_S), type=Refusal | None)
-        except (TimeoutError, EOFError, BrokenPipeError):
-            self._stop()
+            worker = self._idle.popleft()
+        except IndexError:
+            worker = self._started()
+        try:
+            refusal = worker.refusal_of(spec)
+        except OSError as error:
+            self._workers.discard(worker)
+            worker.end()
+            if not isinstance(error, TimeoutError | BrokenPipeError):
+                raise
+            self._idle.append(self._started())  # it is ready before it is needed
             message = f"{spec.param} is too complex: compiling it takes too long, or too much memory. Simplify it."
             return Refusal(message, spec.param, "grammar_too_complex")
+        self._idle.append(worker)
+        return refusal
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).parent.parent)
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+    def _started(self) -> "_Worker":
+        with self._starting:
+            if not self._files:
+                self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
+                self._files[0].write(msgspec.msgpack.encode(self._vocabulary))
+                self._files[0].flush()
+            worker = _Worker(self._files[0].fileno())
+            self._workers.add(worker)
+        return worker
+
+
+class _Worker:
+    """A process that tries grammars out.
+
+    Args:
+        vocabulary: a file with one.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(vocabulary)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": root},
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+            pass_fds=(vocabulary,),
             start_new_session=True,  # a terminal's Ctrl-C is for the server
         )
-        self._process, self._end = process, weakref.finalize(self, _ended, process)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            _write(process.stdin, msgspec.msgpack.encode(self._vocabulary))
-            _read_by(process.stdout, START_S)
-        except (TimeoutError, EOFError, BrokenPipeError) as error:
-            self._stop()
-            raise OSError("the process that compiles grammars did not start") from error
-        return process
+        self._is_ready = False
 
-    def _stop(self) -> None:
-        assert self._end is not None
-        self._end()
-        self._process = None
+    def refusal_of(self, spec: GrammarSpec) -> Refusal | None:
+        """
+        Raises:
+            TimeoutError, BrokenPipeError: the grammar took too long, or ended the process.
+            OSError: the process did not start.
+        """
+        source, target = self._process.stdout, self._process.stdin
+        assert source is not None
+        assert target is not None
+        if not self._is_ready:
+            try:
+                _read_by(source, START_S)
+            except (TimeoutError, BrokenPipeError) as error:
+                raise OSError("the process that compiles grammars did not start") from error
+            self._is_ready = True
+        _write(target, msgspec.msgpack.encode(spec))
+        return msgspec.msgpack.decode(_read_by(source, MAX_COMPILE_S), type=Refusal | None)
+
+    def end(self) -> None:
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        self._process.wait()
 
 
-def _ended(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        with contextlib.suppress(BrokenPipeError):
-            stream.close()
-    process.wait()
+def _end_all(workers: set[_Worker], files: list[IO[bytes]]) -> None:
+    for worker in workers:
+        worker.end()
+    for file in files:
+        file.close()
 
 
 def _write(stream: IO[bytes], data: bytes) -> None:
@@ -141,7 +240,7 @@ def _write(stream: IO[bytes], data: bytes) -> None:
 def _read_by(stream: IO[bytes], within_s: float) -> bytes:
     """
     Raises:
-        TimeoutError, EOFError
+        TimeoutError, BrokenPipeError: nothing more comes.
     """
     until_s = time.monotonic() + within_s
     data, wanted = b"", _LENGTH_BYTES
@@ -151,7 +250,7 @@ def _read_by(stream: IO[bytes], within_s: float) -> bytes:
             raise TimeoutError
         more = os.read(stream.fileno(), wanted - len(data))
         if not more:
-            raise EOFError
+            raise BrokenPipeError
         data += more
         if wanted == len(data) == _LENGTH_BYTES:
             wanted += int.from_bytes(data, "big")
@@ -161,12 +260,13 @@ def _read_by(stream: IO[bytes], within_s: float) -> bytes:
 # The process.
 
 
-def _serve(source: IO[bytes], target: IO[bytes]) -> None:
+def _serve(vocabulary_file: int, source: IO[bytes], target: IO[bytes]) -> None:
     def next_message() -> bytes:
         size = int.from_bytes(source.read(_LENGTH_BYTES), "big")
         return source.read(size)
 
-    vocabulary = msgspec.msgpack.decode(next_message(), type=Vocabulary)
+    data = os.pread(vocabulary_file, os.fstat(vocabulary_file).st_size, 0)  # its offset is that of all
+    vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
     by_bytes = {data: token_id for token_id, data in enumerate(vocabulary.token_bytes)}
     compiler = GrammarCompiler(
         vocabulary.token_bytes,
@@ -189,7 +289,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer), daemon=True)
+    thread = threading.Thread(target=_serve, args=(int(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer), daemon=True)
     thread.start()
     thread.join()
 

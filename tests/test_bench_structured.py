@@ -10,11 +10,14 @@ from bench.results import read_result
 
 
 def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "VOCABULARIES", (400, 9000))  # more than so short a text has
-    monkeypatch.setattr(structured, "TEXT_BYTES", 30_000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(structured, "VOCABULARIES", (400, 2000))
+    monkeypatch.setattr(structured, "TEXT_BYTES", 200_000)
     out = tmp_path / "structured.json"
     assert structured.main(["--model", str(DEMO_MODEL), "--quick", "--threads", "1", "--json", str(out)]) == 0
-    masks, steps, first = read_result(out).tables
-    assert [row[0] for row in masks.rows] == [400, 9000]
+    masks, steps, first, forced = read_result(out).tables
+    assert [row[0] for row in masks.rows] == [400, 2000]
     assert len(steps.rows) == 2
     assert [row[0] for row in first.rows] == ["free text", "cached grammar", "new grammar"]
+    assert [row[0] for row in forced.rows] == [1, 8]
+    assert all(row[1] > 30 for row in forced.rows)

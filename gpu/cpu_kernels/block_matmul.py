@@ -9,8 +9,8 @@ its company: integers are exact, and floats are added in one order however many 
     x[i] ~ scale_x * q[i],  weight[i] = scale * (u[i] - offset) - minimum
     sum of a group = scale_x * (scale * (sum(u * q) - offset * sum(q)) - minimum * sum(q))
 
-One Zen 5 core, busy neighbours: one row takes blocks in the second-level cache at 50 (Q4_K) to 75 GB/s (Q8_0), twice
-what a core reads from memory; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
+One Zen 5 core: one row takes blocks from memory at 27 (Q5_K) to 34 GB/s (Q8_0), where a dot product read 33, and from
+the third-level cache at 56 to 88; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
 
 The blocks lie as gpu/blocks.py packs them: as stored, each field 64 times, once for each output.
 """
@@ -49,6 +49,7 @@ from gpu.cpu_kernels.vectors import (
     call,
     constant,
     emit_by_count,
+    emit_prefetch,
     first_lane,
     floats,
     keep,
@@ -87,7 +88,6 @@ PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level ca
 FEW_ROWS = 2  # that each thread quantises for itself
 MOST_FEW_ROWS = 4  # multiplied by numbers in registers
 FEW_REGISTERS = 16 if HAS_AVX512 else 4  # of integer sums
-FEW_AHEAD = 4096  # bytes prefetched
 # A row's 32 inputs: as many integers, then a float32 scale, and int32 sums: of all, of the first and the last half.
 SUM_AT, GROUP_BYTES = GROUP + 4, GROUP + 16
 PART_BYTES = PART_INPUTS * BLOCK_OUTPUTS  # decoded
@@ -513,8 +513,7 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
     num_groups, num_parts = 4 * unit.num_quads // GROUP, GROUP // found.group
     width = max(1, min(COLUMNS, FEW_REGISTERS // (num_groups * num_parts * num_rows)))  # columns at a time
     some, row_numbers = range(width), range(num_rows)
-    # What is read in order is prefetched a little ahead; otherwise its place in the next stored block is.
-    ahead = FEW_AHEAD if width == COLUMNS and len(unit.streams) == 1 else found.size_bytes * BLOCK_OUTPUTS
+    ahead = found.size_bytes * BLOCK_OUTPUTS * PART_INPUTS // found.elements  # the same place of the next part
     totals = [[cgutils.alloca_once(builder, FLOATS) for _ in some] for _ in row_numbers]
     counts = [
         [[cgutils.alloca_once(builder, PAIRS) for _ in some] for _ in row_numbers]
@@ -540,7 +539,7 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
             def word_of(column):
                 def word(stream, n):
                     place = offset(builder, builder.add(word_at(stream, n), first), column * REGISTER_BYTES)
-                    prefetch.emit(builder, offset(builder, place, ahead))
+                    emit_prefetch(builder, offset(builder, place, ahead), 3)
                     return load(builder, place, PAIRS)
 
                 return word

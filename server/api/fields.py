@@ -7,7 +7,7 @@ Thread: loop, or wherever a long body is parsed.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -555,38 +555,56 @@ def joined_turn(turn: Message, more: Message) -> Message:
     )
 
 
+_Calls = dict[int, dict[str, Any]]  # of one turn that have no result, by their places
+
+
 def _match_results(messages: list[dict[str, Any]], params: list[str], call_field: str) -> None:
     """Give each tool's message the id and the name of the call that it answers.
 
     Raises:
         InvalidRequest: a result is of no call, of one that has its result, or of any of several.
     """
-    waiting: list[list[dict[str, Any]]] = []  # the calls of each turn that have no result
+    turns: list[_Calls] = []
+    by_id: dict[str, list[tuple[_Calls, int]]] = {}
     for message, where in zip(messages, params, strict=True):
         if calls := message.get("tool_calls"):
-            waiting.append(list(calls))
+            turns.append(dict(enumerate(calls)))
+            for at, call in enumerate(calls):
+                by_id.setdefault(call.get("id", ""), []).append((turns[-1], at))
         if message["role"] == "tool":
-            call = _answered_call(message, waiting, f"{where}.{call_field}")
+            while turns and not turns[-1]:
+                turns.pop()
+            turn, at = _place_of_call(message, turns[-1] if turns else {}, by_id, f"{where}.{call_field}")
+            call = turn.pop(at)
             message.setdefault("name", call["function"]["name"])
             if "id" in call:
                 message["tool_call_id"] = call["id"]
 
 
-def _answered_call(result: dict[str, Any], waiting: list[list[dict[str, Any]]], where: str) -> dict[str, Any]:
-    """The call, by its id, or else the first by its name, or at all, of the last turn; it waits no more."""
+def _place_of_call(
+    result: dict[str, Any], last: _Calls, by_id: Mapping[str, list[tuple[_Calls, int]]], where: str
+) -> tuple[_Calls, int]:
+    """The call that waits for a result: the newest of its id; or else the first of the last turn, by name or at all.
+
+    Args:
+        by_id: calls, of which some may have their results.
+    """
     call_id, name = result.get("tool_call_id"), result.get("name")
-    for turn in reversed(waiting):
-        named = [call for call in turn if call_id is not None and call.get("id") == call_id]
-        found = named or [
-            call for call in turn if (call_id is None or "id" not in call) and name in (None, call["function"]["name"])
-        ]
-        if not named and call_id is None and len({call.get("id") for call in found}) > 1:
-            raise InvalidRequest(f"{where} is missing, and several calls wait for their results.", where)
-        if found:
-            call: dict[str, Any] = found[0]
-            turn.remove(call)
-            return call
-    raise InvalidRequest(f"{where} is of no call in an earlier message that waits for its result.", where)
+    named = by_id.get(call_id, []) if call_id else []
+    while named:
+        turn, at = named.pop()
+        if at in turn:
+            return turn, at
+    found = [
+        at
+        for at, call in last.items()
+        if (call_id is None or "id" not in call) and name in (None, call["function"]["name"])
+    ]
+    if not found:
+        raise InvalidRequest(f"{where} is of no call in an earlier message that waits for its result.", where)
+    if call_id is None and len({last[at].get("id") for at in found}) > 1:
+        raise InvalidRequest(f"{where} is missing, and several calls wait for their results.", where)
+    return last, found[0]
 
 
 def with_end(prompt: ChatPrompt, begins_answer: bool | None, continues_last: bool | None) -> ChatPrompt:

@@ -1,5 +1,6 @@
 """Grammars: whatever a model samples, a finished answer is valid; what cannot be held is refused by name."""
 
+import contextlib
 import json
 import random
 import re
@@ -15,6 +16,7 @@ from core.constraints import (
     FORMATS,
     MAX_CHOICES,
     MAX_DEPTH,
+    MAX_GRAMMAR_BYTES,
     MAX_SOURCE_BYTES,
     MAX_TOTAL_DEPTH,
     GrammarKind,
@@ -286,6 +288,21 @@ def test_what_llama_cpp_writes_is_held(source: str) -> None:
     found = [text for seed in range(8) if (text := sampled(grammar, random.Random(seed), 40)) is not None]
     assert found
     assert all(re.fullmatch(GBNF[source], text) for text in found)
+
+
+@pytest.mark.parametrize(
+    "part", ["\n", "a", '"', '"\\\\', "[", "[a", "[\\\\", "/", "/a", "root ::= [a", "{9", "(", "a\n"]
+)
+def test_what_is_long_and_unclosed_is_read_once(part: str) -> None:
+    """Expressions that try its beginnings over and over would take minutes, with the GIL."""
+    text = part * (MAX_GRAMMAR_BYTES // len(part) - 9)
+    for read in (
+        lambda: regex(text, PARAM),
+        lambda: client_grammar(text, PARAM),
+        lambda: compiler().compile(client_grammar(f"root ::= {text}", PARAM)),
+    ):
+        with contextlib.suppress(InvalidRequest):
+            read()
 
 
 def test_a_refused_grammar_shows_nothing_but_what_was_sent() -> None:

@@ -15,7 +15,7 @@ from core.shortest_answer import shortest_answer
 from tests.core.random_schemas import SchemaMaker
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
-VALUES = [None, True, 0, 1, 2, 5, 1.5, "", "a", "abc", [], [1], [1, "a"], {}, {"a": 1}, {"a": "abc", "b": None}]
+VALUES = [None, True, 0, 1, 2, 1.5, "", "a", "abc", [], [1], [1, "a"], {}, {"": 1}, {"a": 1}, {"a": "abc", "b": None}]
 
 
 def required(schema: Any, **more: Any) -> dict[str, Any]:
@@ -96,6 +96,7 @@ def test_the_shortest_is_no_longer_than_what_the_model_may_say() -> None:
     compiler = Longest([b"a", b"abc", b""], [2], [2], lambda text: [0], most_tokens=100)
     for schema, path in (
         ({"type": "array", "items": {"type": "integer"}, "minItems": 10**15}, "schema"),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 10**400}, "schema"),
         (required({"type": "string", "minLength": 294}), "schema"),
         (required({"type": "string", "minLength": 299}), "schema.properties.x"),
     ):

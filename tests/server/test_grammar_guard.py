@@ -1,14 +1,16 @@
 """Grammars that would end or block the server are tried out in a process of its own, which ends instead."""
 
+import asyncio
 import os
 from typing import Any
 
 import pytest
 
 from core.constraints import GrammarKind, GrammarSpec, client_grammar, json_schema, regex
-from core.errors import InvalidRequest
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.grammar import Grammar
 from server import grammar_guard
-from server.grammar_guard import GuardedCompiler
+from server.grammar_guard import MAX_QUEUED, CompileQueue, GuardedCompiler
 
 BYTES = [bytes([byte]) for byte in range(256)]
 
@@ -61,9 +63,47 @@ def test_without_a_second_process_grammars_are_compiled_all_the_same(
 def test_the_process_ends_with_its_compiler() -> None:
     guarded = compiler()
     guarded.compile(regex("a", "guided_regex"))
-    process = guarded._process
-    assert process is not None
+    (worker,) = guarded._workers
+    process = worker._process
     del guarded
     assert process.returncode is not None
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+def test_tenants_compile_in_turns_each_grammar_once_and_not_without_bound() -> None:
+    """A tenant that floods the queue delays itself: another waits for one grammar at most."""
+    order: list[str] = []
+
+    async def asked(queue: CompileQueue, tenant: str, name: str) -> Grammar:
+        async def compiled() -> Grammar:
+            order.append(f"{tenant}{name}")
+            await asyncio.sleep(0)
+            if name == "broken":
+                raise InvalidRequest("broken")
+            return Grammar(matcher=None, num_words=len(order))  # type: ignore[arg-type]
+
+        return await queue.run(regex(name, "p"), tenant, compiled)
+
+    async def ask_all() -> None:
+        queue = CompileQueue()
+        names = [*map(str, range(MAX_QUEUED - 1)), "broken"]
+        flood = [asyncio.ensure_future(asked(queue, "flood", name)) for name in names]
+        same = asyncio.ensure_future(asked(queue, "flood", "1"))
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceError) as refused:
+            await asked(queue, "flood", "more")
+        assert (refused.value.kind, refused.value.retry_after_s is not None) == (ErrorKind.RATE_LIMITED, True)
+        gone = asyncio.ensure_future(asked(queue, "other", "gone"))
+        light = [asyncio.ensure_future(asked(queue, tenant, name)) for tenant in ("light", "other") for name in "ab"]
+        await asyncio.sleep(0)
+        gone.cancel()
+        found = await asyncio.gather(*flood, same, *light, gone, return_exceptions=True)
+        assert found[1] is found[MAX_QUEUED]
+        assert isinstance(found[MAX_QUEUED - 1], InvalidRequest)
+        assert not queue._tasks
+        await asked(queue, "flood", "more")
+
+    asyncio.run(ask_all())
+    assert all(order.index(name) < 12 for name in ("othergone", "othera", "otherb", "lighta", "lightb"))
+    assert len(order) == len(set(order)) == MAX_QUEUED + 6

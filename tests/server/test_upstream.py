@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from core.errors import StartupError
 from server.config_sources import load_config
+from server.upstream import pool
 from server.upstream.connection import Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
-from server.upstream.http2 import Http2, NotHttp2
+from server.upstream.http2 import OUR_RESETS, Http2, NotHttp2
 from server.upstream.pool import Pool
 from server.upstream.settings import keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
 from server.wire.http2_heads import ResponseEncoder
+from server.wire.limits import FrameLimits
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 from tests.server import raw_http2
 from tests.server.given_settings import toml_flag
@@ -105,6 +107,15 @@ def test_a_gateway_has_no_engine_unless_a_model_is_named(tmp_path: Path) -> None
 def test_the_example_is_taken() -> None:
     config = load_config({"config_file": str(Path(__file__).parents[2] / "deploy" / "gateway.toml")}, {})
     assert [model.name for model in config.models] == ["llama-70b", "qwen3-4b"]
+
+
+def test_an_upstream_forgets_the_ends_of_prompts_before_their_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_KNOWN", 8)
+    (upstream, *_) = PoolDay(1, 1).pool.upstreams
+    first, second = (pool.LeadingBlocks(600, 100, tuple(range(start, start + 6))) for start in (0, 100))
+    for prompt in (first, second):
+        upstream.learn(prompt)
+    assert (upstream.num_new_tokens(first), upstream.num_new_tokens(second)) == (400, 0)
 
 
 def test_conversations_find_their_beginnings_and_nothing_is_left_after_upstreams_came_and_went() -> None:
@@ -340,6 +351,15 @@ def test_a_streams_window_opens_as_it_is_read_and_not_before() -> None:
     assert all(kind != WINDOW_UPDATE for kind, *_ in client.written())
     exchange.resume()
     assert [(kind, stream) for kind, _, stream, _ in client.written()] == [(WINDOW_UPDATE, 1)]
+
+
+def test_a_connection_takes_no_more_requests_before_its_resets_are_too_many_for_the_server() -> None:
+    client = Client(0)
+    client.receive(SETTINGS)
+    while client.http.room:
+        client.send().cancel()
+    resets = [kind for kind, *_ in client.written() if kind == RST_STREAM]
+    assert len(resets) == OUR_RESETS.burst + 1 < FrameLimits().resets.burst
 
 
 def test_a_cancel_is_a_reset_and_later_frames_are_ignored() -> None:

@@ -1,0 +1,54 @@
+"""The same bits in any company, for every format that a CPU serves; and a start that is refused where they are not."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.config import QUANTIZE_SCHEMES
+from core.errors import StartupError
+from core.scheduler import Scheduler
+from gpu.model import Model
+from gpu.runner import keeps_rounding
+from tests.fakes import FakeClock
+from tests.gpu.conftest import ENGINE, open_runner
+from tests.gpu.test_overlap import EOS, draw_workload
+from tests.workload import Workload, WorkloadRun
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [*((scheme, "bfloat16") for scheme in QUANTIZE_SCHEMES), ("int8", "float32")]
+)
+def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
+    model_directory: Callable[[str], Path], scheme: str, dtype: str
+) -> None:
+    """Alone with all the room and no drafts; together in few blocks, in small chunks, with drafts."""
+    runner = open_runner(model_directory("qwen3"), replace(ENGINE, dtype=dtype, quantize=scheme, deterministic=True))
+    together = Workload(draw_workload(random.Random(1)).requests[:6])
+    limits = runner.limits
+    runner.limits = replace(limits, num_blocks=5, max_batch_tokens=24, timed_rows=())
+    crowd = Scheduler(runner.limits, (EOS,), seeds=lambda: 0)
+    found = WorkloadRun(together, crowd, runner, FakeClock()).run()
+    assert crowd.stats().num_preemptions > 0
+    runner.limits = limits
+    for _, request in together.requests:
+        alone = Scheduler(limits, (EOS,), seeds=lambda: 0, speculates=False, has_prefix_cache=False)
+        expected = WorkloadRun(Workload([(0, request)]), alone, runner, FakeClock()).run()
+        assert found[request.request_id] == expected[request.request_id]
+
+
+def test_a_matmul_that_rounds_by_company_is_found(
+    model_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sociable(x: Tensor) -> Tensor:
+        return x * (1 + 1e-6 * (len(x) > 4))
+
+    assert keeps_rounding([(torch.nn.Linear(64, 32).requires_grad_(False), 64)], torch.float32, ()) is True
+    assert keeps_rounding([(sociable, 64)], torch.float32, (1,)) is False
+    monkeypatch.setattr(Model, "probes", lambda self, size_bytes: [(sociable, 64)])
+    with pytest.raises(StartupError, match="--deterministic cannot be kept"):
+        open_runner(model_directory("llama3"), replace(ENGINE, deterministic=True))
