@@ -132,7 +132,8 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
     check_depth(schema, param)
     for path, keyword, value in keywords_of(schema, param, 0):
         _check_numbers(path, keyword, value, param)
-        if keyword not in ANNOTATIONS | ENFORCED and not _EXTENSION.match(keyword):
+        is_known = keyword in ANNOTATIONS | ENFORCED or (keyword == "uniqueItems" and value is False)
+        if not is_known and not _EXTENSION.match(keyword):
             message = f"{path} has the keyword {keyword!r}. It cannot be enforced. Leave it out."
             raise InvalidRequest(message, param)
         if keyword == "$ref" and not (isinstance(value, str) and value.startswith("#")):
@@ -146,7 +147,7 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
         if keyword == "format" and not (isinstance(value, str) and value in FORMATS):
             raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
     check_answerable(schema, param)
-    source = json.dumps(_as_held(schema), ensure_ascii=False, separators=(",", ":"))
+    source = json.dumps(_as_held(schema, _Room(param)), ensure_ascii=False, separators=(",", ":"))
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
@@ -434,9 +435,23 @@ def _check_object(path: str, schema: Mapping[str, Any], param: str) -> None:
 
 
 def _bounded(spec: GrammarSpec) -> GrammarSpec:
-    if len(spec.source.encode()) > MAX_SOURCE_BYTES:
-        raise InvalidRequest(f"{spec.param} is larger than {MAX_SOURCE_BYTES // 1024} KiB.", spec.param)
+    _Room(spec.param).take(len(spec.source.encode()))
     return spec
+
+
+@dataclass(slots=True)
+class _Room:
+    """What a source may still grow by: objects whose optional properties are counted are written out."""
+
+    param: str
+    num_bytes: int = MAX_SOURCE_BYTES
+
+    def take(self, num_bytes: int) -> None:
+        """Raises InvalidRequest: there is less."""
+        self.num_bytes -= num_bytes
+        if self.num_bytes < 0:
+            message = f"{self.param} is larger than {MAX_SOURCE_BYTES // 1024} KiB, written out."
+            raise InvalidRequest(message, self.param)
 
 
 def _escaped(text: str) -> str:
@@ -472,18 +487,25 @@ def keywords_of(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str, 
             yield from keywords_of(value, at, depth + 1)
 
 
-def _as_held(schema: Any) -> Any:
-    """The schema in the library's keywords: without annotations, each format as what it is held by."""
+def _as_held(schema: Any, room: _Room) -> Any:
+    """The schema in the library's keywords: without annotations, each format as what it is held by.
+
+    Raises:
+        InvalidRequest: it is larger than there is room for.
+    """
     if not isinstance(schema, dict):
         return schema
     made = {keyword: value for keyword, value in schema.items() if not _EXTENSION.match(keyword)}
+    made.pop("uniqueItems", None)  # false
     for keyword, value in made.items():
         if keyword in _SCHEMAS_BY_NAME:
-            made[keyword] = {name: _as_held(one) for name, one in value.items()}
+            made[keyword] = {name: _as_held(one, room) for name, one in value.items()}
         elif keyword in _SCHEMA_LISTS:
-            made[keyword] = [_as_held(one) for one in value]
+            made[keyword] = [_as_held(one, room) for one in value]
         elif keyword in _SCHEMAS:
-            made[keyword] = _as_held(value)
+            made[keyword] = _as_held(value, room)
+    if _are_apart(made.get("oneOf", ())) and "anyOf" not in made:
+        made["anyOf"] = made.pop("oneOf")
     if "format" in made:
         held_by = FORMATS[made.pop("format")]
         if made.keys() & held_by.keys():
@@ -491,10 +513,21 @@ def _as_held(schema: Any) -> Any:
         else:
             made |= held_by
     if _counts_optional(made):
-        made = {"anyOf": list(_subsets(made))}
+        made = {"anyOf": list(_subsets(made, room))}
     if made.pop("nullable", False) and isinstance(made.get("type"), str):
         made["type"] = [made["type"], "null"]
     return made
+
+
+def _are_apart(schemas: Sequence[Any]) -> bool:
+    """Whether each has constants, and none of them twice: at most one can hold."""
+    seen: list[str] = []
+    for one in schemas:
+        values = one.get("enum", [one["const"]] if "const" in one else []) if isinstance(one, dict) else []
+        if not values or any(isinstance(value, float | list | dict) for value in values):
+            return False
+        seen += {_json(value) for value in values}
+    return len(seen) == len(set(seen)) > 0
 
 
 def _counts_optional(schema: Mapping[str, Any]) -> bool:
@@ -503,9 +536,10 @@ def _counts_optional(schema: Mapping[str, Any]) -> bool:
     return num_optional > 0 and ("maxProperties" in schema or schema.get("minProperties", 0) > 1)
 
 
-def _subsets(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _subsets(schema: Mapping[str, Any], room: _Room) -> Iterator[Mapping[str, Any]]:
     """The same object with each choice of its optional properties."""
     required, properties = schema.get("required", ()), schema["properties"]
+    sizes = {name: 2 * len(name) + len(_json(one)) for name, one in properties.items()}
     optional = [name for name in properties if name not in required]
     least, most = (schema.get(name) for name in ("minProperties", "maxProperties"))
     for count in range(len(optional) + 1):
@@ -513,4 +547,5 @@ def _subsets(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             for chosen in combinations(optional, count):
                 names = [name for name in properties if name in required or name in chosen]
                 kept = {keyword: schema[keyword] for keyword in ("type", "additionalProperties")}
+                room.take(len(_json(kept)) + sum(sizes[name] for name in names))
                 yield {**kept, "properties": {name: properties[name] for name in names}, "required": names}

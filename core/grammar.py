@@ -245,6 +245,13 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
         found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
         places = [f"{path}.{key}" for path, key, _ in found_keys if key in names]
         return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
+    if spec.kind is GrammarKind.JSON_SCHEMA and error.startswith("oneOf constraints are not supported"):
+        found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
+        places = [f"{path}.{key}" for path, key, _ in found_keys if key == "oneOf"]
+        return (
+            f"{' or '.join(places[:3])} cannot be held, as more than one of its schemas may fit. Use anyOf, or give"
+            " each a required property with a constant of its own."
+        )
     if spec.kind is GrammarKind.JSON_SCHEMA:
         return f"{_place_of(error, spec)} cannot be used: {error}"
     if spec.kind is GrammarKind.LARK:

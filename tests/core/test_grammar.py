@@ -97,6 +97,12 @@ def test_how_many_of_the_optional_properties_there_are_is_held() -> None:
             check(sampled(grammar, random.Random(seed)) or "{}", {**optional(4), **bounds})
 
 
+def test_constants_that_differ_are_apart_and_items_may_be_equal() -> None:
+    schema = {"type": "array", "items": {"oneOf": [{"const": 1}, {"enum": ["a", None]}]}, "minItems": 1, "maxItems": 3}
+    grammar = compiler().compile(json_schema({**schema, "uniqueItems": False}, PARAM))
+    check(sampled(grammar, random.Random(1)) or "", schema)
+
+
 def test_what_openapi_adds_is_taken() -> None:
     schema = {"type": "integer", "minimum": 3, "maximum": 4, "nullable": True, "x-order": 3, "example": 4}
     grammar = compiler().compile(json_schema(schema, PARAM))
@@ -159,6 +165,12 @@ def chain(num_links: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{num_links}": {"type": "boolean"}}}
 
 
+def _counted(one: Any) -> dict[str, Any]:
+    """An object that has at most six of its seven optional properties."""
+    nulls = {name: {"type": "null"} for name in "bcdefg"}
+    return {"type": "object", "properties": {"a": one, **nulls}, "additionalProperties": False, "maxProperties": 6}
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -191,6 +203,11 @@ def chain(num_links: int) -> dict[str, Any]:
         ({"items": {"type": "string", "pattern": "(?=a)b"}}, "response_format.items.pattern cannot be used: regex"),
         ({"patternProperties": {"(": {}}}, "response_format.patternProperties cannot be used"),
         (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
+        (
+            {"type": "array", "items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+            "response_format.items.oneOf cannot be held, as more than one of its schemas may fit. Use anyOf",
+        ),
+        (_counted(_counted(_counted({"type": "integer"}))), "is larger than 512 KiB, written out"),
         ({"enum": ["x" * MAX_SOURCE_BYTES]}, "is larger than 512 KiB"),
         (chain(MAX_TOTAL_DEPTH), f"nested deeper than {MAX_TOTAL_DEPTH} levels, references followed"),
         ({**chain(2000), "type": "array", "items": {"$ref": "#/$defs/d1"}}, "references followed"),
