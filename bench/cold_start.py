@@ -4,6 +4,11 @@ Starts `steploop serve` on the embedded model (or --model) anew for each run, wi
 times from the start of the process: the port answers, /ready says 200, the first token of a streamed chat. Beside them
 --version and --help, which answer at once. The limits are the interpreter's own start and `import torch`, which nothing
 that computes with torch can pass.
+
+With --wakes, a model on demand: two entries of [[models]] that take turns in memory for one, each with a directory for
+its keys and values. In each round the first token of a long prompt from the awake model, which has its beginning
+cached; of a short one, from the model that has to be loaded; and of the long one again, from the directory. Beside
+them the time to read the weights' files from the page cache.
 """
 
 import argparse
@@ -12,19 +17,23 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.kit import Flag, Found, answers, bench, free_port, serve_command
+from bench.kit import Flag, Found, answers, bench, free_port, running, serve_command
 from bench.load import CannotRun
 from bench.raw_clients import http1_request
 from bench.results import Cell, table_of
 
 POLL_S = 0.01
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 QUESTION = {"model": "cold", "stream": True, "messages": [{"role": "user", "content": "What is a KV cache?"}]}
+PREFIX = " ".join(f"Line {i} says {i * i}." for i in range(120))
 COMMANDS = {
     "python -c pass": ("-c", "pass"),
     "import torch": ("-c", "import torch"),
@@ -58,10 +67,10 @@ def measure(model: Path | None) -> dict[str, float]:
         process.wait(STOP_TIMEOUT_S)
 
 
-def _read_first_token(port: int) -> None:
+def _read_first_token(port: int, question: Mapping[str, Any] = QUESTION) -> None:
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
-        connection.sendall(http1_request("POST", "/v1/chat/completions", json.dumps(QUESTION).encode()))
+        connection.sendall(http1_request("POST", "/v1/chat/completions", json.dumps(question).encode()))
         while received.count(b"data: ") < 2:  # the first event is the role alone
             data = connection.recv(65536)
             if not data:
@@ -75,24 +84,74 @@ def _command_s(*words: str) -> float:
     return time.monotonic() - start_s
 
 
+def _measure_wakes(path: Path, num_rounds: int) -> Found:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    size = sum(one.stat().st_size for one in files)
+    entry = 'path = "{}"\nsettings = {{ kv_memory = "256MiB", max_model_len = 4096, max_sequences = 4 }}\n'
+    found = defaultdict[str, list[float]](list)
+
+    def first_token(name: str, model: str, text: str) -> None:
+        begun_s = time.monotonic()
+        messages = [{"role": "user", "content": text}]
+        _read_first_token(port, {"model": model, "stream": True, "max_tokens": 2, "messages": messages})
+        if name:
+            found[name].append(time.monotonic() - begun_s)
+
+    def read_weights() -> None:
+        begun_s = time.monotonic()
+        for one in files:
+            with one.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        found["weights are read"].append(time.monotonic() - begun_s)
+
+    buffer = bytearray(2**24)
+    with tempfile.TemporaryDirectory() as directory:
+        config, port = Path(directory) / "models.toml", free_port()
+        config.write_text("".join(f'[[models]]\nname = "{name}"\n{entry.format(path)}' for name in "ab"))
+        kv = ("--kv-offload-memory", "512MiB", "--kv-offload-dir", directory)
+        command = serve_command(port, "--config", str(config), "--models-memory", f"{size + 2**30}", *kv)
+        with running(command, port, "/ready"):
+            first_token("", "a", PREFIX)
+            for i in range(num_rounds):
+                first_token("warm prefix", "a", PREFIX)
+                read_weights()
+                first_token("", "b", f"{i} is a number.")
+                first_token("wake and first token", "a", f"{i} is no letter.")
+                first_token("prefix after waking", "a", PREFIX)
+                first_token("the same size, not known", "a", f"{i}. {PREFIX}")
+    return Found(
+        [table_of(f"Waking a model of {size / 1e9:.2f} GB on demand", _rows(found, "weights are read"))], name="wakes"
+    )
+
+
 def _measure(arguments: argparse.Namespace) -> Found:
+    if arguments.wakes:
+        if arguments.model is None:
+            raise CannotRun("--wakes is for a model with files of its own", "--model DIR")
+        return _measure_wakes(arguments.model, arguments.runs)
     found = defaultdict[str, list[float]](list)
     for _ in range(arguments.runs):  # in turn, so that a disturbance meets all alike
         times = {name: _command_s(*words) for name, words in COMMANDS.items()} | measure(arguments.model)
         for name, seconds in times.items():
             found[name].append(seconds)
-    torch_s = statistics.median(found["import torch"])
+    return Found([table_of("Cold start, from the start of the process", _rows(found, "import torch"))])
+
+
+def _rows(found: Mapping[str, Sequence[float]], base: str) -> list[dict[str, Cell]]:
+    base_s = statistics.median(found[base])
     rows: list[dict[str, Cell]] = []
     for name, seen in found.items():
         median_s = statistics.median(seen)
         spread = {"median s": round(median_s, 3), "min s": round(min(seen), 3), "max s": round(max(seen), 3)}
-        rows.append({"until": name, **spread, "x import torch": round(median_s / torch_s, 2)})
-    return Found([table_of("Cold start, from the start of the process", rows)])
+        rows.append({"until": name, **spread, f"x {base}": round(median_s / base_s, 2)})
+    return rows
 
 
 FLAGS = (
     Flag("--model", None, "a Hugging Face directory (default: the embedded model)", more={"type": Path}),
     Flag("--runs", 5, "of each", 1),
+    Flag("--wakes", None, "measure models on demand instead", more={"action": "store_const", "const": True}),
 )
 main = bench("cold_start", __doc__, _measure, FLAGS)
 

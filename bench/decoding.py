@@ -50,7 +50,7 @@ def measure_beams(runner: ModelRunner, arguments: argparse.Namespace) -> Table:
         def answer_s(number: int, is_plain: bool, streams: Streams = streams, width: int = width) -> float:
             asked = {"num_sequences": width} if is_plain else {"num_sequences": width, "beams": Beams(width)}
             begin_s = time.perf_counter()
-            streams.submit(streams.prompt(arguments.prompt), arguments.tokens, sampling=PLAIN, **asked)
+            streams.submit(streams.prompt(arguments.prompt), arguments.tokens, 1.0, **asked)
             streams.run()
             return time.perf_counter() - begin_s
 

@@ -96,8 +96,9 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         work_s = self.step_cost_s[1] * num_tokens + self.step_cost_s[2] * backlog.prompt_kv * self.miss_ratio
         num_steps = 1 + num_tokens / max(1, self.max_batch_tokens - num_decoding)
         beside_s = self._decode_s(num_decoding, num_decoding)
-        if num_decoding and self.inter_token_target is not None:
-            num_steps = max(num_steps, work_s / (full_step_s - beside_s))
+        spare_s = full_step_s - beside_s  # of a step, for prompts; 0 where steps were measured to cost nothing
+        if num_decoding and self.inter_token_target is not None and spare_s > 0:
+            num_steps = max(num_steps, work_s / spare_s)
         return work_s + num_steps * beside_s
 
 

@@ -34,7 +34,14 @@ logger = logging.getLogger(__name__)
 
 ORDER_BYTES = 256 * 1024
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_PRELOADED = ("uvloop", "server.process", "gpu.loading", "gpu.parallel.runner", "gpu.tune", "numba")
+_PRELOADED = (
+    "uvloop",
+    "server.process",
+    "gpu.loading",
+    "gpu.parallel.runner",
+    "gpu.cpu_kernels.operators",
+    "gpu.cpu_kernels.sampling",
+)
 
 
 def main(line: socket.socket) -> None:
@@ -108,7 +115,7 @@ def _leave(code: int) -> NoReturn:
 
 def _plan(order: Order, line: socket.socket) -> int:
     try:
-        line.send(pickle.dumps(News(order.serial, local_plan(order.config, order.bound_bytes))))
+        line.send(pickle.dumps(News(order.serial, local_plan(order.config, order.bounds or {}))))
     except Exception as error:
         line.send(pickle.dumps(News(order.serial, _refusal(as_startup_error(error)))))
     return 0

@@ -28,6 +28,7 @@ from core.grammar import Grammar, GrammarCache
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
 from server.api.decoding import parse_object
 from server.api.models import ServedModel
+from server.api.ollama import LATEST
 from server.api.replies import WIRE_REASONS, Surface, cut_short, status_of
 from server.backend import Backend, Handle, Prompts, SequenceTimes
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
@@ -244,6 +245,8 @@ class Generations:
         name = await self.compute(lambda: parse_object(body).get("model"), len(body))
         if name is not None and not isinstance(name, str):
             raise InvalidRequest("model must be a string.", "model", "invalid_type")
+        if name is not None and name not in self.others:
+            name = name.removesuffix(LATEST)
         card = find_model(self.cards_for(tenant), name)
         return self.others.get(card.id) or Backend(*self.known_own)
 

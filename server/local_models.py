@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.config import ServerConfig
 from server.listening.sockets import Bind, UnixAddress
 from server.upstream.connection import Connection
+from server.upstream.exchange import UpstreamFault
 from server.upstream.pool import Pool, Slot, Upstream
 from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
 from server.values import format_size
@@ -45,7 +46,9 @@ LEAST_TURN_S = 10.0  # that a busy model is awake before it gives way
 NUM_LOADS_A_TURN = 3  # likewise, in times of its load
 END_S = 20.0  # for a process to write its KV files and to end
 LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
+TOLD_S = 5.0  # for the end of a process that takes no connections to be told
 NOTICE_BYTES = 64 * 1024
+DEVICES = ("cpu", "cuda")
 TIMER_S = 0.002  # by which timers may come early
 SEE_LOG, WAITING = "see the log", "waiting for memory"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
@@ -91,13 +94,13 @@ class Order(NamedTuple):
     """To the fork server: plan or serve a model.
 
     Args:
-        bound_bytes: for planning: of all models together; None: what is free.
+        bounds: for planning: bytes for all models together, by device; of others, what is free.
         notify: path of the socket for sd_notify; None: plan.
     """
 
     serial: int
     config: ServerConfig
-    bound_bytes: int | None = None
+    bounds: Mapping[str, int] | None = None
     notify: str | None = None
 
 
@@ -119,7 +122,8 @@ class LocalModel:
     """
     Args:
         config: of its process.
-        keep_alive_s: after its last request.
+        keep_alive_s: after its last request; requests may change it.
+        stays: it gives way to no other.
 
     Attributes:
         requests: that wait until it is awake; they hold a slot.
@@ -134,7 +138,8 @@ class LocalModel:
     settings: ModelSettings
     config: ServerConfig
     keep_alive_s: float
-    upstream: Upstream
+    stays: bool
+    pool: "LocalPool"
     path: Path
     state: ModelState = ModelState.ASLEEP
     stage: str = WAITING
@@ -163,9 +168,27 @@ class LocalModel:
         return self.settings.name
 
     @property
+    def upstream(self) -> Upstream:
+        return self.pool.upstreams[0]
+
+    @property
     def num_inside(self) -> int:
         """Requests that its process has."""
         return self.upstream.num_active - len(self.requests)
+
+    @property
+    def is_awake(self) -> bool:
+        return self.state is ModelState.AWAKE
+
+    @property
+    def last_load_s(self) -> float:
+        return self.load_s or 0.0
+
+    @property
+    def expires_s(self) -> float | None:
+        """When it sleeps if no request comes, on the loop's clock; None: never."""
+        due_s = max(self.used_s, self.turn_s) + self.keep_alive_s
+        return due_s if due_s < math.inf else None
 
     @property
     def needed_bytes(self) -> int:
@@ -176,12 +199,19 @@ class LocalModel:
 class LocalUpstream(Upstream):
     """The one upstream of a local model: a connection to it waits until its process is ready."""
 
-    wait_awake: Callable[[], Any] | None = None
+    wait_awake: Callable[[], Awaitable[None]] | None = None
+    wait_ended: Callable[[], Awaitable[None]] | None = None
 
     async def connection(self) -> Connection:
         assert self.wait_awake is not None
+        assert self.wait_ended is not None
         await self.wait_awake()
-        return await Upstream.connection(self)
+        try:
+            return await Upstream.connection(self)
+        except UpstreamFault:  # its process has died, which is told soon
+            await self.wait_ended()
+            await self.wait_awake()
+            return await Upstream.connection(self)
 
 
 class LocalPool(Pool):
@@ -193,9 +223,15 @@ class LocalPool(Pool):
         upstream = LocalUpstream(plain.settings, plain.address, is_healthy=True, has_been_asked=True, why_out="")
         self.upstreams = (upstream,)
         self._models = models
+        self.on_planned: Callable[[int], None] = lambda max_model_len: None
 
     def start(self) -> None:
         pass
+
+    def keep(self, keep_alive_s: float) -> None:
+        """As a request asks, until another does."""
+        if not self._model.stays:
+            self._model.keep_alive_s = keep_alive_s
 
     # Loading of server/gate/admission.py.
 
@@ -253,8 +289,8 @@ class LocalModels:
     def __init__(self, config: ServerConfig, processes: "Processes", loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._processes = processes
-        self._bound_bytes = config.models_memory_bytes
-        self._bounds: dict[str, int] = {}  # by device
+        bound = config.models_memory_bytes
+        self._bounds = {} if bound is None else dict.fromkeys(DEVICES, bound)  # bytes; else free at the first plan
         self._serials = 0
         self._by_serial: dict[int, LocalModel] = {}  # plans and processes in progress
         self._wanted: dict[LocalModel, None] = {}  # to be loaded, in this order
@@ -278,15 +314,16 @@ class LocalModels:
         (upstream,) = pool.upstreams
         assert isinstance(upstream, LocalUpstream)
         process = replace(process, binds=(Bind(UnixAddress(str(path))),))
-        model = LocalModel(settings, process, keep_alive_s, upstream, path)
+        model = LocalModel(settings, process, keep_alive_s, keep_alive_s == math.inf, pool, path)
         upstream.wait_awake = lambda: self._wait(model, model.requests)
+        upstream.wait_ended = lambda: self._wait_ended(model)
         self.models[settings.name] = model
         self.pools.append(pool)
 
     def start(self) -> None:
         self._processes.start(self)
         for model in self.models.values():
-            if model.keep_alive_s == math.inf:
+            if model.stays:
                 self.want(model)
 
     # What others ask.
@@ -316,14 +353,7 @@ class LocalModels:
             raise ServiceError(ErrorKind.CONFLICT, message, "model_busy")
         if model.state is ModelState.AWAKE:
             self._end(model)
-        while model.state is ModelState.ENDING:
-            self._ended.clear()
-            await self._ended.wait()
-
-    def keep(self, model: LocalModel, keep_alive_s: float) -> None:
-        """As a request asks, until another does."""
-        model.keep_alive_s = keep_alive_s
-        self._set_timer(model)
+        await self._wait_ended(model)
 
     # Requests.
 
@@ -339,6 +369,14 @@ class LocalModels:
         finally:
             if woken in waiting:
                 waiting.remove(woken)
+
+    async def _wait_ended(self, model: LocalModel) -> None:
+        """Until its process has ended, or seems to go on."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * END_S if model.state is ModelState.ENDING else TOLD_S):
+                while model.state in (ModelState.AWAKE, ModelState.ENDING):
+                    self._ended.clear()
+                    await self._ended.wait()
 
     def _check(self, model: LocalModel) -> None:
         """
@@ -364,9 +402,8 @@ class LocalModels:
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
-        if model.state is ModelState.AWAKE and not model.upstream.num_active and model.keep_alive_s < math.inf:
-            due_s = max(model.used_s, model.turn_s) + model.keep_alive_s
-            model.timer = self._loop.call_at(due_s, self._end_idle, model)
+        if model.is_awake and not model.upstream.num_active and model.expires_s is not None:
+            model.timer = self._loop.call_at(model.expires_s, self._end_idle, model)
 
     def _end_idle(self, model: LocalModel) -> None:
         if model.state is ModelState.AWAKE and not model.upstream.num_active:
@@ -398,7 +435,7 @@ class LocalModels:
                 self._wake(model, None)
             elif model.plan is None:
                 if model.serial not in self._by_serial:
-                    self._processes.plan(self._next_serial(model), model.config, self._bound_bytes)
+                    self._processes.plan(self._next_serial(model), model.config, self._bounds)
                 return
             elif model.state is not ModelState.ASLEEP or not self._has_room(model, model.plan):
                 return
@@ -408,7 +445,7 @@ class LocalModels:
 
     def _has_room(self, model: LocalModel, plan: Plan) -> bool:
         """Whether it may be loaded now. If not, others are made to give way."""
-        bound = self._bounds.setdefault(plan.device, self._bound_bytes or plan.free_bytes)
+        bound = self._bounds[plan.device]
         beside = [one for one in self.models.values() if one.state is not ModelState.ASLEEP and one is not model]
         beside = [one for one in beside if one.plan is not None and one.plan.device == plan.device]
         missing = plan.needed_bytes + sum(one.needed_bytes for one in beside) - bound
@@ -416,7 +453,7 @@ class LocalModels:
             return True
         missing -= sum(one.needed_bytes for one in beside if one.state is ModelState.ENDING)
         now_s = self._loop.time()
-        awake = [one for one in beside if one.state is ModelState.AWAKE and one.keep_alive_s < math.inf]
+        awake = [one for one in beside if one.state is ModelState.AWAKE and not one.stays]
         awake.sort(key=lambda one: (one.num_inside > 0, one.used_s))
         for one in awake:
             if missing <= 0:
@@ -483,6 +520,8 @@ class LocalModels:
         del self._by_serial[news.serial]
         if isinstance(news.told, Plan):
             model.plan = news.told
+            self._bounds.setdefault(news.told.device, news.told.free_bytes)
+            model.pool.on_planned(news.told.max_model_len)
         elif model.state is ModelState.ASLEEP:  # it was planned
             self._fail(model, news.told or Refusal(f"planning it has ended: {_shown(news.status or 0)}", SEE_LOG))
         else:
@@ -602,8 +641,8 @@ class Processes:
         self.home.mkdir(mode=0o700)
         self._start_server()
 
-    def plan(self, serial: int, config: ServerConfig, bound_bytes: int | None) -> None:
-        self._send(Order(serial, config, bound_bytes))
+    def plan(self, serial: int, config: ServerConfig, bounds: Mapping[str, int]) -> None:
+        self._send(Order(serial, config, bounds))
 
     def serve(self, serial: int, config: ServerConfig) -> None:
         path = self.home / f"{serial}.notify"

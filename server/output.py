@@ -1,6 +1,7 @@
 """What a generation writes into its stream: events as they come, or one document at the end. Thread: loop."""
 
 import math
+from functools import partial
 
 from core.errors import ServiceError
 from core.types import Delta, Usage
@@ -23,6 +24,7 @@ class StreamedOutput:
         self._reply = surface.stream(call, context)
         self._media_type = surface.media_type
         self._stream = stream
+        self._timings_shown = partial(_timings_of, call, context, timings)
         self._timings = timings
 
     def add_text(self, choice: int, text: str) -> None:
@@ -42,7 +44,7 @@ class StreamedOutput:
             self._opened().send(line)
 
     def complete(self, usage: Usage, extras: Extras) -> None:
-        self._opened().send(self._reply.end(usage, extras | _timings_of(self._call, self._timings)))
+        self._opened().send(self._reply.end(usage, extras | self._timings_shown()))
         counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
         shown = b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts  # RFC 9651 §3.2: a dictionary
         self._stream.end(((b"server-timing", self._timings.server_timing()), (b"steploop-usage", shown)))
@@ -81,6 +83,7 @@ class WholeOutput:
         self._call = call
         self._reply = surface.whole(call, context)
         self._stream = stream
+        self._timings_shown = partial(_timings_of, call, context, timings)
         self._timings = timings
         self.add = self._reply.add
 
@@ -94,7 +97,7 @@ class WholeOutput:
         """A document has none."""
 
     def complete(self, usage: Usage, extras: Extras) -> None:
-        body = self._reply.end(usage, extras | _timings_of(self._call, self._timings))
+        body = self._reply.end(usage, extras | self._timings_shown())
         self._stream.send_document(200, body, answer_headers(self._timings))
 
     def break_off(self, error: ServiceError) -> None:
@@ -147,8 +150,12 @@ def _mean_logprob(pieces: list[str | Delta]) -> float:
     return sum(token.logprob for token in tokens) / len(tokens) if tokens else -math.inf
 
 
-def _timings_of(call: GenerationCall, timings: StageClock) -> Extras:
-    return {"timings": timings.details()} if call.wants_timings else {}
+def _timings_of(call: GenerationCall, context: ReplyContext, timings: StageClock) -> Extras:
+    """Where the time went, if that is asked for, and what repeats the answer."""
+    if not call.wants_timings:
+        return {}
+    repeats = {} if call.sampling.seed is None else {"seed": call.sampling.seed, "fingerprint": context.fingerprint}
+    return {"timings": timings.details() | repeats}
 
 
 Output = StreamedOutput | WholeOutput

@@ -123,6 +123,7 @@ class Server:
         self._app.listener = self.listener
         self._app.drain = self._drain
         self._app.local_models = self._local
+        self._metrics.local_models = {} if self._local is None else self._local.models
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
@@ -236,6 +237,8 @@ class Server:
         self._metrics.cache_config = {(limits.block_size, limits.num_blocks): 1}
         config = self._config
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases)
+        if config.deterministic:  # the ids of a chat are those of its text, whatever was answered before
+            reader.turns = None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
         if loaded.read_adapter is not None:
@@ -270,7 +273,7 @@ class Server:
             relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
             relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks)
             if isinstance(pool, LocalPool):
-                relay.admission.loading = pool
+                relay.admission.loading, pool.on_planned = pool, relay.note_length
             found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
         if own is not None:
             refuse_same_names([*(card.id for card in own.reader.cards), *found], "the configuration")

@@ -5,6 +5,7 @@ Nothing here waits or changes anything: a long body is read on another thread (G
 
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -116,7 +117,7 @@ class PromptReader:
             return find_model(cards, model).id, self.defaults
 
         marks.enter(Stage.VALIDATE)
-        call = self._held(surface.parse(body, defaults_of))
+        call = self._seeded(self._held(surface.parse(body, defaults_of)))
         prompts = [(prompt, _param(prompt, i, len(call.prompts))) for i, prompt in enumerate(call.prompts)]
         rules = rule_book(tenant.text_rules)
         if rules.on_answer and (param := call.tokens.param) is not None:
@@ -164,6 +165,13 @@ class PromptReader:
         """The text of tokens, special ones by name where a parser of such thoughts or calls looks for them."""
         names = frozenset[str]() if tools is None else markers_of(tools.format)
         return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
+
+    def _seeded(self, call: GenerationCall) -> GenerationCall:
+        """With a seed to tell, where the answer tells it and the request names none."""
+        if not call.wants_timings or call.sampling.seed is not None:
+            return call
+        sampling = msgspec.structs.replace(call.sampling, seed=secrets.randbits(63))
+        return msgspec.structs.replace(call, sampling=sampling)
 
     def _held(self, call: GenerationCall) -> GenerationCall:
         """With what holds its calls, or all of Harmony's messages."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -24,10 +25,10 @@ import msgspec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.thoughts import ThoughtFollower
 from core.types import LOWEST_CLASS, TOP_CLASS, Cost, Delta, FinishReason, SamplingParams, Usage
-from server.api import chat, completions, messages, responses
+from server.api import chat, completions, messages, ollama, responses
 from server.api.decoding import convert, parse_object
 from server.api.fields import GenerationCall, MaxTokens, RequestLimits
-from server.api.models import ServedModel
+from server.api.models import ServedModel, adapter_card
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
 from server.backend import CountTokens
 from server.clock import Clock
@@ -42,7 +43,7 @@ from server.observing.timing import Stage, StageMarks
 from server.upstream.connection import Connection
 from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
-from server.upstream.settings import ModelSettings
+from server.upstream.settings import ModelSettings, keep_alive_of
 from server.wire import sse
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ REASONS = {
     "tool_use": FinishReason.TOOL_CALLS,
     "refusal": FinishReason.CONTENT_FILTER,
 }
+_LINE_END = re.compile(rb"\n")
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _DONE = b"[DONE]"
 
@@ -84,12 +86,19 @@ class Passage:
         """Chat and completions: chunks of choices, then [DONE]. The others name their events."""
         return self.prefix in ("chatcmpl-", "cmpl-")
 
+    @property
+    def is_lines(self) -> bool:
+        """Ollama's: objects on lines, without an id."""
+        return not self.prefix
+
 
 PASSAGES = {
     chat.SURFACE: Passage(b"/v1/chat/completions", "chatcmpl-"),
     completions.SURFACE: Passage(b"/v1/completions", "cmpl-"),
     responses.SURFACE: Passage(b"/v1/responses", "resp_"),
     messages.SURFACE: Passage(b"/v1/messages", messages.ID_PREFIX),
+    ollama.CHAT: Passage(b"/api/chat", ""),
+    ollama.GENERATE: Passage(b"/api/generate", ""),
 }
 
 
@@ -144,6 +153,8 @@ class PassedStream:
     def error(self, error: ServiceError) -> bytes:
         if _passage(self._call).prefix == messages.ID_PREFIX:
             return sse.event(messages.ERRORS.body(error, self._context.reply_id), "error")
+        if _passage(self._call).is_lines:
+            return ollama.ERRORS.body(error, "") + b"\n"
         return error_event(error)
 
 
@@ -185,6 +196,8 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: DeadlineTable | None = None
     cache_salt: str | None = None
     timings: dict[str, Any] | bool | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: str | float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +210,7 @@ class Passed:
     tells_tokens: bool
     tenant_salt: str | None  # for upstreams of our own
     asked_salt: str | None  # for others
+    keep_alive_s: float | None  # as Ollama's clients ask
     prompts: tuple[tuple[int, ...], ...] = ()
     table: None = None
     continues_text: bool = False
@@ -253,7 +267,15 @@ class Relay:
         settings = pool.settings
         created_s = int(clock.unix())
         card = ServedModel(id=settings.name, created_s=created_s, max_model_len=settings.max_model_len)
-        self.cards = (card, *(msgspec.structs.replace(card, id=name, alias_of=card.id) for name in settings.aliases))
+        self.cards: tuple[ServedModel, ...] = (
+            card,
+            *(msgspec.structs.replace(card, id=name, alias_of=card.id) for name in settings.aliases),
+            *(adapter_card(card, name, Path(at).name if at else name) for name, at in settings.adapters.items()),
+        )
+
+    def note_length(self, max_model_len: int) -> None:
+        """The model's context is known now."""
+        self.cards = tuple(msgspec.structs.replace(card, max_model_len=max_model_len) for card in self.cards)
 
     # PromptSource.
 
@@ -267,8 +289,8 @@ class Relay:
         fields = parse_object(body)
         asked = convert(fields, _Asked, {})
         passage = PASSAGES.get(surface)
-        if passage is None:
-            paths = ", ".join(one.path.decode() for one in PASSAGES.values())
+        if passage is None or (passage.is_lines and not self.pool.settings.trusted):
+            paths = ", ".join(one.path.decode() for one in PASSAGES.values() if not one.is_lines)
             raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")
         rules = rule_book(tenant.text_rules)
         if rules.on_answer:
@@ -289,6 +311,12 @@ class Relay:
                     num_ids += 1
             rules.check_prompt(texts, name)
             all_texts += texts
+        keep_alive_s = None
+        if passage.is_lines and asked.keep_alive is not None:
+            try:
+                keep_alive_s = keep_alive_of(asked.keep_alive)
+            except ValueError as error:
+                raise InvalidRequest(f"{error}.", "keep_alive") from error
         call = self._call(asked, fields, passage, tenant)
         salt = None
         if tenant.name != LOCAL_NAME:
@@ -301,11 +329,13 @@ class Relay:
         _address_to(self.pool.settings, fields, salt, asked.cache_salt)
         marks.enter(Stage.OFFLOAD)
         domain = f"{tenant.cache_salt_domain} {asked.cache_salt}"
+        if asked.model in self.pool.settings.adapters:
+            domain += f" {asked.model}"
         prompt = None if self._count is None else self._counted(self._count, surface, body, domain, marks)
         if prompt is None:
             num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
             prompt = leading_blocks(domain, all_texts, num_prompt_tokens)
-        return Passed(call, sse.json_line(fields), prompt, call.is_stream, salt, asked.cache_salt)
+        return Passed(call, sse.json_line(fields), prompt, call.is_stream, salt, asked.cache_salt, keep_alive_s)
 
     def _counted(
         self, count: CountTokens, surface: Surface, body: bytes, domain: str, marks: StageMarks
@@ -326,14 +356,20 @@ class Relay:
             if num > most:
                 raise InvalidRequest(f"{param} asks for {num}, and at most {most} are allowed.", param)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or MANY_TOKENS
+        name, is_stream = asked.model or self.pool.settings.name, bool(asked.stream)
+        if passage.is_lines:
+            num_predict = (asked.options or {}).get("num_predict")
+            max_tokens = num_predict if isinstance(num_predict, int) and num_predict > 0 else max_tokens
+            name, is_stream = name.removesuffix(ollama.LATEST), asked.stream is not False
         return GenerationCall(
-            model=asked.model or self.pool.settings.name,
+            model=name,
             prompts=(),
             sampling=SamplingParams(max_tokens=min(max_tokens, MANY_TOKENS)),
             num_sequences=n * num_prompts,
             priority=asked.priority,
             deadlines=ANY_TIME if asked.deadlines is None else ANY_TIME.replaced_by(asked.deadlines),
-            is_stream=bool(asked.stream),
+            is_stream=is_stream,
+            tells_queue=isinstance(asked.timings, dict) and asked.timings.get("queue") is True,
             includes_usage=bool((asked.stream_options or {}).get("include_usage")),
             wire=passage,
         )
@@ -362,7 +398,7 @@ class Relay:
         return None
 
     def surface_of(self, surface: Surface) -> Surface:
-        return Surface(surface.parse, PassedStream, PassedWhole)  # type: ignore[arg-type]  # a WholeReply's methods
+        return surface._replace(stream=PassedStream, whole=PassedWhole)  # type: ignore[arg-type]  # a WholeReply's methods
 
     # TokenSource.
 
@@ -377,6 +413,8 @@ class Relay:
         follow: Callable[[], ThoughtFollower | None] = lambda: None,
     ) -> "RelayHandle":
         """Arguments beyond the sink are the engine's: an upstream does that by itself."""
+        if request.passed.keep_alive_s is not None:
+            self.pool.keep(request.passed.keep_alive_s)
         return RelayHandle(self, request, sink)
 
 
@@ -384,7 +422,7 @@ def _address_to(
     settings: ModelSettings, fields: dict[str, Any], tenant_salt: str | None, asked_salt: str | None
 ) -> None:
     """What an upstream of these settings gets in place of what the client has sent."""
-    fields["model"] = settings.name_there
+    fields["model"] = settings.name_there(fields.get("model"))
     salt = tenant_salt if settings.trusted and tenant_salt is not None else asked_salt
     fields.pop("cache_salt", None)
     if salt is not None:
@@ -466,11 +504,16 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     usage: _Usage | None = None
     error: Any = None
     # Of responses and messages
-    response: "_Message | None" = None
+    response: "_Message | str | None" = None
     message: "_Message | str | None" = None
     delta: _Why | str | None = None
     incomplete_details: _Why | None = None
     stop_reason: str | None = None
+    # Of Ollama's lines
+    done: bool = False
+    done_reason: str | None = None
+    prompt_eval_count: int = 0
+    eval_count: int = 0
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -506,18 +549,23 @@ class RelayedSequence:
 
 @dataclass(slots=True, eq=False)
 class _Events:
-    """Splits a stream into events' data; comments are dropped."""
+    """Splits a stream into events' data, or into lines; comments are dropped."""
 
+    are_lines: bool = False
     _buffer: bytearray = field(default_factory=bytearray)
 
     def push(self, data: bytes) -> Iterator[tuple[bytes | None, bytes]]:
         """Each with its name. Raises UpstreamFault: one is too large."""
         searched = max(0, len(self._buffer) - 3)
         self._buffer += data
-        while (match := _EVENT_END.search(self._buffer, searched)) is not None:
+        end = _LINE_END if self.are_lines else _EVENT_END
+        while (match := end.search(self._buffer, searched)) is not None:
             raw = bytes(self._buffer[: match.start()])
             del self._buffer[: match.end()]
             searched = 0
+            if self.are_lines:
+                yield None, raw
+                continue
             if raw.startswith(b"data: ") and b"\n" not in raw and b"\r" not in raw:  # most are
                 yield None, raw[6:]
                 continue
@@ -553,7 +601,7 @@ class RelayHandle:
         self._passage = _passage(call)
         own_id = self._passage.prefix + request.request_id
         self._names = {"id": msgspec.Raw(sse.json_string(own_id)), "model": msgspec.Raw(sse.json_string(call.model))}
-        self._events = _Events()
+        self._events = _Events(self._passage.is_lines)
         self._usage: Usage | None = None
         self._is_paused = False
         self._is_done = False  # the last event has come
@@ -772,7 +820,10 @@ class RelayHandle:
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        inner = message.response or (message.message if isinstance(message.message, _Message) else None)
+        if self._passage.is_lines:
+            self._take_line(message, self._renamed(data) + b"\n", now_s)
+            return
+        inner = next((one for one in (message.response, message.message) if isinstance(one, _Message)), None)
         for told in (message.usage, None if inner is None else inner.usage):
             if told is not None:
                 self._note_usage(told.usage())
@@ -788,6 +839,18 @@ class RelayHandle:
         elif self._call.includes_usage or message.usage is None:
             self._write(0, framed, now_s, is_last=True)
 
+    def _take_line(self, message: _Message, framed: bytes, now_s: float) -> None:
+        """Of Ollama's."""
+        (sequence,) = self.sequences
+        if not message.done:
+            self._count(sequence, now_s)
+            self._write(0, framed, now_s)
+            return
+        self._usage = Usage(message.prompt_eval_count, message.eval_count)
+        sequence.is_finished = True
+        self._write(0, framed, now_s, REASONS.get(message.done_reason or "", FinishReason.STOP), is_last=True)
+        self._be_done()
+
     def _take_choices(self, choices: list[_Choice], framed: bytes, now_s: float) -> None:
         for choice in choices:
             sequence = self._sequence(choice.index)
@@ -802,7 +865,8 @@ class RelayHandle:
 
     def _take_named_event(self, message: _Message, framed: bytes, now_s: float) -> None:
         """Of responses or messages."""
-        kind, response, (sequence,) = message.type or "", message.response, self.sequences
+        kind, (sequence,) = message.type or "", self.sequences
+        response = message.response if isinstance(message.response, _Message) else None
         if kind == "response.failed":
             raise UpstreamFault(f"it ended its answer with an error: {_told(response and response.error)}")
         if kind.endswith(".delta") or kind == "content_block_delta":
@@ -827,7 +891,10 @@ class RelayHandle:
         message = _decoded(data)
         if message.usage is not None:
             self._usage = message.usage.usage()
-        if self._passage.prefix == messages.ID_PREFIX:
+        if self._passage.is_lines:
+            self._usage = Usage(message.prompt_eval_count, message.eval_count)
+            reasons = {0: REASONS.get(message.done_reason or "", FinishReason.STOP)}
+        elif self._passage.prefix == messages.ID_PREFIX:
             reasons = {0: REASONS.get(message.stop_reason or "", FinishReason.STOP)}
         elif not self._passage.has_chunks:
             reasons = {0: _reason_of(message.incomplete_details)}
@@ -950,6 +1017,7 @@ class RelayHandle:
             self._linger.cancel()
         if self._exchange is not None:
             self._exchange.cancel()
+            self._exchange = None  # which refers back: all is freed without the garbage collector
         self._slot.leave()
         usage = self._usage
         if usage is None:

@@ -178,18 +178,37 @@ def listing(reply: Callable[[Sequence[ServedModel], ServerCard], bytes]) -> Hand
     return list_all
 
 
-async def show_ollamas_model(exchange: Exchange) -> None:
-    card = exchange.server.card
+async def list_running(exchange: Exchange) -> None:
+    """Ollama's /api/ps: the models that are loaded."""
+    server = exchange.server
+    card, local = server.card, server.local_models
     assert card is not None, "it comes with the model"
+    unix_s = server.clock.unix() - server.clock.monotonic()
+    running: list[tuple[ServedModel, int, float | None]] = []
+    for model in exchange.cards:
+        found = None if local is None else local.find(model.name)
+        if found is None:
+            running.append((model, 0, None))
+        elif found.is_awake:
+            running.append((model, found.needed_bytes, found.expires_s and found.expires_s + unix_s))
+    exchange.send(ollama.running_reply(running, card))
 
-    def show(reader: PromptReader, cards: tuple[ServedModel, ...], domain: Domain, body: bytes) -> Computed:
-        name, unknown_fields = ollama.parse_show(body)
+
+async def show_ollamas_model(exchange: Exchange) -> None:
+    check_media_type(exchange.request)
+    card, served = exchange.server.card, exchange.server.served
+    assert card is not None, "it comes with the model"
+    name, unknown_fields = ollama.parse_show(
+        await served.read_body(exchange.stream, exchange.known_caller.sharing_name, BODY_BYTES)
+    )
+    exchange.server.metrics.count_unknown_fields(unknown_fields)
+    model, template, capabilities = find_model(exchange.cards, name), None, []
+    if served.own is not None and model in served.own.reader.cards:
+        reader = served.own.reader
         template = reader.chat_template.sources.get("default")
         styles = {"tools": reader.defaults.tool_style, "thinking": reader.defaults.thought_style}
-        capabilities = [name for name, style in styles.items() if style is not None]
-        return ollama.show_reply(find_model(cards, name), card, template, capabilities), unknown_fields
-
-    await computing(show)(exchange)
+        capabilities = [kind for kind, style in styles.items() if style is not None]
+    exchange.send(ollama.show_reply(model, card, template, capabilities))
 
 
 async def show_tokenizer_info(exchange: Exchange) -> None:
@@ -259,7 +278,7 @@ async def show_loads(exchange: Exchange) -> None:
 
 
 async def show_sleep(exchange: Exchange) -> None:
-    """As vLLM answers: a model here never sleeps."""
+    """As vLLM answers: the engine of this process never sleeps."""
     exchange.send(b'{"is_sleeping":false}')
 
 
@@ -379,7 +398,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/api/chat": {"POST": _generation(ollama.CHAT, ollama.ERRORS)},
     "/api/generate": {"POST": _generation(ollama.GENERATE, ollama.ERRORS)},
     "/api/tags": {"GET": Route(listing(ollama.tags_reply), ASKS, errors=ollama.ERRORS)},
-    "/api/ps": {"GET": Route(listing(ollama.running_reply), ASKS, errors=ollama.ERRORS)},
+    "/api/ps": {"GET": Route(list_running, ASKS, errors=ollama.ERRORS)},
     "/api/show": {"POST": Route(show_ollamas_model, ASKS, is_counted=True, errors=ollama.ERRORS)},
     "/api/version": {"GET": Route(describing(models.version_reply), ASKS, errors=ollama.ERRORS)},
     "/tokenize": {"POST": Route(computing(tokenize_prompt), ASKS, is_counted=True)},

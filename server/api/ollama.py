@@ -299,11 +299,20 @@ def tags_reply(models: Sequence[ServedModel], card: ServerCard) -> bytes:
     return sse.json_line({"models": [_tag(model, card) for model in models]})
 
 
-def running_reply(models: Sequence[ServedModel], card: ServerCard) -> bytes:
-    """The same: what is served is loaded."""
-    never = "9999-12-31T23:59:59Z"
-    more = {"expires_at": never, "size_vram": 0}
-    lines = [_tag(model, card) | more | {"context_length": model.max_model_len} for model in models]
+NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+
+
+def running_reply(models: Sequence[tuple[ServedModel, int, float | None]], card: ServerCard) -> bytes:
+    """
+    Args:
+        models: that are loaded, each with its size in bytes (0: not told), and when it is unloaded if nobody asks for
+            it (unix time; None: never).
+    """
+    lines = []
+    for model, size, expires_s in models:
+        expires = _time(NEVER.timestamp() if expires_s is None else expires_s)
+        more = {"size": size, "expires_at": expires, "size_vram": 0, "context_length": model.max_model_len}
+        lines.append(_tag(model, card) | more)
     return sse.json_line({"models": lines})
 
 
@@ -345,5 +354,5 @@ def _details(card: ServerCard) -> dict[str, Any]:
     }
 
 
-def _time(unix_s: int) -> str:
+def _time(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")

@@ -47,7 +47,10 @@ systemctl reload steploop, or kill -HUP and its process id.""",
     "models": """\
 examples:
   steploop models                                 the embedded one, and those of the Hugging Face cache
-  steploop models --dir ~/models --json           and those in a directory or below it; as JSON""",
+  steploop models --dir ~/models --json           and those in a directory or below it; as JSON
+  steploop models pull Qwen/Qwen3-0.6B            fetch one into the cache
+  steploop models load qwen3-4b                   of a running server that starts models when they are asked for
+  steploop models unload qwen3-4b --url https://host:8443 --api-key KEY""",
     "usage": """\
 examples:
   steploop usage --ledger ledger.db               by day, all tenants
@@ -121,6 +124,13 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
+    actions = ("load", "unload", "pull")
+    parser.add_argument("action", choices=actions, nargs="?", help="of one model, instead of listing all")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="which; to pull: org/name[@revision]")
+    parser.add_argument(
+        "--url", help="of the server that loads or unloads (default: the one that these settings would start)"
+    )
+    add_trust_flags(parser)
     parser.add_argument(
         "--dir",
         action="append",
@@ -129,7 +139,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         help="look in this directory too, two levels down; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    _add_options(parser, [option for option in OPTIONS if option.section == "engine"])
+    to_ask = ("config_file", "host", "port", "api_keys")
+    _add_options(parser, [one for one in OPTIONS if one.section == "engine" or one.field_name in to_ask])
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:

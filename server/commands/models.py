@@ -1,4 +1,7 @@
-"""`steploop models`: the models on this machine, what each needs, and whether it fits. Thread: main."""
+"""`steploop models`: the models on this machine, what each needs, and whether it fits; and loading and fetching one.
+
+Thread: main.
+"""
 
 import argparse
 import json
@@ -8,22 +11,35 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import quote
+
+import httpx2
 
 from core.errors import ExitCode, StartupError
 from server import engine_loader
-from server.commands.console import new_console
-from server.commands.hub import Hub, cached_models, environment_hub
+from server.banner import configured_url
+from server.commands.console import MIN_FETCHED_BYTES, new_console, progress
+from server.commands.hub import Hub, cached_models, environment_hub, fetch
+from server.commands.tls_trust import check_trust_flags, client_context
 from server.config import ServerConfig
 from server.engine_loader import ModelFacts, describe_models
 from server.model_files import models_below
-from server.values import BadValueError, existing_directory, format_count, format_size
+from server.values import BadValueError, HubId, existing_directory, format_count, format_size, model_source, with_scheme
+
+LOAD_TIMEOUT_S = 3600.0
 
 
 def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
     """
     Raises:
-        StartupError: a directory or the device asked for is missing.
+        StartupError: a directory or the device asked for is missing; or see pull and switch.
     """
+    if arguments.action is not None:
+        if arguments.name is None:
+            fix = f"steploop models {arguments.action} NAME"
+            raise StartupError(f"which model to {arguments.action} is missing", fix, ExitCode.USAGE)
+        print(pull(arguments.name) if arguments.action == "pull" else switch(arguments, config))
+        return ExitCode.OK
     try:
         directories = [existing_directory(text) for text in arguments.dir]
     except BadValueError as error:
@@ -36,6 +52,52 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
     else:
         print_table(models, sys.stdout)
     return ExitCode.OK
+
+
+def pull(name: str) -> str:
+    """Fetch a hub's model; returns the directory.
+
+    Raises:
+        StartupError: the name is none of a hub's, or see fetch in server/commands/hub.py.
+    """
+    try:
+        source = model_source(name)
+    except BadValueError as error:
+        raise StartupError(
+            f"{name!r} must be {error.expected}", "steploop models pull ORG/NAME", ExitCode.USAGE
+        ) from error
+    if not isinstance(source, HubId):
+        raise StartupError(f"{name} is here already", "name a hub's model as org/name", ExitCode.USAGE)
+    with progress(sys.stderr, f"fetching {source}", True, MIN_FETCHED_BYTES) as report_bytes:
+        return str(fetch(environment_hub(), source, report_bytes))
+
+
+def switch(arguments: argparse.Namespace, config: ServerConfig) -> str:
+    """Have a running server load or unload a model; returns what it is then.
+
+    Raises:
+        StartupError: the server cannot be reached, or refuses.
+    """
+    check_trust_flags(arguments)
+    url = with_scheme(arguments.url) if arguments.url else configured_url(config)
+    if url is None:
+        raise StartupError("which server to ask is not known", "--url URL", ExitCode.USAGE)
+    tls = client_context(arguments.ca_file, not arguments.takes_any)
+    headers = {"authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
+    path = f"{url.rstrip('/')}/admin/models/{quote(arguments.name, safe='')}/{arguments.action}"
+    try:
+        answer = httpx2.post(path, headers=headers, verify=tls, timeout=LOAD_TIMEOUT_S)
+    except httpx2.HTTPError as error:
+        cause = f"{url} cannot be reached: {error}"
+        raise StartupError(cause, "start a server, or name another with --url", ExitCode.UNREACHABLE) from error
+    if answer.status_code == httpx2.codes.OK:
+        return f"{arguments.name}: {answer.json()['status']['value']}"
+    try:
+        cause = answer.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        cause = f"{url} answers {answer.status_code}, and is no server with models to load"
+    fix = "--api-key KEY with the right admin" if answer.status_code in (401, 403) else "steploop models --help"
+    raise StartupError(cause, fix, ExitCode.UNREACHABLE)
 
 
 def find_models(directories: Sequence[Path], hub: Hub) -> list[tuple[str, Path]]:

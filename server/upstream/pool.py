@@ -1,7 +1,8 @@
 """The upstreams of one model: their connections, their health, and which of them takes the next request. Thread: loop.
 
 A request takes a `Slot` at an upstream and gives it back when its answer is over. Each upstream has `max_requests` at
-most; the others wait here, by class, then by how many their tenants have in progress, then by arrival.
+most, one of our own twice what it runs at once; the others wait here, by class, then by how many their tenants have in
+progress, then by arrival.
 
 A request goes where least has to be computed before its first token: the tokens of its prompt whose leading blocks have
 not gone there, and what waits there already, over the upstream's weight. None gets more than LOAD_BOUND times its part
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, client_tls, connect
@@ -66,6 +69,7 @@ class Upstream:
     num_active: int = 0
     num_waiting_tokens: int = 0  # of prompts that have gone there and have no first token
     is_healthy: bool = False
+    most_requests: float = math.inf  # in progress there, as it tells itself
     num_requests: int = 0
     num_failures: int = 0  # of requests
     has_been_asked: bool = False  # for its health
@@ -168,7 +172,8 @@ class Upstream:
 
     def close_idle(self, now_s: float) -> None:
         for one in self.connections:
-            if not one.num_open and not one.is_multiplexed and now_s - one.idle_since_s > IDLE_S:
+            is_idle = now_s - one.idle_since_s > IDLE_S and not one.is_multiplexed
+            if not one.num_open and (is_idle or one.is_closing):
                 one.close()
 
     def close(self) -> None:
@@ -255,6 +260,16 @@ def leading_blocks(domain: str, texts: Sequence[str], num_tokens: int) -> Leadin
     return LeadingBlocks(num_tokens, max(1, num_tokens * BLOCK_BYTES // max(1, sum(map(len, texts)))), tuple(hashes))
 
 
+class _Load(msgspec.Struct, frozen=True):
+    max_running_requests: int = 0
+
+
+class _Loads(msgspec.Struct, frozen=True):
+    """Of /v1/loads."""
+
+    loads: list[_Load]
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A request's place at an upstream, until `leave`.
@@ -338,6 +353,9 @@ class Pool:
         for one in self.upstreams:
             one.close()
 
+    def keep(self, keep_alive_s: float) -> None:
+        """How long a model that is started on demand stays after a request; others are always there."""
+
     async def wait_probed(self) -> None:
         """Each upstream has been asked once."""
         while not all(one.has_been_asked for one in self.upstreams):
@@ -346,7 +364,10 @@ class Pool:
     async def _watch(self, upstream: Upstream) -> None:
         while True:
             begun_s = self._loop.time()
-            upstream.note_probe(await self._probe(upstream), self._loop.time())
+            why_out = await self._probe(upstream)
+            if why_out is None and not upstream.is_healthy and self.settings.trusted:
+                await self._read_size(upstream)
+            upstream.note_probe(why_out, self._loop.time())
             upstream.close_idle(self._loop.time())
             self._grant()
             await asyncio.sleep(max(0.0, begun_s + PROBE_EVERY_S - self._loop.time()))
@@ -368,6 +389,19 @@ class Pool:
         if head.status == 404:
             return f'GET {path} has the status 404: name its health check, such as health = "/health"'
         return None if head.status == 200 else f"GET {path} has the status {head.status}"
+
+    async def _read_size(self, upstream: Upstream) -> None:
+        """A server of our own gets what it runs at once, and as much again, which takes the places that come free."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                connection = await upstream.connection()
+                head, body = await connection.ask(self.request(upstream, b"GET", b"/v1/loads"), PROBE_BYTES)
+            (load,) = msgspec.json.decode(body, type=_Loads).loads
+        except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
+            logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
+        else:
+            if head.status == 200 and load.max_running_requests > 0:
+                upstream.most_requests = 2 * load.max_running_requests
 
     def request(
         self,
@@ -460,7 +494,7 @@ class Pool:
             if one.settings.version == version
             and one not in without
             and one.takes_requests(now_s)
-            and one.num_active < self.settings.max_requests
+            and one.num_active < min(self.settings.max_requests, one.most_requests)
         ]
         if not free:
             return None

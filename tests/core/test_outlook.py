@@ -51,6 +51,21 @@ def test_beside_decodes_a_prompt_gets_what_the_inter_token_target_leaves() -> No
     assert expected(2, kv_of_one=64) == pytest.approx(0.05 + num_steps * 0.014)
 
 
+def test_steps_that_cost_nothing_take_no_time() -> None:
+    outlook = Outlook(
+        step_cost_s=(0.0, 0.0, 0.0, 0.0, 0.0),
+        max_sequences=4,
+        max_batch_tokens=100,
+        num_kv_tokens=1600,
+        inter_token_target=2.0,
+        miss_ratio=1.0,
+        kv_of_one=16.0,
+        tokens_left=20.0,
+        first_left=20.0,
+    )
+    assert outlook.ttft_s(2, NOBODY, backlog_of(50, 1)) == 0.0
+
+
 def test_without_a_slot_it_waits_until_an_answer_ends() -> None:
     """Four decode 20 tokens each, in steps of twice 18 ms: one ends every 0.18 s."""
     assert expected(4, kv_of_one=32) - expected(3, kv_of_one=43) > 20 * 0.036 / 4

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,9 +35,12 @@ def serving(directory: Path, *entries: str, flags: tuple[str, ...] = ()) -> Iter
         yield server
 
 
-def chat(server: ServerProcess, model: str) -> RawAnswer:
-    body = {"model": model, "messages": QUESTION, "max_tokens": 4}
-    return ask(server.port, "POST", "/v1/chat/completions", json.dumps(body).encode())
+def post(server: ServerProcess, path: str, **body: object) -> RawAnswer:
+    return ask(server.port, "POST", path, json.dumps(body).encode())
+
+
+def chat(server: ServerProcess, model: str, **more: object) -> RawAnswer:
+    return post(server, "/v1/chat/completions", model=model, messages=QUESTION, max_tokens=4, **more)
 
 
 def children(pid: int) -> list[int]:
@@ -85,6 +90,13 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
         wait_for(lambda: models_of(server) == [pid], lambda: "the end of the process that planned")
         lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]
         assert {line["model"]: line["requests"] for line in lines if line["completion_tokens"]} == {"one": 2, "two": 1}
+        page = ask(server.port, "GET", "/metrics").body.decode()
+        for sample in (
+            'loaded{{{},model="one"}} 1',
+            'loads_total{{{},model="one"}} 2',
+            'failures_total{{{},model="gone"}} 1',
+        ):
+            assert f"steploop_model_{sample}".format('model_name="one"') in page
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert not os.path.exists(f"/proc/{pid}")
@@ -112,6 +124,40 @@ def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: 
         below = children(server.process.pid)
         server.send_signal(signal.SIGKILL)
         wait_for(lambda: not any(os.path.exists(f"/proc/{one}") for one in below), lambda: f"the end of {below}")
+
+
+def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
+    with serving(tmp_path, entry("one")) as server:
+
+        def running() -> list[str]:
+            return [one["name"] for one in ask(server.port, "GET", "/api/ps").json["models"]]
+
+        assert running() == []
+        told = chat(server, "one", stream=True, timings={"queue": True}).body
+        assert b'"loading":"loading weights"' in told
+        assert running() == ["one"]
+        options: dict[str, object] = {"options": {"num_predict": 3}, "keep_alive": "1h"}
+        lines = post(server, "/api/chat", model="one:latest", messages=QUESTION, **options).body.splitlines()
+        first, last = json.loads(lines[0]), json.loads(lines[-1])
+        assert (first["model"], first["done"], first["message"]["role"]) == ("one", False, "assistant")
+        assert (last["done"], last["done_reason"], last["eval_count"]) == (True, "length", 3)
+        answer = post(server, "/api/generate", model="one", prompt="a", stream=False, **options)
+        assert (answer.status, answer.json["eval_count"]) == (200, 3)
+        answer = post(server, "/api/generate", model="one", prompt="a", keep_alive="soon")
+        assert (answer.status, "keep_alive" in answer.json["error"]) == (400, True)
+        assert post(server, "/api/show", model="one").json["model_info"]["unknown.context_length"] == 256
+        for action, shown in (("load", ["one"]), ("unload", [])):
+            command = [sys.executable, "-m", "server", "models", action, "one", "--port", str(server.port)]
+            assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"one: {action}ed\n"
+            assert running() == shown
+        late = chat(server, "one", deadlines={"ttft_ms": 10})  # less than the load took
+        assert (late.status, late.code) == (503, "deadline_unattainable")
+        assert int(late.headers["retry-after"]) >= 1
+        wait_for(lambda: running() == ["one"], lambda: "the load that the refused request has begun")
+        assert post(server, "/api/generate", model="one", prompt="a", keep_alive=0).status == 200
+        wait_for(lambda: running() == [], lambda: "the end of the model")
+        assert post(server, "/admin/models/none/load").code == "model_not_found"
+        assert post(server, "/tokenize", prompt="a").status == 404
 
 
 @pytest.mark.slow

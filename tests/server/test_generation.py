@@ -194,13 +194,24 @@ def test_logprobs_stand_beside_every_token_of_the_text(schedule: Schedule) -> No
     assert streamed.text() == whole.text()
 
 
+def test_timings_have_what_repeats_the_answer() -> None:
+    def answer(seed: int) -> Any:
+        return ask(chat(timings=True, temperature=1.0, max_tokens=8, seed=seed)).json
+
+    first, other = answer(-1), answer(-1)
+    again = answer(first["timings"]["seed"])
+    assert first["timings"]["fingerprint"] == first["system_fingerprint"]
+    assert other["timings"]["seed"] != again["timings"]["seed"] == first["timings"]["seed"]
+    assert again["choices"] == first["choices"] != other["choices"]
+
+
 def test_timings_are_told_when_asked_for() -> None:
     answer = ask(chat(timings=True))
     told = answer.json["timings"]
     assert told["total"] > told["ttft"] >= told["prefill"] > 0
     stages = dict(stage.split(";")[:2] for stage in answer.headers["server-timing"].split(", "))
     assert {name: float(ms.removeprefix("dur=")) for name, ms in stages.items()}.items() <= told.items()
-    assert told.keys() - stages.keys() == {"ttft", "prefill_chunks", "cached_tokens"}
+    assert told.keys() - stages.keys() == {"ttft", "prefill_chunks", "cached_tokens", "seed", "fingerprint"}
 
 
 def test_silent_stream_gets_its_head_and_a_comment_every_15_seconds(server: SimulatedServer) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import random
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +22,7 @@ from server.gate.text_rules import TextRule
 from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
-from server.relay import PASSAGES, Relay, refusal_of
+from server.relay import PASSAGES, Relay, RelayHandle, refusal_of
 from server.upstream.exchange import AnswerHead
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import UpstreamSettings
@@ -31,7 +33,7 @@ from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import byte_level
 from tests.server import raw_http2
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
-from tests.server.running_server import ask, closing, open_with, read_answer, serving
+from tests.server.running_server import LIMITS, ask, closing, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings")
@@ -131,7 +133,7 @@ async def test_a_cancel_frees_the_upstream_and_keeps_http2s_connection(protocol:
 
 
 @pytest.mark.parametrize("protocol", ["h2", "h1"])
-async def test_two_hundred_random_cancels_leave_nothing_on_either_side(protocol: str) -> None:
+async def test_hundreds_of_random_cancels_leave_nothing_on_either_side(protocol: str) -> None:
     async with relaying(protocol=protocol, max_requests=12) as gateway:
         dice = random.Random(3)
 
@@ -147,12 +149,13 @@ async def test_two_hundred_random_cancels_leave_nothing_on_either_side(protocol:
             await reader.read(dice.choice((0, 0, 1, 500, 3000)))
             writer.transport.abort()
 
-        for _ in range(8):
+        for _ in range(12):
             await asyncio.gather(*(leave() for _ in range(25)))
         (upstream,) = gateway.pool.upstreams
         await wait_until(lambda: not gateway.server._app.generations.active)  # type: ignore[union-attr]
         await wait_until(lambda: gateway.num_running() == 0)
         assert (upstream.num_active, upstream.num_waiting_tokens, gateway.pool.num_waiting) == (0, 0, 0)
+        assert upstream.num_failures == 0  # the upstream did not take it for an attack
         await wait_until(lambda: sum(one.num_open for one in upstream.connections) == 0)
         assert (await gateway.ask(SURFACES["chat"]())).status == 200
         engine = gateway.upstreams[0].server._client
@@ -294,7 +297,7 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
         relay = gateway.server._app.served.others[ASKED].reader
         assert isinstance(relay, Relay)
         names = {"chatcmpl-": "chat", "cmpl-": "completions", "resp_": "responses", "msg_": "messages"}
-        for surface, passage in PASSAGES.items():
+        for surface, passage in ((surface, one) for surface, one in PASSAGES.items() if not one.is_lines):
             data = SURFACES[names[passage.prefix]]()
             marks = StageMarks(lambda: 0.0)
             counted = relay.prepare(surface, data.split(b"\r\n\r\n", 1)[1], Tenant(name="t"), marks).prompt.num_tokens
@@ -389,7 +392,7 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 
 
 def test_every_surface_has_a_passage() -> None:
-    assert {one.path for one in PASSAGES.values()} == {
+    assert {one.path for one in PASSAGES.values() if not one.is_lines} == {
         b"/v1/chat/completions",
         b"/v1/completions",
         b"/v1/responses",
@@ -626,6 +629,15 @@ async def test_requests_beyond_max_requests_wait_here_and_go_out_in_turn() -> No
         assert [one.events[-1] for one in told] == ["[DONE]"] * 4
 
 
+async def test_one_of_our_own_holds_no_more_than_it_runs_and_one_refill() -> None:
+    async with relaying(trusted=True) as gateway:
+        most = 2 * LIMITS.max_sequences
+        slots = [gateway.pool.take_slot(LeadingBlocks(1), 0, "t") for _ in range(most + 3)]
+        assert (gateway.pool.upstreams[0].num_active, gateway.pool.num_waiting) == (most, 3)
+        for slot in slots:
+            slot.leave()
+
+
 async def test_regions_are_tried_in_order_and_weights_share() -> None:
     async with serving() as near, serving() as far:
         weights = (UpstreamSettings(url=url_of(near), weight=3), UpstreamSettings(url=url_of(far), weight=1))
@@ -697,6 +709,28 @@ async def test_one_prompt_for_all_is_spread_as_the_load_is_bounded() -> None:
         assert max(one.num_active for one in gateway.pool.upstreams) <= 5
         for slot in slots:
             slot.leave()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_freed_without_the_garbage_collector(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[weakref.ref[RelayHandle]] = []
+    submit = Relay.submit
+
+    def kept(relay: Relay, *arguments: Any) -> RelayHandle:
+        handle = submit(relay, *arguments)
+        handles.append(weakref.ref(handle))
+        return handle
+
+    monkeypatch.setattr(Relay, "submit", kept)
+    async with relaying() as gateway:
+        gc.disable()
+        try:
+            assert (await gateway.ask(SURFACES["chat"](stream=stream))).status == 200
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert handles[0]() is None
+        finally:
+            gc.enable()
 
 
 async def test_names_and_ids_are_ours_and_what_calls_hold_is_not_touched() -> None:
