@@ -256,7 +256,7 @@ class ServerConfig:
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
-    tool_format: str = _MODEL(
+    tool_format: str = _RARE_MODEL(
         ANY_FORMAT,
         _Kind(choice_of(ANY_FORMAT, *FORMATS, HARMONY), "NAME"),
         f"how the model writes calls of tools: {ANY_FORMAT} finds it in the chat template; {', '.join(FORMATS)} or"
