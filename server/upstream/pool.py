@@ -172,7 +172,8 @@ class Upstream:
 
     def close_idle(self, now_s: float) -> None:
         for one in self.connections:
-            if not one.num_open and not one.is_multiplexed and now_s - one.idle_since_s > IDLE_S:
+            is_idle = now_s - one.idle_since_s > IDLE_S and not one.is_multiplexed
+            if not one.num_open and (is_idle or one.is_closing):
                 one.close()
 
     def close(self) -> None:
