@@ -33,7 +33,18 @@ from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig,
 from core.engine import Engine
 from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
+from core.types import (
+    Adapter,
+    Cancel,
+    FinishReason,
+    Message,
+    Pause,
+    Request,
+    Resume,
+    SamplingParams,
+    StepDelivery,
+    Submit,
+)
 from gpu.device import (
     DTYPES,
     MIN_PROBE_BYTES,
@@ -186,14 +197,21 @@ class Streams:
         self.run()
         return self.ttft_s(name)
 
-    def decode_s(self, num_rows: int, context: int, num_steps: int) -> tuple[float, float]:
+    def decode_s(
+        self, num_rows: int, context: int, num_steps: int, adapters: Sequence[Adapter | None] = (None,)
+    ) -> tuple[float, float]:
         """Compute the prompts, then time so many steps of all rows: the median step, and the mean context of a row.
+
+        Args:
+            adapters: that the rows have in turn.
 
         Raises:
             RuntimeError: a step did not give each row its token, or there was less room than was planned.
         """
         num_preempted = self.scheduler.stats().num_preemptions
-        names = [self.submit(self.prompt(context), WARM_STEPS + num_steps + SPARE_TOKENS) for _ in range(num_rows)]
+        num_tokens = WARM_STEPS + num_steps + SPARE_TOKENS
+        turns = itertools.islice(itertools.cycle(adapters), num_rows)
+        names = [self.submit(self.prompt(context), num_tokens, adapter=one) for one in turns]
         paused: set[str] = set()  # a sequence with a token is paused until the last one has its own
         while len(paused) < num_rows:
             self.step()

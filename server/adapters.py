@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakSet
 
-from msgspec import structs
-
 from core.errors import BadAdapter, ErrorKind, InvalidRequest, ServiceError
 from core.types import Adapter
-from server.api.models import LoadAdapterBody, ServedModel
+from server.api.models import LoadAdapterBody, adapter_card
 from server.clock import Clock
 from server.generation import Generations, State
 from server.prompts import PromptReader
@@ -24,16 +22,6 @@ logger = logging.getLogger(__name__)
 
 ReadAdapter = Callable[[Path], Adapter]
 WAITING = (State.RESERVING, State.QUEUED)
-
-
-def adapter_card(base: ServedModel, name: str, root: str, adapter: Adapter, created_s: float) -> ServedModel:
-    """
-    Args:
-        root: what clients see of where it came from: never a path of this machine.
-    """
-    return structs.replace(
-        base, id=name, created_s=int(created_s), description=None, parent=base.name, root=root, adapter=adapter
-    )
 
 
 @dataclass(slots=True)
@@ -90,7 +78,7 @@ class Adapters:
             self._coming.discard(name)
         self.in_memory.add(adapter)
         base = self._reader.cards[0]
-        card = adapter_card(base, name, root, adapter, self.clock.unix())
+        card = adapter_card(base, name, root, adapter, int(self.clock.unix()))
         self._reader.cards = (*(one for one in self._reader.cards if one.id != name), card)
         logger.info("the adapter %r is loaded from %s: %d bytes, %s", name, path, adapter.size_bytes, adapter.digest)
 

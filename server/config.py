@@ -256,7 +256,7 @@ class ServerConfig:
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
-    tool_format: str = _MODEL(
+    tool_format: str = _RARE_MODEL(
         ANY_FORMAT,
         _Kind(choice_of(ANY_FORMAT, *FORMATS, HARMONY), "NAME"),
         f"how the model writes calls of tools: {ANY_FORMAT} finds it in the chat template; {', '.join(FORMATS)} or"
@@ -487,7 +487,7 @@ class ServerConfig:
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
     )
     metrics_without_key: bool = _RARE_ACCESS.switch(
-        "show /metrics to everybody who reaches the port, for scrapers without a key"
+        "show /metrics, with tenants' names and usage, to everybody who reaches the port, for scrapers without a key"
     )
     insecure: bool = _ACCESS.switch(
         "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates"

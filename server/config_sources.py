@@ -11,19 +11,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from core.errors import ExitCode, StartupError
 from server.config import ENVIRONMENT_PREFIX, OLD_OPTIONS, OPTIONS, REPLACED, Option, ServerConfig
 from server.gate.tenants import parse_tenants
 from server.ledger.usage import parse_prices
 from server.observing.slo import parse_slo
 from server.upstream.settings import ModelSettings, parse_models
-from server.values import BadValueError, MissingPathError, did_you_mean
+from server.values import BadValueError, MissingPathError, NamedPath, did_you_mean
 
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
 TENANTS, PRICES, SLO, MODELS = "tenants", "prices", "slo", "models"  # the file's tables
 _BY_KEY = {option.toml_key: option for option in (*OPTIONS, *OLD_OPTIONS) if option.in_file}
-_OF_THE_LIST = ("model", "served_model_name", "alias", "models_dir", "models_memory", "keep_alive")
+_OF_THE_LIST = ("model", "served_model_name", "alias", "models_dir", "models_memory", "keep_alive", "lora", "lora_dir")
 _OF_MODELS = [  # settings that an entry of [[models]] may have for its process
     one.toml_key for one in OPTIONS if one.section in ("model", "engine") and one.toml_key not in _OF_THE_LIST
 ]
@@ -71,7 +73,7 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
     Raises:
         StartupError: a model is missing, or one of its settings cannot be used.
     """
-    models = list(config.models)
+    models = [one for one in config.models if one.adapter_of is None]
     if config.models_dir is not None:
         from server.model_files import models_in  # imports numpy and tokenizers, which few commands need
 
@@ -81,8 +83,44 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
             cause = f"{config.models_dir} has no model: no GGUF file, and no directory with config.json and weights"
             raise StartupError(cause, "name a directory of models, or fetch one into it", ExitCode.MODEL)
         models += [ModelSettings(name=name, path=at) for name, at in found.items()]
+    adapters = [one for one in config.models if one.adapter_of is not None]  # of none that the list names
+    for i, model in enumerate(models):
+        of_model = {one.name: one.path for one in adapters if one.adapter_of == model.name}
+        models[i] = structs.replace(model, adapters=model.adapters | of_model)
+    adapters = [one for one in adapters if not any(one.name in model.adapters for model in models)]
+    config = replace(config, models=tuple(models))
+    config = replace(config, loras=(*config.loras, *_own_adapters(config, adapters, path)))
+    if config.takes_adapters and not config.has_engine:
+        cause = "--lora and --lora-dir are for the model of this process, and there is none"
+        raise StartupError(cause, "--model, or adapter_of with the name of one of [[models]]", ExitCode.CONFIGURATION)
     own = tuple(_own_model(config, model, path) for model in models if model.path is not None)
     return replace(config, models=tuple(models), own_models=own)
+
+
+def _own_adapters(config: ServerConfig, adapters: Sequence[ModelSettings], path: Path | None) -> list[NamedPath]:
+    """
+    Raises:
+        StartupError: one is of another model, or its directory is missing.
+    """
+    if not adapters:
+        return []
+    from server.engine_loader import served_name  # imports what few commands need
+
+    own = (served_name(config), *config.aliases) if config.has_engine else ()
+    for one in adapters:
+        if one.adapter_of not in own:
+            known = ", ".join((*own, *(model.name for model in config.models)))
+            cause = f"the adapter {one.name!r} in {path} is of {one.adapter_of!r}, which is none of the models: {known}"
+            raise StartupError(cause, "adapter_of = the name of one of them", ExitCode.CONFIGURATION)
+    return [_adapter(one.name, one.path, path) for one in adapters]
+
+
+def _adapter(name: str, directory: str | None, path: Path | None) -> NamedPath:
+    if directory is None:
+        cause = f"the adapter {name!r} in {path} has no path"
+        raise StartupError(cause, "path = the directory that PEFT has written", ExitCode.CONFIGURATION)
+    found: NamedPath = _parse_one(_BY_FIELD["loras"], f"{name}={directory}", f"the adapter {name!r} in {path}")
+    return found
 
 
 def _own_model(config: ServerConfig, model: ModelSettings, path: Path | None) -> ServerConfig:
@@ -97,6 +135,7 @@ def _own_model(config: ServerConfig, model: ModelSettings, path: Path | None) ->
         )
         raise StartupError(cause, known, ExitCode.CONFIGURATION)
     settings = {name: one.value for name, one in _from_file(model.settings, path or Path()).items()}
+    settings["loras"] = tuple(_adapter(name, str(at), path) for name, at in model.adapters.items())
     process = config.process_of(model, source, settings)
     process.to_engine_config()  # refuses contradictions
     return process

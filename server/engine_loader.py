@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, thought_style_of, tool_style_of
-from server.local_models import Plan
+from server.local_models import DEVICES, Plan
 from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import (
     ModelFiles,
@@ -180,11 +180,11 @@ def _progress_stream() -> TextIO:
     return cast(TextIO, LoggedLines(logging.getLogger(__name__)))
 
 
-def local_plan(config: ServerConfig, bound_bytes: int | None) -> Plan:
+def local_plan(config: ServerConfig, bounds: Mapping[str, int]) -> Plan:
     """What a model's own process needs, with KV for several models to stay beside one another.
 
     Args:
-        bound_bytes: for all models together; None: what is free.
+        bounds: bytes for all models together, by device; of others, what is free.
 
     Raises:
         StartupError: the model is missing or not supported, or it does not fit.
@@ -200,7 +200,7 @@ def local_plan(config: ServerConfig, bound_bytes: int | None) -> Plan:
     device, checkpoint = choose_device(engine), open_checkpoint(path, model.packing)
     model = check_checkpoint(checkpoint, model)
     free_bytes = free_memory_bytes(device.device)
-    plan = plan_checkpoint(model, engine, device, checkpoint, bound_bytes or free_bytes)
+    plan = plan_checkpoint(model, engine, device, checkpoint, bounds.get(device.device.type, free_bytes))
     kv_bytes = plan.kv_bytes
     if engine.kv_memory_bytes is None:
         kv_bytes = min(kv_bytes, max(plan.least_kv_bytes, round(plan.kv_room_bytes * LOCAL_KV_SHARE)))
@@ -327,7 +327,8 @@ def _upstream_facts(config: ServerConfig) -> tuple[Fact, ...]:
 
 def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
     try:
-        plan = local_plan(process, config.models_memory_bytes)
+        bound = config.models_memory_bytes
+        plan = local_plan(process, {} if bound is None else dict.fromkeys(DEVICES, bound))
     except StartupError as error:
         return f"{error.cause} Fix: {error.fix}"
     kv = f"{format_size(plan.kv_bytes)} of it KV, contexts of {plan.max_model_len:,} tokens"

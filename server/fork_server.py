@@ -115,7 +115,7 @@ def _leave(code: int) -> NoReturn:
 
 def _plan(order: Order, line: socket.socket) -> int:
     try:
-        line.send(pickle.dumps(News(order.serial, local_plan(order.config, order.bound_bytes))))
+        line.send(pickle.dumps(News(order.serial, local_plan(order.config, order.bounds or {}))))
     except Exception as error:
         line.send(pickle.dumps(News(order.serial, _refusal(as_startup_error(error)))))
     return 0

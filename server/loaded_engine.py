@@ -22,9 +22,8 @@ from core.tool_formats import ANY_FORMAT
 from core.turns import TurnMemory
 from core.types import Adapter, EngineStats, StepDelivery
 from server import __version__
-from server.adapters import adapter_card
 from server.api.fields import GenerationDefaults, RequestLimits
-from server.api.models import ServedModel, ServerCard
+from server.api.models import ServedModel, ServerCard, adapter_card
 from server.api.replies import Surface
 from server.backend import CountTokens
 from server.clock import Clock
@@ -88,7 +87,7 @@ def prompt_reader(
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
-    adapters = [adapter_card(card, *one, clock.unix()) for one in loaded.adapters]
+    adapters = [adapter_card(card, *one) for one in loaded.adapters]
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
         cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases), *adapters),

@@ -48,6 +48,7 @@ END_S = 20.0  # for a process to write its KV files and to end
 LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
 TOLD_S = 5.0  # for the end of a process that takes no connections to be told
 NOTICE_BYTES = 64 * 1024
+DEVICES = ("cpu", "cuda")
 TIMER_S = 0.002  # by which timers may come early
 SEE_LOG, WAITING = "see the log", "waiting for memory"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
@@ -93,13 +94,13 @@ class Order(NamedTuple):
     """To the fork server: plan or serve a model.
 
     Args:
-        bound_bytes: for planning: of all models together; None: what is free.
+        bounds: for planning: bytes for all models together, by device; of others, what is free.
         notify: path of the socket for sd_notify; None: plan.
     """
 
     serial: int
     config: ServerConfig
-    bound_bytes: int | None = None
+    bounds: Mapping[str, int] | None = None
     notify: str | None = None
 
 
@@ -180,6 +181,10 @@ class LocalModel:
         return self.state is ModelState.AWAKE
 
     @property
+    def last_load_s(self) -> float:
+        return self.load_s or 0.0
+
+    @property
     def expires_s(self) -> float | None:
         """When it sleeps if no request comes, on the loop's clock; None: never."""
         due_s = max(self.used_s, self.turn_s) + self.keep_alive_s
@@ -225,7 +230,8 @@ class LocalPool(Pool):
 
     def keep(self, keep_alive_s: float) -> None:
         """As a request asks, until another does."""
-        self._model.keep_alive_s = keep_alive_s
+        if not self._model.stays:
+            self._model.keep_alive_s = keep_alive_s
 
     # Loading of server/gate/admission.py.
 
@@ -283,8 +289,8 @@ class LocalModels:
     def __init__(self, config: ServerConfig, processes: "Processes", loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._processes = processes
-        self._bound_bytes = config.models_memory_bytes
-        self._bounds: dict[str, int] = {}  # by device
+        bound = config.models_memory_bytes
+        self._bounds = {} if bound is None else dict.fromkeys(DEVICES, bound)  # bytes; else free at the first plan
         self._serials = 0
         self._by_serial: dict[int, LocalModel] = {}  # plans and processes in progress
         self._wanted: dict[LocalModel, None] = {}  # to be loaded, in this order
@@ -429,7 +435,7 @@ class LocalModels:
                 self._wake(model, None)
             elif model.plan is None:
                 if model.serial not in self._by_serial:
-                    self._processes.plan(self._next_serial(model), model.config, self._bound_bytes)
+                    self._processes.plan(self._next_serial(model), model.config, self._bounds)
                 return
             elif model.state is not ModelState.ASLEEP or not self._has_room(model, model.plan):
                 return
@@ -439,7 +445,7 @@ class LocalModels:
 
     def _has_room(self, model: LocalModel, plan: Plan) -> bool:
         """Whether it may be loaded now. If not, others are made to give way."""
-        bound = self._bounds.setdefault(plan.device, self._bound_bytes or plan.free_bytes)
+        bound = self._bounds[plan.device]
         beside = [one for one in self.models.values() if one.state is not ModelState.ASLEEP and one is not model]
         beside = [one for one in beside if one.plan is not None and one.plan.device == plan.device]
         missing = plan.needed_bytes + sum(one.needed_bytes for one in beside) - bound
@@ -514,6 +520,7 @@ class LocalModels:
         del self._by_serial[news.serial]
         if isinstance(news.told, Plan):
             model.plan = news.told
+            self._bounds.setdefault(news.told.device, news.told.free_bytes)
             model.pool.on_planned(news.told.max_model_len)
         elif model.state is ModelState.ASLEEP:  # it was planned
             self._fail(model, news.told or Refusal(f"planning it has ended: {_shown(news.status or 0)}", SEE_LOG))
@@ -634,8 +641,8 @@ class Processes:
         self.home.mkdir(mode=0o700)
         self._start_server()
 
-    def plan(self, serial: int, config: ServerConfig, bound_bytes: int | None) -> None:
-        self._send(Order(serial, config, bound_bytes))
+    def plan(self, serial: int, config: ServerConfig, bounds: Mapping[str, int]) -> None:
+        self._send(Order(serial, config, bounds))
 
     def serve(self, serial: int, config: ServerConfig) -> None:
         path = self.home / f"{serial}.notify"

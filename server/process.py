@@ -123,6 +123,7 @@ class Server:
         self._app.listener = self.listener
         self._app.drain = self._drain
         self._app.local_models = self._local
+        self._metrics.local_models = {} if self._local is None else self._local.models
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop

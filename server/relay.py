@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -27,7 +28,7 @@ from core.types import LOWEST_CLASS, TOP_CLASS, Cost, Delta, FinishReason, Sampl
 from server.api import chat, completions, messages, ollama, responses
 from server.api.decoding import convert, parse_object
 from server.api.fields import GenerationCall, MaxTokens, RequestLimits
-from server.api.models import ServedModel
+from server.api.models import ServedModel, adapter_card
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
 from server.backend import CountTokens
 from server.clock import Clock
@@ -269,6 +270,7 @@ class Relay:
         self.cards: tuple[ServedModel, ...] = (
             card,
             *(msgspec.structs.replace(card, id=name, alias_of=card.id) for name in settings.aliases),
+            *(adapter_card(card, name, Path(at).name if at else name) for name, at in settings.adapters.items()),
         )
 
     def note_length(self, max_model_len: int) -> None:
@@ -327,6 +329,8 @@ class Relay:
         _address_to(self.pool.settings, fields, salt, asked.cache_salt)
         marks.enter(Stage.OFFLOAD)
         domain = f"{tenant.cache_salt_domain} {asked.cache_salt}"
+        if asked.model in self.pool.settings.adapters:
+            domain += f" {asked.model}"
         prompt = None if self._count is None else self._counted(self._count, surface, body, domain, marks)
         if prompt is None:
             num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
@@ -418,7 +422,7 @@ def _address_to(
     settings: ModelSettings, fields: dict[str, Any], tenant_salt: str | None, asked_salt: str | None
 ) -> None:
     """What an upstream of these settings gets in place of what the client has sent."""
-    fields["model"] = settings.name_there
+    fields["model"] = settings.name_there(fields.get("model"))
     salt = tenant_salt if settings.trusted and tenant_salt is not None else asked_salt
     fields.pop("cache_salt", None)
     if salt is not None:

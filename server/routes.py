@@ -278,7 +278,7 @@ async def show_loads(exchange: Exchange) -> None:
 
 
 async def show_sleep(exchange: Exchange) -> None:
-    """As vLLM answers: a model here never sleeps."""
+    """As vLLM answers: the engine of this process never sleeps."""
     exchange.send(b'{"is_sleeping":false}')
 
 

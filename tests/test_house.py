@@ -15,21 +15,21 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_275, 28),
-    "server/api": (4855, 16),
+    "server": (10_315, 28),
+    "server/api": (4870, 16),
     "server/commands": (1955, 11),
     "server/gate": (2530, 8),
     "server/ledger": (1580, 6),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
-    "server/upstream": (1660, 6),
+    "server/upstream": (1710, 6),
     "server/wire": (4805, 14),
-    "core": (13_885, 36),
-    "gpu": (9135, 30),
+    "core": (13_895, 36),
+    "gpu": (9170, 30),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
-    "bench": (8805, 33),
+    "bench": (9010, 34),
 }
 TEST_LINES = 60_000
 

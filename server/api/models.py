@@ -38,6 +38,20 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         return self.alias_of or self.id
 
 
+def adapter_card(
+    base: ServedModel, name: str, root: str, adapter: Adapter | None = None, created_s: int | None = None
+) -> ServedModel:
+    """
+    Args:
+        root: what clients see of where it came from: never a path of this machine.
+        created_s: None: when its model was.
+    """
+    created_s = base.created_s if created_s is None else created_s
+    return msgspec.structs.replace(
+        base, id=name, created_s=created_s, description=None, parent=base.name, root=root, adapter=adapter
+    )
+
+
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
     """As vLLM takes it. load_inplace: replace the adapter of that name."""
 

@@ -139,6 +139,7 @@ class Metrics:
     Attributes:
         num_active: returns the number of generations in progress.
         upstreams, pools: return those of server/upstream/pool.py, by the label that shows them.
+        local_models: of server/local_models.py, by name.
         scrape_s: what the last page took.
     """
 
@@ -169,6 +170,7 @@ class Metrics:
         self.standing: Callable[[], Standing] = Standing
         self.upstreams: Callable[[], Mapping[str, Any]] = dict
         self.pools: Callable[[], Mapping[str, Any]] = dict
+        self.local_models: Mapping[str, Any] = {}
         self.adapters: Callable[[], Mapping[tuple[str, ...], float]] = dict
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -276,6 +278,7 @@ class Metrics:
             "upstreams": upstreams,
             "version_requests": version_requests,
             "pools": self.pools(),
+            "local_models": self.local_models,
             "adapters": self.adapters(),
             "devices": self._devices.states(),
             "slo": slo,
@@ -345,6 +348,10 @@ steploop_upstream_prompt_tokens_waiting gauge upstreams.num_waiting_tokens[upstr
     there, those that it had to compute; estimated.
 steploop_upstream_requests_waiting gauge pools.num_waiting[model] | Requests that wait here for an upstream.
 steploop_upstream_retries_total counter pools.num_retries[model] | Requests that were sent a second time.
+steploop_model_loaded gauge local_models.is_awake[model] | 1: this model, which is started on demand, is loaded.
+steploop_model_loads_total counter local_models.num_loads[model] | Times that its process was started.
+steploop_model_failures_total counter local_models.num_failures[model] | Times that it could not be loaded, or died.
+steploop_model_load_seconds gauge local_models.last_load_s[model] | How long the last load took; 0: none has ended.
 steploop_connections gauge num_connections | Open connections, handshakes included.
 steploop_connections_accepted_total counter num_accepted | Connections accepted.
 steploop_connections_refused_total counter connections_refused[reason] | Connections turned away.

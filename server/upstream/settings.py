@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -47,6 +47,9 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         name: that clients ask for.
         path: of a model on this machine, which a process of its own computes while it is asked for.
         upstreams: servers that answer for it, instead.
+        adapter_of: the model, of this list or of the process itself, that the LoRA adapter in `path` adapts; without a
+            path its upstreams have the adapter, under this name.
+        adapters: that are of this model: by name, with their paths. parse_models finds them, no file has the field.
         aliases: other names for it.
         keep_alive: how long its process stays after a request: "10m"; 0: it ends at once; -1: it always stays.
         settings: of its process, as the file's own: of the model and of the engine.
@@ -65,6 +68,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     name: _Name
     path: _Name | None = None
+    adapter_of: _Name | None = None
+    adapters: dict[str, str | None] = {}
     keep_alive: str | float | None = None
     settings: dict[str, Any] = {}
     upstreams: Annotated[tuple[UpstreamSettings, ...], msgspec.Meta(max_length=256)] = ()
@@ -83,6 +88,10 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     trusted: bool = False
 
     def __post_init__(self) -> None:
+        if self.adapter_of is not None:
+            if other := self._beside(("name", "path", "adapter_of")):
+                raise ValueError(f"{other} is not for adapters, which have a name, a path and adapter_of")
+            return
         if self.path is not None:
             self._check_local()
             return
@@ -106,19 +115,25 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def _check_local(self) -> None:
         if self.upstreams:
             raise ValueError("path and upstreams exclude each other: it is computed here, or elsewhere")
-        plain = {one.name: one.default for one in msgspec.structs.fields(self)}
-        if elsewhere := [name for name in ELSEWHERE if getattr(self, name) != plain[name]]:
-            raise ValueError(f"{elsewhere[0]} is for upstreams, and a model with a path has none")
+        here = [one.name for one in msgspec.structs.fields(self) if one.name not in ELSEWHERE]
+        if elsewhere := self._beside(here):
+            raise ValueError(f"{elsewhere} is for upstreams, and a model with a path has none")
         if self.keep_alive is not None:
             keep_alive_of(self.keep_alive)
 
-    @property
-    def name_there(self) -> str:
-        return self.upstream_model or self.name
+    def _beside(self, allowed: Container[str]) -> str | None:
+        """A field that is set, and is none of these."""
+        others = (one for one in msgspec.structs.fields(self) if one.name not in allowed and not one.required)
+        is_set = (one.name for one in others if getattr(self, one.name) not in (one.default, {}))
+        return next(is_set, None)
+
+    def name_there(self, asked: str | None) -> str:
+        """What its upstreams call it, or the adapter that is asked for."""
+        return asked if asked in self.adapters else self.upstream_model or self.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
+        return (self.name, *self.aliases, *self.adapters)
 
     def api_key(self) -> str | None:
         """Read anew with each start.
@@ -175,7 +190,7 @@ def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:
     """[[models]] of the TOML file at `path`. Raises StartupError, which names the model and the field."""
     if not isinstance(tables, list):
         raise StartupError(f"models in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
-    models = tuple(_parse_model(table, i, path) for i, table in enumerate(tables, 1))
+    models = _with_adapters([_parse_model(table, i, path) for i, table in enumerate(tables, 1)], path)
     refuse_same_names([name for model in models for name in model.names], str(path))
     for model in models:
         for name in model.fallbacks:
@@ -183,6 +198,28 @@ def parse_models(tables: Any, path: Path) -> tuple[ModelSettings, ...]:
                 cause = f"the model {model.name!r} in {path} has the fallback {name!r}, which is no other of [[models]]"
                 raise StartupError(cause, "name another model of the list", ExitCode.CONFIGURATION)
     return models
+
+
+def _with_adapters(models: Sequence[ModelSettings], path: Path) -> tuple[ModelSettings, ...]:
+    """Each model with its adapters; those of a model that is not in the list stay, for the process's own."""
+    own: dict[str, dict[str, str | None]] = {one.name: {} for one in models if one.adapter_of is None}
+    others = list[ModelSettings]()
+    refuse_same_names([one.name for one in models], str(path))
+    for model in models:
+        if model.adapter_of is None:
+            continue
+        base = next((one for one in models if one.name == model.adapter_of and one.adapter_of is None), None)
+        if base is None:
+            others.append(model)
+        elif (base.path is None) != (model.path is None):
+            cause = f"the adapter {model.name!r} in {path} "
+            cause += "has no path" if model.path is None else "has a path, and upstreams answer for its model"
+            fix = "name the adapter's directory where its model has a path, and only there"
+            raise StartupError(cause, fix, ExitCode.CONFIGURATION)
+        else:
+            own[base.name][model.name] = model.path
+    bases = [msgspec.structs.replace(one, adapters=own[one.name]) for one in models if one.adapter_of is None]
+    return (*bases, *others)
 
 
 def refuse_same_names(names: Sequence[str], place: str) -> None:
@@ -195,6 +232,8 @@ def refuse_same_names(names: Sequence[str], place: str) -> None:
 
 def _parse_model(table: Any, number: int, path: Path) -> ModelSettings:
     try:
+        if isinstance(table, Mapping) and "adapters" in table:
+            raise msgspec.ValidationError("adapters is no field: give each an entry of its own, with adapter_of")
         return msgspec.convert(table, ModelSettings)
     except msgspec.ValidationError as error:
         name = table.get("name") if isinstance(table, Mapping) else None

@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ class SimulatedProcesses:
         assert isinstance(listener, LocalModels)
         self.models = listener
 
-    def plan(self, serial: int, config: ServerConfig, bound_bytes: int | None) -> None:
+    def plan(self, serial: int, config: ServerConfig, bounds: Mapping[str, int]) -> None:
+        assert bounds["cpu"] == self.bound * MIB
         size = self.sizes[str(config.served_model_name)]
         fits = size <= self.bound
         told = Plan("cpu", size * MIB, MIB, 256, self.bound * MIB) if fits else Refusal("too large", "a smaller one")
