@@ -40,6 +40,7 @@ LEAST_GAIN = 1.05  # tokens per second with a draft's token against without it, 
 LEAST_COST = 0.02  # of the step, that a draft's token costs at least, whatever the model has learned
 ALLOWED_LOSS = 0.01  # of the time
 MOST_LOSS = 2.0  # steps' time that drafts may lose at once
+MOST_COST = 2.0  # steps' time that a step's drafts are taken to have cost, whatever else has held it up
 LEAST_TRIED = 0.5  # share of a draft that is tried where the model, which may be wrong, finds it too dear
 UNKNOWN_COST = 0.05  # before the model is ready
 
@@ -234,7 +235,8 @@ class DraftBudget:
 
     def __init__(self) -> None:
         self._steps = MOST_LOSS  # time left, as a number of steps
-        self._num_decodes = 1
+        self._price: StepPrice | None = None
+        self._num_drafts = 0
 
     @property
     def is_empty(self) -> bool:
@@ -244,14 +246,23 @@ class DraftBudget:
     def is_full(self) -> bool:
         return self._steps >= MOST_LOSS
 
-    def spend(self, cost_steps: float, num_decodes: int) -> None:
-        """A step of so many decodes computes drafts, which cost so much of the time that it takes without."""
-        self._steps -= cost_steps
-        self._num_decodes = num_decodes
+    def plan(self, price: "StepPrice", num_drafts: int) -> None:
+        """The next step computes so many tokens of drafts."""
+        self._price, self._num_drafts = price if num_drafts else None, num_drafts
 
-    def earn(self, num_right: int) -> None:
-        """A step has come back with so many right drafts."""
-        self._steps = min(MOST_LOSS, self._steps + ALLOWED_LOSS + num_right / self._num_decodes)
+    def settle(self, num_right: int, step_s: float | None) -> None:
+        """The step has come back, and so many drafts were right.
+
+        Args:
+            step_s: None: it has computed prompts, too.
+        """
+        gained, price = ALLOWED_LOSS, self._price
+        if price is not None:
+            cost = self._num_drafts * UNKNOWN_COST
+            if price.is_measured and step_s is not None:
+                cost = min(step_s / price.step_s - 1, MOST_COST)
+            gained += num_right / price.num_decodes - cost
+        self._steps, self._price = min(MOST_LOSS, self._steps + gained), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +276,7 @@ class StepPrice:
         beyond_s: ... and of each further one.
         num_few: how many of the former there are.
         most_s: of the step.
+        is_measured: these are seconds.
     """
 
     num_decodes: int
@@ -273,16 +285,12 @@ class StepPrice:
     beyond_s: float
     num_few: int
     most_s: float
+    is_measured: bool = False
 
     @property
     def allows_any(self) -> bool:
         """Whether a token that is certainly right would pay."""
         return self.step_s > LEAST_GAIN * self.num_decodes * (self.within_s if self.num_few else self.beyond_s)
-
-    def cost_steps(self, num_drafts: int) -> float:
-        """What so many tokens of drafts cost, as a share of the step without."""
-        num_within = min(num_drafts, self.num_few)
-        return (num_within * self.within_s + (num_drafts - num_within) * self.beyond_s) / self.step_s
 
     def lengths(self, shares: list[float], most_each: list[int], most: int, tries: bool = False) -> list[int]:
         """How many tokens of each draft to compute, so that the step brings the most tokens per second.
@@ -333,4 +341,4 @@ def price_of(
         beyond_s = model.own_s(mean_kv, mean_kv + 1, 0)
     within_s, beyond_s = max(within_s, LEAST_COST * step_s), max(beyond_s, LEAST_COST * step_s)
     most_s = step_s * target if target is not None and num_decodes > 1 else float("inf")
-    return StepPrice(num_decodes, step_s, within_s, beyond_s, num_few, most_s)
+    return StepPrice(num_decodes, step_s, within_s, beyond_s, num_few, most_s, model.is_ready)

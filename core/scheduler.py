@@ -462,7 +462,7 @@ class Scheduler:
         for (sequence, draft), length in zip(drafts.items(), lengths, strict=True):
             if kept := self._held(sequence, draft.token_ids[:length]):
                 found[sequence] = kept
-        budget.spend(price.cost_steps(sum(map(len, found.values()))), len(decodes))
+        budget.plan(price, sum(map(len, found.values())))
         return found
 
     def _held(self, sequence: Sequence, draft: list[int]) -> list[int]:
@@ -666,7 +666,7 @@ class Scheduler:
         self._account(flight, step_s - output.host_copy_s)
         self._take_prompt_logprobs(flight, output, lost)
         self._advance_prompts(flight, lost, now)
-        refused = self._verify(flight, output, lost)
+        refused = self._verify(flight, output, lost, step_s - output.host_copy_s)
         self._take_tokens(output, sequences, lost, refused)
         for row in plan.num_drafts:
             if sequences[row].state is SequenceState.RUNNING and not sequences[row].is_lost:
@@ -778,7 +778,7 @@ class Scheduler:
         elif group.request.tells_progress:
             marks.append(Prefilling(request_id, end))
 
-    def _verify(self, flight: Flight, output: StepOutput, lost: set[int]) -> set[int]:
+    def _verify(self, flight: Flight, output: StepOutput, lost: set[int], step_s: float) -> set[int]:
         """Which of the sampled tokens follow a wrong draft; what was computed of these does not count as computed."""
         plan = flight.plan
         rows, token_ids = (output.rows.tolist(), output.token_ids.tolist()) if plan.num_drafts else ([], [])
@@ -802,7 +802,7 @@ class Scheduler:
             if last.drafter == "prediction":
                 sequence.num_predicted_tokens += num_right
                 sequence.num_mispredicted_tokens += num_drafts - num_right
-        self._draft_budget.earn(num_all_right)
+        self._draft_budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s)
         return refused
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int], refused: set[int]) -> None:

@@ -163,6 +163,11 @@ class Connection(asyncio.Protocol):
         return self._transport is None and self._http is not None
 
     @property
+    def is_closing(self) -> bool:
+        """It takes no more requests, and is to be closed once it has none."""
+        return self._http is not None and self._http.is_closing
+
+    @property
     def is_multiplexed(self) -> bool:
         return isinstance(self._http, Http2)
 

@@ -46,12 +46,13 @@ from server.wire.http2_frames import (
 )
 from server.wire.http2_heads import Fields, RequestDecoder, ResponseEncoder
 from server.wire.http2_streams import ReceiveWindow
-from server.wire.limits import FrameLimits, TokenBucket
+from server.wire.limits import FrameLimits, Rate, TokenBucket
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 
 STREAM_WINDOW_BYTES = 32 * 1024  # of an answer that is not read
 CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024  # only what its frames take to arrive: it is given back at once
 LIST_BYTES = 64 * 1024  # of a response's head
+OUR_RESETS = Rate(100, 10)  # then a connection takes no more requests: servers end it at some 200 (CVE-2023-44487)
 NO_STREAM_LIMIT = 2**31 - 1  # RFC 9113 §6.5.2: until the peer's SETTINGS
 
 
@@ -118,6 +119,7 @@ class Http2:
         self._max_frame_bytes = LEAST_FRAME_BYTES
         self._limits = limits = FrameLimits()
         rates = {RST_STREAM: limits.resets, PING: limits.pings, SETTINGS: limits.settings}
+        self._resets = TokenBucket(OUR_RESETS)
         self._budgets = {kind: TokenBucket(rate) for kind, rate in rates.items()}
         self.flush()
 
@@ -174,6 +176,7 @@ class Http2:
 
     def _reset(self, stream: _Stream, code: Http2ErrorCode) -> None:
         if self._streams.pop(stream.id, None) is not None:
+            self.is_closing |= not self._resets.take(self._now())
             self._out.append(frame(RST_STREAM, code.to_bytes(4, "big"), 0, stream.id))
 
     def fail(self, fault: UpstreamFault) -> None:

@@ -172,7 +172,8 @@ class Upstream:
 
     def close_idle(self, now_s: float) -> None:
         for one in self.connections:
-            if not one.num_open and not one.is_multiplexed and now_s - one.idle_since_s > IDLE_S:
+            is_idle = now_s - one.idle_since_s > IDLE_S and not one.is_multiplexed
+            if not one.num_open and (is_idle or one.is_closing):
                 one.close()
 
     def close(self) -> None:
@@ -396,7 +397,7 @@ class Pool:
                 connection = await upstream.connection()
                 head, body = await connection.ask(self.request(upstream, b"GET", b"/v1/loads"), PROBE_BYTES)
             (load,) = msgspec.json.decode(body, type=_Loads).loads
-        except (TimeoutError, UpstreamFault, msgspec.DecodeError, ValueError) as error:
+        except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
             logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
         else:
             if head.status == 200 and load.max_running_requests > 0:

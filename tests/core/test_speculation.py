@@ -102,10 +102,14 @@ def test_a_drafts_token_is_tried_where_the_model_may_be_wrong() -> None:
     assert dear.lengths([0.9], [MOST_DRAFT], 32, tries=True) == [1]
     assert dear.lengths([0.3], [MOST_DRAFT], 32, tries=True) == [0]
     budget = DraftBudget()
-    budget.spend(dear.cost_steps(2), 1)
+    budget.plan(replace(dear, is_measured=True), 2)
+    budget.settle(0, 1.5)
+    assert not budget.is_full
+    budget.plan(replace(dear, is_measured=True), 2)
+    budget.settle(0, 9.0)
     assert budget.is_empty
-    for _ in range(int(MOST_LOSS / ALLOWED_LOSS)):
-        budget.earn(0)
+    for _ in range(int(MOST_LOSS / ALLOWED_LOSS) + 60):
+        budget.settle(0, 1.0)
     assert budget.is_full
 
 

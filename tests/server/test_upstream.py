@@ -16,11 +16,12 @@ from server.config_sources import load_config
 from server.upstream import pool
 from server.upstream.connection import Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
-from server.upstream.http2 import Http2, NotHttp2
+from server.upstream.http2 import OUR_RESETS, Http2, NotHttp2
 from server.upstream.pool import Pool
 from server.upstream.settings import keep_alive_of
 from server.wire.http2_frames import END_STREAM, FRAME_HEADER, RST_STREAM, WINDOW_UPDATE
 from server.wire.http2_heads import ResponseEncoder
+from server.wire.limits import FrameLimits
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 from tests.server import raw_http2
 from tests.server.given_settings import toml_flag
@@ -350,6 +351,15 @@ def test_a_streams_window_opens_as_it_is_read_and_not_before() -> None:
     assert all(kind != WINDOW_UPDATE for kind, *_ in client.written())
     exchange.resume()
     assert [(kind, stream) for kind, _, stream, _ in client.written()] == [(WINDOW_UPDATE, 1)]
+
+
+def test_a_connection_takes_no_more_requests_before_its_resets_are_too_many_for_the_server() -> None:
+    client = Client(0)
+    client.receive(SETTINGS)
+    while client.http.room:
+        client.send().cancel()
+    resets = [kind for kind, *_ in client.written() if kind == RST_STREAM]
+    assert len(resets) == OUR_RESETS.burst + 1 < FrameLimits().resets.burst
 
 
 def test_a_cancel_is_a_reset_and_later_frames_are_ignored() -> None:
