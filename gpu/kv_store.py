@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
 from core.kv_cache import BlockCopies, BlockLabel
 from core.types import NO_STORE, StoreState
+from gpu.cache_files import cache_home, read_kept, write_kept
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes, to_device
 from gpu.kv_cache import KVCache, bytes_per_block
@@ -470,15 +472,44 @@ def _note_unused(unused: defaultdict[str, list[str]], file: Path, error: OSError
     unused[reason].append(file.name)
 
 
+SETTLED_S = 2.0  # since a file's last change
+MAX_DIGESTS = 255  # of files, beside the newest
+
+
 def model_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype_name: str, quantize: str | None) -> str:
     """A digest of all that keys and values depend on: weight files, number formats, the layout of blocks."""
     found = hashlib.sha256(f"{config!r} {dtype_name} {quantize} {BLOCK_SIZE}\0".encode())
     headers = checkpoint.tensors.values()
     files = {header.file for header in headers} | {part.file for header in headers for part in header.parts.values()}
     for file in sorted(files):
-        with open(file, "rb") as reader:
-            found.update(hashlib.file_digest(reader, "sha256").digest())
+        found.update(bytes.fromhex(_digest_of(Path(file), cache_home() / "steploop" / "digests.json")))
     return found.hexdigest()
+
+
+def _digest_of(file: Path, kept_in: Path) -> str:
+    """The SHA-256 of its content, kept for the next start: it takes a second a gigabyte.
+
+    It is told by the file's times, too: a write changes the ctime, which no user can set. One that changed only just
+    might change again within the clock's resolution, and is not kept.
+    """
+    now = file.stat()
+    stamp = f"{now.st_dev} {now.st_ino} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns}"
+    kept = read_kept(kept_in, _as_digest)
+    known = kept.get(str(file), {}).get(stamp)
+    if known is not None:
+        return known
+    with file.open("rb") as reader:
+        told = hashlib.file_digest(reader, "sha256").hexdigest()
+    if time.time() > now.st_ctime + SETTLED_S:
+        others = [(path, one) for path, one in kept.items() if path != str(file)]
+        write_kept(kept_in, dict(others[-MAX_DIGESTS:]) | {str(file): {stamp: told}})
+    return told
+
+
+def _as_digest(found: Any) -> str:
+    if len(bytes.fromhex(found)) != DIGEST_BYTES:
+        raise ValueError("no digest")
+    return str(found)
 
 
 STAGING_BYTES = 64 * 1024**2  # of device memory, for blocks that are copied at once

@@ -487,7 +487,7 @@ class ServerConfig:
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
     )
     metrics_without_key: bool = _RARE_ACCESS.switch(
-        "show /metrics to everybody who reaches the port, for scrapers without a key"
+        "show /metrics, with tenants' names and usage, to everybody who reaches the port, for scrapers without a key"
     )
     insecure: bool = _ACCESS.switch(
         "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates"

@@ -102,6 +102,7 @@ class Exchange:
     """
     Attributes:
         is_over: the answer is complete, broken off, or cancelled.
+        has_head: it has come.
     """
 
     def __init__(self, carrier: Carrier, reader: Reader) -> None:

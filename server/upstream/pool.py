@@ -397,7 +397,7 @@ class Pool:
                 connection = await upstream.connection()
                 head, body = await connection.ask(self.request(upstream, b"GET", b"/v1/loads"), PROBE_BYTES)
             (load,) = msgspec.json.decode(body, type=_Loads).loads
-        except (TimeoutError, UpstreamFault, msgspec.DecodeError, ValueError) as error:
+        except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
             logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
         else:
             if head.status == 200 and load.max_running_requests > 0:

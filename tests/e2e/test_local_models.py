@@ -18,7 +18,7 @@ from tests.e2e.raw_http import RawAnswer, ask, post_bytes
 from tests.e2e.server_process import ServerProcess, ready_server
 
 SMALL = 'settings = { max_model_len = 256, max_sequences = 4, max_batch_tokens = 64, kv_memory = "8MiB" }'
-QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+QUESTION = [{"role": "user", "content": "What is a KV cache, and what is it good for? " * 2}]
 BOUND = "30MiB"  # for one of them
 
 
@@ -163,7 +163,8 @@ def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_swaps_leak_nothing_and_lose_nothing(tmp_path: Path) -> None:
     names = ("one", "two", "three")
-    flags = ("--models-memory", BOUND, "--ledger", str(tmp_path / "ledger.db"))
+    kept = ("--kv-offload-memory", "2MiB", "--kv-offload-dir", str(tmp_path))
+    flags = ("--models-memory", BOUND, "--ledger", str(tmp_path / "ledger.db"), *kept)
     with serving(tmp_path, *map(entry, names), flags=flags) as server:
         first = chat(server, names[0])
         open_files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
@@ -172,6 +173,8 @@ def test_twenty_swaps_leak_nothing_and_lose_nothing(tmp_path: Path) -> None:
             answer = chat(server, names[i % 3])
             assert answer.status == 200, answer
             tokens.append(answer.json["usage"]["completion_tokens"])
+            cached = answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (cached >= 16) == (i >= 3), "what a process has computed is there for the model's next one"
         wait_for(lambda: len(models_of(server)) == 1, lambda: f"one process, not {models_of(server)}")
         assert len(os.listdir(f"/proc/{server.process.pid}/fd")) <= open_files
         lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]

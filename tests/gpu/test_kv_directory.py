@@ -302,3 +302,24 @@ def test_start_says_what_was_read_and_each_reason_once(tmp_path: Path, caplog: p
             f"3 blocks read from {tmp_path}, 3 files deleted there",
         ]
     )
+
+
+def test_a_files_digest_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, kept, read = tmp_path / "weights", tmp_path / "digests.json", []
+
+    def digest(content: bytes | None = None) -> str:
+        if content is not None:
+            file.write_bytes(content)
+        return kv_store._digest_of(file, kept)
+
+    monkeypatch.setattr(kv_store, "SETTLED_S", 1e9)
+    first = digest(b"one")
+    assert not kept.exists(), "it has changed just now"
+    monkeypatch.setattr(kv_store, "SETTLED_S", -1e9)
+    plain = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *arguments: read.append(file) or plain(*arguments))
+    assert [digest(), digest()] == [first, first]
+    assert len(read) == 1
+    assert digest(b"two") == hashlib.sha256(b"two").hexdigest()
+    kept.write_text(kept.read_text().replace(digest()[:8], "not hex!"))
+    assert digest() == hashlib.sha256(b"two").hexdigest()
