@@ -7,15 +7,18 @@ machine's ceilings are measured first, and the share is of what they allow for t
 With --mix all read one GGUF file of random blocks (bench/make_model.py), and the limit is of the bytes that it has.
 
 A fresh process for each part: closed loops of 1, 8 and 32 clients; 8 streams while a long prompt prefills; a client
-that leaves a long prefill.
+that leaves a long prefill. Where other work disturbs the machine, `--parts pairs` compares the first two servers: both
+stay up, and answer the same number of clients in turn.
 """
 
 import argparse
 import importlib.util
 import shutil
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -32,10 +35,11 @@ from bench.results import Cell, Plot, table_of
 from gpu.device import num_physical_cores
 
 SERVERS = STEPLOOP, TRANSFORMERS, LLAMA = "steploop", "transformers serve", "llama-server"
-PARTS = CLOSED, LONG, LEAVE = ("closed", "long", "leave")
+PARTS = CLOSED, LONG, LEAVE, PAIRS = ("closed", "long", "leave", "pairs")
 BF16_BYTES = 2
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 900.0
+PREFILL_TOKENS = 512
 STREAM_TOKENS = 2048  # of a stream that shall outlast the long prompt
 SHOWN_LOG_CHARS = 2_000
 LLAMA_SLOTS = 32  # as many streams as the widest load has
@@ -84,7 +88,13 @@ def find_server(
     if name == STEPLOOP:
         path = directory if mix is None else _file(directory, scratch, mix)
         command = [sys.executable, "-m", "server", "serve", "--model", str(path), "--log-level", "warning"]
-        command += ["--max-model-len", str(max_model_len), *(["--threads", str(threads)] if threads else [])]
+        command += [
+            "--max-model-len",
+            str(max_model_len),
+            "--speculation",
+            "off",
+            *(["--threads", str(threads)] if threads else []),
+        ]
         command += [] if mix is None else ["--served-model-name", directory.resolve().name]
         return PeerServer(name, command, directory.resolve().name, "/v1/models", True)
     bin_directory = Path(sys.executable).parent
@@ -150,7 +160,7 @@ class PeerBench:
     def __init__(self, server: PeerServer, load: Load, limit: Callable[[int], float]) -> None:
         """limit: tokens/s at most, by the number of streams."""
         self._server, self._load, self._limit = server, load, limit
-        self._seed = 0
+        self._seed, self.name = 0, server.name
         self.closed: list[dict[str, Cell]] = []
         self.beside: dict[str, Cell] = {"server": server.name}
         self.failures: list[str] = []
@@ -173,6 +183,16 @@ class PeerBench:
                 print(f"{self.failures[-1]}\n{shown}", file=sys.stderr)
                 if isinstance(error, DidNotStart):
                     return
+
+    @contextmanager
+    def up(self, log: IO[bytes]) -> Iterator[Callable[[int, int, int], LoadResult]]:
+        """A process that stays: a function of (clients, prompt tokens, output tokens), a request of each client."""
+        port, server = free_port(), self._server
+        with running(server.command_at(port), port, server.ready_path, START_TIMEOUT_S, server.environment, log):
+            self._run(port, concurrency=2, num_requests=2, max_tokens=4)
+            yield lambda streams, num_prompt, num_output: self._run(
+                port, concurrency=streams, num_requests=streams, prompt_tokens=num_prompt, max_tokens=num_output
+            )
 
     def _closed_loops(self, port: int) -> None:
         for num_streams in self._load.streams:
@@ -216,12 +236,38 @@ class PeerBench:
         return replace(config, **settings)
 
 
+def compare_in_turn(ours: PeerBench, theirs: PeerBench, load: Load, log: IO[bytes]) -> Iterator[dict[str, Cell]]:
+    """Rows of medians: decoding speed per client by number of clients, and prefill of 512 tokens, in pairs."""
+    with ours.up(log) as our_load, theirs.up(log) as their_load:
+        cases = [(streams, load.num_prompt, load.num_output) for streams in load.streams] + [(1, PREFILL_TOKENS, 1)]
+        for streams, num_prompt, num_output in cases:
+            speeds = []
+            for _ in range(load.rounds):
+                pair = our_load(streams, num_prompt, num_output), their_load(streams, num_prompt, num_output)
+                ends = [(one.end_to_end_s.p50 or 0.0, one.ttft_s.p50 or 0.0) for one in pair]
+                speeds.append(
+                    [(num_output - 1) / (end - first) if num_output > 1 else num_prompt / first for end, first in ends]
+                )
+            ratios = sorted(first / second for first, second in speeds)
+            medians = [statistics.median(column) for column in zip(*speeds, strict=True)]
+            yield {
+                "streams": streams,
+                "tokens in": num_prompt,
+                "out": num_output,
+                ours.name: medians[0],
+                theirs.name: medians[1],
+                "ratio": statistics.median(ratios),
+                "least": ratios[0],
+                "greatest": ratios[-1],
+            }
+
+
 def _ms(seconds: Mapping[str, float | None]) -> dict[str, Cell]:
     return {name: None if value is None else value * 1e3 for name, value in seconds.items()}
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
-    load = QUICK if arguments.quick else replace(Load(), rounds=arguments.rounds)
+    load = QUICK if arguments.quick else replace(Load(), rounds=arguments.rounds, streams=tuple(arguments.streams))
     model_config(arguments.model)  # refuses a directory without a model
     name = arguments.model.resolve().name
     work, limits = work_of(arguments.model), measure_limits(is_quick=arguments.quick)
@@ -243,12 +289,20 @@ def _measure(arguments: argparse.Namespace) -> Found:
                 print(f"{server_name} is left out: {error}", file=sys.stderr)
                 continue
             with (Path(scratch) / "log").open("wb") as log:
-                done[-1].run(arguments.parts, log)
+                done[-1].run([part for part in arguments.parts if part != PAIRS], log)
+        pairs: list[dict[str, Cell]] = []
+        if PAIRS in arguments.parts and len(done) > 1:
+            with (Path(scratch) / "log").open("wb") as log:
+                pairs += compare_in_turn(done[0], done[1], load, log)
     title = f"Closed loop, {load.num_prompt} tokens in, {load.num_output} out"
     beside = f"{load.num_beside} streams while {load.num_long} tokens prefill; a client leaves such a prefill; ms"
     closed = [row for one in done for row in one.closed]
-    tables = [table_of(title, closed, Plot("streams", "tokens/s", "server"))]
-    tables += [table_of(beside, [one.beside for one in done]), *limit_tables(limits)[:1]]
+    tables = [table_of(title, closed, Plot("streams", "tokens/s", "server"))] if closed else []
+    if pairs:
+        tables.append(table_of("Tokens/s of one client, in turn", pairs))
+    if any(len(one.beside) > 1 for one in done):
+        tables.append(table_of(beside, [one.beside for one in done]))
+    tables += limit_tables(limits)[:1]
     if missing:
         tables.append(table_of("Left out", missing))
     failures = [failure for one in done for failure in one.failures]
@@ -263,7 +317,8 @@ FLAGS = (
     Flag("--servers", SERVERS, "to compare", more={"nargs": "+", "choices": SERVERS}),
     Flag("--mix", None, "a GGUF file of random blocks that the servers read", more={"choices": MIXES[1:]}),
     Flag("--threads", None, "of each server (default: its own choice)", more={"type": int}),
-    Flag("--parts", PARTS, "of the load", more={"nargs": "+", "choices": PARTS}),
+    Flag("--streams", Load().streams, "clients at once", more={"nargs": "+", "type": int}),
+    Flag("--parts", PARTS[:-1], "of the load", more={"nargs": "+", "choices": PARTS}),
     Flag("--rounds", Load().rounds, "requests of each client in a closed loop"),
 )
 main = bench("peers", __doc__, _measure, FLAGS)

@@ -1,14 +1,17 @@
 """Comparing servers: mixed loads against a small server, how peers are found, the tables, and the GGUF file."""
 
 import asyncio
+import io
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +31,18 @@ from bench.make_model import (
     stored_bytes_a_weight,
     write_gguf,
 )
-from bench.peers import LLAMA, PARTS, STEPLOOP, TRANSFORMERS, Load, Missing, PeerBench, PeerServer, find_server
+from bench.peers import (
+    LLAMA,
+    PARTS,
+    STEPLOOP,
+    TRANSFORMERS,
+    Load,
+    Missing,
+    PeerBench,
+    PeerServer,
+    compare_in_turn,
+    find_server,
+)
 from gpu.checkpoint import GgufReader, open_checkpoint
 from gpu.parameters import interleave_halves
 from tests.test_bench_load import num_words, write_chunk, write_whole
@@ -162,10 +176,32 @@ def test_a_server_that_does_not_start_is_a_failure_and_a_gap_in_the_tables(tmp_p
     server = PeerServer("a", [sys.executable, "-c", "exit(3)"], "m", "/health", True)
     peer = PeerBench(server, Load(), lambda num_streams: 1.0)
     with (tmp_path / "log").open("wb") as log:
-        peer.run(PARTS, log)
+        peer.run(PARTS[:-1], log)
     assert (peer.closed, peer.beside) == ([], {"server": "a"})
     assert len(peer.failures) == 1
     assert "ended with 3" in peer.failures[0]
+
+
+class Steady:
+    """A peer whose requests take these times in turn: the first token after 1 s."""
+
+    def __init__(self, name: str, ends_s: list[float]) -> None:
+        self.name, self._ends_s = name, ends_s
+
+    @contextmanager
+    def up(self, log: Any) -> Iterator[Callable[..., Any]]:
+        yield lambda *load: SimpleNamespace(
+            end_to_end_s=SimpleNamespace(p50=self._ends_s.pop(0)), ttft_s=SimpleNamespace(p50=1.0)
+        )
+
+
+def test_servers_are_compared_in_turn_by_the_median_of_ratios() -> None:
+    load = Load((4,), num_output=11, rounds=3)
+    peers: list[Any] = [Steady("a", [2, 3, 6, 1, 1, 1]), Steady("b", [3, 11, 11, 1, 1, 1])]
+    decode, prefill = compare_in_turn(*peers, load, io.BytesIO())
+    assert (decode["a"], decode["b"]) == (5, 1)
+    assert (decode["ratio"], decode["least"], decode["greatest"]) == (2, 2, 5)
+    assert (prefill["tokens in"], prefill["a"], prefill["ratio"]) == (512, 512, 1)
 
 
 @pytest.mark.parametrize("preset", [QWEN2_05B, LLAMA_8B])

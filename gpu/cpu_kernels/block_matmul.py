@@ -85,8 +85,7 @@ HAS_AVX512 = "avx512bw" in cpu_flags()
 HAS_BF16 = "avx512_bf16" in cpu_flags()
 MOST_TILE_ROWS = 6 if HAS_AVX512 else 2  # with 4 registers of sums each
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
-FEW_ROWS = 2  # that each thread quantises for itself
-MOST_FEW_ROWS = 4  # multiplied by numbers in registers
+FEW_ROWS = 4  # multiplied by numbers in registers; each thread quantises them for itself
 FEW_REGISTERS = 16 if HAS_AVX512 else 4  # of integer sums
 # A row's 32 inputs: as many integers, then a float32 scale, and int32 sums: of all, of the first and the last half.
 SUM_AT, GROUP_BYTES = GROUP + 4, GROUP + 16
@@ -462,7 +461,7 @@ def _at(builder, base, *parts):
 
 @contextmanager
 def _units(builder, name, at, num_blocks):
-    """Emit loops over the units of stored blocks: (index among all, index in its block, word(stream, n, place))."""
+    """Emit loops over the units of stored blocks: (index among all, index in its block, a word's address)."""
     unit, found = UNITS[name], FORMATS[name]
     per_block = found.elements // (4 * unit.num_quads)
     with (
@@ -498,14 +497,14 @@ def decode_numbers(builder, name, at, num_blocks, values):
 
 @of_format
 def few_tile(builder, name, num_rows, x, x_stride, at, num_blocks, scales, minima, sums):
-    """Add the products of up to MOST_FEW_ROWS with stored blocks to their sums: numbers stay in registers.
+    """Add the products of up to FEW_ROWS with stored blocks to their sums: numbers stay in registers.
 
     Args:
         at: address of stored blocks.
         x, x_stride, scales, minima, sums: see many_tile.
     """
     given = (x, x_stride, at, num_blocks, scales, minima, sums)
-    emit_by_count(builder, num_rows, MOST_FEW_ROWS, lambda rows: _emit_few(builder, name, rows, *given))
+    emit_by_count(builder, num_rows, FEW_ROWS, lambda rows: _emit_few(builder, name, rows, *given))
 
 
 def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, minima, sums):
@@ -807,7 +806,7 @@ def _make_multiply(code):
             some, part_x = min(PART_INPUTS, num_inputs - start), x + start // GROUP * GROUP_BYTES
             num_blocks = some // elements
             _decode_scales(code, at, num_blocks, scales, minima)
-            if 0 < num_rows <= MOST_FEW_ROWS:
+            if 0 < num_rows <= FEW_ROWS:
                 for line in range(at + stored_bytes + others, at + stored_bytes + others_end, REGISTER_BYTES):
                     prefetch(line)
                 few_tile(code, num_rows, part_x, x_stride, at, num_blocks, scales, minima, sums)
