@@ -112,6 +112,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.prefix --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.speculative --model $(BENCH_MODEL)
+	$(VENV)/bin/python -m bench.decoding --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.structured --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.peers --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.report

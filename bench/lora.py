@@ -1,8 +1,8 @@
 """What LoRA adapters cost: `python -m bench.lora --model DIR`. Steps with them and without, in pairs, and loads.
 
-Two runners of one model take turns: one that takes no adapters, and one that has some loaded. The ratio of a pair is of
-its median steps; decodes at several batches, and prompts. Where others keep the machine busy, --cpu-time with --threads
-1 counts what the engine's thread computes, and not what it waits.
+One runner's steps take turns: with the matmuls of a server that takes no adapters, and with those of one that has some
+loaded. The ratio of a pair is of its median steps; decodes at several batches, and prompts. Where others keep the
+machine busy, --cpu-time with --threads 1 counts what the engine's thread computes, and not what it waits.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from bench.kit import Flag, Found, bench
 from bench.results import Cell, table_of
 from bench.speculative import interval
 from core.types import Adapter
-from gpu.adapters import CONFIG_FILE, PREFIX, SITES, WEIGHTS_FILE
+from gpu.adapters import CONFIG_FILE, PREFIX, SITES, WEIGHTS_FILE, AdaptedLinear, StepAdapters
 from gpu.parameters import empty_weights
 from gpu.runner import ModelRunner
 
@@ -43,22 +43,34 @@ def write_adapter(directory: Path, runner: ModelRunner, rank: int, seed: int) ->
     return directory
 
 
+def switch(runner: ModelRunner, has_adapters: bool) -> None:
+    """Let the model's layers have the matmuls that take adapters, or those without."""
+    model = runner._model
+    if (model.adapted is not None) == has_adapters:
+        return
+    model.adapted = step = StepAdapters() if has_adapters else None
+    for index, layer in enumerate(model.layers):
+        for site in SITES:
+            owner: Any = layer if hasattr(layer, site) else layer.mlp
+            linear = getattr(owner, site)
+            setattr(owner, site, linear.linear if step is None else AdaptedLinear(linear, index, site, step))
+
+
 def measure(arguments: argparse.Namespace) -> Found:
     num, rank = arguments.adapters, arguments.rank
     if arguments.cpu_time:
         time.perf_counter = time.thread_time
     room = {"max_model_len": arguments.context + 256, "max_sequences": max(arguments.batches), "max_batch_tokens": 512}
     num_kv_tokens = max(arguments.batches) * (arguments.context + 64) + 2048
-    plain = open_model(arguments, num_kv_tokens, **room)
-    adapting = open_model(arguments, num_kv_tokens, **room, max_loras=num, max_lora_rank=rank)
+    runner = open_model(arguments, num_kv_tokens, **room, max_loras=num, max_lora_rank=rank)
     loads_s, adapters = list[float](), list[Adapter]()
     with tempfile.TemporaryDirectory() as home:
         for seed in range(num):
-            path = write_adapter(Path(home) / str(seed), adapting, rank, seed)
+            path = write_adapter(Path(home) / str(seed), runner, rank, seed)
             started_s = time.perf_counter()
-            adapters.append(adapting.load_adapter(path))
+            adapters.append(runner.load_adapter(path))
             loads_s.append(time.perf_counter() - started_s)
-    engines = {runner: Streams(runner, has_prefix_cache=False) for runner in (plain, adapting)}
+    streams = Streams(runner, has_prefix_cache=False)
     kinds: dict[str, list[Adapter | None]] = {
         f"none of {num} loaded": [None],
         "one": [adapters[0]],
@@ -70,11 +82,12 @@ def measure(arguments: argparse.Namespace) -> Found:
             pairs = list[tuple[float, float]]()
             for number in range(arguments.pairs + 1):  # the first one warms up
                 found = {}
-                for runner in (plain, adapting) if number % 2 else (adapting, plain):
-                    own: list[Any] = mixed if runner is adapting else [None]
-                    found[runner] = _measured_s(engines[runner], batch, arguments, own)
+                for has_adapters in (True, False) if number % 2 else (False, True):
+                    switch(runner, has_adapters)
+                    own: list[Any] = mixed if has_adapters else [None]
+                    found[has_adapters] = _measured_s(streams, batch, arguments, own)
                 if number:
-                    pairs.append((found[plain], found[adapting]))
+                    pairs.append((found[False], found[True]))
             ratios = [with_s / without_s for without_s, with_s in pairs]
             low, high = interval(ratios)
             without_s, with_s = (statistics.median(one) for one in zip(*pairs, strict=True))
@@ -99,7 +112,7 @@ def measure(arguments: argparse.Namespace) -> Found:
         }
     ]
     tables = table_of(f"Steps with adapters and without, {arguments.pairs} pairs", rows), table_of("Loads", loads)
-    return Found(tables, {**shown_model(arguments, plain), "rank": rank, "context": arguments.context})
+    return Found(tables, {**shown_model(arguments, runner), "rank": rank, "context": arguments.context})
 
 
 def _measured_s(streams: Streams, batch: int, arguments: argparse.Namespace, adapters: list[Adapter | None]) -> float:

@@ -306,7 +306,7 @@ FLAGS = (
     Flag("--streams", (1, 8, 32), "at once", (1,), more={"nargs": "+", "type": int}),
     Flag("--texts", tuple(TEXTS), "to measure", more={"nargs": "+", "choices": tuple(TEXTS)}),
     Flag("--prompt", 256, "tokens", 64),
-    Flag("--tokens", 128, "of each answer, no more than the prompt's", 24),
+    Flag("--tokens", 128, "of each answer, no more than the prompt's", 32),
     Flag("--pairs", 25, "of each case, as far as time allows", 1),
     Flag("--minutes", 7.0, "after which no pair begins, beyond the first of each case"),
     Flag("--parts", tuple(PARTS), "to measure", more={"nargs": "+", "choices": tuple(PARTS)}),

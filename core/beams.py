@@ -37,6 +37,7 @@ class BeamSearch:
     Args:
         num_top: likeliest tokens that each step must tell of each beam.
         max_tokens: of an answer.
+        num_shown: of the likeliest tokens, kept beside each token of an answer.
         forbidden: ids that are never taken.
         beams: indexes of the sequences that go on, best first.
         told: by index, the likeliest next tokens of those that have come back.
@@ -49,6 +50,7 @@ class BeamSearch:
     forbidden: Set[int]
     min_tokens: int
     max_tokens: int
+    num_shown: int
     beams: list[int] = field(default_factory=lambda: [0])
     told: dict[int, TokenLogprobs] = field(default_factory=dict)
     num_tokens: int = 0
@@ -92,7 +94,7 @@ class BeamSearch:
             if token_id not in self.forbidden and (may_stop or token_id not in self.stop_ids)
         ]
         found.sort(key=lambda step: -step.score)
-        tops = [self.told.pop(index).top for index in self.beams]
+        tops = [self.told.pop(index).top[: self.num_shown] for index in self.beams]
 
         def written(step: _Step) -> tuple[TokenLogprobs, ...]:
             token = TokenLogprobs(step.token.token_id, step.token.logprob, tops[step.rank])

@@ -39,6 +39,7 @@ from core.types import (
     Prefilled,
     Prefilling,
     Request,
+    SamplingParams,
     StepDelivery,
     TokenChunk,
     TokenLogprobs,
@@ -165,6 +166,10 @@ class Scheduler:
             )
         if request.beams is not None and self._max_length_of(request) <= num_tokens:
             return f"{request.num_sequences} beams of {num_tokens} tokens do not fit into this server's memory."
+        if request.beams is not None and self._search_of(request).num_top > self.limits.vocab_size:
+            return (
+                f"{request.num_sequences} beams have too few tokens to choose from: most are banned, or end the answer."
+            )
         if request.num_sequences > num_slots:
             return f"{request.num_sequences} sequences were asked for; this server runs {num_slots} at once."
         return None
@@ -179,12 +184,12 @@ class Scheduler:
         seed = self._seeds() if sampling.seed is None else sampling.seed
         group = SequenceGroup(request, tenant, self._num_groups, seed, latest_start_s)
         self._num_groups += 1
-        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
+        stop_ids = self._stop_ids_of(sampling)
         max_length = min(num_tokens + sampling.max_tokens, self._max_length_of(request))
         group.leader, *siblings = [group.add(stop_ids, max_length) for _ in range(request.num_sequences)]
         group.unforked = {sibling.index: sibling for sibling in siblings}
         if request.beams is not None:
-            self._begin_search(group, stop_ids, max_length)
+            self._begin_search(group)
         if self._forces_tokens:
             for sequence in group.sequences:
                 if sequence.grammar is not None:
@@ -212,13 +217,25 @@ class Scheduler:
         num_each = (self.limits.num_blocks - num_shared) // request.num_sequences
         return min(self._max_length, (num_shared + num_each) * size - 1)
 
-    def _begin_search(self, group: SequenceGroup, stop_ids: tuple[int, ...], max_length: int) -> None:
-        request, sampling = group.request, group.request.sampling
+    def _search_of(self, request: Request) -> BeamSearch:
+        sampling, max_tokens = request.sampling, self._max_length_of(request) - len(request.prompt_ids)
         assert request.beams is not None, "it asks for them"
-        forbidden = {token_id for token_id, bias in sampling.logit_bias if bias == -math.inf}
-        max_tokens = max_length - len(request.prompt_ids)
-        group.search = BeamSearch(request.beams, set(stop_ids), forbidden, sampling.min_tokens, max_tokens)
-        num_top = min(max(group.search.num_top, sampling.num_logprobs or 0), self.limits.vocab_size)
+        return BeamSearch(
+            request.beams,
+            stop_ids=set(self._stop_ids_of(sampling)),
+            forbidden={token_id for token_id, bias in sampling.logit_bias if bias == -math.inf},
+            min_tokens=sampling.min_tokens,
+            max_tokens=min(sampling.max_tokens, max_tokens),
+            num_shown=sampling.num_logprobs or 0,
+        )
+
+    def _stop_ids_of(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
+
+    def _begin_search(self, group: SequenceGroup) -> None:
+        request, sampling = group.request, group.request.sampling
+        group.search = self._search_of(request)
+        num_top = max(group.search.num_top, group.search.num_shown)
         for sequence in group.sequences:
             sequence.search = group.search
             sequence.sampling = structs.replace(sampling, temperature=0.0, min_tokens=0, num_logprobs=num_top)
@@ -888,12 +905,10 @@ class Scheduler:
         assert search is not None, "it has beams"
         group.unforked = {}
         for sequence, answer in zip(group.sequences, search.answers, strict=True):
-            most = sampling.num_logprobs or 0
-            logprobs = tuple(TokenLogprobs(one.token_id, one.logprob, one.top[:most]) for one in answer.logprobs)
             sequence.num_computed_tokens = 0  # what it has computed are another's tokens
-            sequence.token_ids[sequence.num_prompt_tokens :] = [one.token_id for one in logprobs]
-            stop = logprobs[-1] if answer.reason is FinishReason.STOP else None
-            shown = logprobs if stop is None else logprobs[:-1]
+            sequence.token_ids[sequence.num_prompt_tokens :] = [one.token_id for one in answer.logprobs]
+            stop = answer.logprobs[-1] if answer.reason is FinishReason.STOP else None
+            shown = answer.logprobs if stop is None else answer.logprobs[:-1]
             has_logprobs = sampling.num_logprobs is not None
             if shown:
                 self.states.outbox.chunks.append(

@@ -59,6 +59,9 @@ _REFUSED_TENSORS = {
     ".modules_to_save.": "a whole matrix (modules_to_save)",
 }
 
+_Pairs = dict[str, tuple[Tensor, Tensor]]
+"""A [rank, in] and B [out, rank], scaled, by the checkpoint's name of the matrix"""
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -127,7 +130,7 @@ def load_adapter(
     except (SafetensorError, ValueError, KeyError) as error:
         raise BadAdapter(f"{file} is not a whole safetensors file ({error}).") from error
     _, targets = empty_weights(model, torch.float32, torch.device("meta"))
-    by_layer: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+    by_layer: dict[int, _Pairs] = {}
     for module, (down, up) in _pairs(file, tensors).items():
         name = f"{text_name(module)}.weight"
         target = _target(file, module, name, targets, model, base)
@@ -145,6 +148,13 @@ def load_adapter(
         layer[name] = (down, up.float().mul_(factor) if up.dtype != torch.float64 else up * factor)
     if not by_layer:
         raise BadAdapter(f"{file} holds no lora_A and lora_B.")
+    return LoadedAdapter(told.hexdigest(), *_products(model, by_layer, dtype, device))
+
+
+def _products(
+    model: ModelConfig, by_layer: Mapping[int, _Pairs], dtype: torch.dtype, device: torch.device
+) -> tuple[int, dict[tuple[int, str], LowRank]]:
+    """Their size in bytes, and LoadedAdapter.products. by_layer: checked."""
     products: dict[tuple[int, str], LowRank] = {}
     size_bytes = 0
     with torch.inference_mode():
@@ -156,7 +166,7 @@ def load_adapter(
                 size_bytes += down.nbytes + up.nbytes
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the engine's streams may use it at once
-    return LoadedAdapter(told.hexdigest(), size_bytes, products)
+    return size_bytes, products
 
 
 def adapter_bytes(model: ModelConfig, dtype: torch.dtype, rank: int) -> int:
@@ -278,9 +288,7 @@ def _made_for(base: str) -> str:
     return f" The adapter was made for {base[:200]}." if base else ""
 
 
-def _fused(
-    model: ModelConfig, index: int, pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: torch.dtype
-) -> dict[str, tuple[Tensor, Tensor]]:
+def _fused(model: ModelConfig, index: int, pairs: _Pairs, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
     """(down [ranks, in], up [out, ranks]) of a layer's matrices, fused and reordered as the model's own.
 
     Args:
@@ -371,25 +379,31 @@ class SlotAdapters:
         return groups
 
 
-class AdaptedLinears:
-    """Makes matmuls that add the product of each row's adapter; `groups` says which rows have one now."""
+@dataclass(slots=True)
+class StepAdapters:
+    """Which rows of what is computed now have adapters; see AdaptedRows."""
 
-    def __init__(self) -> None:
-        self.groups: list[tuple[LoadedAdapter, Tensor | None]] = []
+    groups: list[tuple[LoadedAdapter, Tensor | None]] = field(default_factory=list)
 
-    def wrap(self, linear: Linear, layer: int, site: str) -> Linear:
-        key = layer, site
 
-        def adapted(x: Tensor) -> Tensor:
-            y = linear(x)
-            for adapter, rows in self.groups:
-                found = adapter.products.get(key)
-                if found is None:
-                    continue
-                if rows is None:
-                    y.add_(found.up(found.down(x)))
-                else:
-                    y.index_add_(0, rows, found.up(found.down(x.index_select(0, rows))))
-            return y
+@dataclass(frozen=True, slots=True)
+class AdaptedLinear:
+    """A layer's matmul, and the product of each row's adapter. site: one of SITES."""
 
-        return adapted
+    linear: Linear
+    layer: int
+    site: str
+    step: StepAdapters
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]; returns [tokens, out]."""
+        y = self.linear(x)
+        for adapter, rows in self.step.groups:
+            found = adapter.products.get((self.layer, self.site))
+            if found is None:
+                continue
+            if rows is None:
+                y.add_(found.up(found.down(x)))
+            else:
+                y.index_add_(0, rows, found.up(found.down(x.index_select(0, rows))))
+        return y

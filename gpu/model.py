@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
-from gpu.adapters import AdaptedLinears, AdaptedRows
+from gpu.adapters import AdaptedLinear, AdaptedRows, StepAdapters
 from gpu.attention import RaggedRows, Scores
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
@@ -29,6 +29,7 @@ class Batch:
     Args:
         attending: by a layer's window.
         asked: [some], indexes of the tokens whose logits are wanted; None: all, in order.
+        adapted: None: no token has an adapter.
     """
 
     tokens: StepTokens
@@ -71,6 +72,9 @@ class Model:
 
     Args:
         takes_adapters: rows may have adapters (Batch.adapted).
+
+    Attributes:
+        adapted: what the layers' matmuls read; None: it takes none.
     """
 
     def __init__(
@@ -88,15 +92,12 @@ class Model:
             _layer(config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, self.operators)
             for layer in map(config.layer, range(config.num_layers))
         ]
-        self._adapted = AdaptedLinears() if takes_adapters else None
-        if self._adapted is not None:
+        self.adapted = StepAdapters() if takes_adapters else None
+        if self.adapted is not None:
             for index, one in enumerate(self.layers):
-                one.qkv, one.output = (
-                    self._adapted.wrap(getattr(one, site), index, site) for site in ("qkv", "output")
-                )
-                if isinstance(one.mlp, Mlp):
-                    one.mlp.gate_up = self._adapted.wrap(one.mlp.gate_up, index, "gate_up")
-                    one.mlp.down = self._adapted.wrap(one.mlp.down, index, "down")
+                for owner, sites in ((one, ("qkv", "output")), (one.mlp, ("gate_up", "down"))):
+                    for site in sites if isinstance(owner, Layer | Mlp) else ():
+                        setattr(owner, site, AdaptedLinear(getattr(owner, site), index, site, self.adapted))
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]] + [None]
         # Rounded to the weights' format, as in training.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
@@ -107,7 +108,7 @@ class Model:
         x = self._embed(batch.tokens.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
-        adapted, with_adapters = self._adapted, batch.adapted
+        adapted, with_adapters = self.adapted, batch.adapted
         if adapted is not None:
             adapted.groups = [] if with_adapters is None else with_adapters.groups
         positions = batch.tokens.positions

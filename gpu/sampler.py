@@ -535,6 +535,8 @@ class Sampler:
             scaled = scaled.masked_fill_(logits < lowest, float("-inf"))
         for row in np.flatnonzero(is_rare).tolist():
             one = slice(row, row + 1)
+            if not bool(logits[one].amax().isfinite()):  # its token means nothing
+                continue
             rare = self._rare_filters(slots[row], keys[row])
             low, high = kept_range(logits[one], top_k[one], (top_p[one], slope[one], offset[one]), rare)
             scaled[one] = scaled[one].masked_fill((logits[one] < low) | (logits[one] > high), float("-inf"))

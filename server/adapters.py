@@ -21,6 +21,7 @@ from server.prompts import PromptReader
 logger = logging.getLogger(__name__)
 
 ReadAdapter = Callable[[Path], Adapter]
+FILES = ("adapter_config.json", "adapter_model.safetensors")
 WAITING = (State.RESERVING, State.QUEUED)
 
 
@@ -112,7 +113,7 @@ class Adapters:
         above = self.directory.resolve()
         try:
             path = (above / asked).resolve()
-            is_below = all(one.is_relative_to(above) for one in (path, *(file.resolve() for file in path.glob("*"))))
+            is_below = all((path / name).resolve().is_relative_to(above) for name in ("", *FILES))
         except (OSError, ValueError, RuntimeError):
             is_below = False
         if not is_below or path == above:

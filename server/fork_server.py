@@ -10,7 +10,6 @@ server/local_models.py is the other side. What passes are pickles, between our o
 
 import ctypes
 import gc
-import logging
 import os
 import pickle
 import selectors
@@ -29,8 +28,6 @@ from server.engine_loader import local_plan
 from server.local_models import News, Order, Refusal
 from server.observing.logs import configure_logging, log_everything
 from server.supervision import ServiceManager
-
-logger = logging.getLogger(__name__)
 
 ORDER_BYTES = 256 * 1024
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -148,3 +145,4 @@ if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as passed, suppress(ConnectionResetError, BrokenPipeError):
         main(passed)
     shutil.rmtree(sys.argv[2], ignore_errors=True)
+    _leave(0)  # the processes end with it: the interpreter's own exit takes seconds on a busy machine

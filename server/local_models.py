@@ -47,6 +47,7 @@ NUM_LOADS_A_TURN = 3  # likewise, in times of its load
 END_S = 20.0  # for a process to write its KV files and to end
 LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
 TOLD_S = 5.0  # for the end of a process that takes no connections to be told
+RESEND_S = 0.1
 NOTICE_BYTES = 64 * 1024
 DEVICES = ("cpu", "cuda")
 TIMER_S = 0.002  # by which timers may come early
@@ -424,9 +425,10 @@ class LocalModels:
             self._advance()
 
     def _advance(self) -> None:
-        """Load what is wanted, in order, as far as there is room."""
-        while self._wanted and not self._is_closing:
-            model = next(iter(self._wanted))
+        """Load what is wanted, in order, as far as there is room. What is still planned, or fetched, is passed over."""
+        for model in list(self._wanted):
+            if self._is_closing:
+                return
             if not (model.requests or model.others or model.is_asked):  # nobody waits any more
                 del self._wanted[model]
             elif model.state is ModelState.AWAKE:  # nobody needs its room any more
@@ -436,12 +438,11 @@ class LocalModels:
             elif model.plan is None:
                 if model.serial not in self._by_serial:
                     self._processes.plan(self._next_serial(model), model.config, self._bounds)
-                return
-            elif model.state is not ModelState.ASLEEP or not self._has_room(model, model.plan):
-                return
-            else:
+            elif model.state is ModelState.ASLEEP and self._has_room(model, model.plan):
                 del self._wanted[model]
                 self._start(model)
+            elif model in self._wanted:  # it has not been refused
+                return
 
     def _has_room(self, model: LocalModel, plan: Plan) -> bool:
         """Whether it may be loaded now. If not, others are made to give way."""
@@ -694,7 +695,10 @@ class Processes:
             self.home.mkdir(mode=0o700, exist_ok=True)
             self._start_server()
         assert self._line is not None
-        self._line.send(pickle.dumps(order))
+        try:
+            self._line.send(pickle.dumps(order))
+        except BlockingIOError:  # it still imports, and many models are wanted
+            self._loop.call_later(RESEND_S, self._send, order)
 
     def _hang_up(self) -> None:
         if self._line is not None:

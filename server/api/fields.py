@@ -27,6 +27,7 @@ from server.gate.tenants import ANY_TIME, Deadlines, DeadlineTable
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: it is cut to the context
 MOST_BEAMS = 8
 ANY_SEED = -1  # as of vLLM, llama-server and ollama: asks for another answer each time
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 # Below it the division of logits overflows, and sampling is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
@@ -294,7 +295,7 @@ def generation_call(
     beams = beams_of(fields, max(num_sequences, best_of))
     sampling = _sampling_params(fields, defaults, max_tokens, wishes, echo)
     if beams is not None:
-        sampling = msgspec.structs.replace(sampling, **_BEAM_SAMPLING)
+        sampling = msgspec.structs.replace(sampling, **_BEAM_SAMPLING, repeat_last_n=-1)
     elif best_of > num_sequences and sampling.num_logprobs is None:
         sampling = msgspec.structs.replace(sampling, num_logprobs=0)
     return GenerationCall(
@@ -333,6 +334,7 @@ _BEAM_SAMPLING: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+_ALSO_NEUTRAL = {"temperature": 1, "top_k": -1, "top_n_sigma": 0}
 
 
 def beams_of(fields: SamplingFields, num_answers: int) -> Beams | None:
@@ -355,9 +357,8 @@ def beams_of(fields: SamplingFields, num_answers: int) -> Beams | None:
     if not num_answers <= width <= MOST_BEAMS:
         message = f"A beam search has from n to {MOST_BEAMS} beams: n is {num_answers}, and beam_width {width}."
         raise InvalidRequest(message, "n" if num_answers > MOST_BEAMS else "beam_width")
-    neutral = {**_BEAM_SAMPLING, "top_k": -1, "top_n_sigma": 0.0}
     for name, value in _BEAM_SAMPLING.items():
-        if getattr(fields, name) not in (None, value, neutral[name], 1 if name == "temperature" else value):
+        if getattr(fields, name) not in (None, value, _ALSO_NEUTRAL.get(name)):
             raise InvalidRequest(f"{name} does not go with {param}: beams are not sampled. Leave it out.", name)
     for name in ("logit_bias", "stop", "speculation"):
         if getattr(fields, name):
@@ -389,7 +390,9 @@ def _sampling_params(
     values["dry_multiplier"] = values["dry_multiplier"] if has_dry else 0.0
     values["dry_sequence_breakers"] = tuple(fields.dry_sequence_breakers or DEFAULT_BREAKERS) if has_dry else ()
     if values.get("repeat_last_n") == 0:  # no token counts
-        values |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_last_n": -1}
+        values |= _NO_PENALTIES
+    if _NO_PENALTIES.items() <= ({**_NO_PENALTIES} | values).items():  # a window of nothing costs nothing
+        values["repeat_last_n"] = -1
     if fields.seed is not None:
         check_range("seed", fields.seed, -(2**63), 2**64 - 1)
         values["seed"] = None if fields.seed == ANY_SEED else fields.seed % 2**64

@@ -54,8 +54,11 @@ def test_tokens_are_sampled_in_proportion(settings: Fields) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 200, 5_002])
-def test_a_row_that_is_not_finite_is_reported_and_harms_no_other(bad: float, at: int) -> None:
-    settings, logits = ({"top_p": 0.9},) * 3, noise(3, 5_003)
+@pytest.mark.parametrize(
+    "asked", [{"top_p": 0.9}, {"typical_p": 0.5, "top_n_sigma": 1.0, "xtc_probability": 1.0}], ids=str
+)
+def test_a_row_that_is_not_finite_is_reported_and_harms_no_other(bad: float, at: int, asked: Fields) -> None:
+    settings, logits = (asked,) * 3, noise(3, 5_003)
     want = sample_steps(make_sampler(settings, 5_003, RowSampler), logits, 1)[0]
     logits[1, at] = bad
     found = make_sampler(settings, 5_003, RowSampler).sample(logits, np.arange(3), np.full(3, 5))

@@ -58,6 +58,8 @@ def test_no_token_is_penalised_within_a_window_of_none() -> None:
     silent = sampling()
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 1, "dry_multiplier": 2, "dry_base": 1.75}
     assert sampling(**penalties, repeat_last_n=0, dry_penalty_last_n=0) == structs.replace(silent, dry_penalty_last_n=0)
+    assert sampling(repeat_last_n=64) == silent
+    assert sampling(repeat_last_n=64, presence_penalty=1).repeat_last_n == 64
     assert sampling(dry_multiplier=1).dry_sequence_breakers == ("\n", ":", '"', "*")
 
 
