@@ -267,10 +267,11 @@ def _ms(seconds: Mapping[str, float | None]) -> dict[str, Cell]:
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
+    parts = [part for part in arguments.parts if part != PAIRS]
     load = QUICK if arguments.quick else replace(Load(), rounds=arguments.rounds, streams=tuple(arguments.streams))
     model_config(arguments.model)  # refuses a directory without a model
     name = arguments.model.resolve().name
-    work, limits = work_of(arguments.model), measure_limits(is_quick=arguments.quick)
+    work, limits = work_of(arguments.model), measure_limits(is_quick=arguments.quick or not parts)
     done, missing = list[PeerBench](), list[dict[str, Cell]]()
 
     def limit(num_streams: int) -> float:
@@ -289,7 +290,7 @@ def _measure(arguments: argparse.Namespace) -> Found:
                 print(f"{server_name} is left out: {error}", file=sys.stderr)
                 continue
             with (Path(scratch) / "log").open("wb") as log:
-                done[-1].run([part for part in arguments.parts if part != PAIRS], log)
+                done[-1].run(parts, log)
         pairs: list[dict[str, Cell]] = []
         if PAIRS in arguments.parts and len(done) > 1:
             with (Path(scratch) / "log").open("wb") as log:
