@@ -430,7 +430,7 @@ def _chunk(**choice: Any) -> bytes:
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"ff\r\ndata", "upstream_error"),
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"nix\r\n", "upstream_error"),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
