@@ -32,6 +32,7 @@ class ServiceError(Exception):
         code: the machine-readable name of this case, e.g. "context_length_exceeded".
         param: path of the field to correct, e.g. "messages[0].content".
         retry_after_s: when a retry can help.
+        for_operator: the message for callers with the right `admin`, with what others must not see.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ServiceError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        for_operator: str | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind
@@ -48,6 +50,7 @@ class ServiceError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.for_operator = for_operator
 
 
 class InvalidRequest(ServiceError):

@@ -428,6 +428,8 @@ class App:
     def _answer_error(self, exchange: Exchange, error: ServiceError) -> None:
         if exchange.stream.head_sent:
             return  # the error is in the stream
+        if exchange.caller is not None:
+            error = exchange.caller.told(error)
         headers: Headers = ()
         if isinstance(error, MethodNotAllowed):
             headers += ((b"allow", error.allowed.encode()),)

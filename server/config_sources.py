@@ -26,8 +26,9 @@ FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
 TENANTS, PRICES, SLO, MODELS = "tenants", "prices", "slo", "models"  # the file's tables
 _BY_KEY = {option.toml_key: option for option in (*OPTIONS, *OLD_OPTIONS) if option.in_file}
 _OF_THE_LIST = ("model", "served_model_name", "alias", "models_dir", "models_memory", "keep_alive", "lora", "lora_dir")
+_OF_AN_ENGINE = [one for one in (*OPTIONS, *OLD_OPTIONS) if one.section in ("model", "engine")]
 _OF_MODELS = [  # settings that an entry of [[models]] may have for its process
-    one.toml_key for one in OPTIONS if one.section in ("model", "engine") and one.toml_key not in _OF_THE_LIST
+    one.toml_key for one in _OF_AN_ENGINE if one in OPTIONS and one.toml_key not in _OF_THE_LIST
 ]
 _BY_FIELD = {option.field_name: option for option in (*OPTIONS, *OLD_OPTIONS)}
 
@@ -39,17 +40,21 @@ class Given(NamedTuple):
     origin: str
 
 
-def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]) -> ServerConfig:
+def load_config(
+    flags: Mapping[str, str | list[str]], environ: Mapping[str, str], needs_models: bool = True
+) -> ServerConfig:
     """Merge the sources into one configuration.
 
     Args:
         flags: by field name, only those given; text as typed.
         environ: of the process; names without STEPLOOP_ are ignored.
+        needs_models: otherwise settings of models and of the engine are not read: their files may be away.
 
     Raises:
         StartupError: a setting is unknown, malformed or out of range, or the file cannot be read.
     """
-    given = _from_environment(environ)
+    unread = () if needs_models else [name for one in _OF_AN_ENGINE for name in (one.variable, one.toml_key)]
+    given = _from_environment({name: text for name, text in environ.items() if name not in unread})
     given |= {name: _parse(_BY_FIELD[name], text, _BY_FIELD[name].flag) for name, text in flags.items()}
     tables: dict[str, Any] = {}
     if (config_file := given.get("config_file")) is not None:
@@ -59,12 +64,12 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
         tables["models"] = parse_models(content.pop(MODELS, []), path)
         tables["slo"] = parse_slo(content.pop(SLO, {}), path)
         tables["prices"] = parse_prices(content.pop(PRICES, {}), path)
-        given = _from_file(content, path) | given
+        given = _from_file({key: value for key, value in content.items() if key not in unread}, path) | given
     warnings = _replace_old(given)
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
     config = ServerConfig(**values, **tables, origins=origins, warnings=warnings)
-    return _with_own_models(config, config_file.value if config_file else None)
+    return _with_own_models(config, config_file.value if config_file else None) if needs_models else config
 
 
 def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:

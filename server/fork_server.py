@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
-from core.errors import StartupError
+from core.errors import ExitCode, StartupError
 from server.cli import as_startup_error, run_server
 from server.engine_loader import local_plan
 from server.local_models import News, Order, Refusal
@@ -30,6 +30,12 @@ from server.observing.logs import configure_logging, log_everything
 from server.supervision import ServiceManager
 
 ORDER_BYTES = 256 * 1024
+_KINDS: dict[int, str] = {  # of causes, for clients
+    ExitCode.CONFIGURATION: "its settings cannot be used",
+    ExitCode.MODEL: "its files are missing, or cannot be used",
+    ExitCode.MEMORY: "it does not fit into memory",
+    ExitCode.DEVICE: "its device cannot be used",
+}
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _PRELOADED = (
     "uvloop",
@@ -130,7 +136,9 @@ def _serve(order: Order, line: socket.socket) -> int:
     except Exception as error:
         told = as_startup_error(error)
         refusal = _refusal(told)
-        ServiceManager(os.environ, os.getpid()).send(f"X_CAUSE={refusal.cause}", f"X_FIX={refusal.fix}")
+        ServiceManager(os.environ, os.getpid()).send(
+            f"X_CAUSE={refusal.cause}", f"X_FIX={refusal.fix}", f"X_KIND={refusal.kind}"
+        )
         return int(told.exit_code)
     finally:
         log.close()
@@ -138,7 +146,8 @@ def _serve(order: Order, line: socket.socket) -> int:
 
 def _refusal(error: StartupError) -> Refusal:
     """On one line each."""
-    return Refusal(" ".join(error.cause.split()), " ".join(error.fix.split()))
+    kind = _KINDS.get(error.exit_code, "the server's log says why")
+    return Refusal(" ".join(error.cause.split()), " ".join(error.fix.split()), kind)
 
 
 if __name__ == "__main__":

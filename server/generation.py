@@ -746,7 +746,7 @@ class Generation:
 
     def fail(self, error: ServiceError) -> None:
         """Break the answer off, if it is open."""
-        self._on(Event.BROKEN_OFF, error)
+        self._on(Event.BROKEN_OFF, self._ticket.caller.told(error))
 
     def on_blocked(self) -> None:
         """The reader is slow: its stream's buffers are full."""

@@ -82,10 +82,15 @@ class Plan(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a model cannot be served, and what to do."""
+    """Why a model cannot be served, and what to do.
+
+    Args:
+        kind: of the cause, without paths, names and settings: for clients; empty: the cause itself has none.
+    """
 
     cause: str
     fix: str
+    kind: str = ""
 
     def __str__(self) -> str:
         return f"{self.cause.rstrip('.')}. Fix: {self.fix.rstrip('.')}."
@@ -389,7 +394,8 @@ class LocalModels:
         left_s = model.retry_s - self._loop.time()
         if model.failure is not None and left_s > 0:
             error = model.failure
-            raise ServiceError(error.kind, error.message, error.code, retry_after_s=left_s)
+            whole = error.for_operator
+            raise ServiceError(error.kind, error.message, error.code, retry_after_s=left_s, for_operator=whole)
 
     def on_used(self, model: LocalModel) -> None:
         """A request of it has begun or ended."""
@@ -532,7 +538,7 @@ class LocalModels:
     def on_notice(self, serial: int, fields: Mapping[str, str]) -> None:
         model = self._by_serial[serial]
         if "X_CAUSE" in fields:
-            model.refusal = Refusal(fields["X_CAUSE"], fields.get("X_FIX", SEE_LOG))
+            model.refusal = Refusal(fields["X_CAUSE"], fields.get("X_FIX", SEE_LOG), fields.get("X_KIND", ""))
         if model.state is not ModelState.LOADING:
             return
         model.stage = fields.get("STATUS", model.stage).removeprefix("Loading: ")
@@ -593,8 +599,14 @@ class LocalModels:
         model.num_failures += 1
         model.plan = None  # its files may change
         model.retry_s = self._loop.time() + model.backoff_s
-        message = f"The model {model.name} cannot be loaded: {refusal}"
-        model.failure = ServiceError(ErrorKind.UNAVAILABLE, message, "model_not_loaded", retry_after_s=model.backoff_s)
+        what = f"The model {model.name} cannot be loaded"
+        model.failure = ServiceError(
+            ErrorKind.UNAVAILABLE,
+            f"{what}: {refusal.kind or refusal.cause}. Ask again later, or tell the operator.",
+            "model_not_loaded",
+            retry_after_s=model.backoff_s,
+            for_operator=f"{what}: {refusal}",
+        )
         logger.error(
             "the model %s cannot be loaded; tried again in %g s at the soonest: %s",
             model.name,

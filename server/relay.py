@@ -8,6 +8,7 @@ The gate's work and the ledger are the generation's (server/generation.py). Of a
 
 Tokens are those of the upstream's usage. Until it comes, a prompt counts by the model's tokenizer if it is here, as a
 third of its bytes otherwise, and an event with text as a token: that is what is billed of an answer that is broken off.
+Of a document it is a third of the bytes. It is never more than the request allows, and nothing of what is no answer.
 """
 
 import asyncio
@@ -794,6 +795,7 @@ class RelayHandle:
             else:
                 self._document += data
                 if len(self._document) > (most := MAX_ERROR_BYTES if is_refusal else MAX_DOCUMENT_BYTES):
+                    self._document.clear()  # it is no answer
                     raise UpstreamFault(f"its answer is larger than {most} bytes")
         self._relay.work.busy_s += self._loop.time() - begun_s
 
@@ -806,7 +808,9 @@ class RelayHandle:
                 self._be_refused(self._head)
                 return
             if fault is None and not self._call.is_stream:
-                self._take_document(bytes(self._document), self._loop.time())
+                document, self._document = bytes(self._document), bytearray()  # it may be no answer
+                self._take_document(document, self._loop.time())
+                self._document += document
             if not (self._is_done or all(one.is_finished for one in self.sequences)):
                 raise fault or UpstreamFault("its answer ends in the middle")
             self._end()
@@ -892,10 +896,7 @@ class RelayHandle:
 
     def _take_document(self, data: bytes, now_s: float) -> None:
         message = _decoded(data)
-        if message.usage is not None:
-            self._usage = message.usage.usage()
         if self._passage.is_lines:
-            self._usage = Usage(message.prompt_eval_count, message.eval_count)
             reasons = {0: REASONS.get(message.done_reason or "", FinishReason.STOP)}
         elif self._passage.prefix == messages.ID_PREFIX:
             reasons = {0: REASONS.get(message.stop_reason or "", FinishReason.STOP)}
@@ -908,6 +909,10 @@ class RelayHandle:
         if message.error is not None or not reasons or not all(0 <= one < len(self.sequences) for one in reasons):
             raise UpstreamFault("its answer is not one of the kind that was asked for")
         document = self._renamed(data)
+        if self._passage.is_lines:
+            self._usage = Usage(message.prompt_eval_count, message.eval_count)
+        elif message.usage is not None:
+            self._usage = message.usage.usage()
         for index, reason in reasons.items():
             self._count(self.sequences[index], now_s)
             self._write(index, document, now_s, reason)
@@ -1022,15 +1027,18 @@ class RelayHandle:
             self._exchange.cancel()
             self._exchange = None  # which refers back: all is freed without the garbage collector
         self._slot.leave()
-        usage = self._usage
-        if usage is None:
-            is_answer = self._head is not None and self._head.status == 200
-            num_tokens = max(self.num_tokens, is_answer * len(self._document) // BYTES_PER_TOKEN)
-            usage = Usage(self.request.num_prompt_tokens if num_tokens else 0, num_tokens)
         try:
-            self.sink.on_end(usage, None)
+            self.sink.on_end(self._usage or self._estimated(), None)
         except Exception:  # there is nothing left to cancel
             logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
+
+    def _estimated(self) -> Usage:
+        """Of an answer whose usage has not come."""
+        request, num_tokens = self.request, self.num_tokens
+        if self._head is not None and self._head.status == 200 and self._document.lstrip().startswith(b"{"):
+            num_tokens = max(num_tokens, len(self._document) // BYTES_PER_TOKEN)
+        num_tokens = min(num_tokens, request.max_tokens * request.num_sequences)
+        return Usage(request.num_prompt_tokens if num_tokens else 0, num_tokens)
 
 
 def _reason_of(details: _Why | None) -> FinishReason:

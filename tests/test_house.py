@@ -15,10 +15,10 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_330, 28),
+    "server": (10_370, 28),
     "server/api": (4870, 16),
     "server/commands": (1955, 11),
-    "server/gate": (2530, 8),
+    "server/gate": (2540, 8),
     "server/ledger": (1590, 6),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),

@@ -247,7 +247,7 @@ def _refuse_unsupported(fields: dict[str, Any], rules: Rules) -> None:
 
 def _refuse(name: str, value: Any, fields: dict[str, Any], rules: Rules) -> None:
     rule = rules[name]
-    if value is None or value in rule.neutral:
+    if value is None or rule.is_neutral(value):
         return
     if rule.does is Does.CONTAINER and isinstance(value, dict):
         _refuse_contents(name, value, rules)
@@ -261,7 +261,7 @@ def _refuse(name: str, value: Any, fields: dict[str, Any], rules: Rules) -> None
 def _refuse_contents(name: str, contents: dict[str, Any], rules: Rules) -> None:
     for key, value in contents.items():
         rule = rules.get(key)
-        is_neutral = rule is not None and rule.does in _REFUSING and value in rule.neutral
+        is_neutral = rule is not None and rule.does in _REFUSING and rule.is_neutral(value)
         if value is not None and not is_neutral and not (rule is not None and rule.does is Does.IGNORED):
             param = f"{name}.{key[:MAX_SHOWN_KEY]}"
             message = (
@@ -279,7 +279,7 @@ def _rename(fields: dict[str, Any], rules: Rules) -> dict[str, str]:
     for alias in [name for name in fields if name in rules and rules[name].does is Does.ALIAS]:
         rule = rules[alias]
         name, value = rule.target, fields.pop(alias)
-        if value is None or value in rule.neutral:
+        if value is None or rule.is_neutral(value):
             continue
         if fields.get(name) is not None and fields[name] != value:
             message = f"{alias} is another name of {renamed.get(name, name)} here. Send one of them."

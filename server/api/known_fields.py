@@ -39,6 +39,10 @@ class Known:
     neutral: tuple[Any, ...] = ()
     unless: tuple[str, Any] | None = None
 
+    def is_neutral(self, value: Any) -> bool:
+        """JSON's true is not 1."""
+        return any(one == value and isinstance(one, bool) == isinstance(value, bool) for one in self.neutral)
+
 
 CHAT, COMPLETIONS = frozenset[Name]({"chat"}), frozenset[Name]({"completions"})
 RESPONSES, TOKENIZE = frozenset[Name]({"responses"}), frozenset[Name]({"tokenize"})

@@ -245,6 +245,12 @@ class Caller:
             message = f"This needs the right {scope.value!r}, and yours are: {has}. Ask the operator for a key with it."
             raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
 
+    def told(self, error: ServiceError) -> ServiceError:
+        """The error as this caller may see it."""
+        if error.for_operator is None or Scope.ADMIN not in self.scopes:
+            return error
+        return ServiceError(error.kind, error.for_operator, error.code, error.param, error.retry_after_s)
+
 
 LOCAL_CALLER = Caller(LOCAL)
 

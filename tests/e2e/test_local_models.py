@@ -8,11 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from server.engine_loader import DEMO_DIRECTORY
+from server.gate.identity import Scope, create_key
+from tests.e2e import raw_http
 from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import RawAnswer, ask, post_bytes
 from tests.e2e.server_process import ServerProcess, ready_server
@@ -100,6 +103,26 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_why_a_model_cannot_be_loaded_is_told_to_the_operator(tmp_path: Path) -> None:
+    broken, keys_file = tmp_path / "x.gguf", tmp_path / "keys.json"
+    broken.write_bytes(b"GGUF, and nothing more")
+    keys: dict[Scope, str] = {}
+    for scope in (Scope.ADMIN, Scope.USAGE):
+        keys[scope], _ = create_key(keys_file, datetime.now(UTC), "local", scopes=(Scope.INFERENCE, scope))
+    with serving(tmp_path, entry("gone", broken), flags=("--keys-file", str(keys_file))) as server:
+        for stream in (False, True):
+            for scope, key in keys.items():
+                body = {"model": "gone", "messages": QUESTION, "stream": stream}
+                answer = raw_http.post(server.port, "/v1/chat/completions", body, key)
+                assert (answer.status, answer.code) == (503, "model_not_loaded")
+                message = answer.error["message"]
+                is_operator = scope is Scope.ADMIN
+                assert ("GGUF" in message, "its files are missing" in message) == (is_operator, not is_operator)
+                assert is_operator or str(tmp_path) not in message
+        answer = raw_http.post(server.port, "/admin/models/gone/load", {}, keys[Scope.ADMIN])
+        assert "GGUF" in answer.error["message"]
 
 
 def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: Path) -> None:

@@ -533,8 +533,12 @@ _WELL = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
 @asynccontextmanager
-async def saying(said: bytes | None) -> AsyncIterator[str]:
-    """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked."""
+async def saying(said: bytes | None, ends: bool = False) -> AsyncIterator[str]:
+    """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked.
+
+    Args:
+        ends: it closes the connection then.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):
@@ -542,7 +546,7 @@ async def saying(said: bytes | None) -> AsyncIterator[str]:
                 if head.startswith(b"GET") and said is None:
                     listening.close()
                 writer.write(_WELL if head.startswith(b"GET") else said or b"")
-                if not (said or head.startswith(b"GET")):
+                if (ends or not said) and not head.startswith(b"GET"):
                     break
         writer.close()
 
@@ -617,6 +621,38 @@ async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last() ->
                 told = [(await ask(front.server, closing(SURFACES["chat"]()))).status for _ in range(13)]
                 assert told.count(502) == num_failed
                 assert set(told[-3:]) == ({200} if num_failed == 5 else {502})
+
+
+_PARTS = b'{"choices":[{"index":0,"message":{"content":"' + b"a" * 60_000
+
+
+@pytest.mark.parametrize(
+    ("is_cut", "body", "num_tokens"),
+    [
+        (True, _PARTS, 10),  # as many as 5 a choice
+        (True, b' {"choices":', 4),
+        (True, b"<html>" * 9_000, 0),
+        (False, b"<html>" * 9_000, 0),
+        (False, _PARTS, 0),
+        (False, b'{"error":{"message":"failed"},"usage":{"completion_tokens":9}}', 0),
+        (False, b'{"choices":[{"index":7}],"usage":{"prompt_tokens":9,"completion_tokens":800000000000000}}', 0),
+    ],
+)
+async def test_of_a_whole_answer_that_fails_no_more_is_billed_than_was_asked_for(
+    is_cut: bool, body: bytes, num_tokens: int, tmp_path: Path
+) -> None:
+    said = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    async with saying(said % (len(body) + is_cut) + body, ends=True) as bad:
+        settings = model(bad, protocol="h1")
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            answer = await ask(front.server, closing(SURFACES["chat"](max_tokens=5, n=2)))
+            assert answer.status == 502
+            lines: list[Any] = []
+            while not lines:  # its settlement is on its way to the file
+                lines = (await ask(front.server, closing(request("GET", "/v1/usage?by=model")))).json["data"]
+            (line,) = lines
+            assert line["completion_tokens"] == num_tokens
+            assert bool(line["prompt_tokens"]) == bool(num_tokens)
 
 
 async def test_requests_beyond_max_requests_wait_here_and_go_out_in_turn() -> None:

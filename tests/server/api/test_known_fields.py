@@ -111,6 +111,12 @@ def test_the_surfaces_do_what_the_table_says(surface: Name, row: Known) -> None:
             assert wire.refusal(parser, **ask, **{row.name: {}}).param == row.name
 
 
+def test_true_is_no_number() -> None:
+    for name, value in (("best_of", True), ("mirostat", False), ("echo", 0), ("do_sample", 1)):
+        error = wire.refusal(chat.SURFACE, **PARSERS["chat"][1], **{name: value})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+
+
 def docs_row(owner: str, row: Known) -> str:
     """The row as docs/api.md has it."""
     what = f"{row.does} `{row.target}`" if row.target else str(row.does)
