@@ -19,7 +19,7 @@ BUDGETS = {
     "server/api": (4870, 16),
     "server/commands": (1955, 11),
     "server/gate": (2530, 8),
-    "server/ledger": (1580, 6),
+    "server/ledger": (1590, 6),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
     "server/upstream": (1710, 6),
