@@ -38,6 +38,7 @@ MAX_BRACKETS = 64  # open at once, in a grammar
 # as well, and nothing is tried twice: expressions that backtrack over a client's text would take minutes, with the GIL.
 _GBNF_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*+', re.DOTALL)
 _LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*+')
+_LARK_TOKENS = re.compile(r"<[^>\n]*>?|\btemperature\s*=")  # tokens of the model by name or id, and how to sample
 _RULE = re.compile(r"^[ \t]*+[?!]?[\w.\-]++[^\n:]*+:", re.MULTILINE)
 _GBNF_ROOT = re.compile(r"^[ \t]*+root\s*+::=", re.MULTILINE)
 MAX_WHOLE = 2**53  # beyond it the library rounds
@@ -153,8 +154,9 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
 
 def regex(pattern: str, param: str) -> GrammarSpec:
     """The whole answer matches. Raises InvalidRequest: it is too long, or repeats too much."""
+    spec = _bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
     _check_repeats(pattern, param, param)
-    return _bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
+    return spec
 
 
 def _check_repeats(pattern: str, path: str, param: str) -> None:
@@ -256,8 +258,14 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
     if "%json" in source:
         raise InvalidRequest(f"{param} may not have %json. Send a schema by itself.", param)
     is_gbnf = _GBNF_ROOT.search(source) is not None
+    texts = _GBNF_TEXTS if is_gbnf else _LARK_TEXTS
+    blanked = texts.sub(lambda text: re.sub(r"[^\n]", " ", text[0]), source)
+    if not is_gbnf and (found := _LARK_TOKENS.search(blanked)):
+        line, column = blanked.count("\n", 0, found.start()) + 1, found.start() - blanked.rfind("\n", 0, found.start())
+        message = f"{param}: line {line}, column {column}: {found[0]!r} cannot be held: answers are text. Leave it out."
+        raise InvalidRequest(message, param)
     num_open = deepest = 0
-    for bracket in re.findall(r"[(\[{)\]}]", (_GBNF_TEXTS if is_gbnf else _LARK_TEXTS).sub("", source)):
+    for bracket in re.findall(r"[(\[{)\]}]", blanked):
         num_open += 1 if bracket in "([{" else -1
         deepest = max(deepest, num_open)
     if deepest > MAX_BRACKETS:

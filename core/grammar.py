@@ -10,7 +10,9 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,7 @@ LIMITS = LLParserLimits(
 )
 # Beginnings of answers that are tried when a grammar is compiled, to find most of those that become too complex
 NUM_PROBES, PROBE_TOKENS = 3, 24
+MOST_ALONE = 8  # states that have a matcher of their own: each may take a hundred megabytes
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
 MAX_TOKEN_SHOWN = 40  # characters
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
@@ -47,10 +50,12 @@ class GrammarState:
         num_accepted: tokens.
     """
 
-    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+    def __init__(self, grammar: "Grammar") -> None:
         self.num_accepted = 0
-        self._matcher = matcher
-        self._num_words = num_words
+        self._matcher = grammar.matcher.deep_copy()
+        self._num_words = grammar.num_words
+        self._anew = grammar.anew
+        self._token_ids: list[int] = []  # accepted
 
     @property
     def fault(self) -> str | None:
@@ -68,22 +73,42 @@ class GrammarState:
         Args:
             mask: [words], contiguous; as wide as the logits.
         """
-        if self._matcher.is_error():
-            mask[:] = -1
-            return
-        if len(mask) == self._num_words:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        else:
-            found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)]
-            mask[: len(found)] = found
-            mask[len(found) :] = 0
+        self._fill(mask)
+        if self._goes_on_alone():
+            self._fill(mask)
+
+    def _fill(self, mask: Int32Array) -> None:
+        if not self._matcher.is_error():
+            if len(mask) == self._num_words:
+                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            else:
+                found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)]
+                mask[: len(found)] = found
+                mask[len(found) :] = 0
         if self._matcher.is_error():
             mask[:] = -1
 
     def accept(self, token_id: int) -> None:
         """The token has been sampled. A fault if it may not come here."""
         self._matcher.consume_token(token_id)
+        self._token_ids.append(token_id)
         self.num_accepted += 1
+        self._goes_on_alone()
+
+    def _goes_on_alone(self) -> bool:
+        """After a fault of the limits: whether it goes on in a matcher of its own.
+
+        Copies of a matcher share their lexer's states, and the limits count them together: what others have answered
+        would end this answer.
+        """
+        if self._anew is None or not self.is_too_complex:
+            return False
+        make, self._anew = self._anew, None
+        if (matcher := make(self)) is None:
+            return False
+        matcher.consume_tokens(self._token_ids)
+        self._matcher = matcher
+        return not matcher.is_error()
 
     def takes(self, token_id: int) -> bool:
         """Whether the token may come next."""
@@ -93,6 +118,7 @@ class GrammarState:
         """The last tokens were not sampled after all."""
         self._matcher.rollback(num_tokens)
         self.num_accepted -= num_tokens
+        del self._token_ids[self.num_accepted :]
 
     def forced(self) -> list[int]:
         """Tokens that have to come next, as the tokenizer writes their text, none of them accepted yet.
@@ -120,18 +146,31 @@ class GrammarState:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Compiled, for one model's vocabulary."""
+    """Compiled, for one model's vocabulary.
+
+    Args:
+        anew: compiles it again for a state that is to share nothing with others; None: there are too many such, or
+            compiling takes long.
+    """
 
     matcher: LLMatcher
     num_words: int
+    anew: Callable[[GrammarState], LLMatcher | None] | None = None
 
     def start(self) -> GrammarState:
-        return GrammarState(self.matcher.deep_copy(), self.num_words)
+        return GrammarState(self)
 
     def after(self, token_ids: Sequence[int]) -> "Grammar | None":
         """What holds the rest of an answer that begins with these tokens; None: no answer begins so."""
+        begun, anew = list(token_ids), self.anew
+
+        def begun_anew(state: GrammarState) -> LLMatcher | None:
+            if (matcher := None if anew is None else anew(state)) is not None:
+                matcher.consume_tokens(begun)
+            return matcher
+
         matcher = self.matcher.deep_copy()
-        return Grammar(matcher, self.num_words) if matcher.consume_tokens(list(token_ids)) else None
+        return Grammar(matcher, self.num_words, begun_anew) if matcher.consume_tokens(begun) else None
 
 
 class GrammarCompiler:
@@ -157,6 +196,7 @@ class GrammarCompiler:
             token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
             eos_ids = [len(token_bytes) - 1]
         self._num_words = -(-len(token_bytes) // 32)
+        self._alone = WeakSet[GrammarState]()
         self._punctuation = [i for i, one in enumerate(token_bytes) if len(one) == 1 and one in b'"{}[]:,']
         self._tokenizer = LLTokenizer(
             TokenizerWrapper(_Vocabulary(token_bytes, special_ids, eos_ids, encode)), len(token_bytes), list(eos_ids)
@@ -194,12 +234,20 @@ class GrammarCompiler:
             is_lark = spec.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
             inner = {"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]
             text = json.dumps({"grammars": [{"lark_grammar": spec.frame}, {**inner, "name": "answer"}]})
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        make = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=LIMITS)
+        matcher = make()
         if matcher.is_error():
             for schema in spec.schemas:
                 self._compile_within(schema, spec.param)
             raise InvalidRequest(_refusal(spec, matcher.get_error()), spec.param)
-        grammar = Grammar(matcher, self._num_words)
+
+        def anew(state: GrammarState) -> LLMatcher | None:
+            if len(self._alone) >= MOST_ALONE:
+                return None
+            self._alone.add(state)
+            return make()
+
+        grammar = Grammar(matcher, self._num_words, anew)
         self._probe(grammar, spec.param)
         return grammar
 

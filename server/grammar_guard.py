@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -32,6 +33,7 @@ from core.grammar import Grammar, GrammarCompiler
 logger = logging.getLogger(__name__)
 
 MAX_COMPILE_S = 1.5  # a refusal comes within 2 s
+MAX_ANEW_S = 0.1  # of a thread's time: to compile again while answers wait, for one that needs it
 START_S = 60.0  # to start Python and to read a vocabulary, on a busy machine
 MAX_MEMORY_BYTES = 4 * 2**30  # of its address space
 STACK_BYTES = 4 * 2**20  # half of what a thread of ours has: what passes here does not overflow that
@@ -141,7 +143,10 @@ class GuardedCompiler(GrammarCompiler):
             refusal = None
         if refusal is not None:
             raise InvalidRequest(refusal.message, refusal.param, refusal.code or "invalid_value")
-        return super().compile(spec)
+        started_s = time.thread_time()
+        grammar = super().compile(spec)
+        is_quick = time.thread_time() - started_s < MAX_ANEW_S
+        return grammar if is_quick else replace(grammar, anew=None)
 
     def _try(self, spec: GrammarSpec) -> Refusal | None:
         """

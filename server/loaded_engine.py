@@ -14,6 +14,7 @@ from core.chat_template import ChatTemplate
 from core.config import stated_context
 from core.engine import Engine
 from core.grammar import GrammarCompiler
+from core.marked_text import MarkedText
 from core.plan import RunnerLimits
 from core.thought_grammar import ThoughtVocabulary
 from core.tokenizer import Tokenizer
@@ -172,11 +173,9 @@ def thought_style_of(template: ChatTemplate) -> ThoughtStyle | None:
 
 def vocabulary_of(thought: ThoughtStyle, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> ThoughtVocabulary:
     """What the model's thoughts begin and end with, for a model whose answers end with any of these ids."""
-    return ThoughtVocabulary(thought.name, tokenizer.full_table.token_bytes, _encoder(tokenizer), eos_ids)
-
-
-def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+    return ThoughtVocabulary(
+        thought.name, tokenizer.full_table.token_bytes, partial(tokenizer.encode, add_special_tokens=False), eos_ids
+    )
 
 
 def compiler_of(
@@ -186,8 +185,14 @@ def compiler_of(
     most_tokens: int | None = None,
 ) -> GrammarCompiler:
     """For a model whose answers end with any of these ids, and have at most so many tokens."""
+
+    def encode(text: str) -> list[int]:
+        """As an answer writes a text: a control token's name is text there."""
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        return token_ids if tokenizer.special_ids.isdisjoint(token_ids) else tokenizer.encode_chat(MarkedText(text))
+
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return kind(token_bytes, tokenizer.special_ids, eos_ids, _encoder(tokenizer), most_tokens)
+    return kind(token_bytes, tokenizer.special_ids, eos_ids, encode, most_tokens)
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:

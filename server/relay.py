@@ -444,20 +444,23 @@ def _leaves(value: Any) -> Iterator[str | int]:
 # Answers.
 
 
+_Count = Annotated[int, msgspec.Meta(le=2**53)]  # more tokens than there are: an event that says so cannot be read
+
+
 class _Details(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
+    cached_tokens: _Count | None = None
+    reasoning_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Of chat and completions, of responses, and of messages."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None  # of messages, beside input_tokens
-    cache_read_input_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
+    cache_creation_input_tokens: _Count | None = None  # of messages, beside input_tokens
+    cache_read_input_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
@@ -512,8 +515,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     # Of Ollama's lines
     done: bool = False
     done_reason: str | None = None
-    prompt_eval_count: int = 0
-    eval_count: int = 0
+    prompt_eval_count: _Count = 0
+    eval_count: _Count = 0
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):

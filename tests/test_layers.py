@@ -22,7 +22,7 @@ FORBIDDEN = {
 CORE_MODULES = {"core", "jinja2", "llguidance", "msgspec", "numpy", "tokenizers"} | {
     *("__future__", "abc", "bisect", "collections", "contextlib", "contextvars", "copy", "dataclasses", "decimal"),
     *("enum", "fractions", "functools", "hashlib", "heapq", "hmac", "itertools", "json", "math", "operator", "re"),
-    *("string", "struct", "types", "typing", "unicodedata", "zlib"),
+    *("string", "struct", "types", "typing", "unicodedata", "weakref", "zlib"),
 }
 CORE_PARTS = {"codecs": {"getincrementaldecoder"}, "logging": {"getLogger"}, "sys": {"maxsize"}}
 CORE_IMPORTED_NAMES = {**CORE_PARTS, "datetime": {"datetime"}}  # with `from`, and not renamed

@@ -366,22 +366,26 @@ class LedgerThread:
 
     def _run(self) -> None:
         """Thread: ledger."""
-        pace, is_open = CommitPace(), True
-        while is_open:
-            items = [self._queue.get()]
-            time.sleep(pace.wait_s(time.monotonic()))
-            began_s = time.monotonic()
-            while not self._queue.empty():
-                items.append(self._queue.get())
-            is_open = None not in items
-            batch = [item for item in items if item is not None]
-            if batch:
-                written = write_batch(self._journal, batch)
-                pace.note(began_s, time.monotonic())
-                with contextlib.suppress(RuntimeError):  # the loop has closed
-                    self._loop.call_soon_threadsafe(tell_batch, batch, written)
-                self._journal.tidy()
+        pace = CommitPace()
+        while self._write_next(pace):
+            pass
         self._journal.close()
+
+    def _write_next(self, pace: CommitPace) -> bool:
+        """A batch, once there is one, which is not held any longer. Returns False after the last. Thread: ledger."""
+        items = [self._queue.get()]
+        time.sleep(pace.wait_s(time.monotonic()))
+        began_s = time.monotonic()
+        while not self._queue.empty():
+            items.append(self._queue.get())
+        batch = [item for item in items if item is not None]
+        if batch:
+            written = write_batch(self._journal, batch)
+            pace.note(began_s, time.monotonic())
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(tell_batch, batch, written)
+            self._journal.tidy()
+        return None not in items
 
 
 def write_batch(journal: Journal, batch: Sequence[Item]) -> Written:

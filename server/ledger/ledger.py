@@ -121,7 +121,9 @@ class Entry:
 
         If the reservation failed, nothing is written and on_settled is not called.
         """
-        self.end, self._on_settled = end, on_settled
+        self.end = end
+        if self.state is not EntryState.UNRESERVED:
+            self._on_settled = on_settled
         if self.state in (EntryState.OPEN, EntryState.RESERVED):
             self._write_end(end)
 
@@ -136,6 +138,7 @@ class Entry:
         had_ended = self.end is not None
         if not is_durable:
             del self.ledger.entries[self]
+            self._let_go()
         try:
             on_reserved(is_durable)
         finally:
@@ -151,7 +154,13 @@ class Entry:
 
     def _note_settled(self, is_durable: bool) -> None:
         self.state = EntryState.SETTLED
-        self._on_settled(is_durable)
+        on_settled = self._on_settled
+        self._let_go()
+        on_settled(is_durable)
+
+    def _let_go(self) -> None:
+        """Drop what refers back to the request, so that what it ran with is freed without the garbage collector."""
+        self.progress, self._on_settled = None, _ignore
 
     def running_row(self) -> LedgerRow:
         """As far as it has come."""

@@ -97,6 +97,32 @@ def test_how_many_of_the_optional_properties_there_are_is_held() -> None:
             check(sampled(grammar, random.Random(seed)) or "{}", {**optional(4), **bounds})
 
 
+def test_answers_of_one_grammar_do_not_count_against_one_another() -> None:
+    """Copies of a matcher share their lexer's states, which the limits count together."""
+    hungry = regex(r"(.|\n)*[a-m](.|\n){60}c", PARAM)
+    shared = compiler().compile(hungry)
+
+    def walked(grammar: Grammar, seed: int) -> list[int]:
+        state, rng, mask, token_ids = grammar.start(), random.Random(seed), np.zeros(grammar.num_words, np.int32), []
+        for _ in range(50):
+            state.fill_mask(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+            token_ids.append(int(allowed[rng.randrange(len(allowed))]))
+            state.accept(token_ids[-1])
+        assert state.fault is None
+        return token_ids
+
+    assert [walked(shared, seed) for seed in range(8)] == [walked(compiler().compile(hungry), s) for s in range(8)]
+
+
+def test_a_control_token_s_name_is_text_where_an_answer_has_to_have_it() -> None:
+    name = tokenizer().str_of(tokenizer().eos_id)
+    for spec, text in ((json_schema({"const": f"a{name}b"}, PARAM), f'"a{name}b"'), (choice([name], PARAM), name)):
+        grammar = compiler().compile(spec)
+        assert sampled(grammar, random.Random(1)) == text
+        assert tokenizer().eos_id not in grammar.start().forced()
+
+
 def test_constants_that_differ_are_apart_and_items_may_be_equal() -> None:
     schema = {"type": "array", "items": {"oneOf": [{"const": 1}, {"enum": ["a", None]}]}, "minItems": 1, "maxItems": 3}
     grammar = compiler().compile(json_schema({**schema, "uniqueItems": False}, PARAM))
@@ -246,6 +272,11 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
         (lambda: regex("(?=a)b", PARAM), "look-around"),
         (lambda: regex("a{1000}{1000}", PARAM), "repeats more than 20000 characters"),
         (lambda: regex("((b|[^]{9}]{100}){99,}c){1,100}", PARAM), "repeats more than 20000 characters"),
+        (
+            lambda: client_grammar('start: "a" | b\nb: "<c>" <|im_end|> "d"', PARAM),
+            "line 2, column 10: '<|im_end|>' cannot",
+        ),
+        (lambda: client_grammar('start: x\nx[temperature=2.0]: "y"', PARAM), "line 2, column 3: 'temperature=' cannot"),
         (lambda: choice([], PARAM), "must have 1 to 4096 choices"),
         (lambda: choice(["x"] * (MAX_CHOICES + 1), PARAM), "must have 1 to 4096 choices"),
         (lambda: client_grammar("start: (", PARAM), "1 | start: ("),

@@ -28,8 +28,9 @@ def loras(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(small_model: Path, loras: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    home = tmp_path_factory.mktemp("server")
     flags = ("--lora", f"first={loras / '0'}", "--lora-dir", str(loras), "--max-loras", str(MOST), "--api-key", API_KEY)
-    with ready_server(tmp_path_factory.mktemp("server"), small_model, *flags) as server:
+    with ready_server(home, small_model, *flags, "--ledger", str(home / "ledger.db")) as server:
         yield server
 
 
@@ -109,6 +110,27 @@ def test_requests_under_way_finish_and_new_ones_find_no_model(server: ServerProc
     server.wait_quiet(API_KEY)
 
 
+def test_an_unloaded_one_gives_its_place_back_with_its_last_request(server: ServerProcess) -> None:
+    """Each would take a place for ever, were it held until the garbage collector looks."""
+    streaming = {"model": "passing", "prompt": PROMPT, "max_tokens": 40, "stream": True, "ignore_eos": True}
+    for how in ("whole", "streamed", "unloaded midway") * 2 + ("whole", "streamed"):
+        assert (answer := load(server, "passing", "1")).status == 200, (how, answer)
+        if how == "whole":
+            completed(server, "passing")
+        else:
+            with connected(server.port) as client:
+                client.send(post_bytes("/v1/completions", streaming, (), API_KEY))
+                client.read_until(b"data: ")
+                if how == "unloaded midway":
+                    assert unload(server, "passing").status == 200
+                client.read_until(b"data: [DONE]")
+        if how != "unloaded midway":
+            assert unload(server, "passing").status == 200
+        server.wait_quiet(API_KEY)
+    lines = ask(server.port, "GET", "/v1/usage?by=model", api_key=API_KEY).json["data"]
+    assert {line["model"]: line["requests"] for line in lines}["passing"] == 8
+
+
 def test_a_name_with_other_weights_finds_nothing_cached_and_the_same_weights_do(server: ServerProcess) -> None:
     def cached(name: str) -> int:
         found: int = completed(server, name, prompt=PROMPT[2:])["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -136,6 +158,8 @@ def test_what_cannot_be_loaded_is_refused(server: ServerProcess, small_model: Pa
         ("a", "nowhere", {}, 400, "lora_path", "adapter_config.json cannot be read"),
         ("a", "wide", {}, 400, "lora_path", "--max-lora-rank"),
         ("", "1", {}, 400, "lora_name", "1 to 256 characters"),
+        ("n" * 257, "1", {}, 400, "lora_name", "1 to 256 characters"),
+        *((name, "1", {}, 400, "lora_name", "printable") for name in ("a/b\n", "a\x1b[2J", "\u202ea", " ", "a ")),
     ]
     for name, path, more, status, param, says in cases:
         error = (answer := load(server, name, path, **more)).error

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,18 +90,20 @@ def leave(server: SimulatedServer, data: bytes) -> None:
     ],
     ids=["whole", "streamed", "constrained", "refused constraint", "refused", "client left"],
 )
+@pytest.mark.parametrize("has_ledger", [False, True], ids=["", "ledger"])
 def test_what_a_generation_held_is_free_once_it_is_over(
-    server: SimulatedServer, happens: Callable[[SimulatedServer], object]
+    has_ledger: bool, happens: Callable[[SimulatedServer], object], tmp_path: Path
 ) -> None:
     """Without the garbage collector, which looks at old objects seldom."""
-    gc.collect()
-    gc.disable()
-    try:
-        happens(server)
-        alive = [one for one in gc.get_objects() if type(one) in (Generation, StreamedOutput, WholeOutput)]
-    finally:
-        gc.enable()
-    assert alive == []
+    with serving(ledger=tmp_path / "ledger.db" if has_ledger else None) as server:
+        gc.collect()
+        gc.disable()
+        try:
+            happens(server)
+            alive = [one for one in gc.get_objects() if type(one) in (Generation, StreamedOutput, WholeOutput)]
+        finally:
+            gc.enable()
+        assert alive == []
 
 
 # What is said

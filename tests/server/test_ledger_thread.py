@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,24 @@ async def test_each_is_told_on_the_loop_in_order_once_it_is_durable(tmp_path: Pa
     await done
     writer.close()
     assert told == [(number, True, threading.get_ident()) for number in range(50)]
+
+
+async def test_what_has_been_told_is_not_held(tmp_path: Path) -> None:
+    """While the thread waits for the next write: outcomes refer to requests, and those to what they ran with."""
+    told = asyncio.Event()
+
+    def tell(is_durable: bool, written: Written) -> None:
+        told.set()
+
+    ref = weakref.ref(tell)
+    writer = LedgerThread(open_journal(tmp_path / "ledger.db", 10), asyncio.get_running_loop())
+    writer.submit(Reserve(row("r0")), tell)
+    del tell
+    await told.wait()
+    async with asyncio.timeout(10):
+        while ref() is not None:  # its thread may still checkpoint
+            await asyncio.sleep(0)
+    writer.close()
 
 
 def test_one_that_cannot_be_told_keeps_word_from_nobody_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -420,6 +420,7 @@ def _chunk(**choice: Any) -> bytes:
         (_HEAD + _chunk(delta={"content": "a"}) + b"data: {nonsense}\n\n", "upstream_error"),
         (_HEAD + _chunk(delta={"content": "a"}) + b'data: {"error":{"message":"out of memory"}}\n\n', "upstream_error"),
         (_HEAD + _chunk(delta={"content": "a"}) + _chunk(index=9, delta={}), "upstream_error"),
+        (_HEAD + b'data: {"choices":[],"usage":{"prompt_tokens":1' + b"0" * 30 + b"}}\n\n", "upstream_error"),
         (_HEAD.replace(b"200 OK", b"500 No") + b'{"error":{"message":"no"}}', "upstream_error"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: nix\r\n\r\n", "upstream_error"),
         (b"SSH-2.0-nonsense\r\n\r\n", "upstream_error"),
@@ -431,7 +432,7 @@ def _chunk(**choice: Any) -> bytes:
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"ff\r\ndata", "upstream_error"),
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"nix\r\n", "upstream_error"),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
