@@ -329,6 +329,15 @@ async def test_surfaces_that_do_not_pass_are_refused() -> None:
     async with relaying() as gateway:
         body = {"model": ASKED, "messages": [{"role": "user", "content": "step"}]}
         assert (await gateway.ask(request("POST", "/api/chat", body))).status == 400
+        assert (await gateway.ask(request("POST", "/api/chat", {"model": ASKED}))).status == 400
+
+
+async def test_a_model_elsewhere_is_neither_loaded_nor_unloaded() -> None:
+    async with relaying(trusted=True) as gateway:
+        for fields, reason in (({}, "load"), ({"prompt": "", "keep_alive": 0}, "unload")):
+            answer = await gateway.ask(request("POST", "/api/generate", {"model": ASKED + ":latest"} | fields))
+            assert (answer.status, answer.json["model"], answer.json["done_reason"]) == (200, ASKED, reason)
+        assert (await gateway.ask(request("POST", "/api/generate", {"model": ASKED, "prompt": "a"}))).status == 200
 
 
 async def test_a_tenant_may_use_only_its_models() -> None:
