@@ -802,7 +802,7 @@ class RelayHandle:
         """No answer has come."""
         self._pool.note_outcome(self._upstream, False)
         if not self._move(str(fault)):
-            self._fall_back(broken(fault))
+            self._fall_back(self._pool.error_of(fault))
 
     def _be_refused(self, head: AnswerHead) -> None:
         if head.status == 503 and self._move("it refuses requests"):
@@ -811,7 +811,7 @@ class RelayHandle:
         if head.status >= 500 or head.status == 429:
             self._fall_back(error)
         else:
-            self._fail(error)
+            self._refuse(error)
 
     def _move(self, why: str) -> bool:
         """Send it to another upstream. False: it cannot be."""
@@ -827,7 +827,7 @@ class RelayHandle:
     def _fall_back(self, error: ServiceError) -> None:
         """Send it to another model's upstreams, if there are any."""
         if not self._fallbacks:
-            self._fail(error)
+            self._refuse(error)
             return
         passed, pool = self.request.passed, self._fallbacks.pop(0)
         logger.warning("%s is asked instead of %s: %s", pool.settings.name, self._call.model, error)
@@ -844,7 +844,7 @@ class RelayHandle:
             yield
         except UpstreamFault as fault:
             self._pool.note_outcome(self._upstream, False)
-            self._fail(broken(fault))
+            self._fail(self._pool.error_of(fault))
         except Exception:
             logger.exception("a request cannot be passed on", extra={"request_id": self.request.request_id})
             self._fail(ServiceError(ErrorKind.ENGINE, "The server failed to pass this request on.", "internal_error"))
@@ -1047,10 +1047,14 @@ class RelayHandle:
             sequence.is_finished = True
         self._linger = self._loop.call_later(LINGER_S, self._end)
 
-    def _fail(self, error: ServiceError) -> None:
+    def _fail(self, error: ServiceError, is_refusal: bool = False) -> None:
         if not self._has_ended:
-            self.sink.fail(error)  # which cancels
+            self.sink.fail(error, is_refusal)  # which cancels
             self.cancel(FinishReason.ERROR)
+
+    def _refuse(self, error: ServiceError) -> None:
+        """No answer has begun. An upstream that failed may have computed something."""
+        self._fail(error, error.kind is not ErrorKind.UPSTREAM)
 
     def _stop(self) -> None:
         """Nothing more is taken from the upstream."""
@@ -1123,11 +1127,6 @@ def _decoded(data: bytes) -> _Message:
 def _told(error: Any) -> str:
     message = error.get("message") if isinstance(error, dict) else error
     return str(message)[:500]
-
-
-def broken(fault: UpstreamFault) -> ServiceError:
-    """The error of a request whose upstream failed, perhaps in the middle of its answer."""
-    return ServiceError(ErrorKind.UPSTREAM, f"The server behind this one failed: {fault}. Try again.", "upstream_error")
 
 
 _PASSED_ON = {  # statuses of which the client is the cause

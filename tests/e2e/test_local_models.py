@@ -89,14 +89,17 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
             assert "retry-after" in answer.headers
         wait_for(lambda: models_of(server) == [pid], lambda: "the end of the process that planned")
         lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]
-        assert {line["model"]: line["requests"] for line in lines if line["completion_tokens"]} == {"one": 2, "two": 1}
+        assert {line["model"]: line["requests"] for line in lines} == {"one": 2, "two": 1}
         page = ask(server.port, "GET", "/metrics").body.decode()
         for sample in (
-            'loaded{{{},model="one"}} 1',
-            'loads_total{{{},model="one"}} 2',
-            'failures_total{{{},model="gone"}} 1',
+            'model_loaded{model="one"} 1',
+            'model_loads_total{model="one"} 2',
+            'model_failures_total{model="gone"} 1',
+            'upstream_up{upstream="one process"} 1',
+            'upstream_up{upstream="two process"} 0',
         ):
-            assert f"steploop_model_{sample}".format('model_name="one"') in page
+            assert f"\nsteploop_{sample}" in page
+        assert "model_name=" not in page
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert not os.path.exists(f"/proc/{pid}")
@@ -117,7 +120,9 @@ def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: 
             while piece := client.recv(1 << 16):
                 received += piece
         last = received[received.rindex(b"data: {") + 6 :].splitlines()[0]
-        assert json.loads(last)["error"]["code"] == "upstream_error"
+        error = json.loads(last)["error"]
+        assert error["code"] == "upstream_error"
+        assert error["message"] == "The process of the model one has ended. Ask again: it is started anew."
         assert chat(server, "one").status == 200
         assert other in models_of(server)
         assert len(models_of(server)) == 2

@@ -19,6 +19,7 @@ from server.api.replies import status_of
 from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
 from server.gate.text_rules import TextRule
+from server.ledger.store import RowState
 from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
@@ -33,6 +34,7 @@ from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import byte_level
 from tests.server import raw_http2
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
+from tests.server.inline_ledger import rows
 from tests.server.running_server import LIMITS, ask, closing, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
 from tests.server.test_fill_in import mark
@@ -621,6 +623,28 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             page = (await ask(front.server, closing(request("GET", "/metrics")))).body.decode()
             assert f'steploop_upstream_retries_total{{model_name="big",model="big"}} {int(status == 200)}' in page
             assert f'upstream="big {bad}"}} 1' in page
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "num_rows"),
+    [
+        (_LOADING, 503, 0),
+        (_LOADING.replace(b"503", b"429"), 503, 0),
+        (_LOADING.replace(b"503", b"400"), 400, 0),
+        ("unix:/nowhere", 503, 0),
+        (_BROKEN, 502, 1),
+    ],
+)
+async def test_what_an_upstream_refuses_leaves_no_row(
+    said: bytes | str, status: int, num_rows: int, tmp_path: Path
+) -> None:
+    async with saying(said if isinstance(said, bytes) else b"") as bad:
+        settings = model(bad if isinstance(said, bytes) else said, protocol="h1")
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            for stream in (False, True):
+                assert (await ask(front.server, closing(SURFACES["chat"](stream=stream)))).status == status
+    states = [one.state for one in rows(tmp_path / "ledger.db")]
+    assert states == [RowState.SETTLED] * 2 * num_rows
 
 
 @pytest.mark.parametrize(
