@@ -457,9 +457,9 @@ class Relay:
             async with asyncio.timeout(ASK_S):
                 head, answer = await connection.ask(outgoing, MAX_DOCUMENT_BYTES)
         except UpstreamFault as fault:
-            raise broken(fault) from fault
+            raise pool.error_of(fault) from fault
         except TimeoutError as error:
-            raise broken(UpstreamFault(f"it has not answered in {ASK_S:g} s")) from error
+            raise pool.error_of(UpstreamFault(f"it has not answered in {ASK_S:g} s")) from error
         finally:
             slot.granted.cancel()
             slot.leave()

@@ -625,6 +625,14 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             assert f'upstream="big {bad}"}} 1' in page
 
 
+@pytest.mark.parametrize(("said", "status"), [(None, 502), (b"", 502), (_LOADING, 503)])
+async def test_a_count_that_fails_is_refused_and_leaves_nothing(said: bytes | None, status: int) -> None:
+    async with saying(said) as url, serving(no_engine, models=(model(url, trusted=True, protocol="h1"),)) as front:
+        answer = await ask(front.server, closing(request("POST", "/tokenize", {"model": ASKED, "prompt": "step"})))
+        assert answer.status == status
+        assert front.server._pools[0].upstreams[0].num_active == 0
+
+
 @pytest.mark.parametrize(
     ("said", "status", "num_rows"),
     [
