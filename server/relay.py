@@ -306,6 +306,12 @@ class Relay:
         if passage is None or (passage.is_parts and not self.pool.settings.trusted):
             paths = ", ".join(one.path.decode() for one in PASSAGES.values() if not one.is_parts)
             raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")
+        if passage.is_lines:
+            is_chat = surface is ollama.CHAT
+            what = ("messages",) if is_chat else ("prompt", "suffix")
+            if all(fields.get(name) in (None, "", []) for name in what):
+                model = (asked.model or self.pool.settings.name).removesuffix(ollama.LATEST)
+                raise ollama.NothingAsked(model, is_chat, asked.keep_alive)
         rules = rule_book(tenant.text_rules)
         if rules.on_answer:
             message = (
@@ -325,12 +331,7 @@ class Relay:
                     num_ids += 1
             rules.check_prompt(texts, name)
             all_texts += texts
-        keep_alive_s = None
-        if passage.is_lines and asked.keep_alive is not None:
-            try:
-                keep_alive_s = keep_alive_of(asked.keep_alive)
-            except ValueError as error:
-                raise InvalidRequest(f"{error}.", "keep_alive") from error
+        keep_alive_s = keep_alive_asked(asked.keep_alive) if passage.is_lines else None
         call = self._call(asked, fields, passage, tenant)
         salt = _salt_of(tenant, asked.cache_salt)
         is_cut = passage.path == INFILL and not call.is_stream
@@ -473,6 +474,14 @@ def _salt_of(tenant: Tenant, asked: Any) -> str | None:
     if tenant.name == LOCAL_NAME:
         return None
     return sha256(f"{tenant.cache_salt_domain}\0{asked or ''}".encode("utf-8", "replace")).hexdigest()
+
+
+def keep_alive_asked(value: str | float | None) -> float | None:
+    """Seconds. Raises InvalidRequest."""
+    try:
+        return None if value is None else keep_alive_of(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}.", "keep_alive") from error
 
 
 def _address_to(

@@ -25,7 +25,7 @@ from server.observing.accounting import requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
-from server.relay import Relay
+from server.relay import Relay, keep_alive_asked
 from server.values import nearest
 from server.wire.messages import HttpRequest
 
@@ -54,6 +54,35 @@ def generating(surface: Surface) -> Handler:
             raise outcome.error
 
     return generate
+
+
+def answering_ollamas(surface: Surface) -> Handler:
+    """A handler that generates, or loads or unloads the model if there is nothing to answer."""
+    generate = generating(surface)
+
+    async def answer(exchange: Exchange) -> None:
+        try:
+            await generate(exchange)
+        except ollama.NothingAsked as asked:
+            await keep_model(exchange, asked)
+
+    return answer
+
+
+async def keep_model(exchange: Exchange, asked: ollama.NothingAsked) -> None:
+    """Load a model that is started on demand, or unload it at a keep_alive of 0; others stay as they are."""
+    keep_alive_s = keep_alive_asked(asked.keep_alive)
+    local, is_unload = exchange.server.local_models, keep_alive_s == 0
+    model = None if local is None else local.find(asked.model)
+    if local is not None and model is not None and not (is_unload and model.stays):
+        if is_unload:
+            await local.unload(model)
+        else:
+            if keep_alive_s is not None:
+                model.pool.keep(keep_alive_s)
+            await local.load(model)
+            local.on_used(model)
+    exchange.send(ollama.kept_reply(asked, is_unload, exchange.server.clock.unix()))
 
 
 Computed = tuple[bytes, tuple[str, ...]]  # a reply, and the names of the body's unknown fields
@@ -393,7 +422,8 @@ COUNT_MESSAGES = computing(counting(messages.parse_count, messages.count_reply))
 
 
 def _generation(surface: Surface, errors: ErrorForm = OPENAI_ERRORS) -> Route:
-    return Route(generating(surface), ASKS, is_counted=True, needs_tokens=True, errors=errors)
+    handler = answering_ollamas(surface) if errors is ollama.ERRORS else generating(surface)
+    return Route(handler, ASKS, is_counted=True, needs_tokens=True, errors=errors)
 
 
 ROUTES: dict[str, dict[str, Route]] = {

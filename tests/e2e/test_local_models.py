@@ -161,6 +161,30 @@ def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
         wait_for(lambda: running() == ["one"], lambda: "the load that the refused request has begun")
         assert post(server, "/api/generate", model="one", prompt="a", keep_alive=0).status == 200
         wait_for(lambda: running() == [], lambda: "the end of the model")
+        for path, body, said in (
+            ("/api/generate", {"keep_alive": "1h"}, {"response": "", "done": True, "done_reason": "load"}),
+            ("/api/chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}, "done_reason": "load"}),
+            ("/api/chat", {"keep_alive": 0}, {"message": {"role": "assistant", "content": ""}, "done": True}),
+            ("/api/generate", {"prompt": ""}, {"done_reason": "load"}),
+            ("/api/generate", {"keep_alive": "0s", "stream": False}, {"response": "", "done_reason": "unload"}),
+        ):
+            answer = post(server, path, model="one:latest", **body)
+            assert (answer.status, answer.json | said) == (200, answer.json)
+            assert answer.json["model"] == "one"
+            assert running() == ([] if answer.json["done_reason"] == "unload" else ["one"])
+        assert "keep_alive" in post(server, "/api/generate", model="one", keep_alive="soon").json["error"]
+        assert post(server, "/api/generate", model="two").status == 404
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            body = {"model": "one", "prompt": "a", "max_tokens": 240, "stream": True, "ignore_eos": True}
+            client.sendall(post_bytes("/v1/completions", body))
+            received = b""
+            while b"data: {" not in received:
+                received += client.recv(1 << 16)
+            busy = post(server, "/api/generate", model="one", keep_alive=0)
+            assert (busy.status, "requests in progress" in busy.json["error"]) == (409, True)
+            while b"[DONE]" not in received:
+                received += client.recv(1 << 16)
+        assert b'"finish_reason":"length"' in received
         assert post(server, "/admin/models/none/load").code == "model_not_found"
         assert post(server, "/tokenize", model="one", prompt="step").json["count"] > 0
         assert (

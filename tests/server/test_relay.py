@@ -330,6 +330,7 @@ async def test_surfaces_that_do_not_pass_are_refused() -> None:
     async with relaying() as gateway:
         body = {"model": ASKED, "messages": [{"role": "user", "content": "step"}]}
         assert (await gateway.ask(request("POST", "/api/chat", body))).status == 400
+        assert (await gateway.ask(request("POST", "/api/chat", {"model": ASKED}))).status == 400
         infill = {"model": ASKED, "input_prefix": "a", "input_suffix": "b"}
         assert (await gateway.ask(request("POST", "/infill", infill))).status == 400
 
@@ -373,6 +374,14 @@ async def test_prompt_rules_hold_for_what_editors_send() -> None:
             body = {"model": ASKED, "input_prefix": "a", "input_suffix": "b"} | {named: text}
             refused = await gateway.ask(as_caller(request("POST", "/infill", body), "acme"))
             assert (refused.status, refused.json["error"]["param"]) == (400, named)
+
+
+async def test_a_model_elsewhere_is_neither_loaded_nor_unloaded() -> None:
+    async with relaying(trusted=True) as gateway:
+        for fields, reason in (({}, "load"), ({"prompt": "", "keep_alive": 0}, "unload")):
+            answer = await gateway.ask(request("POST", "/api/generate", {"model": ASKED + ":latest"} | fields))
+            assert (answer.status, answer.json["model"], answer.json["done_reason"]) == (200, ASKED, reason)
+        assert (await gateway.ask(request("POST", "/api/generate", {"model": ASKED, "prompt": "a"}))).status == 200
 
 
 async def test_a_tenant_may_use_only_its_models() -> None:
