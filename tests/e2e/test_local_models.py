@@ -187,7 +187,11 @@ def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
                 received += client.recv(1 << 16)
         assert b'"finish_reason":"length"' in received
         assert post(server, "/admin/models/none/load").code == "model_not_found"
-        assert post(server, "/tokenize", prompt="a").status == 404
+        assert post(server, "/tokenize", model="one", prompt="step").json["count"] > 0
+        assert (
+            post(server, "/infill", model="one", input_prefix="a", input_suffix="b").json["error"]["param"]
+            == "input_suffix"
+        )
 
 
 @pytest.mark.slow
