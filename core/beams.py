@@ -93,7 +93,7 @@ class BeamSearch:
             for token_id, logprob in self.told[index].top
             if token_id not in self.forbidden and (may_stop or token_id not in self.stop_ids)
         ]
-        found.sort(key=lambda step: -step.score)
+        found.sort(key=lambda step: (-step.score, step.rank, step.token.token_id))
         tops = [self.told.pop(index).top[: self.num_shown] for index in self.beams]
 
         def written(step: _Step) -> tuple[TokenLogprobs, ...]:

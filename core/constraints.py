@@ -154,8 +154,9 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
 
 def regex(pattern: str, param: str) -> GrammarSpec:
     """The whole answer matches. Raises InvalidRequest: it is too long, or repeats too much."""
+    spec = _bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
     _check_repeats(pattern, param, param)
-    return _bounded(GrammarSpec(GrammarKind.REGEX, pattern, param))
+    return spec
 
 
 def _check_repeats(pattern: str, path: str, param: str) -> None:

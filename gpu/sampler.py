@@ -580,7 +580,22 @@ def _logprobs(logits: Tensor, token_ids: Tensor, rows: IntArray, most: int) -> t
     """See RequestedLogprobs.find."""
     logprobs = _some_of(logits, rows).log_softmax(-1)  # [some, vocab]
     of_tokens = logprobs.gather(1, _some_of(token_ids, rows).unsqueeze(1)).squeeze(1)
-    return of_tokens, *logprobs.topk(most)
+    return of_tokens, *_likeliest(logprobs, most)
+
+
+def _likeliest(found: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The largest of each row and their ids, [rows, most]; on a CPU, equal ones by id, whatever others ask for.
+
+    topk orders equal ones by how many it is asked for. On a device they stay so: to look for them waits for it.
+    """
+    if found.is_cuda:
+        return tuple(found.topk(most))  # type: ignore[return-value]
+    values, ids = found.topk(min(most + 1, found.shape[1]))  # one more: the last one asked for may have equals
+    for row in (values[:, 1:] == values[:, :-1]).any(1).nonzero().flatten().tolist():
+        some = (~(found[row] < values[row, most - 1])).nonzero().flatten()  # by id; NaN comes first, as in topk
+        places = found[row, some].argsort(descending=True, stable=True)[:most]
+        values[row, :most], ids[row, :most] = found[row, some[places]], some[places]
+    return values[:, :most], ids[:, :most]
 
 
 def _logprobs_with(made: Tensor, logits: Tensor, rows: IntArray, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -588,7 +603,7 @@ def _logprobs_with(made: Tensor, logits: Tensor, rows: IntArray, most: int) -> t
     made = _some_of(made, rows)  # [some, 3]
     if not most:
         return made[:, 0], made[:, :0], made[:, :0].long()
-    top, top_ids = _some_of(logits, rows).topk(most)  # [some, most]
+    top, top_ids = _likeliest(_some_of(logits, rows), most)  # [some, most]
     return made[:, 0], top - made[:, 1:2] - made[:, 2:], top_ids
 
 
@@ -674,7 +689,7 @@ def score(
     num_rows = piece_rows(vocab_size)
     for some, token_ids in zip(torch.split(hidden, num_rows), torch.split(wanted, num_rows), strict=True):
         logprobs = logits_of(some).log_softmax(-1)  # [some, vocab]
-        found.append((logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), *logprobs.topk(most)))
+        found.append((logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), *_likeliest(logprobs, most)))
     logprobs, top, top_ids = (_to_host(torch.cat(pieces), streams) for pieces in zip(*found, strict=True))
     slots = plan.slots[[one.row for one in targets]].tolist()
     return PromptScores(targets, slots, logprobs, top, top_ids, streams.current.record())

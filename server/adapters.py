@@ -59,6 +59,9 @@ class Adapters:
             ServiceError: its name or path cannot be taken, there is no room, or its files are refused.
         """
         name = asked.lora_name
+        if not name.isprintable() or name != name.strip():
+            message = "lora_name must be printable characters in one line, without spaces around them."
+            raise InvalidRequest(message, "lora_name")
         path, root = self._path_of(asked.lora_path)
         served = {card.id: card for card in self._reader.cards}
         is_adapter = name in served and served[name].adapter is not None

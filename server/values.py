@@ -263,7 +263,7 @@ existing_file = _path_value("a file", os.path.isfile, must_exist=True)
 def named_directory(text: str) -> NamedPath:
     """NAME=PATH of a directory that exists."""
     name, equals, path = text.partition("=")
-    if not name.strip() or not equals:
+    if not name.strip() or not equals or not name.isprintable():
         raise BadValueError("NAME=PATH, such as sql=/var/lib/adapters/sql")
     return NamedPath(name, existing_directory(path))
 

@@ -15,17 +15,17 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_370, 28),
-    "server/api": (4870, 16),
+    "server": (10_585, 28),
+    "server/api": (4905, 16),
     "server/commands": (1955, 11),
     "server/gate": (2540, 8),
-    "server/ledger": (1590, 6),
+    "server/ledger": (1609, 6),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
-    "server/upstream": (1710, 6),
+    "server/upstream": (1754, 6),
     "server/wire": (4805, 14),
     "core": (13_990, 36),
-    "gpu": (9185, 30),
+    "gpu": (9193, 30),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),

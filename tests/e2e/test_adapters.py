@@ -127,6 +127,8 @@ def test_an_unloaded_one_gives_its_place_back_with_its_last_request(server: Serv
         if how != "unloaded midway":
             assert unload(server, "passing").status == 200
         server.wait_quiet(API_KEY)
+    lines = ask(server.port, "GET", "/v1/usage?by=model", api_key=API_KEY).json["data"]
+    assert {line["model"]: line["requests"] for line in lines}["passing"] == 8
 
 
 def test_a_name_with_other_weights_finds_nothing_cached_and_the_same_weights_do(server: ServerProcess) -> None:
@@ -156,6 +158,8 @@ def test_what_cannot_be_loaded_is_refused(server: ServerProcess, small_model: Pa
         ("a", "nowhere", {}, 400, "lora_path", "adapter_config.json cannot be read"),
         ("a", "wide", {}, 400, "lora_path", "--max-lora-rank"),
         ("", "1", {}, 400, "lora_name", "1 to 256 characters"),
+        ("n" * 257, "1", {}, 400, "lora_name", "1 to 256 characters"),
+        *((name, "1", {}, 400, "lora_name", "printable") for name in ("a/b\n", "a\x1b[2J", "\u202ea", " ", "a ")),
     ]
     for name, path, more, status, param, says in cases:
         error = (answer := load(server, name, path, **more)).error

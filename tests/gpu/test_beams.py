@@ -9,18 +9,31 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from core.engine import Engine, check_conservation
 from core.plan import StepOutput
 from core.scheduler import Scheduler
-from core.types import Beams, Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, Submit
+from core.types import (
+    Beams,
+    Cancel,
+    FinishReason,
+    Message,
+    Pause,
+    Request,
+    Resume,
+    SamplingParams,
+    Submit,
+    TokenLogprobs,
+)
 from gpu.runner import ModelRunner, StepTicket
 from tests.fakes import DeliveryLog, FakeClock
-from tests.gpu.conftest import open_runner
+from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.test_overlap import draw_workload
 from tests.oracle import FAMILIES, Oracle, save_random_model
 from tests.workload import Workload, WorkloadRun
 
+EMBEDDED = Path(__file__).parents[2] / "gpu/demo/model"
 EOS = 2
 ENDS = tuple(range(2, 60, 3))  # of random models, one of these comes soon
 Answers = list[tuple[list[int], str]]
@@ -121,6 +134,38 @@ def test_beams_beside_others_are_the_same_whatever_the_timing(llama_runner: Mode
             expected, _ = ours(llama_runner, one, num_blocks=14, max_batch_tokens=32, max_in_flight=1)
             assert {name: found[0][0][name] for name in expected} == expected
     assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["embedded", "llama3"])
+def test_equal_sums_rank_the_same_in_any_company(name: str, dtype: str, tmp_path: Path) -> None:
+    """Order and logprobs too, beside requests that ask for more of the likeliest: torch orders equal ones by that."""
+    directory = EMBEDDED if name == "embedded" else save_random_model(name, tmp_path)
+    runner = open_runner(directory, replace(ENGINE, dtype=dtype, kv_memory_bytes=2**25))
+    for seed in range(2):
+        rng = random.Random(seed)
+        shown = SamplingParams(max_tokens=30, num_logprobs=3)
+        asked = [structs.replace(draw_request(rng, f"r{number}", 20), sampling=shown) for number in range(6)]
+        greedy = structs.replace(shown, temperature=0.0)
+        asked.append(Request(request_id="greedy", prompt_ids=(70, 80, 90), sampling=greedy, arrival_s=0.0))
+        other = structs.replace(asked[-1], request_id="other", sampling=structs.replace(greedy, num_logprobs=20))
+        company = answers_of(runner, [*asked, other])
+        for one in asked:
+            assert answers_of(runner, [one])[one.request_id] == company[one.request_id], msgspec.json.encode(one)
+
+
+def answers_of(runner: ModelRunner, requests: list[Request]) -> dict[str, list[list[TokenLogprobs]]]:
+    """By request: each answer's tokens, and the likeliest beside them."""
+    log, scheduler = DeliveryLog(), Scheduler(runner.limits, (EOS,), seeds=lambda: 0)
+    engine = Engine(scheduler, runner, FakeClock(), deque(map(Submit, requests)), log)
+    while engine.step():
+        pass
+    answers: dict[str, list[list[TokenLogprobs]]] = {}
+    for one in requests:
+        answers[one.request_id] = [[] for _ in range(one.num_sequences)]
+        for chunk in log.chunks_of(one.request_id):
+            answers[one.request_id][chunk.index] += chunk.logprobs or ()
+    return answers
 
 
 def test_beams_that_leave_give_all_back(llama_runner: ModelRunner) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from server.values import (
     BadValueError,
+    NamedPath,
     choice_of,
     count_between,
     directory_value,
@@ -20,6 +21,7 @@ from server.values import (
     format_duration,
     format_size,
     model_source,
+    named_directory,
     names_near,
     nearest,
     size_between,
@@ -137,3 +139,10 @@ def test_a_refusal_proposes_what_may_have_been_meant(
 
 def test_paths_of_what_is_to_be_made_need_not_exist(tree: Path) -> None:
     assert (file_value("new.json"), directory_value("new")) == (Path("new.json"), Path("new"))
+
+
+def test_a_name_of_a_directory_has_no_control_characters(tmp_path: Path) -> None:
+    assert named_directory(f"sql v2={tmp_path}") == NamedPath("sql v2", tmp_path)
+    for name in ("", " ", "a\n", "a\x1b[2J", "\u202ea"):
+        with pytest.raises(BadValueError, match="NAME=PATH"):
+            named_directory(f"{name}={tmp_path}")
