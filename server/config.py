@@ -45,7 +45,7 @@ from server.listening.sockets import (
     unix_mode_value,
 )
 from server.observing.slo import NO_PROMISES, SloRules
-from server.upstream.settings import ModelSettings, keep_alive_of
+from server.upstream.settings import ModelSettings, keep_alive_setting
 from server.values import (
     BadValueError,
     HubId,
@@ -160,7 +160,7 @@ def _duration(low_s: float, high_s: float) -> _Kind:
 def keep_alive_value(text: str) -> float:
     """Seconds; infinite: always."""
     try:
-        return keep_alive_of(text)
+        return keep_alive_setting(text)
     except ValueError as error:
         raise BadValueError("a time such as 10m, 0 (end at once) or -1 (stay)") from error
 

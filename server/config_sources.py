@@ -39,12 +39,15 @@ class Given(NamedTuple):
     origin: str
 
 
-def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]) -> ServerConfig:
+def load_config(
+    flags: Mapping[str, str | list[str]], environ: Mapping[str, str], finds_models: bool = True
+) -> ServerConfig:
     """Merge the sources into one configuration.
 
     Args:
         flags: by field name, only those given; text as typed.
         environ: of the process; names without STEPLOOP_ are ignored.
+        finds_models: False: those of [[models]] and --models-dir are not looked for.
 
     Raises:
         StartupError: a setting is unknown, malformed or out of range, or the file cannot be read.
@@ -64,7 +67,7 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
     config = ServerConfig(**values, **tables, origins=origins, warnings=warnings)
-    return _with_own_models(config, config_file.value if config_file else None)
+    return _with_own_models(config, config_file.value if config_file else None) if finds_models else config
 
 
 def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
@@ -94,7 +97,13 @@ def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:
         cause = "--lora and --lora-dir are for the model of this process, and there is none"
         raise StartupError(cause, "--model, or adapter_of with the name of one of [[models]]", ExitCode.CONFIGURATION)
     own = tuple(_own_model(config, model, path) for model in models if model.path is not None)
-    return replace(config, models=tuple(models), own_models=own)
+    origins = dict(config.origins)
+    unused = tuple(
+        f"{origins[name]} does nothing: it is for models that are started when they are asked for, and there is none"
+        for name in ("models_memory_bytes", "keep_alive_s")
+        if name in origins and not own
+    )
+    return replace(config, models=tuple(models), own_models=own, warnings=config.warnings + unused)
 
 
 def _own_adapters(config: ServerConfig, adapters: Sequence[ModelSettings], path: Path | None) -> list[NamedPath]:
@@ -126,7 +135,7 @@ def _adapter(name: str, directory: str | None, path: Path | None) -> NamedPath:
 def _own_model(config: ServerConfig, model: ModelSettings, path: Path | None) -> ServerConfig:
     origin = f"path of the model {model.name!r} in {path}"
     assert model.path is not None
-    source = _parse_one(_BY_FIELD["model"], model.path, origin)
+    source = _parse_one(_BY_FIELD["model"], model.path, origin, "path")
     unknown = [key for key in model.settings if key not in _OF_MODELS]
     if unknown:
         known = f"known: {', '.join(_OF_MODELS)}"
@@ -273,7 +282,11 @@ def _parse(option: Option, text: str | list[str], origin: str) -> Given:
     return Given(_parse_one(option, text, origin), origin)
 
 
-def _parse_one(option: Option, text: str, origin: str) -> Any:
+def _parse_one(option: Option, text: str, origin: str, field: str | None = None) -> Any:
+    """
+    Args:
+        field: of the entry of [[models]] that has it; None: it is a setting of the server.
+    """
     try:
         return option.parse(text)
     except BadValueError as error:
@@ -281,7 +294,9 @@ def _parse_one(option: Option, text: str, origin: str) -> Any:
         shown = "a value that is not shown" if option.is_secret else f"{text!r}"
         raise StartupError(
             f"{origin} is {shown}: it must be {error.expected}",
-            _fix(option, error.proposal),
+            _fix(option, error.proposal)
+            if field is None
+            else f"{field} = {error.proposal or 'org/name, FILE.gguf or DIRECTORY'}",
             ExitCode.MODEL if is_model else ExitCode.CONFIGURATION,
         ) from error
 

@@ -105,8 +105,12 @@ class DeltaSink(Protocol):
         """An upstream is asked, of another model if `fallback` names one; told before the first text."""
         ...
 
-    def fail(self, error: ServiceError) -> None:
-        """The answer breaks off; on_end still comes."""
+    def fail(self, error: ServiceError, is_refusal: bool = False) -> None:
+        """The answer breaks off; on_end still comes.
+
+        Args:
+            is_refusal: nothing was computed, so that the ledger keeps nothing of it.
+        """
         ...
 
     def on_end(self, usage: Usage, error: str | None) -> None:

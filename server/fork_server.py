@@ -25,7 +25,7 @@ from typing import NoReturn
 from core.errors import StartupError
 from server.cli import as_startup_error, run_server
 from server.engine_loader import local_plan
-from server.local_models import News, Order, Refusal
+from server.local_models import READY_SERIAL, News, Order, Refusal
 from server.observing.logs import configure_logging, log_everything
 from server.supervision import ServiceManager
 
@@ -60,6 +60,7 @@ def main(line: socket.socket) -> None:
     selector = selectors.DefaultSelector()
     selector.register(line, selectors.EVENT_READ)
     selector.register(woken, selectors.EVENT_READ)
+    line.send(pickle.dumps(News(READY_SERIAL)))
     while True:
         for key, _ in selector.select():
             if key.fileobj is woken:

@@ -190,7 +190,7 @@ class Generations:
             ServiceError: no model is served by this process.
         """
         if self.own is None:
-            message = "This server passes requests on to others, and has no model of its own. Ask one of those."
+            message = "This path is about a model that this process computes itself (--model), and it computes none."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
         return self.own
 
@@ -366,6 +366,7 @@ class Generation:
         self._clock = shared.clock.monotonic
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self._error: ServiceError | None = None  # that has broken it off
+        self._is_refused = False  # by an upstream
         # With the engine
         self._work_before = (0, 0.0)  # the loop's work on tokens of all requests, when this one was submitted
         self._handles: list[Handle] = []
@@ -744,8 +745,9 @@ class Generation:
 
     # Who ends it, or holds it.
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: ServiceError, is_refusal: bool = False) -> None:
         """Break the answer off, if it is open."""
+        self._is_refused |= is_refusal
         self._on(Event.BROKEN_OFF, error)
 
     def on_blocked(self) -> None:
@@ -922,7 +924,7 @@ class Generation:
         if status == CLIENT_GONE:
             reason = FinishReason.CANCELLED
         code = None if error is None else error.code
-        return End(total_usage(self._usages), cost, reason, status, code, self._timings.stages_ms())
+        return End(total_usage(self._usages), cost, reason, status, code, self._timings.stages_ms(), self._is_refused)
 
 
 def total_usage(usages: list[Usage]) -> Usage:

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -24,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -34,7 +36,7 @@ from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.config import ServerConfig
 from server.listening.sockets import Bind, UnixAddress
 from server.upstream.connection import Connection
-from server.upstream.exchange import UpstreamFault
+from server.upstream.exchange import ConnectionLost, UpstreamFault
 from server.upstream.pool import Pool, Slot, Upstream
 from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
 from server.values import format_size
@@ -50,10 +52,12 @@ TOLD_S = 5.0  # for the end of a process that takes no connections to be told
 RESEND_S = 0.1
 NOTICE_BYTES = 64 * 1024
 DEVICES = ("cpu", "cuda")
+READY_SERIAL = 0  # of the news that the fork server takes orders; orders have others
 TIMER_S = 0.002  # by which timers may come early
-SEE_LOG, WAITING = "see the log", "waiting for memory"
+SEE_LOG, STARTING, WAITING = "see the log", "starting what loads models", "waiting for memory"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
 MAX_HOME_BYTES = 90  # unix(7): a socket's path has 107
+_DIRECTORIES = re.compile(r"(?<![^\s'\"(])/(?:[^\s/]+/)*")  # of an absolute path
 
 
 class ModelState(enum.Enum):
@@ -143,7 +147,7 @@ class LocalModel:
     pool: "LocalPool"
     path: Path
     state: ModelState = ModelState.ASLEEP
-    stage: str = WAITING
+    stage: str = ""  # of its load
     plan: Plan | None = None
     serial: int = 0
     pid: int | None = None
@@ -202,6 +206,15 @@ class LocalUpstream(Upstream):
 
     wait_awake: Callable[[], Awaitable[None]] | None = None
     wait_ended: Callable[[], Awaitable[None]] | None = None
+    is_awake: Callable[[], bool] = lambda: False
+
+    @property
+    def place(self) -> str:
+        return "process"
+
+    @property
+    def is_up(self) -> bool:
+        return self.is_awake()
 
     async def connection(self) -> Connection:
         assert self.wait_awake is not None
@@ -229,6 +242,11 @@ class LocalPool(Pool):
     def start(self) -> None:
         pass
 
+    def error_of(self, fault: UpstreamFault) -> ServiceError:
+        what = "has ended. Ask again: it is started anew" if isinstance(fault, ConnectionLost) else f"failed: {fault}"
+        message = f"The process of the model {self.settings.name} {what}."
+        return ServiceError(ErrorKind.UPSTREAM, message, "upstream_error")
+
     def keep(self, keep_alive_s: float) -> None:
         """As a request asks, until another does."""
         if not self._model.stays:
@@ -242,7 +260,7 @@ class LocalPool(Pool):
 
     @property
     def stage(self) -> str:
-        return self._model.stage
+        return self._models.stage_of(self._model)
 
     def expected_s(self) -> float | None:
         model, now_s = self._model, self._loop.time()
@@ -318,6 +336,7 @@ class LocalModels:
         model = LocalModel(settings, process, keep_alive_s, keep_alive_s == math.inf, pool, path)
         upstream.wait_awake = lambda: self._wait(model, model.requests)
         upstream.wait_ended = lambda: self._wait_ended(model)
+        upstream.is_awake = lambda: model.is_awake
         self.models[settings.name] = model
         self.pools.append(pool)
 
@@ -333,6 +352,12 @@ class LocalModels:
     def states(self) -> Mapping[str, str]:
         """By name, as llama-server says them."""
         return {name: model.state.value for name, model in self.models.items()}
+
+    def stage_of(self, model: LocalModel) -> str:
+        """What those who wait for it wait for."""
+        if model.state is ModelState.LOADING:
+            return model.stage
+        return WAITING if self._processes.is_ready else STARTING
 
     def find(self, name: str) -> LocalModel | None:
         """By any of its names."""
@@ -396,7 +421,7 @@ class LocalModels:
         model.used_s = self._loop.time()
         self._set_timer(model)
         if self._wanted:
-            self._advance()
+            Context().run(self._advance)
 
     def _set_timer(self, model: LocalModel) -> None:
         """Put it to sleep in keep_alive_s, if no request comes."""
@@ -404,7 +429,7 @@ class LocalModels:
             model.timer.cancel()
             model.timer = None
         if model.is_awake and not model.upstream.num_active and model.expires_s is not None:
-            model.timer = self._loop.call_at(model.expires_s, self._end_idle, model)
+            model.timer = Context().run(self._loop.call_at, model.expires_s, self._end_idle, model)
 
     def _end_idle(self, model: LocalModel) -> None:
         if model.state is ModelState.AWAKE and not model.upstream.num_active:
@@ -421,8 +446,10 @@ class LocalModels:
 
     def _want(self, model: LocalModel) -> None:
         if model.state is not ModelState.LOADING:
-            self._wanted.setdefault(model)
-            self._advance()
+            if model not in self._wanted:
+                logger.info("the model %s is asked for: %s", model.name, self.stage_of(model))
+                self._wanted[model] = None
+            Context().run(self._advance)  # what it logs and begins is of no single request
 
     def _advance(self) -> None:
         """Load what is wanted, in order, as far as there is room. What is still planned, or fetched, is passed over."""
@@ -572,7 +599,6 @@ class LocalModels:
             connection.abort()
         self._processes.forget(model.serial)
         model.path.unlink(missing_ok=True)
-        model.stage = WAITING
         self._ended.set()
         if was is ModelState.LOADING:
             refusal = model.refusal or Refusal(f"its process ended: {_shown(status)}", SEE_LOG)
@@ -593,7 +619,8 @@ class LocalModels:
         model.num_failures += 1
         model.plan = None  # its files may change
         model.retry_s = self._loop.time() + model.backoff_s
-        message = f"The model {model.name} cannot be loaded: {refusal}"
+        cause = _DIRECTORIES.sub("", refusal.cause).rstrip(".")  # paths, and what else is there, are the operator's
+        message = f"The model {model.name} cannot be loaded: {cause}. The server's log says what to do."
         model.failure = ServiceError(ErrorKind.UNAVAILABLE, message, "model_not_loaded", retry_after_s=model.backoff_s)
         logger.error(
             "the model %s cannot be loaded; tried again in %g s at the soonest: %s",
@@ -635,6 +662,8 @@ class Processes:
         self._line: socket.socket | None = None  # to the fork server
         self._notices: dict[int, socket.socket] = {}  # by serial number
         self._listener: ProcessEvents | None = None
+        self._begun_s = 0.0
+        self.is_ready = False  # the fork server takes orders
 
     def start(self, listener: "ProcessEvents") -> None:
         """Start the fork server, so that it has imported what processes need when the first model is asked for."""
@@ -687,8 +716,8 @@ class Processes:
                 start_new_session=True,  # a terminal's Ctrl-C is for the server
             )
         ours.setblocking(False)
-        self._line = ours
-        self._loop.add_reader(ours, self._on_line)
+        self._line, self._begun_s, self.is_ready = ours, self._loop.time(), False
+        Context().run(self._loop.add_reader, ours, self._on_line)  # not in that of a request, whose id is logged
 
     def _send(self, order: Order) -> None:
         if self._line is None:
@@ -704,7 +733,7 @@ class Processes:
         if self._line is not None:
             self._loop.remove_reader(self._line)
             self._line.close()
-            self._line = None
+            self._line, self.is_ready = None, False
 
     def _on_line(self) -> None:
         assert self._line is not None
@@ -716,7 +745,12 @@ class Processes:
         except ConnectionResetError:
             data = b""
         if data:
-            self._listener.on_news(pickle.loads(data))
+            news: News = pickle.loads(data)
+            if news.serial == READY_SERIAL:
+                self.is_ready = True
+                logger.info("the process that starts models is ready: %.1f s", self._loop.time() - self._begun_s)
+            else:
+                self._listener.on_news(news)
             return
         self._hang_up()
         assert self._server is not None

@@ -140,7 +140,7 @@ class Server:
         self._pools += () if self._local is None else self._local.pools
         self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
         self._metrics.upstreams = lambda: {
-            f"{pool.settings.name} {one.url}": one for pool in self._pools for one in pool.upstreams
+            f"{pool.settings.name} {one.place}": one for pool in self._pools for one in pool.upstreams
         }
         self._relaying: asyncio.Task[None] | None = None  # where no engine is loaded: until upstreams have been asked
         self._client: EngineClient | None = None  # once the engine is loaded
@@ -233,7 +233,7 @@ class Server:
         )
         client.stats = loaded.stats  # until the first delivery
         self._client = client
-        self._metrics.model_name, limits = loaded.facts.model_name, loaded.facts.limits
+        self._metrics.model_name, limits = None if self._pools else loaded.facts.model_name, loaded.facts.limits
         self._metrics.cache_config = {(limits.block_size, limits.num_blocks): 1}
         config = self._config
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases)
@@ -251,7 +251,7 @@ class Server:
         try:
             for pool in self._pools:
                 await pool.wait_probed()
-            self._metrics.model_name = self._pools[0].settings.name
+            self._metrics.model_name = self._pools[0].settings.name if len(self._pools) == 1 else None
             self._serve(None, None)
             self._app.card = gateway_card(self._pools, self._app.served.backends, self._endpoints)
         except Exception as error:

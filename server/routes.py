@@ -25,6 +25,7 @@ from server.observing.accounting import requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
+from server.relay import Relay, keep_alive_asked
 from server.values import nearest
 from server.wire.messages import HttpRequest
 
@@ -55,6 +56,35 @@ def generating(surface: Surface) -> Handler:
     return generate
 
 
+def answering_ollamas(surface: Surface) -> Handler:
+    """A handler that generates, or loads or unloads the model if there is nothing to answer."""
+    generate = generating(surface)
+
+    async def answer(exchange: Exchange) -> None:
+        try:
+            await generate(exchange)
+        except ollama.NothingAsked as asked:
+            await keep_model(exchange, asked)
+
+    return answer
+
+
+async def keep_model(exchange: Exchange, asked: ollama.NothingAsked) -> None:
+    """Load a model that is started on demand, or unload it at a keep_alive of 0; others stay as they are."""
+    keep_alive_s = keep_alive_asked(asked.keep_alive)
+    local, is_unload = exchange.server.local_models, keep_alive_s == 0
+    model = None if local is None else local.find(asked.model)
+    if local is not None and model is not None and not (is_unload and model.stays):
+        if is_unload:
+            await local.unload(model)
+        else:
+            if keep_alive_s is not None:
+                model.pool.keep(keep_alive_s)
+            await local.load(model)
+            local.on_used(model)
+    exchange.send(ollama.kept_reply(asked, is_unload, exchange.server.clock.unix()))
+
+
 Computed = tuple[bytes, tuple[str, ...]]  # a reply, and the names of the body's unknown fields
 
 
@@ -70,15 +100,23 @@ def computing(
 
     async def compute(exchange: Exchange) -> None:
         check_media_type(exchange.request)
-        served, cards, sharing_name = exchange.server.served, exchange.own_cards, exchange.known_caller.sharing_name
-        reader, domain = served.reader, (exchange.known_caller.tenant.cache_salt_domain, "")
-        most_bytes = BODY_BYTES + MAX_ID_BYTES * reader.max_model_len if bounds_body else math.inf
+        served, caller = exchange.server.served, exchange.known_caller
+        longest = max(
+            (math.inf if one.max_model_len is None else one.max_model_len for one in exchange.cards), default=0
+        )
+        most_bytes = BODY_BYTES + MAX_ID_BYTES * longest if bounds_body else math.inf
         exchange.enter(Stage.BODY)
-        body = await served.read_body(exchange.stream, sharing_name, most_bytes)
+        body = await served.read_body(exchange.stream, caller.sharing_name, most_bytes)
         exchange.enter(Stage.ANSWER)
-        place = served.admission.enter(sharing_name, len(body))
+        reader, _, admission = await served.backend_of(body, caller.tenant) if served.others else served.known_own
+        place = admission.enter(caller.sharing_name, len(body))
         try:
-            reply, unknown_fields = await served.compute(lambda: work(reader, cards, domain, body), len(body))
+            if isinstance(reader, Relay):
+                exchange.send(await reader.ask(exchange.stream.request.path, body, caller))
+                return
+            cards, domain = exchange.own_cards, (caller.tenant.cache_salt_domain, "")
+            own = served.reader
+            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), len(body))
         finally:
             place.leave(exchange.server.clock.monotonic())
         exchange.server.metrics.count_unknown_fields(unknown_fields)
@@ -384,7 +422,8 @@ COUNT_MESSAGES = computing(counting(messages.parse_count, messages.count_reply))
 
 
 def _generation(surface: Surface, errors: ErrorForm = OPENAI_ERRORS) -> Route:
-    return Route(generating(surface), ASKS, is_counted=True, needs_tokens=True, errors=errors)
+    handler = answering_ollamas(surface) if errors is ollama.ERRORS else generating(surface)
+    return Route(handler, ASKS, is_counted=True, needs_tokens=True, errors=errors)
 
 
 ROUTES: dict[str, dict[str, Route]] = {

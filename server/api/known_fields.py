@@ -179,7 +179,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_rows(Does.CONTAINER, COMPLETIONS, "chat_template_kwargs"),
         *_rows(Does.CONTAINER, GENERATION - OLLAMA, "options"),
         *_rows(Does.CONTAINER, GENERATION, "extra_body sampling_params parameters generation_config nvext"),
-        *_ignored(GENERATION, "keep_alive"),
+        *_ignored(GENERATION - OLLAMA, "keep_alive"),
     ),
 }
 

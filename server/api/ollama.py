@@ -54,21 +54,36 @@ class OllamaMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_name: str | None = None
 
 
+class NothingAsked(InvalidRequest):
+    """A body with nothing to answer: its client wants the model to be loaded, or unloaded.
+
+    Args:
+        model: by the name that the client asked for.
+        keep_alive: as it was sent.
+    """
+
+    def __init__(self, model: str, is_chat: bool, keep_alive: str | float | None) -> None:
+        param = "messages" if is_chat else "prompt"
+        super().__init__(f"{param} is missing.", param, "missing_required_parameter")
+        self.model, self.is_chat, self.keep_alive = model, is_chat, keep_alive
+
+
 class OllamaFields(SamplingFields, frozen=True, kw_only=True):
     """Of both; `options` lie beside them by then."""
 
     max_tokens: MaxTokens | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     think: bool | str | None = None
+    keep_alive: str | float | None = None
 
 
 class ChatBody(OllamaFields, frozen=True, kw_only=True):
-    messages: list[OllamaMessage]
+    messages: list[OllamaMessage] | None = None
     tools: list[FunctionTool] | None = None
 
 
 class GenerateBody(OllamaFields, frozen=True, kw_only=True):
-    prompt: str
+    prompt: str | None = None
     system: str | None = None
     suffix: str | None = None
     raw: bool | None = None
@@ -77,6 +92,8 @@ class GenerateBody(OllamaFields, frozen=True, kw_only=True):
 def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = _decode(body, ChatBody)
     model, defaults = defaults_of(_name(wire.model))
+    if not wire.messages:
+        raise NothingAsked(model, True, wire.keep_alive)
     tools = tool_wishes([tool.function for tool in wire.tools or ()], None, None, defaults.tool_style)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(wire.messages)]
     thought, variables = _thought(wire, defaults.thought_style)
@@ -88,14 +105,16 @@ def parse_chat(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 def parse_generate(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = _decode(body, GenerateBody)
     model, defaults = defaults_of(_name(wire.model))
+    if not (wire.prompt or wire.suffix):
+        raise NothingAsked(model, False, wire.keep_alive)
     prompt: ChatPrompt | TextPrompt
     is_raw = bool(wire.raw or wire.suffix)
     thought, variables = _thought(wire, None if is_raw else defaults.thought_style)
     if is_raw:
-        prompt = TextPrompt(wire.prompt, suffix=wire.suffix or None)
+        prompt = TextPrompt(wire.prompt or "", suffix=wire.suffix or None)
     else:
         system = [Message(role="system", content=wire.system)] if wire.system else []
-        turn = Message(role="user", content=wire.prompt)
+        turn = Message(role="user", content=wire.prompt or "")
         prompt = chat_prompt([*system, turn], param="prompt", template_kwargs=variables)
     return _call(wire, generation_call(wire, model, defaults, (prompt,), thought=thought, **_own(wire, unknown_fields)))
 
@@ -293,6 +312,15 @@ def parse_show(body: bytes) -> tuple[str | None, tuple[str, ...]]:
     """The name of the model that is asked about, and the names of the body's unknown fields."""
     wire, unknown_fields = decode(body, ShowBody, {})
     return _name(wire.model or wire.name), unknown_fields
+
+
+def kept_reply(asked: NothingAsked, is_unloaded: bool, unix_s: float) -> bytes:
+    """To a body with nothing to answer."""
+    empty = {"message": {"role": "assistant", "content": ""}} if asked.is_chat else {"response": ""}
+    reason = "unload" if is_unloaded else "load"
+    return sse.json_line(
+        {"model": asked.model, "created_at": _time(unix_s), **empty, "done": True, "done_reason": reason}
+    )
 
 
 def tags_reply(models: Sequence[ServedModel], card: ServerCard) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -33,11 +33,14 @@ from server.ledger.store import (
     RowState,
     Settle,
     StoredAnswer,
+    Withdraw,
     Write,
 )
 from server.ledger.usage import Prices
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CHECKPOINT_S = 5.0
 PROBE_S = 1.0  # while the database takes no writes
@@ -58,6 +61,7 @@ class End(NamedTuple):
 
     Args:
         stages_ms: durations of its stages.
+        is_refused: by who was to compute it, before anything was.
     """
 
     usage: Usage
@@ -66,6 +70,7 @@ class End(NamedTuple):
     status: int
     error_code: str | None
     stages_ms: Mapping[str, float]
+    is_refused: bool = False
 
 
 class EntryState(StrEnum):
@@ -112,7 +117,10 @@ class Entry:
         self.ledger.begin(self, lambda is_durable: self._note_reserved(is_durable, on_reserved))
 
     def settle(self, end: End, on_settled: Callable[[bool], None]) -> None:
-        """Write the true usage. If the reservation failed, nothing is written and on_settled is not called."""
+        """Write the true usage, or delete the row of a refused request.
+
+        If the reservation failed, nothing is written and on_settled is not called.
+        """
         self.end = end
         if self.state is not EntryState.UNRESERVED:
             self._on_settled = on_settled
@@ -139,7 +147,10 @@ class Entry:
 
     def _write_end(self, end: End) -> None:
         self.ledger.entries.pop(self, None)
-        self.ledger.write(Settle(self._settled(end)), self._note_settled)
+        self.ledger.write(self._write_of(end), self._note_settled)
+
+    def _write_of(self, end: End) -> Settle | Withdraw:
+        return Withdraw(self.row.request_id) if end.is_refused else Settle(self._settled(end))
 
     def _note_settled(self, is_durable: bool) -> None:
         self.state = EntryState.SETTLED
@@ -156,12 +167,12 @@ class Entry:
         assert self.progress is not None, "it has been reserved"
         return self._row_with(self.progress())
 
-    def last_row(self) -> LedgerRow:
-        """As the server ends: settled if the request has ended, otherwise aborted where it is."""
+    def last_write(self) -> Settle | Withdraw:
+        """As the server ends: as the request has ended, otherwise aborted where it is."""
         if self.end is not None:
-            return self._settled(self.end)
+            return self._write_of(self.end)
         ended = {"finish_reason": RowState.ABORTED, "status": 503, "error_code": SHUTDOWN, "stages_ms": "{}"}
-        return msgspec.structs.replace(self.running_row(), state=RowState.ABORTED, **ended)
+        return Settle(msgspec.structs.replace(self.running_row(), state=RowState.ABORTED, **ended))
 
     def _settled(self, end: End) -> LedgerRow:
         return self._row_with(
@@ -286,9 +297,9 @@ class Ledger:
         if self.fault is not None:
             self.write(Probe())  # the database may take writes by now
         for entry in list(self.entries):
-            row = _row_or_none(entry, entry.last_row)
-            if row is not None:  # otherwise the next process closes it, as of its last checkpoint
-                self.write(Settle(row))
+            write = _made_or_none(entry, entry.last_write)
+            if write is not None:  # otherwise the next process closes it, as of its last checkpoint
+                self.write(write)
         self._write_unkept()
         self._writer.close()
 
@@ -358,7 +369,7 @@ class Ledger:
             return
         self._later(CHECKPOINT_S, self._checkpoint)
         if self.fault is None:
-            rows = (_row_or_none(entry, entry.running_row) for entry in self.entries)
+            rows = (_made_or_none(entry, entry.running_row) for entry in self.entries)
             self.write(Checkpoint(tuple(row for row in rows if row is not None)))
 
     def _beat(self) -> None:
@@ -376,7 +387,7 @@ class Ledger:
         self._writer.submit(Prune(self.now_us() - round(self._keep_s * MICRO)), on_pruned)
 
 
-def _row_or_none(entry: Entry, make: Callable[[], LedgerRow]) -> LedgerRow | None:
+def _made_or_none(entry: Entry, make: Callable[[], T]) -> T | None:
     """None: a bug of ours in one request's progress, which must not keep the others from their rows."""
     try:
         return make()

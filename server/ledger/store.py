@@ -127,6 +127,12 @@ class Amend(msgspec.Struct, frozen=True):
     row: LedgerRow
 
 
+class Withdraw(msgspec.Struct, frozen=True):
+    """A request that had been reserved was refused, and nothing of it computed: its row goes."""
+
+    request_id: str
+
+
 class Keep(msgspec.Struct, frozen=True):
     """Store an answer that may be replayed."""
 
@@ -149,7 +155,7 @@ class Probe(msgspec.Struct, frozen=True):
     """Find out whether the database takes writes."""
 
 
-Write = Reserve | Checkpoint | Settle | Amend | Keep | Forget | Prune | Probe
+Write = Reserve | Checkpoint | Settle | Amend | Withdraw | Keep | Forget | Prune | Probe
 
 
 SCHEMA = f"""
@@ -184,6 +190,7 @@ _SETTLE = (
     + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "request_id")
     + f" WHERE state = '{RowState.RESERVED}'"
 )
+_WITHDRAW = f"DELETE FROM requests WHERE request_id = ? AND state = '{RowState.RESERVED}'"
 _CHECKPOINT = (
     f"UPDATE requests SET {', '.join(f'{name} = ?' for name in CHECKPOINTED)}"
     f" WHERE request_id = ? AND state = '{RowState.RESERVED}'"
@@ -325,6 +332,8 @@ class LedgerStore:
                 execute(_SETTLE, msgspec.structs.astuple(row))
             case Amend(row):
                 execute(_AMEND, (row.finish_reason, row.status, row.error_code, row.request_id))
+            case Withdraw(request_id):
+                execute(_WITHDRAW, (request_id,))
             case Keep(answer):
                 self._keep(answer)
             case Checkpoint(rows):

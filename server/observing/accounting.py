@@ -289,7 +289,7 @@ class Accounting:
             ended_s=now_s,
             started_unix_s=self.clock.unix() - account.timings.total_ns / S_NS,
             tenant=account.tenant,
-            model=(outcome and outcome.model) or self.metrics.model_name,
+            model=(outcome and outcome.model) or self.metrics.model_name or "",
             intervals=intervals_of(account.timings),
             detokenize_ms=round(account.timings.detokenize_s * 1e3, 3),
             prefill_chunks=account.timings.num_prefill_chunks,

@@ -144,7 +144,7 @@ class Metrics:
     """
 
     def __init__(self, slo: SloRules | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.model_name = ""  # known once the model is loaded
+        self.model_name: str | None = ""  # known once the model is loaded; None: there are several
         self.ttft = Histogram(TTFT_BUCKETS_S)
         self.inter_token = Histogram(INTER_TOKEN_BUCKETS_S)
         self.e2e = Histogram(E2E_BUCKETS_S)
@@ -269,7 +269,7 @@ class Metrics:
         upstreams, version_requests = self.upstreams(), Counter[str]()
         for label, one in upstreams.items():
             if one.settings.version is not None:
-                version_requests[f"{label.removesuffix(one.url)}{one.settings.version}"] += one.num_requests
+                version_requests[f"{label.removesuffix(one.place)}{one.settings.version}"] += one.num_requests
         now = {  # TABLE's paths begin with these names
             "metrics": self,
             "stats": stats,
@@ -297,7 +297,7 @@ class Metrics:
             "cpu_s": sum(os.times()[:2]),
             "build": {__version__: 1},
         }
-        labels = _pairs({"model_name": self.model_name})
+        labels = {} if self.model_name is None else {"model_name": self.model_name}
         lines: list[str] = []
         for family in FAMILIES:
             _add_family(lines, family, now, labels)
@@ -338,7 +338,7 @@ vllm:gpu_prefix_cache_queries_total counter stats.num_cache_queries | As vllm:pr
 vllm:gpu_prefix_cache_hits_total counter stats.num_cache_hits | As vllm:prefix_cache_hits_total.
 vllm:lora_requests_info gauge adapters[max_lora,running_lora_adapters,waiting_lora_adapters] | Which LoRA
     adapters have requests, and how many there may be; the value is the time.
-steploop_upstream_up gauge upstreams.is_healthy[upstream] | 1: its health check is answered; 0: it gets no requests.
+steploop_upstream_up gauge upstreams.is_up[upstream] | 1: its health check is answered, or its process is loaded.
 steploop_upstream_requests_active gauge upstreams.num_active[upstream] | Requests in progress there.
 steploop_upstream_requests_total counter upstreams.num_requests[upstream] | Requests sent there.
 steploop_upstream_version_requests_total counter version_requests[version] | Requests sent to each version of a model.
@@ -451,20 +451,20 @@ def _value_of(now: Mapping[str, Any], path: Sequence[str]) -> Any:
     return value
 
 
-def _add_family(lines: list[str], family: MetricFamily, now: Mapping[str, Any], labels: str) -> None:
+def _add_family(lines: list[str], family: MetricFamily, now: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     """`labels` are every sample's."""
     lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
     value = _value_of(now, family.path)
     if isinstance(value, dict):
         keys = value if family.kind == "histogram" else sorted(value)
-        samples = {f"{labels},{_pairs(_labels_of(family, key))}": value[key] for key in keys}
+        samples = {_pairs({**labels, **_labels_of(family, key)}): value[key] for key in keys}
     else:
-        samples = {} if value is None else {labels: value}
+        samples = {} if value is None else {_pairs(labels): value}
     for pairs, one in samples.items():
         if isinstance(one, Histogram):
             _add_buckets(lines, family.name, pairs, one)
         else:
-            lines.append(f"{family.name}{{{pairs}}} {float(one) if isinstance(one, bool) else one}")
+            lines.append(f"{family.name}{_braced(pairs)} {float(one) if isinstance(one, bool) else one}")
 
 
 def _labels_of(family: MetricFamily, key: Any) -> dict[str, str]:
@@ -476,8 +476,12 @@ def _add_buckets(lines: list[str], name: str, labels: str, histogram: Histogram)
     count = 0
     for bound, in_bucket in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
         count += in_bucket
-        lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {count}')
-    lines += [f"{name}_sum{{{labels}}} {histogram.total}", f"{name}_count{{{labels}}} {count}"]
+        lines.append(f'{name}_bucket{{{labels}{"," if labels else ""}le="{bound}"}} {count}')
+    lines += [f"{name}_sum{_braced(labels)} {histogram.total}", f"{name}_count{_braced(labels)} {count}"]
+
+
+def _braced(pairs: str) -> str:
+    return f"{{{pairs}}}" if pairs else ""
 
 
 def _pairs(labels: Mapping[str, str]) -> str:

@@ -13,7 +13,16 @@ from urllib.parse import SplitResult
 
 import h11
 
-from server.upstream.exchange import AnswerHead, Carrier, Exchange, Outgoing, Reader, UpstreamFault, WholeAnswer
+from server.upstream.exchange import (
+    AnswerHead,
+    Carrier,
+    ConnectionLost,
+    Exchange,
+    Outgoing,
+    Reader,
+    UpstreamFault,
+    WholeAnswer,
+)
 from server.upstream.http2 import Http2, NotHttp2
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 
@@ -245,7 +254,8 @@ class Connection(asyncio.Protocol):
             http.receive(data)
         except ConnectionFault as fault:
             self.speaks_http1 = isinstance(fault, NotHttp2)
-            self._fail(UpstreamFault(str(fault).rstrip(".").replace("It ", "it ", 1)))
+            kind = UpstreamFault if data else ConnectionLost
+            self._fail(kind(str(fault).rstrip(".").replace("It ", "it ", 1)))
             self.abort()
             return
         if http.is_ready and not self.ready.done():
@@ -262,7 +272,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self.speaks_http1 |= isinstance(self._http, Http2) and not self._http.is_ready
-        self._fail(UpstreamFault("the connection was lost" if error is None else f"the connection was lost: {error}"))
+        self._fail(ConnectionLost("the connection was lost" if error is None else f"the connection was lost: {error}"))
 
     def _fail(self, fault: UpstreamFault) -> None:
         if not self.ready.done():

@@ -20,6 +20,10 @@ class UpstreamFault(Exception):
         self.is_untouched = is_untouched
 
 
+class ConnectionLost(UpstreamFault):
+    """By the other side."""
+
+
 class AnswerHead(NamedTuple):
     status: int
     fields: tuple[tuple[bytes, bytes], ...]  # names in lower case

@@ -88,6 +88,16 @@ class Upstream:
         return self.settings.url
 
     @property
+    def place(self) -> str:
+        """In metrics, after its model's name."""
+        return self.url
+
+    @property
+    def is_up(self) -> bool:
+        """In metrics."""
+        return self.is_healthy
+
+    @property
     def num_connections(self) -> int:
         return sum(not one.is_closed for one in self.connections)
 
@@ -340,6 +350,11 @@ class Pool:
         """That every request to an upstream bears."""
         key = self._api_key
         return () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
+
+    def error_of(self, fault: UpstreamFault) -> ServiceError:
+        """For a client whose request an upstream has failed, perhaps in the middle of its answer."""
+        message = f"The server behind this one failed: {fault}. Try again."
+        return ServiceError(ErrorKind.UPSTREAM, message, "upstream_error")
 
     # Health.
 

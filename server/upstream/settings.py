@@ -13,6 +13,18 @@ from core.errors import ExitCode, StartupError
 from server.values import DURATION_UNITS, BadValueError, secret_value
 
 SAMPLE = '[[models]] with name = "llama-70b" and upstreams = [{ url = "http://gpu1:8000" }]'
+LOCAL_SAMPLE = '[[models]] with name = "qwen3-4b" and path = "/srv/qwen3-4b.gguf"'
+ADAPTER_SAMPLE = '[[models]] with name = "sql", path = "/srv/sql-lora" and adapter_of = "qwen3-4b"'
+FIELD_SAMPLES = {
+    "adapter_of": 'adapter_of = "qwen3-4b"',
+    "aliases": 'aliases = ["gpt-4o-mini"]',
+    "fallbacks": 'fallbacks = ["qwen3-4b"]',
+    "keep_alive": 'keep_alive = "10m"',
+    "name": 'name = "qwen3-4b"',
+    "path": 'path = "/srv/qwen3-4b.gguf"',
+    "settings": "settings = { max_model_len = 16384 }",
+    "upstreams": 'upstreams = [{ url = "http://gpu1:8000" }]',
+}
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
 _PATH = re.compile(r"/[!-~]*")
@@ -119,7 +131,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if elsewhere := self._beside(here):
             raise ValueError(f"{elsewhere} is for upstreams, and a model with a path has none")
         if self.keep_alive is not None:
-            keep_alive_of(self.keep_alive)
+            keep_alive_setting(self.keep_alive)
 
     def _beside(self, allowed: Container[str]) -> str | None:
         """A field that is set, and is none of these."""
@@ -152,7 +164,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def keep_alive_of(value: str | float) -> float:
-    """Seconds, from "10m", "1h30m" or a number; infinite: any negative number. Raises ValueError."""
+    """Seconds, from "10m", "1h30m" or a number; infinite: any negative one, as Ollama has it. Raises ValueError."""
     text = str(value).strip()
     try:
         number = float(text)
@@ -168,6 +180,14 @@ def keep_alive_of(value: str | float) -> float:
     elif _DURATIONS.fullmatch(text[1:]):
         return math.inf
     raise ValueError(f'keep_alive is {value!r}, but must be a time such as "10m", 0 (end at once) or -1 (stay)')
+
+
+def keep_alive_setting(value: str | float) -> float:
+    """Likewise, of a setting: of the negative ones, -1 alone. Raises ValueError."""
+    seconds = keep_alive_of(value)
+    if seconds == math.inf and str(value).strip() not in ("-1", "-1.0"):
+        raise ValueError(f'keep_alive is {value!r}, but must be a time such as "10m", 0 (end at once) or -1 (stay)')
+    return seconds
 
 
 def check_url(url: str) -> None:
@@ -238,13 +258,15 @@ def _parse_model(table: Any, number: int, path: Path) -> ModelSettings:
     except msgspec.ValidationError as error:
         name = table.get("name") if isinstance(table, Mapping) else None
         cause = f"[[models]] number {number}{f', {name!r},' if isinstance(name, str) else ''} in {path}: {error}"
-        raise StartupError(cause, _fix(str(error)), ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, _fix(str(error), table), ExitCode.CONFIGURATION) from error
 
 
-def _fix(error: str) -> str:
+def _fix(error: str, table: Any) -> str:
     """What to write instead: msgspec names the path of an unknown field, but not the known ones."""
     if "unknown field" not in error:
-        return f"mend it, as in: {SAMPLE}"
+        field = re.match(r"\w+", error.rpartition("`$.")[2])
+        whole = ADAPTER_SAMPLE if "adapter_of" in table else LOCAL_SAMPLE if "path" in table else SAMPLE
+        return f"mend it, as in: {whole if field is None else FIELD_SAMPLES.get(field[0], whole)}"
     kind = UpstreamSettings if "upstreams" in error.rpartition("`$")[2] else ModelSettings
     above = "; the server's own settings stand above the first table" if kind is ModelSettings else ""
     return f"known: {', '.join(kind.__struct_encode_fields__)}{above}"

@@ -86,17 +86,21 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
             answer = chat(server, "gone")
             assert (answer.status, answer.code) == (503, "model_not_loaded")
             assert "GGUF" in answer.error["message"]
+            assert str(tmp_path) not in answer.error["message"]
             assert "retry-after" in answer.headers
         wait_for(lambda: models_of(server) == [pid], lambda: "the end of the process that planned")
         lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]
-        assert {line["model"]: line["requests"] for line in lines if line["completion_tokens"]} == {"one": 2, "two": 1}
+        assert {line["model"]: line["requests"] for line in lines} == {"one": 2, "two": 1}
         page = ask(server.port, "GET", "/metrics").body.decode()
         for sample in (
-            'loaded{{{},model="one"}} 1',
-            'loads_total{{{},model="one"}} 2',
-            'failures_total{{{},model="gone"}} 1',
+            'model_loaded{model="one"} 1',
+            'model_loads_total{model="one"} 2',
+            'model_failures_total{model="gone"} 1',
+            'upstream_up{upstream="one process"} 1',
+            'upstream_up{upstream="two process"} 0',
         ):
-            assert f"steploop_model_{sample}".format('model_name="one"') in page
+            assert f"\nsteploop_{sample}" in page
+        assert "model_name=" not in page
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert not os.path.exists(f"/proc/{pid}")
@@ -117,7 +121,9 @@ def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: 
             while piece := client.recv(1 << 16):
                 received += piece
         last = received[received.rindex(b"data: {") + 6 :].splitlines()[0]
-        assert json.loads(last)["error"]["code"] == "upstream_error"
+        error = json.loads(last)["error"]
+        assert error["code"] == "upstream_error"
+        assert error["message"] == "The process of the model one has ended. Ask again: it is started anew."
         assert chat(server, "one").status == 200
         assert other in models_of(server)
         assert len(models_of(server)) == 2
@@ -156,8 +162,36 @@ def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
         wait_for(lambda: running() == ["one"], lambda: "the load that the refused request has begun")
         assert post(server, "/api/generate", model="one", prompt="a", keep_alive=0).status == 200
         wait_for(lambda: running() == [], lambda: "the end of the model")
+        for path, body, said in (
+            ("/api/generate", {"keep_alive": "1h"}, {"response": "", "done": True, "done_reason": "load"}),
+            ("/api/chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}, "done_reason": "load"}),
+            ("/api/chat", {"keep_alive": 0}, {"message": {"role": "assistant", "content": ""}, "done": True}),
+            ("/api/generate", {"prompt": ""}, {"done_reason": "load"}),
+            ("/api/generate", {"keep_alive": "0s", "stream": False}, {"response": "", "done_reason": "unload"}),
+        ):
+            answer = post(server, path, model="one:latest", **body)
+            assert (answer.status, answer.json | said) == (200, answer.json)
+            assert answer.json["model"] == "one"
+            assert running() == ([] if answer.json["done_reason"] == "unload" else ["one"])
+        assert "keep_alive" in post(server, "/api/generate", model="one", keep_alive="soon").json["error"]
+        assert post(server, "/api/generate", model="two").status == 404
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            body = {"model": "one", "prompt": "a", "max_tokens": 240, "stream": True, "ignore_eos": True}
+            client.sendall(post_bytes("/v1/completions", body))
+            received = b""
+            while b"data: {" not in received:
+                received += client.recv(1 << 16)
+            busy = post(server, "/api/generate", model="one", keep_alive=0)
+            assert (busy.status, "requests in progress" in busy.json["error"]) == (409, True)
+            while b"[DONE]" not in received:
+                received += client.recv(1 << 16)
+        assert b'"finish_reason":"length"' in received
         assert post(server, "/admin/models/none/load").code == "model_not_found"
-        assert post(server, "/tokenize", prompt="a").status == 404
+        assert post(server, "/tokenize", model="one", prompt="step").json["count"] > 0
+        assert (
+            post(server, "/infill", model="one", input_prefix="a", input_suffix="b").json["error"]["param"]
+            == "input_suffix"
+        )
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from core.types import Cancel, FinishReason, Pause, Submit
 from server.generation import KEEP_ALIVE_S, OFFLOAD_BYTES, TABLE, Event, Generation, State
 from server.observing.timing import Stage
 from server.output import StreamedOutput, WholeOutput
+from tests.server.inline_ledger import rows
 from tests.server.simulated_engine import Schedule, at_once, late_by, token_by_token
 from tests.server.simulated_server import (
     STREAM,
@@ -107,6 +108,30 @@ def test_what_a_generation_held_is_free_once_it_is_over(
 
 
 # What is said
+
+
+@pytest.mark.parametrize("lines", [(), ("Idempotency-Key: once",)])
+def test_ollamas_body_with_nothing_to_answer_loads_or_unloads_and_the_only_model_stays(
+    lines: tuple[str, ...], tmp_path: Path
+) -> None:
+    empty = {"role": "assistant", "content": ""}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("generate", {}, {"response": "", "done_reason": "load"}),
+        ("generate", {"prompt": "", "keep_alive": 0}, {"response": "", "done_reason": "unload"}),
+        ("chat", {"messages": [], "keep_alive": "5m"}, {"message": empty, "done_reason": "load"}),
+        ("chat", {"keep_alive": "0s"}, {"message": empty, "done_reason": "unload"}),
+    ]
+    for path, fields, said in cases:
+        with serving(ledger=tmp_path / "ledger.db") as server:
+            answer = server.ask(request("POST", f"/api/{path}", {"model": "small:latest"} | fields, *lines))
+            told = answer.json
+            assert (answer.status, told.pop("created_at")[-1]) == (200, "Z")
+            assert told == {"model": "small", "done": True} | said
+            assert server.posted == []
+            server.check_idle()
+            bad = server.ask(request("POST", f"/api/{path}", {"keep_alive": "soon"}))
+            assert (bad.status, "keep_alive" in bad.json["error"]) == (400, True)
+    assert rows(tmp_path / "ledger.db") == []
 
 
 def ask(data: bytes, schedule: Schedule = at_once) -> Any:

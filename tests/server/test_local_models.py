@@ -11,7 +11,19 @@ import pytest
 
 from core.errors import ServiceError
 from server.config import ServerConfig
-from server.local_models import LocalModel, LocalModels, LocalPool, ModelState, News, Plan, ProcessEvents, Refusal
+from server.local_models import (
+    STARTING,
+    WAITING,
+    LocalModel,
+    LocalModels,
+    LocalPool,
+    ModelState,
+    News,
+    Plan,
+    ProcessEvents,
+    Refusal,
+)
+from server.observing.logs import NO_REQUEST, current_request_id
 from server.upstream.pool import LeadingBlocks
 from server.upstream.settings import ModelSettings
 from tests.server.virtual_loop import VirtualTimeLoop
@@ -32,6 +44,7 @@ class SimulatedProcesses:
     """
 
     home = Path("/nowhere")
+    is_ready = True
 
     def __init__(self, loop: VirtualTimeLoop, sizes: dict[str, int], bound: int, failing: float, seed: int = 0) -> None:
         self.loop, self.sizes, self.bound, self.failing = loop, sizes, bound, failing
@@ -179,6 +192,35 @@ def test_the_least_recently_used_idle_model_gives_way_and_one_that_always_stays_
 
     loop.run(run())
     loop.close()
+
+
+def test_what_a_load_logs_is_of_the_request_that_asked_for_it_in_its_first_line_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "server.local_models")
+    loop = VirtualTimeLoop()
+    models, processes = models_of(loop, {"a": 60, "b": 60}, 100, a=1.0, b=1.0)
+    ids: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        caplog.handler, "emit", lambda record: ids.append((record.getMessage(), current_request_id.get()))
+    )
+
+    async def run() -> None:
+        for name in ("a", "b"):
+            current_request_id.set(f"of {name}")
+            assert not models.models[name].upstream.is_up
+            assert await ask(models, name, 0.1) == "served"
+            assert models.models[name].upstream.is_up
+        await asyncio.sleep(5)
+        processes.is_ready = False
+        assert models.stage_of(models.models["a"]) == STARTING
+        await models.close()
+
+    loop.run(run())
+    loop.close()
+    of_requests = [message for message, of in ids if of != NO_REQUEST]
+    assert of_requests == [f"the model {name} is asked for: {WAITING}" for name in ("a", "b")]
+    assert len(ids) - len(of_requests) >= 6
 
 
 def test_a_busy_model_gives_way_after_its_turn_and_gets_its_next() -> None:

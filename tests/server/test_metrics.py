@@ -35,11 +35,11 @@ def samples_of(page: bytes) -> dict[str, float]:
                 kinds[family] == "histogram"
                 and sample[1] in {f"{family}_{part}" for part in ("bucket", "sum", "count")}
             )
-            key = f"{sample[1]}{{{sample[2]}}}"
+            key = f"{sample[1]}{{{sample[2] or ''}}}"
             assert key not in samples
             samples[key] = float(sample[3])
             if bound := re.search(r'\ble="([^"]*)"', sample[2] or ""):
-                series = key.removeprefix(f"{family}_bucket").replace(f',le="{bound[1]}"', "")
+                series = re.sub(r',?le="[^"]*"', "", key.removeprefix(f"{family}_bucket"))
                 buckets[family, series].append((float(bound[1]), float(sample[3])))
     for (family, series), found in buckets.items():
         assert found == sorted(found), "bounds and counts grow"
@@ -52,6 +52,13 @@ def samples_of(page: bytes) -> dict[str, float]:
 def test_page_of_a_fresh_server_is_well_formed() -> None:
     samples = samples_of(Metrics().render(EngineStats(), 0, 0, Counter()))
     assert samples['vllm:kv_cache_usage_perc{model_name=""}'] == 0
+
+
+def test_page_of_several_models_names_none_of_them_for_all() -> None:
+    metrics = Metrics()
+    metrics.model_name = None
+    samples = samples_of(metrics.render(EngineStats(), 0, 0, Counter()))
+    assert samples["vllm:generation_tokens_total{}"] == samples["vllm:time_to_first_token_seconds_count{}"] == 0
 
 
 def test_names_of_any_characters_are_escaped() -> None:

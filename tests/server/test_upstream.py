@@ -39,10 +39,14 @@ LOCAL = f'[[models]]\nname = "a"\npath = "{Path(__file__).parent}"\n'
         (GOOD + 'path = "x"', "exclude each other"),
         (GOOD + "keep_alive = 0", "for a model with a path"),
         (LOCAL + "trusted = true", "trusted is for upstreams"),
-        (LOCAL + 'keep_alive = "soon"', 'a time such as "10m"'),
+        *((LOCAL + f"keep_alive = {bad}", 'a time such as "10m"') for bad in ('"soon"', "-2", '"-5min"', '"inf"')),
+        ('keep_alive = "-5min"\n' + LOCAL, "-1 (stay)"),
+        (LOCAL + 'aliases = "b"', 'mend it, as in: aliases = ["gpt-4o-mini"]'),
+        (LOCAL + "trusted = true", 'mend it, as in: [[models]] with name = "qwen3-4b" and path'),
         (LOCAL + "settings = { port = 1 }", "has the setting 'port'"),
         (LOCAL + "settings = { max_model_len = 1 }", "max_model_len"),
         (LOCAL.replace("path = ", 'path = "/no" #'), "path of the model 'a'"),
+        (LOCAL.replace("path = ", 'path = "/no" #'), "in / path = org/name, FILE.gguf"),
         (GOOD + 'colour = "red"', "known: name, path"),
         (GOOD.replace("url", "uri"), "known: url, weight"),
         (GOOD + GOOD, "two models of the name 'a'"),
@@ -67,6 +71,13 @@ def test_models_that_cannot_be_meant_are_refused(text: str, told: str, tmp_path:
     with pytest.raises(StartupError) as caught:
         load_config(toml_flag(tmp_path, text), {})
     assert told in f"{caught.value.cause} {caught.value.fix}"
+
+
+def test_settings_of_models_that_are_started_warn_where_there_is_none(tmp_path: Path) -> None:
+    text = 'models_memory = "1GiB"\nkeep_alive = "1min"\n'
+    assert load_config(toml_flag(tmp_path, text + LOCAL), {}).warnings == ()
+    warnings = load_config(toml_flag(tmp_path, text + GOOD), {}).warnings
+    assert [one.split(" in ")[0] for one in warnings] == ["models_memory", "keep_alive"], warnings
 
 
 @pytest.mark.parametrize(
