@@ -190,7 +190,7 @@ class Generations:
             ServiceError: no model is served by this process.
         """
         if self.own is None:
-            message = "This server passes requests on to others, and has no model of its own. Ask one of those."
+            message = "This path is about a model that this process computes itself (--model), and it computes none."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
         return self.own
 

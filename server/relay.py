@@ -25,7 +25,7 @@ import msgspec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.thoughts import ThoughtFollower
 from core.types import LOWEST_CLASS, TOP_CLASS, Cost, Delta, FinishReason, SamplingParams, Usage
-from server.api import chat, completions, messages, ollama, responses
+from server.api import chat, completions, infill, messages, ollama, responses
 from server.api.decoding import convert, parse_object
 from server.api.fields import GenerationCall, MaxTokens, RequestLimits
 from server.api.models import ServedModel, adapter_card
@@ -55,7 +55,9 @@ MAX_ERROR_BYTES = 64 * 1024
 TELL_S, TELL_EVERY_S = 1.0, 0.01  # what a cancelled request has used, by its upstream
 LINGER_S = 2.0  # after the last event, for the answer's end
 MANY_TOKENS = 2**31  # where a request sets no bound
-PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input", "suffix")  # as templates order them
+ASK_S = 60.0  # for an answer that no generation writes
+INFILL_FIELDS = ("input_extra", "input_prefix", "input_suffix")
+PROMPT_FIELDS = ("tools", "system", "instructions", "messages", *INFILL_FIELDS, "prompt", "input", "suffix")  # in order
 REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -65,6 +67,7 @@ REASONS = {
     "max_tokens": FinishReason.LENGTH,  # messages
     "tool_use": FinishReason.TOOL_CALLS,
     "refusal": FinishReason.CONTENT_FILTER,
+    "limit": FinishReason.LENGTH,  # infill
 }
 _LINE_END = re.compile(rb"\n")
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -72,6 +75,9 @@ _DONE = b"[DONE]"
 
 
 # The surfaces, as they pass.
+
+
+INFILL = b"/infill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +93,14 @@ class Passage:
         return self.prefix in ("chatcmpl-", "cmpl-")
 
     @property
-    def is_lines(self) -> bool:
-        """Ollama's: objects on lines, without an id."""
+    def is_parts(self) -> bool:
+        """Ollama's and /infill, of servers of our own alone: objects without an id, the last with what was used."""
         return not self.prefix
+
+    @property
+    def is_lines(self) -> bool:
+        """Ollama's: on lines."""
+        return self.is_parts and self.path != INFILL
 
 
 PASSAGES = {
@@ -99,6 +110,7 @@ PASSAGES = {
     messages.SURFACE: Passage(b"/v1/messages", messages.ID_PREFIX),
     ollama.CHAT: Passage(b"/api/chat", ""),
     ollama.GENERATE: Passage(b"/api/generate", ""),
+    infill.SURFACE: Passage(INFILL, ""),
 }
 
 
@@ -198,6 +210,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     timings: dict[str, Any] | bool | None = None
     options: dict[str, Any] | None = None
     keep_alive: str | float | None = None
+    response_fields: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +224,7 @@ class Passed:
     tenant_salt: str | None  # for upstreams of our own
     asked_salt: str | None  # for others
     keep_alive_s: float | None  # as Ollama's clients ask
+    response_fields: list[str] | None  # of /infill, cut out here: the rest tells what was used
     prompts: tuple[tuple[int, ...], ...] = ()
     table: None = None
     continues_text: bool = False
@@ -289,8 +303,8 @@ class Relay:
         fields = parse_object(body)
         asked = convert(fields, _Asked, {})
         passage = PASSAGES.get(surface)
-        if passage is None or (passage.is_lines and not self.pool.settings.trusted):
-            paths = ", ".join(one.path.decode() for one in PASSAGES.values() if not one.is_lines)
+        if passage is None or (passage.is_parts and not self.pool.settings.trusted):
+            paths = ", ".join(one.path.decode() for one in PASSAGES.values() if not one.is_parts)
             raise InvalidRequest(f"Another server answers for this model, on {paths} alone. Ask there.", "model")
         if passage.is_lines:
             is_chat = surface is ollama.CHAT
@@ -319,10 +333,9 @@ class Relay:
             all_texts += texts
         keep_alive_s = keep_alive_asked(asked.keep_alive) if passage.is_lines else None
         call = self._call(asked, fields, passage, tenant)
-        salt = None
-        if tenant.name != LOCAL_NAME:
-            salted = f"{tenant.cache_salt_domain}\0{asked.cache_salt or ''}"
-            salt = sha256(salted.encode("utf-8", "replace")).hexdigest()
+        salt = _salt_of(tenant, asked.cache_salt)
+        is_cut = passage.path == INFILL and not call.is_stream
+        response_fields = fields.pop("response_fields", None) if is_cut else None
         if call.is_stream and passage.has_chunks:
             fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
         if asked.priority is not None:
@@ -336,7 +349,8 @@ class Relay:
         if prompt is None:
             num_prompt_tokens = max(1, num_ids + -(-num_bytes // BYTES_PER_TOKEN))
             prompt = leading_blocks(domain, all_texts, num_prompt_tokens)
-        return Passed(call, sse.json_line(fields), prompt, call.is_stream, salt, asked.cache_salt, keep_alive_s)
+        salts = salt, asked.cache_salt
+        return Passed(call, sse.json_line(fields), prompt, call.is_stream, *salts, keep_alive_s, response_fields)
 
     def _counted(
         self, count: CountTokens, surface: Surface, body: bytes, domain: str, marks: StageMarks
@@ -358,9 +372,10 @@ class Relay:
                 raise InvalidRequest(f"{param} asks for {num}, and at most {most} are allowed.", param)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or MANY_TOKENS
         name, is_stream = asked.model or self.pool.settings.name, bool(asked.stream)
-        if passage.is_lines:
-            num_predict = (asked.options or {}).get("num_predict")
+        if passage.is_parts:
+            num_predict = (asked.options or {}).get("num_predict") if passage.is_lines else fields.get("n_predict")
             max_tokens = num_predict if isinstance(num_predict, int) and num_predict > 0 else max_tokens
+        if passage.is_lines:
             name, is_stream = name.removesuffix(ollama.LATEST), asked.stream is not False
         return GenerationCall(
             model=name,
@@ -417,6 +432,48 @@ class Relay:
         if request.passed.keep_alive_s is not None:
             self.pool.keep(request.passed.keep_alive_s)
         return RelayHandle(self, request, sink)
+
+    # What only counts or cuts tokens.
+
+    async def ask(self, path: str, body: bytes, caller: Caller) -> bytes:
+        """The answer of a server of our own.
+
+        Raises:
+            InvalidRequest: the body is no JSON object.
+            ServiceError: the model's server is another's, or refuses, or fails.
+        """
+        pool, tenant = self.pool, caller.tenant
+        if not pool.settings.trusted:
+            message = f"The server that answers for this model has no {path} that is known here. Ask another model's."
+            raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found", "model")
+        fields = parse_object(body)
+        _address_to(pool.settings, fields, _salt_of(tenant, fields.get("cache_salt")), fields.get("cache_salt"))
+        slot = pool.take_slot(leading_blocks("", (), 0), tenant.priority_of(None), caller.sharing_name)
+        try:
+            await slot.granted
+            assert slot.upstream is not None
+            connection = await slot.upstream.connection()
+            json = ((b"content-type", b"application/json"),)
+            outgoing = pool.request(slot.upstream, b"POST", path.encode(), json, sse.json_line(fields))
+            async with asyncio.timeout(ASK_S):
+                head, answer = await connection.ask(outgoing, MAX_DOCUMENT_BYTES)
+        except UpstreamFault as fault:
+            raise pool.error_of(fault) from fault
+        except TimeoutError as error:
+            raise pool.error_of(UpstreamFault(f"it has not answered in {ASK_S:g} s")) from error
+        finally:
+            slot.granted.cancel()
+            slot.leave()
+        if head.status != 200:
+            raise refusal_of(head.status, answer, head)
+        return answer
+
+
+def _salt_of(tenant: Tenant, asked: Any) -> str | None:
+    """For upstreams of our own, which know no tenants."""
+    if tenant.name == LOCAL_NAME:
+        return None
+    return sha256(f"{tenant.cache_salt_domain}\0{asked or ''}".encode("utf-8", "replace")).hexdigest()
 
 
 def keep_alive_asked(value: str | float | None) -> float | None:
@@ -526,6 +583,22 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     done_reason: str | None = None
     prompt_eval_count: _Count = 0
     eval_count: _Count = 0
+    # Of infill
+    stop: Any = None
+    stop_type: str | None = None
+    tokens_evaluated: _Count = 0
+    tokens_predicted: _Count = 0
+    tokens_cached: _Count = 0
+
+    @property
+    def part_usage(self) -> Usage:
+        """Of the last part of Ollama's and of infill."""
+        num_prompt = self.prompt_eval_count or self.tokens_evaluated
+        return Usage(num_prompt, self.eval_count or self.tokens_predicted, min(self.tokens_cached, num_prompt))
+
+    @property
+    def part_reason(self) -> FinishReason:
+        return REASONS.get(self.done_reason or self.stop_type or "", FinishReason.STOP)
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -832,8 +905,9 @@ class RelayHandle:
         message = _decoded(data)
         if message.error is not None and message.type in (None, "error"):
             raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
-        if self._passage.is_lines:
-            self._take_line(message, self._renamed(data) + b"\n", now_s)
+        if self._passage.is_parts:
+            begin, end = (b"", b"\n") if self._passage.is_lines else (sse.event_head(None), sse.EVENT_END)
+            self._take_part(message, begin + self._renamed(data) + end, now_s)
             return
         inner = next((one for one in (message.response, message.message) if isinstance(one, _Message)), None)
         for told in (message.usage, None if inner is None else inner.usage):
@@ -851,16 +925,16 @@ class RelayHandle:
         elif self._call.includes_usage or message.usage is None:
             self._write(0, framed, now_s, is_last=True)
 
-    def _take_line(self, message: _Message, framed: bytes, now_s: float) -> None:
-        """Of Ollama's."""
+    def _take_part(self, message: _Message, framed: bytes, now_s: float) -> None:
+        """Of Ollama's, or of infill."""
         (sequence,) = self.sequences
-        if not message.done:
+        if not (message.done or message.stop is True):
             self._count(sequence, now_s)
             self._write(0, framed, now_s)
             return
-        self._usage = Usage(message.prompt_eval_count, message.eval_count)
+        self._usage = message.part_usage
         sequence.is_finished = True
-        self._write(0, framed, now_s, REASONS.get(message.done_reason or "", FinishReason.STOP), is_last=True)
+        self._write(0, framed, now_s, message.part_reason, is_last=True)
         self._be_done()
 
     def _take_choices(self, choices: list[_Choice], framed: bytes, now_s: float) -> None:
@@ -903,9 +977,9 @@ class RelayHandle:
         message = _decoded(data)
         if message.usage is not None:
             self._usage = message.usage.usage()
-        if self._passage.is_lines:
-            self._usage = Usage(message.prompt_eval_count, message.eval_count)
-            reasons = {0: REASONS.get(message.done_reason or "", FinishReason.STOP)}
+        if self._passage.is_parts:
+            self._usage = message.part_usage
+            reasons = {0: message.part_reason}
         elif self._passage.prefix == messages.ID_PREFIX:
             reasons = {0: REASONS.get(message.stop_reason or "", FinishReason.STOP)}
         elif not self._passage.has_chunks:
@@ -917,6 +991,8 @@ class RelayHandle:
         if message.error is not None or not reasons or not all(0 <= one < len(self.sequences) for one in reasons):
             raise UpstreamFault("its answer is not one of the kind that was asked for")
         document = self._renamed(data)
+        if (asked := self.request.passed.response_fields) is not None:
+            document = _encode(infill.shown(msgspec.json.decode(document), asked))
         for index, reason in reasons.items():
             self._count(self.sequences[index], now_s)
             self._write(index, document, now_s, reason)

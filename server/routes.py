@@ -25,7 +25,7 @@ from server.observing.accounting import requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
 from server.observing.timing import Stage
 from server.prompts import PromptReader, find_model
-from server.relay import keep_alive_asked
+from server.relay import Relay, keep_alive_asked
 from server.values import nearest
 from server.wire.messages import HttpRequest
 
@@ -101,15 +101,23 @@ def computing(
 
     async def compute(exchange: Exchange) -> None:
         check_media_type(exchange.request)
-        served, cards, sharing_name = exchange.server.served, exchange.own_cards, exchange.known_caller.sharing_name
-        reader, domain = served.reader, (exchange.known_caller.tenant.cache_salt_domain, "")
-        most_bytes = BODY_BYTES + MAX_ID_BYTES * reader.max_model_len if bounds_body else math.inf
+        served, caller = exchange.server.served, exchange.known_caller
+        longest = max(
+            (math.inf if one.max_model_len is None else one.max_model_len for one in exchange.cards), default=0
+        )
+        most_bytes = BODY_BYTES + MAX_ID_BYTES * longest if bounds_body else math.inf
         exchange.enter(Stage.BODY)
-        body = await served.read_body(exchange.stream, sharing_name, most_bytes)
+        body = await served.read_body(exchange.stream, caller.sharing_name, most_bytes)
         exchange.enter(Stage.ANSWER)
-        place = served.admission.enter(sharing_name, len(body))
+        reader, _, admission = await served.backend_of(body, caller.tenant) if served.others else served.known_own
+        place = admission.enter(caller.sharing_name, len(body))
         try:
-            reply, unknown_fields = await served.compute(lambda: work(reader, cards, domain, body), len(body))
+            if isinstance(reader, Relay):
+                exchange.send(await reader.ask(exchange.stream.request.path, body, caller))
+                return
+            cards, domain = exchange.own_cards, (caller.tenant.cache_salt_domain, "")
+            own = served.reader
+            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), len(body))
         finally:
             place.leave(exchange.server.clock.monotonic())
         exchange.server.metrics.count_unknown_fields(unknown_fields)

@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_415, 28),
-    "server/api": (4895, 16),
+    "server": (10_505, 28),
+    "server/api": (4905, 16),
     "server/commands": (1955, 11),
     "server/gate": (2530, 8),
     "server/ledger": (1609, 6),

@@ -147,8 +147,12 @@ class InfillDocument(WholeReply):
         text = "".join(self.texts[0])
         answer = _part(self._context, text, is_last=True) | {"has_new_line": "\n" in text}
         answer |= _end(usage, self._reasons[0], self._stop_string, self._extras)
-        asked = self._call.wire.response_fields
-        return answer if asked is None else {path: _at(answer, path) for path in asked if _at(answer, path) is not None}
+        return shown(answer, self._call.wire.response_fields)
+
+
+def shown(answer: dict[str, Any], asked: list[str] | None) -> dict[str, Any]:
+    """What `response_fields` ask for of an answer."""
+    return answer if asked is None else {path: _at(answer, path) for path in asked if _at(answer, path) is not None}
 
 
 def _at(answer: Any, path: str) -> Any:

@@ -86,6 +86,7 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
             answer = chat(server, "gone")
             assert (answer.status, answer.code) == (503, "model_not_loaded")
             assert "GGUF" in answer.error["message"]
+            assert str(tmp_path) not in answer.error["message"]
             assert "retry-after" in answer.headers
         wait_for(lambda: models_of(server) == [pid], lambda: "the end of the process that planned")
         lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]
@@ -186,7 +187,11 @@ def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
                 received += client.recv(1 << 16)
         assert b'"finish_reason":"length"' in received
         assert post(server, "/admin/models/none/load").code == "model_not_found"
-        assert post(server, "/tokenize", prompt="a").status == 404
+        assert post(server, "/tokenize", model="one", prompt="step").json["count"] > 0
+        assert (
+            post(server, "/infill", model="one", input_prefix="a", input_suffix="b").json["error"]["param"]
+            == "input_suffix"
+        )
 
 
 @pytest.mark.slow

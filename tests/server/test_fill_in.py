@@ -5,25 +5,26 @@ from dataclasses import replace
 from typing import Any
 
 from core.tokenizer import Tokenizer
+from server.generation import Generations
 from tests.core.small_tokenizers import byte_level
 from tests.server.simulated_server import SimulatedServer, completion, refusal_of, request
 
 MARKS = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|fim_pad|>"]
 
 
-def mark(server: SimulatedServer, *more: str) -> Tokenizer:
-    """Let the server's model have marks."""
+def mark(served: Generations, *more: str) -> Tokenizer:
+    """Let the model have marks."""
     marked = byte_level()
     marked.add_special_tokens([*MARKS, *more])
-    own, tokenizer = server.generations.known_own, Tokenizer(marked.to_str())
-    server.generations.own = own._replace(reader=replace(own.reader, tokenizer=tokenizer))
+    own, tokenizer = served.known_own, Tokenizer(marked.to_str())
+    served.own = own._replace(reader=replace(own.reader, tokenizer=tokenizer))
     return tokenizer
 
 
 def test_a_suffix_is_put_behind_the_models_marks(server: SimulatedServer) -> None:
     refused = server.ask(completion(prompt="a", suffix="b"))
     assert (refusal_of(refused)[0], refused.json["error"]["param"]) == (400, "suffix")
-    mark(server)
+    mark(server.generations)
     plain = server.ask(completion(prompt="a", max_tokens=2)).json
     filled = server.ask(completion(prompt="a", suffix="b", max_tokens=2)).json
     assert filled["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 4  # three marks, and b
@@ -36,7 +37,7 @@ def infill(**fields: Any) -> bytes:
 def test_an_editor_fills_in_with_other_files_before(server: SimulatedServer) -> None:
     refused = server.ask(infill())
     assert (refusal_of(refused)[0], refused.json["error"]["param"]) == (400, "input_suffix")
-    mark(server)
+    mark(server.generations)
     editor = {"n_predict": 3, "samplers": ["top_k"], "t_max_predict_ms": 9, "cache_prompt": True, "n_indent": 4}
     alone = server.ask(infill(**editor)).json
     assert (alone["stop"], alone["stop_type"], alone["tokens_predicted"]) == (True, "limit", 3)
@@ -60,8 +61,8 @@ def test_an_editor_fills_in_with_other_files_before(server: SimulatedServer) -> 
 
 def test_files_come_under_the_models_marks(server: SimulatedServer) -> None:
     files = [("a.py", "x"), ("b.py", "y")]
-    plain = mark(server).encode_around("p", "s", True, files)
-    marked = mark(server, "<file_sep>", "<repo_name>")
+    plain = mark(server.generations).encode_around("p", "s", True, files)
+    marked = mark(server.generations, "<file_sep>", "<repo_name>")
     found = marked.encode_around("p", "s", True, files)
     assert plain is not None
     assert found is not None

@@ -37,6 +37,7 @@ from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, ur
 from tests.server.inline_ledger import rows
 from tests.server.running_server import LIMITS, ask, closing, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
+from tests.server.test_fill_in import mark
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings")
 
@@ -299,7 +300,7 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
         relay = gateway.server._app.served.others[ASKED].reader
         assert isinstance(relay, Relay)
         names = {"chatcmpl-": "chat", "cmpl-": "completions", "resp_": "responses", "msg_": "messages"}
-        for surface, passage in ((surface, one) for surface, one in PASSAGES.items() if not one.is_lines):
+        for surface, passage in ((surface, one) for surface, one in PASSAGES.items() if not one.is_parts):
             data = SURFACES[names[passage.prefix]]()
             marks = StageMarks(lambda: 0.0)
             counted = relay.prepare(surface, data.split(b"\r\n\r\n", 1)[1], Tenant(name="t"), marks).prompt.num_tokens
@@ -330,6 +331,49 @@ async def test_surfaces_that_do_not_pass_are_refused() -> None:
         body = {"model": ASKED, "messages": [{"role": "user", "content": "step"}]}
         assert (await gateway.ask(request("POST", "/api/chat", body))).status == 400
         assert (await gateway.ask(request("POST", "/api/chat", {"model": ASKED}))).status == 400
+        infill = {"model": ASKED, "input_prefix": "a", "input_suffix": "b"}
+        assert (await gateway.ask(request("POST", "/infill", infill))).status == 400
+
+
+async def test_infill_and_counts_pass_to_servers_of_our_own() -> None:
+    async with relaying(1, True, trusted=True) as gateway:
+        there = gateway.upstreams[0].server
+        mark(there._app.served)
+        for path, body in {
+            "/tokenize": {"prompt": "<fim_prefix>", "return_token_strs": True},  # not as the gateway's own model has it
+            "/detokenize": {"tokens": [70, 71]},
+            "/v1/responses/input_tokens": {"input": "step"},
+            "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "step"}]},
+        }.items():
+            direct = await ask(there, closing(request("POST", path, {"model": MODEL} | body)))
+            passed = await gateway.ask(request("POST", path, {"model": ASKED} | body))
+            assert (passed.status, passed.body) == (200, direct.body), path
+            wrong = await gateway.ask(request("POST", path, {"model": ASKED, "tokens": "a"}))
+            assert wrong.json["error"]["type"] == "invalid_request_error"
+        counted = gateway.server._metrics
+        fields = {"model": ASKED, "input_prefix": "a", "input_suffix": "b", "n_predict": 3, "seed": 7}
+        whole = (await gateway.ask(request("POST", "/infill", fields))).json
+        assert (whole["tokens_predicted"], whole["stop_type"], whole["model"]) == (3, "limit", ASKED)
+        used = whole["tokens_evaluated"]
+        assert (counted.num_prompt_tokens, counted.num_generation_tokens) == (used, 3)
+        asked = ["content", "timings/prompt_n"]
+        cut = await gateway.ask(request("POST", "/infill", fields | {"response_fields": asked}))
+        assert list(cut.json) == asked
+        streamed = await gateway.ask(request("POST", "/infill", fields | {"stream": True}))
+        events = [orjson.loads(line[6:]) for line in streamed.body.split(b"\n\n")[:-1]]
+        assert [one["stop"] for one in events] == [False] * (len(events) - 1) + [True]
+        assert "".join(one["content"] for one in events) == whole["content"]
+        assert (counted.num_prompt_tokens, counted.num_generation_tokens) == (3 * used, 9)
+
+
+async def test_prompt_rules_hold_for_what_editors_send() -> None:
+    rules = {"text_rules": (TextRule(phrase="secret", on="prompt"),)}
+    async with relaying(trusted=True, config={"tenants": (keyed_tenant("acme", **rules),)}) as gateway:
+        for named in ("input_prefix", "input_suffix", "input_extra"):
+            text: Any = [{"text": "a secret"}] if named == "input_extra" else "a secret"
+            body = {"model": ASKED, "input_prefix": "a", "input_suffix": "b"} | {named: text}
+            refused = await gateway.ask(as_caller(request("POST", "/infill", body), "acme"))
+            assert (refused.status, refused.json["error"]["param"]) == (400, named)
 
 
 async def test_a_model_elsewhere_is_neither_loaded_nor_unloaded() -> None:
@@ -403,7 +447,7 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 
 
 def test_every_surface_has_a_passage() -> None:
-    assert {one.path for one in PASSAGES.values() if not one.is_lines} == {
+    assert {one.path for one in PASSAGES.values() if not one.is_parts} == {
         b"/v1/chat/completions",
         b"/v1/completions",
         b"/v1/responses",
@@ -588,6 +632,14 @@ async def test_a_request_is_sent_elsewhere_once_if_that_is_safe(said: bytes | No
             page = (await ask(front.server, closing(request("GET", "/metrics")))).body.decode()
             assert f'steploop_upstream_retries_total{{model_name="big",model="big"}} {int(status == 200)}' in page
             assert f'upstream="big {bad}"}} 1' in page
+
+
+@pytest.mark.parametrize(("said", "status"), [(None, 502), (b"", 502), (_LOADING, 503)])
+async def test_a_count_that_fails_is_refused_and_leaves_nothing(said: bytes | None, status: int) -> None:
+    async with saying(said) as url, serving(no_engine, models=(model(url, trusted=True, protocol="h1"),)) as front:
+        answer = await ask(front.server, closing(request("POST", "/tokenize", {"model": ASKED, "prompt": "step"})))
+        assert answer.status == status
+        assert front.server._pools[0].upstreams[0].num_active == 0
 
 
 @pytest.mark.parametrize(
