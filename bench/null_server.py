@@ -114,7 +114,7 @@ def load(wait_step: Callable[[], None], inbox: Inbox, deliver: Deliver, report_s
 def load_random(
     config: dict[str, Any], engine: EngineConfig, inbox: Inbox, deliver: Deliver, _: Report
 ) -> LoadedEngine:
-    """An engine over a model with this config.json and random weights."""
+    """An engine over a model with this config.json and random weights, whose answers repeat themselves: no drafts."""
     from bench.engine import random_runner
     from bench.make_model import make_model_files
 
@@ -122,7 +122,9 @@ def load_random(
         make_model_files(config, Path(scratch))
         files = read_model_files(Path(scratch), engine.max_model_len)
     runner = random_runner(files.config, engine)
-    scheduler = Scheduler(runner.limits, files.eos_ids, lambda: 0, engine.has_prefix_cache, engine.inter_token_target)
+    scheduler = Scheduler(
+        runner.limits, files.eos_ids, lambda: 0, engine.has_prefix_cache, engine.inter_token_target, speculates=False
+    )
     return _engine(scheduler, runner, files, inbox, deliver)
 
 

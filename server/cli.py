@@ -34,6 +34,7 @@ COMMANDS = {
 }
 ANSWERED_AT_ONCE = ("-h", "--help", "--version")
 IMPORT_TORCH = ("serve", "doctor", "models")
+WITHOUT_MODELS = ("keys", "usage")  # they work where a model's directory is missing
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
@@ -116,7 +117,7 @@ def _run(argv: list[str]) -> int:
         refuse_unknown(getattr(arguments, "action_parser", by_command[name]), unknown[0])
     if name == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
-    config = load_config(flags_given(arguments), os.environ)
+    config = load_config(flags_given(arguments), os.environ, finds_models=name not in WITHOUT_MODELS)
     if name in IMPORT_TORCH:
         from gpu.host_memory import host_room_bytes
 

@@ -39,12 +39,15 @@ class Given(NamedTuple):
     origin: str
 
 
-def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]) -> ServerConfig:
+def load_config(
+    flags: Mapping[str, str | list[str]], environ: Mapping[str, str], finds_models: bool = True
+) -> ServerConfig:
     """Merge the sources into one configuration.
 
     Args:
         flags: by field name, only those given; text as typed.
         environ: of the process; names without STEPLOOP_ are ignored.
+        finds_models: False: those of [[models]] and --models-dir are not looked for.
 
     Raises:
         StartupError: a setting is unknown, malformed or out of range, or the file cannot be read.
@@ -64,7 +67,7 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
     config = ServerConfig(**values, **tables, origins=origins, warnings=warnings)
-    return _with_own_models(config, config_file.value if config_file else None)
+    return _with_own_models(config, config_file.value if config_file else None) if finds_models else config
 
 
 def _with_own_models(config: ServerConfig, path: Path | None) -> ServerConfig:

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -56,6 +57,7 @@ TIMER_S = 0.002  # by which timers may come early
 SEE_LOG, STARTING, WAITING = "see the log", "starting what loads models", "waiting for memory"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
 MAX_HOME_BYTES = 90  # unix(7): a socket's path has 107
+_DIRECTORIES = re.compile(r"(?<![^\s'\"(])/(?:[^\s/]+/)*")  # of an absolute path
 
 
 class ModelState(enum.Enum):
@@ -617,7 +619,8 @@ class LocalModels:
         model.num_failures += 1
         model.plan = None  # its files may change
         model.retry_s = self._loop.time() + model.backoff_s
-        message = f"The model {model.name} cannot be loaded: {refusal}"
+        cause = _DIRECTORIES.sub("", refusal.cause).rstrip(".")  # paths, and what else is there, are the operator's
+        message = f"The model {model.name} cannot be loaded: {cause}. The server's log says what to do."
         model.failure = ServiceError(ErrorKind.UNAVAILABLE, message, "model_not_loaded", retry_after_s=model.backoff_s)
         logger.error(
             "the model %s cannot be loaded; tried again in %g s at the soonest: %s",

@@ -48,8 +48,9 @@ def generating(surface: Surface) -> Handler:
         exchange.begin_trace()
         served, ticket = exchange.server.served, exchange.ticket
         assert ticket is not None, "a counted route"
-        generation = Generation(served, surface, exchange.stream, exchange.request_id, exchange.timings, ticket)
-        outcome = exchange.outcome = await generation.run()
+        # No name here: an error's traceback would keep the generation
+        run = Generation(served, surface, exchange.stream, exchange.request_id, exchange.timings, ticket).run()
+        outcome = exchange.outcome = await run
         if outcome.error is not None:
             raise outcome.error
 

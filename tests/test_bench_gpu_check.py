@@ -135,6 +135,9 @@ def test_every_feature_of_sampling_is_among_what_is_asked() -> None:
     asked = {name for asks in gpu_kernels.ASKS["all"] for name in asks}
     not_sampled = {"max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "num_logprobs", "num_prompt_logprobs"}
     not_sampled |= {"skip_special_tokens"}
+    not_sampled |= {"typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold"}  # torch alone draws these
+    not_sampled |= {name for name in SamplingParams.__struct_fields__ if name.startswith("dry_")}  # biases, to kernels
+    not_sampled |= {"repeat_last_n"}  # counts
     assert asked == set(SamplingParams.__struct_fields__) - not_sampled
 
 

@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_505, 28),
+    "server": (10_510, 28),
     "server/api": (4905, 16),
     "server/commands": (1955, 11),
     "server/gate": (2530, 8),

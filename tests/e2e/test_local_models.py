@@ -86,6 +86,7 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
             answer = chat(server, "gone")
             assert (answer.status, answer.code) == (503, "model_not_loaded")
             assert "GGUF" in answer.error["message"]
+            assert str(tmp_path) not in answer.error["message"]
             assert "retry-after" in answer.headers
         wait_for(lambda: models_of(server) == [pid], lambda: "the end of the process that planned")
         lines = ask(server.port, "GET", "/v1/usage?by=model").json["data"]

@@ -189,6 +189,19 @@ def test_a_reader_that_leaves_is_no_error(words: list[str], tmp_path: Path) -> N
     assert (process.returncode, errors) == (BROKEN_PIPE, b"")
 
 
+def test_a_key_is_revoked_though_a_models_directory_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "steploop.toml"
+    config.write_text(f'keys_file = "{tmp_path}/keys.json"\n[[models]]\nname = "a"\npath = "/not/mounted"\n')
+    named = ("--config", str(config))
+    assert main(["keys", "create", *named]) == ExitCode.OK
+    prefix = json.loads((tmp_path / "keys.json").read_text())["keys"][0]["prefix"]
+    assert main(["keys", "revoke", prefix, *named]) == ExitCode.OK
+    assert f"{prefix} of local is revoked" in "".join(capsys.readouterr())
+    assert main(["serve", "--estimate", *named]) == ExitCode.MODEL
+
+
 def test_estimate_prints_the_plan_without_loading(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

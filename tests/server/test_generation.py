@@ -88,8 +88,10 @@ def leave(server: SimulatedServer, data: bytes) -> None:
         lambda server: server.ask(chat(guided_regex="(")),
         lambda server: server.ask(chat(temperature=9)),
         lambda server: leave(server, completion(max_tokens=90, **STREAM)),
+        lambda server: server.ask(chat(max_tokens=100, deadlines={"total_ms": 300})),
+        lambda server: server.ask(chat(max_tokens=100, deadlines={"total_ms": 300}, **STREAM)),
     ],
-    ids=["whole", "streamed", "constrained", "refused constraint", "refused", "client left"],
+    ids=["whole", "streamed", "constrained", "refused constraint", "refused", "client left", "late", "late stream"],
 )
 @pytest.mark.parametrize("has_ledger", [False, True], ids=["", "ledger"])
 def test_what_a_generation_held_is_free_once_it_is_over(

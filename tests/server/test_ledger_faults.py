@@ -1,5 +1,6 @@
 """A ledger that takes no writes, or hangs: who is refused, who pays, what is told when, and what is made up for."""
 
+import gc
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from server.gate.tenants import Limits
+from server.generation import Generation
 from server.ledger.ledger import HEARTBEAT_S, PROBE_S, STUCK_S
 from server.ledger.store import LedgerRow, RowState
 from server.observing.metrics import TenantCounts
@@ -42,6 +44,21 @@ def lock(path: Path) -> Iterator[sqlite3.Connection]:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     yield connection
     connection.close()
+
+
+def test_what_could_not_be_written_is_free_without_the_garbage_collector(path: Path, lock: sqlite3.Connection) -> None:
+    with serving(ledger=path) as server:
+        running = stream_until_first_byte(server)
+        lock.execute("BEGIN IMMEDIATE")
+        gc.collect()
+        gc.disable()
+        try:
+            assert server.ask(chat()).status == 503  # its reservation fails, and the settlement of the other is spilled
+            server.run()
+            assert answers(bytes(running.received))[0].events[-1] == "[DONE]"
+            assert [one for one in gc.get_objects() if type(one) is Generation] == []
+        finally:
+            gc.enable()
 
 
 def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Path, lock: sqlite3.Connection) -> None:

@@ -233,6 +233,12 @@ def test_responses_are_incomplete_by_the_filter() -> None:
         assert answer["incomplete_details"] == {"reason": "content_filter"}
 
 
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -241,7 +247,7 @@ def test_responses_are_incomplete_by_the_filter() -> None:
         chat(messages=[{"role": "user", "content": "fine", "name": "magic"}]),
         chat(messages=[{"role": "assistant", "reasoning": "magic"}, {"role": "user", "content": "fine"}]),
         chat(messages=[{"role": "assistant", "reasoning_content": "magic"}, {"role": "user", "content": "fine"}]),
-        chat(messages=[{"role": "tool", "content": "the magic word"}]),
+        chat(messages=[CALL, {"role": "tool", "content": "the magic word"}]),
         completion(prompt="some magic"),
         completion(prompt=list(TOKENIZER.encode("magic"))),
         completion(prompt=["fine", "Magic magic"]),

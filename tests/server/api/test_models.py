@@ -12,7 +12,7 @@ QWEN = ServedModel(id="qwen", created_s=1_700_000_001, max_model_len=32768)
 
 
 def test_the_sdk_lists_the_models() -> None:
-    with sdk_reading(list_reply([DEMO, QWEN])) as client:
+    with sdk_reading(list_reply([DEMO, QWEN], {})) as client:
         models = client.models.list().data
     assert [(model.id, model.object, model.created, model.owned_by) for model in models] == [
         ("demo", "model", 1_700_000_000, "steploop"),
@@ -21,13 +21,13 @@ def test_the_sdk_lists_the_models() -> None:
 
 
 def test_the_sdk_reads_one_model_with_our_additions() -> None:
-    with sdk_reading(model_reply(DEMO)) as client:
+    with sdk_reading(model_reply(DEMO, {})) as client:
         model = client.models.retrieve("demo")
     assert model.model_extra == {"max_model_len": 2048, "description": "demonstration model"}
 
 
 def test_only_the_demonstration_model_has_a_description() -> None:
-    assert "description" not in json.loads(model_reply(QWEN))
+    assert "description" not in json.loads(model_reply(QWEN, {}))
 
 
 def test_an_unknown_model_is_refused_with_those_that_are_served() -> None:
