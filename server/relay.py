@@ -57,8 +57,9 @@ LINGER_S = 2.0  # after the last event, for the answer's end
 MANY_TOKENS = 2**31  # where a request sets no bound
 ASK_S = 60.0  # for an answer that no generation writes
 # As templates order them, and as /infill puts them before its prompt
-PROMPT_FIELDS = tuple(
-    "tools system instructions messages input_extra input_prefix prompt input suffix input_suffix".split()
+PROMPT_FIELDS = (
+    *("tools", "system", "instructions", "messages"),
+    *("input_extra", "input_prefix", "prompt", "input", "suffix", "input_suffix"),
 )
 REASONS = {
     "stop": FinishReason.STOP,
