@@ -233,12 +233,6 @@ def test_responses_are_incomplete_by_the_filter() -> None:
         assert answer["incomplete_details"] == {"reason": "content_filter"}
 
 
-CALL = {
-    "role": "assistant",
-    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-}
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -247,7 +241,7 @@ CALL = {
         chat(messages=[{"role": "user", "content": "fine", "name": "magic"}]),
         chat(messages=[{"role": "assistant", "reasoning": "magic"}, {"role": "user", "content": "fine"}]),
         chat(messages=[{"role": "assistant", "reasoning_content": "magic"}, {"role": "user", "content": "fine"}]),
-        chat(messages=[CALL, {"role": "tool", "content": "the magic word"}]),
+        chat(messages=[{"role": "system", "content": "the magic word"}, {"role": "user", "content": "fine"}]),
         completion(prompt="some magic"),
         completion(prompt=list(TOKENIZER.encode("magic"))),
         completion(prompt=["fine", "Magic magic"]),
@@ -256,7 +250,7 @@ CALL = {
 def test_prompt_that_breaks_a_rule_is_a_400(data: bytes) -> None:
     with serving(TextRule(phrase="magic", on="prompt")) as server:
         answer = server.ask(as_acme(data))
-        assert (answer.status, answer.json["error"]["code"]) == (400, "content_filter")
+        assert (answer.status, answer.json["error"]["code"]) == (400, "content_filter"), answer.json
         assert answer.json["error"]["param"]
         assert not server.posted
         assert server.metrics.refused == {"content_filter": 1}
