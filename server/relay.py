@@ -57,8 +57,11 @@ TELL_S, TELL_EVERY_S = 1.0, 0.01  # what a cancelled request has used, by its up
 LINGER_S = 2.0  # after the last event, for the answer's end
 MANY_TOKENS = 2**31  # where a request sets no bound
 ASK_S = 60.0  # for an answer that no generation writes
-INFILL_FIELDS = ("input_extra", "input_prefix", "input_suffix")
-PROMPT_FIELDS = ("tools", "system", "instructions", "messages", *INFILL_FIELDS, "prompt", "input", "suffix")  # in order
+# As templates order them, and as /infill puts them before its prompt
+PROMPT_FIELDS = (
+    *("tools", "system", "instructions", "messages"),
+    *("input_extra", "input_prefix", "prompt", "input", "suffix", "input_suffix"),
+)
 REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
