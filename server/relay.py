@@ -8,7 +8,8 @@ The gate's work and the ledger are the generation's (server/generation.py). Of a
 
 Tokens are those of the upstream's usage. Until it comes, a prompt counts by the model's tokenizer if it is here, as a
 third of its bytes otherwise, and an event with text as a token: that is what is billed of an answer that is broken off.
-Of a document it is a third of the bytes. It is never more than the request allows, and nothing of what is no answer.
+Of a document it is a third of the bytes. It is never more than the request and the model's context allow, and nothing
+of what is no answer.
 """
 
 import asyncio
@@ -1129,7 +1130,8 @@ class RelayHandle:
         request, num_tokens = self.request, self.num_tokens
         if self._head is not None and self._head.status == 200 and self._document.lstrip().startswith(b"{"):
             num_tokens = max(num_tokens, len(self._document) // BYTES_PER_TOKEN)
-        num_tokens = min(num_tokens, request.max_tokens * request.num_sequences)
+        most = min(request.max_tokens, self._relay.cards[0].max_model_len or MANY_TOKENS)
+        num_tokens = min(num_tokens, most * request.num_sequences)
         return Usage(request.num_prompt_tokens if num_tokens else 0, num_tokens)
 
 

@@ -711,10 +711,11 @@ async def test_an_upstream_whose_answers_fail_is_ejected_but_never_the_last() ->
 _PARTS = b'{"choices":[{"index":0,"message":{"content":"' + b"a" * 60_000
 
 
+@pytest.mark.parametrize("max_tokens", [5, None])
 @pytest.mark.parametrize(
     ("is_cut", "body", "num_tokens"),
     [
-        (True, _PARTS, 10),  # as many as 5 a choice
+        (True, _PARTS, 20_015),
         (True, b' {"choices":', 4),
         (True, b"<html>" * 9_000, 0),
         (False, b"<html>" * 9_000, 0),
@@ -724,19 +725,19 @@ _PARTS = b'{"choices":[{"index":0,"message":{"content":"' + b"a" * 60_000
     ],
 )
 async def test_of_a_whole_answer_that_fails_no_more_is_billed_than_was_asked_for(
-    is_cut: bool, body: bytes, num_tokens: int, tmp_path: Path
+    is_cut: bool, body: bytes, num_tokens: int, max_tokens: int | None, tmp_path: Path
 ) -> None:
     said = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     async with saying(said % (len(body) + is_cut) + body, ends=True) as bad:
-        settings = model(bad, protocol="h1")
+        settings = model(bad, protocol="h1", max_model_len=9)
         async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
-            answer = await ask(front.server, closing(SURFACES["chat"](max_tokens=5, n=2)))
+            answer = await ask(front.server, closing(SURFACES["chat"](max_tokens=max_tokens, n=2)))
             assert answer.status == 502
             lines: list[Any] = []
             while not lines:  # its settlement is on its way to the file
                 lines = (await ask(front.server, closing(request("GET", "/v1/usage?by=model")))).json["data"]
             (line,) = lines
-            assert line["completion_tokens"] == num_tokens
+            assert line["completion_tokens"] == min(num_tokens, 2 * (max_tokens or 9))
             assert bool(line["prompt_tokens"]) == bool(num_tokens)
 
 
