@@ -23,6 +23,7 @@ Domain = tuple[str, str]  # a request's cache_domain and cache_salt
 
 MOST_TURNS = 1024
 MOST_IDS = 4 * 2**20  # of all turns: 16 MiB
+MOST_TRIED = 8  # of those that a chat begins with, longest first: whose characters may be others'
 _END_CHARS = 32  # of a turn, that are compared before the whole is
 
 
@@ -82,19 +83,21 @@ class TurnMemory:
         return self._tokenizer.encode_chat(text)
 
     def _longest(self, text: str, domain: Domain) -> _Turn | None:
+        """The text is read once, however many turns end as it does at their length."""
         turns = tuple(self._turns.get(domain, {}).values())
         ended = [one for one in turns if text.startswith(one.end, one.num_chars - len(one.end))]
-        for turn in sorted(ended, key=lambda one: one.num_chars, reverse=True):
-            if self._begins(turn, text):
-                return turn
-        return None
+        plain, running, start, same = str.__str__(text), blake2b(digest_size=32), 0, list[_Turn]()
+        for turn in sorted(ended, key=lambda one: one.num_chars):
+            running.update(plain[start : turn.num_chars].encode("utf-8", "surrogatepass"))
+            start = turn.num_chars
+            if running.digest() == turn.digest:
+                same.append(turn)
+        return next((one for one in same[: -MOST_TRIED - 1 : -1] if self._begins(one, text)), None)
 
     def _begins(self, turn: _Turn, text: str) -> bool:
-        """Whether the chat begins with that turn, its characters written by whoever wrote them there."""
+        """Whether the characters of a chat that begins with that turn were written by whoever wrote them there."""
         start, end = turn.num_prompt_chars, turn.num_chars
-        if not self._tokenizer.may_cut(text, end) or _digest(text[:end]) != turn.digest:
-            return False
-        if _digest_of_origins(text[:start]) != turn.origins:
+        if not self._tokenizer.may_cut(text, end) or _digest_of_origins(text[:start]) != turn.origins:
             return False
         is_users = isinstance(text, MarkedText) and Origin.USER in text.origins[start:end]
         return not is_users and self._tokenizer.may_have(text, slice(start, end), turn.control)
