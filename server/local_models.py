@@ -737,6 +737,8 @@ class Processes:
             self._line.send(pickle.dumps(order))
         except BlockingIOError:  # it still imports, and many models are wanted
             self._loop.call_later(RESEND_S, self._send, order)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has ended, which is told next, and this order is lost with the others
 
     def _hang_up(self) -> None:
         if self._line is not None:

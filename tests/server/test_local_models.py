@@ -20,6 +20,7 @@ from server.local_models import (
     ModelState,
     News,
     Plan,
+    Processes,
     ProcessEvents,
     Refusal,
 )
@@ -242,3 +243,32 @@ def test_a_busy_model_gives_way_after_its_turn_and_gets_its_next() -> None:
     (b_s,) = [at for name, at in ends if name == "b"]
     assert 10 < b_s < 20
     assert processes.starts == ["a", "b", "a"]
+
+
+def test_an_order_to_a_fork_server_that_has_just_ended_is_lost_with_it(tmp_path: Path) -> None:
+    """The loop has not been told yet when the next request comes."""
+
+    class Listener:
+        def __init__(self) -> None:
+            self.lost = asyncio.Event()
+
+        def on_news(self, news: News) -> None: ...
+
+        def on_notice(self, serial: int, fields: Mapping[str, str]) -> None: ...
+
+        def on_lost(self) -> None:
+            self.lost.set()
+
+    async def ordered() -> None:
+        processes, listener = Processes(tmp_path / "home", asyncio.get_running_loop()), Listener()
+        processes.start(listener)
+        server = processes._server
+        assert server is not None
+        server.kill()
+        server.wait()
+        processes.plan(1, ServerConfig(), {})
+        async with asyncio.timeout(60):
+            await listener.lost.wait()
+        await processes.close()
+
+    asyncio.run(ordered())
