@@ -31,7 +31,7 @@ BUDGETS = {
     "gpu/parallel": (760, 5),
     "bench": (9020, 34),
 }
-TEST_LINES = 60_435
+TEST_LINES = 60_480
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
