@@ -270,7 +270,7 @@ class Relay:
             num_sequences=call.num_sequences,
             tenant=caller.sharing_name,
             share=tenant.share,
-            priority=tenant.priority_of(call.priority),
+            priority=caller.priority_of(call.priority),
             deadline_s=arrived_s + asked_s if asked_s < float("inf") else None,
         )
         return [demand]

@@ -17,6 +17,7 @@ PACKAGES = ("server", "core", "gpu")
 BUDGETS = {
     "server": (10_680, 29),
     "server/api": (4920, 16),
+    "server/batches": (1000, 3),
     "server/commands": (1955, 11),
     "server/gate": (2540, 8),
     "server/ledger": (2030, 7),
@@ -42,6 +43,7 @@ ROOMS = (
     ("api",),
     ("ledger", "observing"),
     ("upstream",),
+    ("batches",),
     ("config", "callers"),
     (
         "prompts",
@@ -56,7 +58,7 @@ ROOMS = (
         "adapters",
         "local_models",
     ),
-    ("app", "routes"),
+    ("app", "batch_routes", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )
