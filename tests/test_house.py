@@ -15,14 +15,14 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_555, 29),
+    "server": (10_525, 29),
     "server/api": (4905, 16),
     "server/commands": (1955, 11),
     "server/gate": (2540, 8),
     "server/ledger": (1609, 6),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
-    "server/upstream": (1761, 6),
+    "server/upstream": (1674, 6),
     "server/wire": (4805, 14),
     "core": (13_990, 36),
     "gpu": (9193, 30),
