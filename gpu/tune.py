@@ -499,7 +499,7 @@ def _checked(found: Any) -> Kept:
         ValueError, TypeError, KeyError: it is malformed.
     """
     if "rows" in found:
-        rows = tuple(TimedRow(*map(int, counts), float(took_s)) for *counts, took_s in found["rows"])
+        rows = tuple(TimedRow(int(start), int(end), int(num), float(s)) for start, end, num, s in found["rows"])
         if not all(0 < row.took_s < float("inf") for row in rows):
             raise ValueError("no seconds")
         return StepTimes(rows)
