@@ -15,11 +15,11 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_555, 29),
-    "server/api": (4905, 16),
+    "server": (10_680, 29),
+    "server/api": (4920, 16),
     "server/commands": (1955, 11),
     "server/gate": (2540, 8),
-    "server/ledger": (1609, 6),
+    "server/ledger": (2030, 7),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
     "server/upstream": (1761, 6),
@@ -31,7 +31,7 @@ BUDGETS = {
     "gpu/parallel": (760, 5),
     "bench": (9020, 34),
 }
-TEST_LINES = 60_490
+TEST_LINES = 60_640
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
