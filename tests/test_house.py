@@ -25,13 +25,13 @@ BUDGETS = {
     "server/upstream": (1761, 6),
     "server/wire": (4805, 14),
     "core": (13_990, 36),
-    "gpu": (9193, 30),
+    "gpu": (9260, 30),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
     "bench": (9020, 34),
 }
-TEST_LINES = 60_640
+TEST_LINES = 60_700
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
