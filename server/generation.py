@@ -14,7 +14,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -663,8 +663,6 @@ class Generation:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons.append(reason)
-            if delta.answer_ids and isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
-                self._prepared.remember(delta.answer_ids)
             if self._sequence(choice).last_s != NOT_YET:
                 self._num_decoding -= 1
                 self._place.on_choice_end()
@@ -674,6 +672,10 @@ class Generation:
         if delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS:
             self._last_written_s = now_s
             self._write(choice, delta)
+
+    def on_answer(self, choice: int, ids: Sequence[int], cut_text: str) -> None:
+        if isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
+            self._prepared.remember(ids, cut_text)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)

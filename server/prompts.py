@@ -46,7 +46,7 @@ class Prepared:
     """A call, its prompts as token ids, the text of its answers' tokens, and what holds them.
 
     Args:
-        remember: called with the ids of each of its answers.
+        remember: called with the ids of each of its answers, and the end of its text that a stop string has cut off.
     """
 
     call: GenerationCall
@@ -54,7 +54,7 @@ class Prepared:
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
-    remember: Callable[[Sequence[int]], None] | None = None
+    remember: Callable[[Sequence[int], str], None] | None = None
     adapter: Adapter | None = None
     breakers: Breakers | None = None
 
