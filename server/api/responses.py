@@ -317,7 +317,7 @@ class ResponseStream:
         self._call = call
         self._context = context
         self._items = _Items(context)
-        self._parser = answer_parser(call.thought, call.tools)
+        self._parser = answer_parser(call.thought, call.tools, call.constraint)
         self._num_events = 0  # written: the next sequence_number
         self._reason: FinishReason | None = None
         self._head = b"" if self._parser is not None else self._text_head(self._items.open())
@@ -443,7 +443,10 @@ class ResponseDocument(WholeReply):
 
     def document(self, usage: Usage) -> dict[str, Any]:
         (texts,), (reason,) = self.texts, self._reasons
-        items, parser = _Items(self._context), answer_parser(self._call.thought, self._call.tools)
+        items, parser = (
+            _Items(self._context),
+            answer_parser(self._call.thought, self._call.tools, self._call.constraint),
+        )
         entries = self._entries or [[] for _ in texts]
         waiting: list[dict[str, Any]] = []
         if parser is None:

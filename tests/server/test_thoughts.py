@@ -5,6 +5,7 @@ import random
 import re
 import sqlite3
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,16 @@ def test_what_holds_an_answer_begins_where_the_thought_ends(template: str, lead:
                 found = message_of(server.ask(ask_for(guided_regex="[xy]{3}", **more), lead + "xyzz"))
                 assert found["thought"] == thought
                 assert re.fullmatch("[xy]{3}", found["text"])
+
+
+def test_a_held_answer_may_spell_marks() -> None:
+    """As text, in other tokens: they do not end the message."""
+    lead, said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>", '"a<|end|>b"'
+    with thinking("harmony") as server:
+        for more in ({}, STREAM):
+            ids = [*ids_of(lead), *chain.from_iterable(map(ids_of, said))]
+            found = message_of(server.ask(ask_for(guided_json={"type": "string"}, **more), ids))
+            assert found == {"thought": "hm", "text": said, "calls": []}
 
 
 PICK = [{"type": "function", "function": {"name": "pick", "parameters": SCHEMA, "strict": True}}, *TOOLS]
