@@ -132,6 +132,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     limits: RequestLimits = RequestLimits()
     tool_style: ToolStyle | None = None  # of the model's template; None: it has no form for tools
     thought_style: ThoughtStyle | None = None  # likewise; None: it writes no thoughts
+    stores_responses: bool = False  # /v1/responses goes on from what was answered before
 
 
 # The defaults of the model of this name, and the name under which it is served; None: the only model. Raises
