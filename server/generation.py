@@ -898,7 +898,9 @@ class Generation:
     def _ledger_row(self, model: str) -> LedgerRow:
         request, caller = self._stream.request, self._ticket.caller
         client_id = client_request_id(request)
-        return LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
+        row = LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
+        context = self._prepared.context if isinstance(self._prepared, Prepared) else None
+        return row if context is None else msgspec.structs.replace(row, context=_json(context))
 
     def _progress(self) -> Usage:
         """The usage so far: a prompt whose completion has begun was computed."""

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
+from core.context_policy import Policy
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.tool_detection import ToolStyle
 from core.types import Delta, FinishReason, Usage
@@ -103,6 +104,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     thinking_token_budget: Budget | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -114,6 +116,9 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         )
         raise InvalidRequest(message, "previous_response_id", "unsupported_parameter")
     wire = msgspec.structs.replace(wire, store=defaults.stores_responses and wire.store is not False)
+    if wire.truncation is not None and wire.context_policy is None:
+        policy = Policy.ERROR if wire.truncation == "disabled" else Policy.DROP_OLDEST_TURNS
+        wire = msgspec.structs.replace(wire, context_policy=policy)
     _check_include(wire.include or [])
     _check_metadata(wire.metadata or {})
     num_logprobs = wire.top_logprobs or 0
@@ -540,7 +545,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "tools": [_shown_tool(tool) for tool in wire.tools or ()],
         "top_logprobs": call.sampling.num_logprobs or 0,
         "top_p": call.sampling.top_p,
-        "truncation": "disabled",
+        "truncation": wire.truncation or "disabled",
         "usage": None,
         "metadata": wire.metadata or {},
     }
