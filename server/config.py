@@ -517,6 +517,19 @@ class ServerConfig:
         400 * DAY_S, _duration(DAY_S, 36_500 * DAY_S), "delete records of requests that ended longer ago"
     )
 
+    store_responses_s: float | None = _LEDGER(
+        None,
+        _duration(60, 3650 * DAY_S),
+        "keep what /v1/responses answers in the ledger, for previous_response_id and GET and DELETE by id, unless a"
+        " request says store: false; older ones are deleted (default: none are kept)",
+    )
+    store_responses_bytes: int = _LEDGER(
+        GiB,
+        _size(MiB, 2**50),
+        "room of stored responses; beyond it the tenant that has most of them loses its oldest",
+        name="store-responses-size",
+    )
+
     # How much is taken, and for how long.
 
     max_body_bytes: int = _LIMITS(8 * MiB, _size(KiB, GiB), "size of a request body; a larger one gets 413")

@@ -79,6 +79,7 @@ def prompt_reader(
     request_limits: RequestLimits,
     tool_format: str = ANY_FORMAT,
     aliases: Sequence[str] = (),
+    stores_responses: bool = False,
 ) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
@@ -103,6 +104,7 @@ def prompt_reader(
             tool_style=tools,
             thought_style=thought,
             pooling=files.pooling,
+            stores_responses=stores_responses,
             **files.recommended,
         ),
         unix_clock=clock.unix,

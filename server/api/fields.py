@@ -160,6 +160,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     tool_style: ToolStyle | None = None  # of the model's template; None: it has no form for tools
     thought_style: ThoughtStyle | None = None  # likewise; None: it writes no thoughts
     pooling: PoolingStyle | None = None  # None: it generates alone
+    stores_responses: bool = False  # /v1/responses goes on from what was answered before
 
 
 # The defaults of the model of this name, and the name under which it is served; None: the only model. Raises

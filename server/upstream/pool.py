@@ -30,7 +30,7 @@ import msgspec
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, client_tls, connect
-from server.upstream.exchange import Outgoing, UpstreamFault
+from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault
 from server.upstream.settings import ModelSettings, UpstreamSettings
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ BLOCK_BYTES = 256  # of text, by which leading blocks are known
 BLOCK_TOKENS = 64  # likewise, of tokens
 MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same for all
 MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
+JSON = ((b"content-type", b"application/json"),)
 RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
 
 
@@ -392,8 +393,7 @@ class Pool:
         path = self.settings.health
         try:
             async with asyncio.timeout(PROBE_S):
-                connection = await upstream.connection()
-                head, _ = await connection.ask(self.request(upstream, b"GET", path.encode()), PROBE_BYTES)
+                head, _ = await self.ask(upstream, path, PROBE_BYTES)
         except TimeoutError:
             return f"GET {path} was not answered within {PROBE_S:g} s"
         except UpstreamFault as fault:
@@ -409,8 +409,7 @@ class Pool:
         """A server of our own gets what it runs at once, and as much again, which takes the places that come free."""
         try:
             async with asyncio.timeout(PROBE_S):
-                connection = await upstream.connection()
-                head, body = await connection.ask(self.request(upstream, b"GET", b"/v1/loads"), PROBE_BYTES)
+                head, body = await self.ask(upstream, "/v1/loads", PROBE_BYTES)
             (load,) = msgspec.json.decode(body, type=_Loads).loads
         except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
             logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
@@ -427,6 +426,14 @@ class Pool:
         body: bytes = b"",
     ) -> Outgoing:
         return Outgoing(method, upstream.address.prefix.encode() + path, (*self.fields, *fields), body)
+
+    async def ask(
+        self, upstream: Upstream, path: str, most_bytes: int, json: bytes | None = None
+    ) -> tuple[AnswerHead, bytes]:
+        """The whole answer to a GET, or to a POST of JSON. Raises UpstreamFault."""
+        connection = await upstream.connection()
+        what = (b"GET", path.encode()) if json is None else (b"POST", path.encode(), JSON, json)
+        return await connection.ask(self.request(upstream, *what), most_bytes)
 
     # Slots.
 
