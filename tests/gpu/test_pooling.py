@@ -60,7 +60,7 @@ def run(runner: ModelRunner, max_batch_tokens: int, max_in_flight: int, num_bloc
     return {name: log.terminal(name).pooled for name, (_, pooling) in ASKED.items() if pooling is not None}
 
 
-@pytest.mark.parametrize("family", ("llama3", "qwen3", "qwen2_late_window_dynamic", "gemma3"), scope="session")
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen2_late_window_dynamic", "gemma3"], scope="session")
 def test_vectors_agree_with_the_oracle(runner: ModelRunner, oracle: Oracle) -> None:
     """Whole and in chunks, beside an answer, from the cache, with a step in flight, and after preemptions."""
     wanted: dict[str, torch.Tensor] = {}
