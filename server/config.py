@@ -255,7 +255,7 @@ class ServerConfig:
         8, _count(1, 1024), "adapters in memory at once; each has room for --max-lora-rank, with --lora or --lora-dir"
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
-    pooling: str | None = _MODEL(
+    pooling: str | None = _RARE_MODEL(
         None,
         _Kind(choice_of(*POOLINGS), "HOW"),
         "make embeddings of a chat model's last hidden states, too: of the last token, or the mean of all tokens"

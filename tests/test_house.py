@@ -22,7 +22,7 @@ BUDGETS = {
     "server/ledger": (2030, 7),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
-    "server/upstream": (1761, 6),
+    "server/upstream": (1674, 6),
     "server/wire": (4805, 14),
     "core": (14_080, 36),
     "gpu": (9395, 31),
@@ -31,7 +31,7 @@ BUDGETS = {
     "gpu/parallel": (760, 5),
     "bench": (9020, 34),
 }
-TEST_LINES = 60_770
+TEST_LINES = 60_980
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
