@@ -365,10 +365,12 @@ class RequestHandle:
         reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
         stop_logprobs = None if is_stopped else chunk.stop_logprobs
         delta = sequence.take_delta(text, reason, stop_logprobs)
+        if chunk.pooled:
+            delta = msgspec.structs.replace(delta, pooled=chunk.pooled)
         self._report_delta(sequence, delta, now_s)
 
     def _report_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
-        if delta.num_tokens:
+        if delta.num_tokens or delta.pooled:
             self._note_time(sequence, now_s)
         self.sink.on_delta(sequence.choice, delta, now_s)
 

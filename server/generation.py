@@ -951,14 +951,7 @@ class Generation:
 
 
 def total_usage(usages: list[Usage]) -> Usage:
-    return Usage(
-        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
-        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
-        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
-        num_thought_tokens=sum(usage.num_thought_tokens for usage in usages),
-        num_predicted_tokens=sum(usage.num_predicted_tokens for usage in usages),
-        num_mispredicted_tokens=sum(usage.num_mispredicted_tokens for usage in usages),
-    )
+    return Usage(*map(sum, zip(*map(msgspec.structs.astuple, [Usage(0, 0), *usages]), strict=True)))
 
 
 def _json(value: Mapping[str, int | str | None]) -> str:

@@ -88,6 +88,7 @@ def prompt_reader(
         created_s=int(clock.unix()),
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
+        tasks=("generate",) if files.pooling is None else files.pooling.tasks,
     )
     adapters = [adapter_card(card, *one) for one in loaded.adapters]
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
@@ -102,6 +103,7 @@ def prompt_reader(
             limits=request_limits,
             tool_style=tools,
             thought_style=thought,
+            pooling=files.pooling,
             stores_responses=stores_responses,
             **files.recommended,
         ),

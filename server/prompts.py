@@ -53,6 +53,9 @@ UNASKED_TOKENS = 1024  # of an answer whose length is not asked for, that a prom
 _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
 
 
+Computed = tuple[str | None, tuple[int, ...]]  # a prompt's ids, of a chat with its rendered text
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A call, its prompts as token ids, the text of its answers' tokens, and what holds them.
@@ -128,11 +131,14 @@ class PromptReader:
         cards = self.cards_for(tenant)  # once: others may load and unload adapters meanwhile
 
         def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
-            return find_model(cards, model).id, self.defaults
+            found = find_model(cards, model)
+            check_task(found, surface.does)
+            return found.id, self.defaults
 
         marks.enter(Stage.VALIDATE)
         call = self._seeded(self._held(surface.parse(body, defaults_of)))
-        prompts = [(prompt, _param(prompt, i, len(call.prompts))) for i, prompt in enumerate(call.prompts)]
+        num, name = len(call.prompts), call.prompts_param
+        prompts = [(prompt, _param(prompt, i, num, name)) for i, prompt in enumerate(call.prompts)]
         rules = rule_book(tenant.text_rules)
         if rules.on_answer and (param := call.tokens.param) is not None:
             message = f"{param} would show text that the operator's text rules may hold back. Leave it out."
@@ -153,7 +159,10 @@ class PromptReader:
         domain = tenant.cache_salt_domain, call.cache_salt
         compute = partial(self._computed, marks=marks, domain=domain)
         wishes, context = call.context or ContextWishes(type=tenant.context_policy), None
-        if wishes == ContextWishes():
+        if call.pooling is not None:
+            marks.enter(Stage.TOKENIZE)
+            computed: list[Computed] = [(None, self._encode_pooled(*one, call)) for one in prompts]
+        elif wishes == ContextWishes():
             computed = [compute(*one) for one in prompts]
         else:
             fitted = [self._fitted(*one, wishes, call.sampling.max_tokens, compute) for one in prompts]
@@ -174,10 +183,8 @@ class PromptReader:
         table, predicted = self._table_of(call), self._predicted(call)
         return Prepared(call, ids, table, None, predicted, remember, adapter, breakers, context)
 
-    def _computed(
-        self, prompt: Prompt, param: str, marks: StageMarks, domain: Domain
-    ) -> tuple[str | None, tuple[int, ...]]:
-        """A prompt's ids, of a chat with its rendered text. Raises: as _rendered and _encode_checked."""
+    def _computed(self, prompt: Prompt, param: str, marks: StageMarks, domain: Domain) -> Computed:
+        """Raises: as _rendered and _encode_checked."""
         text = self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None
         return text, self._encode_checked(prompt, param, text, marks, domain)
 
@@ -187,8 +194,8 @@ class PromptReader:
         param: str,
         wishes: ContextWishes,
         max_tokens: int,
-        compute: Callable[[Prompt, str], tuple[str | None, tuple[int, ...]]],
-    ) -> tuple[tuple[str | None, tuple[int, ...]], list[dict[str, Any]]]:
+        compute: Callable[[Prompt, str], Computed],
+    ) -> tuple[Computed, list[dict[str, Any]]]:
         """As much of a prompt as fits with its answer, computed; and what was left out.
 
         Args:
@@ -357,6 +364,40 @@ class PromptReader:
             raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
         return ids
 
+    def _encode_pooled(self, prompt: Prompt, param: str, call: GenerationCall) -> tuple[int, ...]:
+        """The ids of a prompt that may fill the context, cut at its end if the call asks for that.
+
+        Raises:
+            InvalidRequest: it has no token, or is too long.
+        """
+        context, asked = self.max_model_len, call.truncate_to
+        if asked is None:
+            ids = self.encode(prompt, param)
+            if len(ids) > context:
+                but = f"{param} has {len(ids)} tokens"
+                fix = "Shorten it, or send truncate_prompt_tokens: -1."
+                raise InvalidRequest(context_overflow(context, but, fix), param, "context_length_exceeded")
+        else:
+            most = context if asked < 0 else min(asked, context)
+            ids = self._encode_cut(prompt, most)
+        if not ids:
+            raise InvalidRequest(f"{param} has no token. Send at least one.", param)
+        return ids
+
+    def _encode_cut(self, prompt: Prompt, most: int) -> tuple[int, ...]:
+        """As encode, with so many tokens at most: the model's special tokens around a text stay."""
+        if not isinstance(prompt, TextPrompt):
+            return self.encode(prompt)[:most]
+        text = prompt.text[: max_text_chars(most)]
+        whole = self.tokenizer.encode(text, prompt.adds_special_tokens)
+        if len(whole) <= most:
+            return tuple(whole)
+        plain = self.tokenizer.encode(text, add_special_tokens=False)
+        num_added = len(whole) - len(plain)
+        first = next((at for at in range(num_added) if whole[at:][: len(plain)] == plain), num_added)
+        kept = max(0, most - num_added)
+        return tuple((whole[: first + kept] + whole[first + len(plain) :])[:most])
+
     def _check_length(self, text: str, param: str) -> None:
         limit = max_text_chars(self.max_model_len)
         if len(text) > limit:
@@ -404,6 +445,7 @@ class PromptReader:
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
                 tells_answer=prepared.remember is not None,
+                pooling=None if call.pooling is None else call.pooling.pooling,
             )
             for i, ids in enumerate(prepared.prompts)
         ]
@@ -553,13 +595,29 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
     raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
 
 
+def check_task(model: ServedModel, asked: str) -> None:
+    """
+    Raises:
+        InvalidRequest: the model does something else.
+    """
+    if asked in model.tasks:
+        return
+    is_given = model.tasks[0]
+    makes = {"generate": "generates text", "embed": "makes embeddings", "score": "scores texts by a query"}[is_given]
+    paths = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank or /v1/score"}
+    message = f"The model {model.id!r} {makes}, and nothing else. Ask it on {paths[is_given]}, or name another model"
+    if asked == "embed" and is_given == "generate":
+        message += "; its operator can let it pool its hidden states: --pooling last, or mean"
+    raise InvalidRequest(f"{message}.", "model", "unsupported_model")
+
+
 def own_name(models: Sequence[ServedModel], name: str) -> str:
     """The model's own name, whichever of its names was asked for."""
     return next((model.name for model in models if model.id == name), name)  # an adapter may have been unloaded
 
 
-def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
-    """The request's field that a prompt came in."""
+def _param(prompt: Prompt, position: int, num_prompts: int, name: str) -> str:
+    """The request's field that a prompt came in. name: of a text's."""
     if isinstance(prompt, ChatPrompt):
         return prompt.param
-    return "prompt" if num_prompts == 1 else f"prompt[{position}]"
+    return name if num_prompts == 1 else f"{name}[{position}]"
