@@ -35,6 +35,9 @@ LIMITS = LLParserLimits(
 # Beginnings of answers that are tried when a grammar is compiled, to find most of those that become too complex
 NUM_PROBES, PROBE_TOKENS = 3, 24
 MOST_ALONE = 8  # states that have a matcher of their own: each may take a hundred megabytes
+# Tokens that are allowed together, without being walked, where the text may go on with any of a kind and a length
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", "[a-zA-Z0-9]{1,22}", *(f"{_TEXT}{{1,{most}}}" for most in (7, 10, 16, 30)), f"{_TEXT}+"]
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
 MAX_TOKEN_SHOWN = 40  # characters
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
@@ -199,7 +202,10 @@ class GrammarCompiler:
         self._alone = WeakSet[GrammarState]()
         self._punctuation = [i for i, one in enumerate(token_bytes) if len(one) == 1 and one in b'"{}[]:,']
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(token_bytes, special_ids, eos_ids, encode)), len(token_bytes), list(eos_ids)
+            TokenizerWrapper(_Vocabulary(token_bytes, special_ids, eos_ids, encode)),
+            len(token_bytes),
+            list(eos_ids),
+            SLICES,
         )
 
     def compile(self, spec: GrammarSpec) -> Grammar:
