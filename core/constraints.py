@@ -75,9 +75,9 @@ _ATOM, _LABEL = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]", "[a-zA-Z0-9]([a-zA-Z0-9-]{0,%d
 _EMAIL = rf"{_ATOM}{{1,40}}(\.{_ATOM}{{1,15}}){{0,3}}@{_LABEL % 61}(\.{_LABEL % 22}){{0,4}}"
 
 
-def _uri(more: str, most: int) -> str:
+def _uri(more: str, counts: str) -> str:
     """RFC 3986, 3.3: characters, and those written in hexadecimal."""
-    return f"([{more}a-zA-Z0-9._~!$&'()*+,;=-]|%[0-9a-fA-F]{{2}}){{{most}}}"
+    return f"([{more}a-zA-Z0-9._~!$&'()*+,;=-]|%[0-9a-fA-F]{{2}}){{{counts}}}"
 
 
 _AUTHORITY = f"({_uri('', '0,200')}((:{_uri('', '0,64')})?@{_uri('', '0,200')})?|\\[({_IPV6})\\])(:[0-9]{{0,5}})?"
