@@ -79,6 +79,7 @@ def prompt_reader(
     request_limits: RequestLimits,
     tool_format: str = ANY_FORMAT,
     aliases: Sequence[str] = (),
+    stores_responses: bool = False,
 ) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
@@ -87,6 +88,7 @@ def prompt_reader(
         created_s=int(clock.unix()),
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
+        tasks=("generate",) if files.pooling is None else files.pooling.tasks,
     )
     adapters = [adapter_card(card, *one) for one in loaded.adapters]
     # Made now: the library keeps the GIL for half a second with a vocabulary of 152,000, and requests would wait
@@ -103,6 +105,8 @@ def prompt_reader(
             limits=request_limits,
             tool_style=tools,
             thought_style=thought,
+            pooling=files.pooling,
+            stores_responses=stores_responses,
             **files.recommended,
         ),
         unix_clock=clock.unix,
