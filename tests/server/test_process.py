@@ -19,10 +19,10 @@ from core.kv_cache import BlockLabel
 from server import __version__
 from server.app import Load
 from server.config import ServerConfig
+from server.grammar_guard import GuardedCompiler
 from server.ledger.usage import ModelPrice, Prices
 from server.listening.sockets import TcpAddress
 from server.loaded_engine import LoadedEngine
-from server.grammar_guard import GuardedCompiler
 from server.process import Server
 from tests.server.running_server import LIMITS, Running, ask, closing, load_with, serving
 from tests.server.simulated_server import MODEL, STREAM, Answer, chat, request, with_lines
