@@ -15,7 +15,7 @@ from urllib.parse import quote
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
 from core.tool_formats import ANY_FORMAT, FORMATS, HARMONY
-from server.api.fields import RequestLimits
+from server.api.fields import POOLINGS, RequestLimits
 from server.gate.cross_origin import origin_value
 from server.gate.identity import WAYS, way_value
 from server.gate.jwt import JwksUrl, jwks_source
@@ -255,6 +255,12 @@ class ServerConfig:
         8, _count(1, 1024), "adapters in memory at once; each has room for --max-lora-rank, with --lora or --lora-dir"
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
+    pooling: str | None = _RARE_MODEL(
+        None,
+        _Kind(choice_of(*POOLINGS), "HOW"),
+        "make embeddings of a chat model's last hidden states, too: of the last token, or the mean of all tokens"
+        " (default: what the model's own files say)",
+    )
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
     tool_format: str = _RARE_MODEL(
         ANY_FORMAT,
@@ -662,6 +668,9 @@ class ServerConfig:
 
     max_choices: int = _ONE_REQUEST(_REQUEST.num_choices, _count(1, 1024), "n: answers to one prompt; more get 400")
     max_prompts: int = _ONE_REQUEST(_REQUEST.num_prompts, _count(1, 1024), "prompts of one completion; more get 400")
+    max_inputs: int = _ONE_REQUEST(
+        _REQUEST.num_inputs, _count(1, 65_536), "texts of one request for embeddings or scores; more get 400"
+    )
     max_stops: int = _ONE_REQUEST(_REQUEST.num_stops, _count(0, 256), "stop strings; more get 400")
     max_logit_biases: int = _ONE_REQUEST(
         _REQUEST.num_logit_biases, _count(0, 100_000), "entries of logit_bias; more get 400"
@@ -725,6 +734,7 @@ class ServerConfig:
         return RequestLimits(
             num_choices=self.max_choices,
             num_prompts=self.max_prompts,
+            num_inputs=self.max_inputs,
             num_stops=self.max_stops,
             num_logit_biases=self.max_logit_biases,
             num_top_logprobs=self.max_top_logprobs,
