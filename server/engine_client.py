@@ -353,10 +353,12 @@ class RequestHandle:
         delta = sequence.take_delta(text, reason, stop_logprobs)
         if chunk.answer_ids and not is_stopped:
             delta = msgspec.structs.replace(delta, answer_ids=chunk.answer_ids)
+        if chunk.pooled:
+            delta = msgspec.structs.replace(delta, pooled=chunk.pooled)
         self._report_delta(sequence, delta, now_s)
 
     def _report_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
-        if delta.num_tokens:
+        if delta.num_tokens or delta.pooled:
             self._note_time(sequence, now_s)
         self.sink.on_delta(sequence.choice, delta, now_s)
 

@@ -85,7 +85,9 @@ def served_name(config: ServerConfig) -> str:
 
 
 def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig]:
-    files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
+    files = read_model_files(
+        path, config.max_model_len, config.chat_template, config.allow_special_in_content, config.pooling
+    )
     return files, parse_config(path, files.config, config.max_model_len)
 
 

@@ -114,11 +114,14 @@ class PromptReader:
         cards = self.cards_for(tenant)  # once: others may load and unload adapters meanwhile
 
         def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
-            return find_model(cards, model).id, self.defaults
+            found = find_model(cards, model)
+            check_task(found, surface.does)
+            return found.id, self.defaults
 
         marks.enter(Stage.VALIDATE)
         call = self._seeded(self._held(surface.parse(body, defaults_of)))
-        prompts = [(prompt, _param(prompt, i, len(call.prompts))) for i, prompt in enumerate(call.prompts)]
+        num, name = len(call.prompts), call.prompts_param
+        prompts = [(prompt, _param(prompt, i, num, name)) for i, prompt in enumerate(call.prompts)]
         rules = rule_book(tenant.text_rules)
         if rules.on_answer and (param := call.tokens.param) is not None:
             message = f"{param} would show text that the operator's text rules may hold back. Leave it out."
@@ -138,7 +141,11 @@ class PromptReader:
             _check_beams(call)
         texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
         domain = tenant.cache_salt_domain, call.cache_salt
-        ids = [self._encode_checked(*one, text, marks, domain) for one, text in zip(prompts, texts, strict=True)]
+        if call.pooling is not None:
+            marks.enter(Stage.TOKENIZE)
+            ids = [self._encode_pooled(*one, call) for one in prompts]
+        else:
+            ids = [self._encode_checked(*one, text, marks, domain) for one, text in zip(prompts, texts, strict=True)]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
         remember = None
@@ -265,6 +272,40 @@ class PromptReader:
             raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
         return ids
 
+    def _encode_pooled(self, prompt: Prompt, param: str, call: GenerationCall) -> tuple[int, ...]:
+        """The ids of a prompt that may fill the context, cut at its end if the call asks for that.
+
+        Raises:
+            InvalidRequest: it has no token, or is too long.
+        """
+        context, asked = self.max_model_len, call.truncate_to
+        if asked is None:
+            ids = self.encode(prompt, param)
+            if len(ids) > context:
+                but = f"{param} has {len(ids)} tokens"
+                fix = "Shorten it, or send truncate_prompt_tokens: -1."
+                raise InvalidRequest(context_overflow(context, but, fix), param, "context_length_exceeded")
+        else:
+            most = context if asked < 0 else min(asked, context)
+            ids = self._encode_cut(prompt, most)
+        if not ids:
+            raise InvalidRequest(f"{param} has no token. Send at least one.", param)
+        return ids
+
+    def _encode_cut(self, prompt: Prompt, most: int) -> tuple[int, ...]:
+        """As encode, with so many tokens at most: the model's special tokens around a text stay."""
+        if not isinstance(prompt, TextPrompt):
+            return self.encode(prompt)[:most]
+        text = prompt.text[: max_text_chars(most)]
+        whole = self.tokenizer.encode(text, prompt.adds_special_tokens)
+        if len(whole) <= most:
+            return tuple(whole)
+        plain = self.tokenizer.encode(text, add_special_tokens=False)
+        num_added = len(whole) - len(plain)
+        first = next((at for at in range(num_added) if whole[at:][: len(plain)] == plain), num_added)
+        kept = max(0, most - num_added)
+        return tuple((whole[: first + kept] + whole[first + len(plain) :])[:most])
+
     def _check_length(self, text: str, param: str) -> None:
         limit = max_text_chars(self.max_model_len)
         if len(text) > limit:
@@ -312,6 +353,7 @@ class PromptReader:
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
                 tells_answer=prepared.remember is not None,
+                pooling=None if call.pooling is None else call.pooling.pooling,
             )
             for i, ids in enumerate(prepared.prompts)
         ]
@@ -460,13 +502,29 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
     raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
 
 
+def check_task(model: ServedModel, asked: str) -> None:
+    """
+    Raises:
+        InvalidRequest: the model does something else.
+    """
+    if asked in model.tasks:
+        return
+    is_given = model.tasks[0]
+    makes = {"generate": "generates text", "embed": "makes embeddings", "score": "scores texts by a query"}[is_given]
+    paths = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank or /v1/score"}
+    message = f"The model {model.id!r} {makes}, and nothing else. Ask it on {paths[is_given]}, or name another model"
+    if asked == "embed" and is_given == "generate":
+        message += "; its operator can let it pool its hidden states: --pooling last, or mean"
+    raise InvalidRequest(f"{message}.", "model", "unsupported_model")
+
+
 def own_name(models: Sequence[ServedModel], name: str) -> str:
     """The model's own name, whichever of its names was asked for."""
     return next((model.name for model in models if model.id == name), name)  # an adapter may have been unloaded
 
 
-def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
-    """The request's field that a prompt came in."""
+def _param(prompt: Prompt, position: int, num_prompts: int, name: str) -> str:
+    """The request's field that a prompt came in. name: of a text's."""
     if isinstance(prompt, ChatPrompt):
         return prompt.param
-    return "prompt" if num_prompts == 1 else f"prompt[{position}]"
+    return name if num_prompts == 1 else f"{name}[{position}]"

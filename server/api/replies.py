@@ -236,12 +236,14 @@ class Surface(NamedTuple):
     Attributes:
         parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
         media_type: of a stream; other types than events have no comments.
+        does: what it asks of the model: see PoolingStyle.tasks.
     """
 
     parse: Callable[[bytes, DefaultsOf], GenerationCall]
     stream: Callable[[GenerationCall, ReplyContext], StreamReply]
     whole: Callable[[GenerationCall, ReplyContext], WholeReply]
     media_type: bytes = EVENTS
+    does: str = "generate"
 
 
 # Parts of answers.

@@ -1,4 +1,4 @@
-"""/v1/responses: text in, text out, as items and named events; nothing is stored. Thread: loop."""
+"""/v1/responses: text in, text out, as items and named events. What is stored: ledger/responses.py. Thread: loop."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -85,6 +85,8 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     max_output_tokens: MaxTokens | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -106,6 +108,12 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = decode(body, ResponsesBody, RULES)
     model, defaults = defaults_of(wire.model)
+    if wire.previous_response_id is not None and not defaults.stores_responses:
+        message = (
+            "This server stores no responses. Send the history as input, or ask the operator: --store-responses 30d."
+        )
+        raise InvalidRequest(message, "previous_response_id", "unsupported_parameter")
+    wire = msgspec.structs.replace(wire, store=defaults.stores_responses and wire.store is not False)
     _check_include(wire.include or [])
     _check_metadata(wire.metadata or {})
     num_logprobs = wire.top_logprobs or 0
@@ -511,7 +519,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "model": context.model,
         "output": [],
         "parallel_tool_calls": wire.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": wire.previous_response_id,
         "reasoning": {"effort": reasoning.effort or wire.reasoning_effort, "summary": None},
         "background": False,
         "completed_at": int(context.unix_clock()) if status == "completed" else None,
@@ -522,7 +530,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "prompt_cache_key": wire.prompt_cache_key,
         "user": wire.user,
         "service_tier": "default",
-        "store": False,
+        "store": bool(wire.store),
         "temperature": call.sampling.temperature,
         "text": {"format": _text_format(wire)},
         "tool_choice": wire.tool_choice or "auto",

@@ -496,6 +496,7 @@ def test_the_ledger_has_the_tokens_of_the_thought_and_takes_rows_of_before(tmp_p
             (2 * num_thought_tokens(ids_of(text), THINK), 2 * (len(ids_of(text)) + 1))
         ]
         database.execute("ALTER TABLE requests DROP COLUMN reasoning_tokens")
+        database.execute("DROP TABLE responses")
         database.execute("PRAGMA user_version = 1")
         database.commit()
     with thinking("r1", ledger=path, first_id=2) as server:
