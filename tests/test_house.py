@@ -26,7 +26,7 @@ BUDGETS = {
     "server/wire": (4805, 14),
     "core": (14_120, 36),
     "gpu": (9395, 31),
-    "gpu/cpu_kernels": (3690, 9),
+    "gpu/cpu_kernels": (3425, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
     "bench": (9020, 34),
