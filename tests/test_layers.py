@@ -155,7 +155,7 @@ def test_what_core_may_not_do_is_found(source: str) -> None:
     assert core_faults(source)
 
 
-def test_only_the_engine_and_three_writers_of_files_start_threads() -> None:
+def test_only_the_engine_three_writers_of_files_and_a_publisher_start_threads() -> None:
     """Of what serves; `steploop chat` serves beside its own loop, and guards a terminal's line.
 
     The process that tries grammars out has one thread, for its stack.
@@ -171,6 +171,7 @@ def test_only_the_engine_and_three_writers_of_files_start_threads() -> None:
     assert starters == [
         "server/engine_thread.py",
         "server/ledger/journal.py",
+        "server/observing/kv_events.py",
         "server/observing/logs.py",
         "gpu/kv_store.py",
     ]
