@@ -15,8 +15,8 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_835, 29),
-    "server/api": (5210, 17),
+    "server": (10_945, 29),
+    "server/api": (5415, 18),
     "server/commands": (1955, 11),
     "server/gate": (2540, 8),
     "server/ledger": (2030, 7),
@@ -24,14 +24,14 @@ BUDGETS = {
     "server/observing": (1805, 7),
     "server/upstream": (1674, 6),
     "server/wire": (4805, 14),
-    "core": (14_080, 36),
-    "gpu": (9395, 31),
+    "core": (14_145, 36),
+    "gpu": (9400, 31),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
     "bench": (9020, 34),
 }
-TEST_LINES = 60_980
+TEST_LINES = 61_250
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
