@@ -476,7 +476,6 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
         stop_string: with finish_reason: the stop string that ends the text.
-        answer_ids: with finish_reason: of all its text, where they are asked for and no stop string has cut it.
         pooled: see TokenChunk.
     """
 
@@ -487,5 +486,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
-    answer_ids: tuple[int, ...] = ()
     pooled: bytes = b""

@@ -315,8 +315,9 @@ class ServerConfig:
     activations: str = _ENGINE(
         "auto",
         _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
-        "a GGUF file's quantized matrices on a CPU: int8 multiplies them as they are stored, with rows in 8 bits; bf16"
-        " turns them into the serving format while they load; auto is int8 where the CPU has the instructions",
+        "matrices of GGUF's formats, int8 and int4 on a CPU: int8 multiplies them as stored, with rows in 8 bits;"
+        " bf16 turns a file's into the serving format while they load, and others at every step; auto is int8 where the"
+        " CPU has the instructions",
     )
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"

@@ -14,7 +14,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -682,8 +682,6 @@ class Generation:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons.append(reason)
-            if delta.answer_ids and isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
-                self._prepared.remember(delta.answer_ids)
             if self._sequence(choice).last_s != NOT_YET:
                 self._num_decoding -= 1
                 self._place.on_choice_end()
@@ -693,6 +691,10 @@ class Generation:
         if delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS:
             self._last_written_s = now_s
             self._write(choice, delta)
+
+    def on_answer(self, choice: int, ids: Sequence[int], cut_text: str) -> None:
+        if isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
+            self._prepared.remember(ids, cut_text)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -896,7 +898,9 @@ class Generation:
     def _ledger_row(self, model: str) -> LedgerRow:
         request, caller = self._stream.request, self._ticket.caller
         client_id = client_request_id(request)
-        return LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
+        row = LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
+        context = self._prepared.context if isinstance(self._prepared, Prepared) else None
+        return row if context is None else msgspec.structs.replace(row, context=_json(context))
 
     def _progress(self) -> Usage:
         """The usage so far: a prompt whose completion has begun was computed."""

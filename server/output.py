@@ -156,11 +156,12 @@ def _mean_logprob(pieces: list[str | Delta]) -> float:
 
 
 def _timings_of(call: GenerationCall, context: ReplyContext, timings: StageClock) -> Extras:
-    """Where the time went, if that is asked for, and what repeats the answer."""
+    """What was left out of the prompt; where the time went, if that is asked for, and what repeats the answer."""
+    told = {} if context.context is None else {"context": context.context}
     if not call.wants_timings:
-        return {}
+        return told
     repeats = {} if call.sampling.seed is None else {"seed": call.sampling.seed, "fingerprint": context.fingerprint}
-    return {"timings": timings.details() | repeats}
+    return told | {"timings": timings.details() | repeats}
 
 
 Output = StreamedOutput | WholeOutput

@@ -243,6 +243,7 @@ class Server:
             reader.turns = None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+        self._compiling.submit(reader.make_compiler().prepare)
         if loaded.read_adapter is not None:
             given = config.max_loras, config.lora_dir, self._clock
             self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)

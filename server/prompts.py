@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from core.chat_template import ChatTemplate, max_text_chars
 from core.constraints import GrammarKind
+from core.context_policy import Budgets, Document, Message, Policy, select
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
@@ -31,7 +33,9 @@ from core.tool_grammar import harmony_answers
 from core.turns import Begun, Domain, TurnMemory
 from core.types import Adapter, Pooling, Request, SamplingParams
 from server.api.fields import (
+    UNLIMITED_TOKENS,
     ChatPrompt,
+    ContextWishes,
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
@@ -54,7 +58,11 @@ RERANK_TEMPLATE = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+UNASKED_TOKENS = 1024  # of an answer whose length is not asked for, that a prompt which is cut leaves free
 _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
+
+
+Computed = tuple[str | None, tuple[int, ...]]  # a prompt's ids, of a chat with its rendered text
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,8 @@ class Prepared:
     """A call, its prompts as token ids, the text of its answers' tokens, and what holds them.
 
     Args:
-        remember: called with the ids of each of its answers.
+        context: what was left out of its prompts; None: there is no policy for that.
+        remember: called with the ids of each of its answers, and the end of its text that a stop string has cut off.
         poolings: of each prompt, where the call asks for vectors.
     """
 
@@ -71,10 +80,11 @@ class Prepared:
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
-    remember: Callable[[Sequence[int]], None] | None = None
+    remember: Callable[[Sequence[int], str], None] | None = None
     adapter: Adapter | None = None
     breakers: Breakers | None = None
     poolings: tuple[Pooling, ...] = ()
+    context: dict[str, Any] | None = None
 
     @property
     def tells_tokens(self) -> bool:
@@ -158,18 +168,28 @@ class PromptReader:
             raise InvalidRequest(f"{param} cannot stream: the best answers are known at their end.", "stream")
         if call.beams is not None:
             _check_beams(call)
-        texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
         domain = tenant.cache_salt_domain, call.cache_salt
         poolings: tuple[Pooling, ...] = ()
+        compute = partial(self._computed, marks=marks, domain=domain)
+        wishes, context = call.context or ContextWishes(type=tenant.context_policy), None
         if call.pooling is not None:
             marks.enter(Stage.TOKENIZE)
-            made = [self._encode_pooled(*one, call) for one in prompts]
-            ids, pooling = [ids for ids, _ in made], call.pooling.pooling
+            made, pooling = [self._encode_pooled(*one, call) for one in prompts], call.pooling.pooling
+            computed: list[Computed] = [(None, ids) for ids, _ in made]
             poolings = tuple(
                 msgspec.structs.replace(pooling, second_from=second) if second else pooling for _, second in made
             )
+        elif wishes == ContextWishes():
+            computed = [compute(*one) for one in prompts]
         else:
-            ids = [self._encode_checked(*one, text, marks, domain) for one, text in zip(prompts, texts, strict=True)]
+            fitted = [self._fitted(*one, wishes, call.sampling.max_tokens, compute) for one in prompts]
+            computed = [one for one, _ in fitted]
+            dropped = [
+                {"prompt": i} | one if len(fitted) > 1 else one for i, (_, some) in enumerate(fitted) for one in some
+            ]
+            num_kept = sum(len(ids) for _, ids in computed)
+            context = {"policy": wishes.type, "dropped": dropped, "kept_tokens": num_kept}
+        texts, ids = [text for text, _ in computed], [ids for _, ids in computed]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
         remember = None
@@ -178,7 +198,72 @@ class PromptReader:
         adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
         table, predicted = self._table_of(call), self._predicted(call)
-        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers, poolings)
+        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers, poolings, context)
+
+    def _computed(self, prompt: Prompt, param: str, marks: StageMarks, domain: Domain) -> Computed:
+        """Raises: as _rendered and _encode_checked."""
+        text = self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None
+        return text, self._encode_checked(prompt, param, text, marks, domain)
+
+    def _fitted(
+        self,
+        prompt: Prompt,
+        param: str,
+        wishes: ContextWishes,
+        max_tokens: int,
+        compute: Callable[[Prompt, str], Computed],
+    ) -> tuple[Computed, list[dict[str, Any]]]:
+        """As much of a prompt as fits with its answer, computed; and what was left out.
+
+        Args:
+            max_tokens: of the answer, for which at most half of the context is left free.
+
+        Raises: as _computed, of the whole prompt: nothing that may be left out is left.
+        """
+        most = self.max_model_len
+        room = most - min(max_tokens, most // 2 if max_tokens < UNLIMITED_TOKENS else min(most // 4, UNASKED_TOKENS))
+        whole, error = None, None
+        try:
+            whole = compute(prompt, param)
+        except ServiceError as exceeded:
+            if exceeded.code != "context_length_exceeded":
+                raise
+            error = exceeded
+        limits = wishes.limits
+        if whole is not None and len(whole[1]) <= room and limits == Budgets():
+            return whole, []
+        if isinstance(prompt, ChatPrompt):
+
+            def changed(messages: Sequence[Message], documents: Sequence[Document]) -> ChatPrompt:
+                return msgspec.structs.replace(prompt, messages=tuple(messages), documents=tuple(documents))
+
+            def fits(messages: Sequence[Message], documents: Sequence[Document]) -> bool:
+                try:
+                    return len(compute(changed(messages, documents), param)[1]) <= room
+                except ServiceError as exceeded:
+                    if exceeded.code != "context_length_exceeded":
+                        raise
+                    return False
+
+            found = select(wishes.type, limits, prompt.messages, prompt.documents, fits, self._num_tokens, room)
+            if found is not None:
+                return compute(changed(found.messages, found.documents), param), found.dropped
+        elif wishes.type is Policy.MIDDLE and not (isinstance(prompt, TextPrompt) and prompt.suffix is not None):
+            ids = self.encode(prompt, param)
+            if (num_lost := len(ids) - room) > 0:
+                start = room // 2
+                kept = (*ids[:start], *ids[start + num_lost :])
+                return (None, kept), [{"tokens": [start, start + num_lost]}]
+        if error is not None:
+            raise error
+        assert whole is not None, "it was computed, or could not be"
+        return whole, []
+
+    def _num_tokens(self, text: str) -> int:
+        """About: a long text is not tokenized to be left out."""
+        if len(text) > max_text_chars(self.max_model_len):
+            return len(text) // 4
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
         """The ids of the predicted answer, as far as the context reaches."""
@@ -491,6 +576,7 @@ class PromptReader:
             prompt_texts=texts,
             prompt_ids=prompts if call.echo or call.tokens.returns_ids else (),
             special_ids=tokenizer.special_ids if hides_special else frozenset(),
+            context=prepared.context,
         )
 
 

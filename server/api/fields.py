@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from core.constraints import GrammarSpec
+from core.context_policy import Budgets, Policy
 from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
 from core.types import LOWEST_CLASS, TOP_CLASS, Beams, Pooling, PoolingKind, SamplingParams
@@ -191,6 +192,25 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     stores_responses: bool = False  # /v1/responses goes on from what was answered before
 
 
+class ContextBudgets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tokens that the turns and the documents of a prompt may have at most."""
+
+    turns: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    documents: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class ContextWishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is left out of a prompt that does not fit."""
+
+    type: Policy = Policy.ERROR
+    budgets: ContextBudgets = ContextBudgets()
+
+    @property
+    def limits(self) -> Budgets:
+        turns, documents = self.budgets.turns, self.budgets.documents
+        return Budgets(math.inf if turns is None else turns, math.inf if documents is None else documents)
+
+
 # The defaults of the model of this name, and the name under which it is served; None: the only model. Raises
 # ServiceError if the caller may not use it.
 DefaultsOf = Callable[[str | None], tuple[str, GenerationDefaults]]
@@ -207,6 +227,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     best_of: int = 1  # answers that are computed for each prompt, where they are more than num_sequences
     beams: Beams | None = None  # that these are of; otherwise the likeliest by the mean of their logprobs are shown
     cache_salt: str = ""  # only prompts of the same salt share cached blocks
+    context: ContextWishes | None = None  # None: its tenant's policy
     priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
     deadlines: Deadlines = ANY_TIME  # that it asks for
     is_stream: bool = False
@@ -280,6 +301,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     stop: _StopString | list[_StopString] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
+    context_policy: Policy | ContextWishes | None = None
     priority: Annotated[int, Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     beam_width: Annotated[int, Meta(ge=0, le=MOST_BEAMS)] | None = None
     use_beam_search: bool | None = None
@@ -374,6 +396,7 @@ def generation_call(
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
+        context=ContextWishes(type=policy) if isinstance(policy := fields.context_policy, Policy) else policy,
         speculates=fields.speculation is not False and beams is None,
         priority=fields.priority,
         **own,
