@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 from core.errors import ServiceError
 from core.types import Delta, Usage
@@ -24,7 +25,7 @@ class StreamedOutput:
         self._reply = surface.stream(call, context)
         self._media_type = surface.media_type
         self._stream = stream
-        self._timings_shown = partial(_timings_of, call, context, timings)
+        self._with_timings = partial(_with_timings, call, context, timings)
         self._timings = timings
 
     def add_text(self, choice: int, text: str) -> None:
@@ -44,7 +45,7 @@ class StreamedOutput:
             self._opened().send(line)
 
     def complete(self, usage: Usage, extras: Extras) -> None:
-        self._opened().send(self._reply.end(usage, extras | self._timings_shown()))
+        self._opened().send(self._reply.end(usage, self._with_timings(extras)))
         counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
         shown = b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts  # RFC 9651 §3.2: a dictionary
         self._stream.end(((b"server-timing", self._timings.server_timing()), (b"steploop-usage", shown)))
@@ -83,7 +84,7 @@ class WholeOutput:
         self._call = call
         self._reply = surface.whole(call, context)
         self._stream = stream
-        self._timings_shown = partial(_timings_of, call, context, timings)
+        self._with_timings = partial(_with_timings, call, context, timings)
         self._timings = timings
         self.add = self._reply.add
 
@@ -97,7 +98,7 @@ class WholeOutput:
         """A document has none."""
 
     def complete(self, usage: Usage, extras: Extras) -> None:
-        body = self._reply.end(usage, extras | self._timings_shown())
+        body = self._reply.end(usage, self._with_timings(extras))
         self._stream.send_document(200, body, answer_headers(self._timings))
 
     def break_off(self, error: ServiceError) -> None:
@@ -150,12 +151,14 @@ def _mean_logprob(pieces: list[str | Delta]) -> float:
     return sum(token.logprob for token in tokens) / len(tokens) if tokens else -math.inf
 
 
-def _timings_of(call: GenerationCall, context: ReplyContext, timings: StageClock) -> Extras:
-    """Where the time went, if that is asked for, and what repeats the answer."""
+def _with_timings(call: GenerationCall, context: ReplyContext, timings: StageClock, extras: Extras) -> Extras:
+    """With where the time went, if that is asked for, and what repeats the answer."""
     if not call.wants_timings:
-        return {}
-    repeats = {} if call.sampling.seed is None else {"seed": call.sampling.seed, "fingerprint": context.fingerprint}
-    return {"timings": timings.details() | repeats}
+        return extras
+    told: dict[str, Any] = timings.details()
+    if call.sampling.seed is not None:
+        told |= {"seed": call.sampling.seed, "fingerprint": context.fingerprint, **context.identity}
+    return extras | {"timings": told | extras.get("timings", {})}
 
 
 Output = StreamedOutput | WholeOutput

@@ -38,6 +38,7 @@ from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 
+IDENTITY = ("model_digest", "settings_digest", "version")
 _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
 
 
@@ -79,7 +80,9 @@ class PromptReader:
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
         thoughts: of that vocabulary; None: the model writes none.
-        fingerprint: of the model and of what computes it.
+        fingerprint: of the model and of what computes it ...
+        identity: ... by its parts: see identity_of.
+        records: requests are recorded, which takes a seed to tell.
         turns: of chats, with the ids that they were computed as; None: each chat is tokenized by its text alone.
     """
 
@@ -94,6 +97,8 @@ class PromptReader:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
+    identity: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(IDENTITY, ""))
+    records: bool = False
     thoughts: ThoughtVocabulary | None = None
     turns: TurnMemory | None = None
 
@@ -167,8 +172,8 @@ class PromptReader:
         return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
 
     def _seeded(self, call: GenerationCall) -> GenerationCall:
-        """With a seed to tell, where the answer tells it and the request names none."""
-        if not call.wants_timings or call.sampling.seed is not None:
+        """With a seed to tell, where the answer or a record tells it and the request names none."""
+        if not (call.wants_timings or self.records) or call.sampling.seed is not None:
             return call
         sampling = msgspec.structs.replace(call.sampling, seed=secrets.randbits(63))
         return msgspec.structs.replace(call, sampling=sampling)
@@ -311,7 +316,7 @@ class PromptReader:
                 breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
-                tells_answer=prepared.remember is not None,
+                tells_answer=prepared.remember is not None or self.records or call.tokens.tells_sampled,
             )
             for i, ids in enumerate(prepared.prompts)
         ]
@@ -374,7 +379,9 @@ class PromptReader:
 
     def reply_context(self, prepared: Prepared, request_id: str) -> ReplyContext:
         call, prompts, tokenizer = prepared.call, tuple(prepared.prompts), self.tokenizer
-        adapter = prepared.adapter
+        adapter, identity = prepared.adapter, dict(self.identity)
+        if adapter is not None:
+            identity["model_digest"] += f"+{adapter.digest[:16]}"
         hides_special = call.sampling.skip_special_tokens
 
         def text_of(prompt: Prompt, ids: tuple[int, ...]) -> str:
@@ -393,6 +400,7 @@ class PromptReader:
             prompt_texts=texts,
             prompt_ids=prompts if call.echo or call.tokens.returns_ids else (),
             special_ids=tokenizer.special_ids if hides_special else frozenset(),
+            identity=identity,
         )
 
 

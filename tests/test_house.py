@@ -15,23 +15,23 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_585, 28),
-    "server/api": (4905, 16),
-    "server/commands": (1955, 11),
+    "server": (10_670, 28),
+    "server/api": (4920, 16),
+    "server/commands": (2155, 12),
     "server/gate": (2540, 8),
     "server/ledger": (1609, 6),
     "server/listening": (1240, 5),
-    "server/observing": (1805, 7),
+    "server/observing": (2035, 8),
     "server/upstream": (1754, 6),
     "server/wire": (4805, 14),
-    "core": (13_990, 36),
-    "gpu": (9193, 30),
+    "core": (14_005, 36),
+    "gpu": (9230, 30),
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
     "bench": (9020, 34),
 }
-TEST_LINES = 60_480
+TEST_LINES = 60_740
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
