@@ -25,7 +25,7 @@ class StreamedOutput:
         self._reply = surface.stream(call, context)
         self._media_type = surface.media_type
         self._stream = stream
-        self._with_timings = partial(_with_timings, call, context, timings)
+        self._with_extras = partial(_with_extras, call, context, timings)
         self._timings = timings
 
     def add_text(self, choice: int, text: str) -> None:
@@ -44,11 +44,14 @@ class StreamedOutput:
         if not self._stream.is_blocked and self._media_type == EVENTS:
             self._opened().send(line)
 
-    def complete(self, usage: Usage, extras: Extras) -> None:
-        self._opened().send(self._reply.end(usage, self._with_timings(extras)))
+    def complete(self, usage: Usage, extras: Extras) -> bytes:
+        """Returns the last events."""
+        last = self._reply.end(usage, self._with_extras(extras))
+        self._opened().send(last)
         counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
         shown = b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts  # RFC 9651 §3.2: a dictionary
         self._stream.end(((b"server-timing", self._timings.server_timing()), (b"steploop-usage", shown)))
+        return last
 
     def break_off(self, error: ServiceError) -> None:
         """Write the error as the last event, if the head is already out; otherwise it becomes the answer."""
@@ -84,7 +87,7 @@ class WholeOutput:
         self._call = call
         self._reply = surface.whole(call, context)
         self._stream = stream
-        self._with_timings = partial(_with_timings, call, context, timings)
+        self._with_extras = partial(_with_extras, call, context, timings)
         self._timings = timings
         self.add = self._reply.add
 
@@ -97,9 +100,11 @@ class WholeOutput:
     def comment(self, line: bytes) -> None:
         """A document has none."""
 
-    def complete(self, usage: Usage, extras: Extras) -> None:
-        body = self._reply.end(usage, self._with_timings(extras))
+    def complete(self, usage: Usage, extras: Extras) -> bytes:
+        """Returns the document."""
+        body = self._reply.end(usage, self._with_extras(extras))
         self._stream.send_document(200, body, answer_headers(self._timings))
+        return body
 
     def break_off(self, error: ServiceError) -> None:
         """Nothing has been sent: the error becomes the answer."""
@@ -127,7 +132,7 @@ class BestOutput(WholeOutput):
     def text_writer(self, choice: int) -> TextWriter:
         return self._pieces[choice].append
 
-    def complete(self, usage: Usage, extras: Extras) -> None:
+    def complete(self, usage: Usage, extras: Extras) -> bytes:
         call = self._call
         for prompt in range(len(call.prompts)):
             pieces = self._pieces[prompt * call.num_computed : (prompt + 1) * call.num_computed]
@@ -140,7 +145,7 @@ class BestOutput(WholeOutput):
                         self._reply.texts[choice].append(piece)
                     else:
                         self._reply.add(choice, piece)
-        super().complete(usage, extras)
+        return super().complete(usage, extras)
 
 
 def _mean_logprob(pieces: list[str | Delta]) -> float:
@@ -151,8 +156,10 @@ def _mean_logprob(pieces: list[str | Delta]) -> float:
     return sum(token.logprob for token in tokens) / len(tokens) if tokens else -math.inf
 
 
-def _with_timings(call: GenerationCall, context: ReplyContext, timings: StageClock, extras: Extras) -> Extras:
-    """With where the time went, if that is asked for, and what repeats the answer."""
+def _with_extras(call: GenerationCall, context: ReplyContext, timings: StageClock, extras: Extras) -> Extras:
+    """With what was left out of the prompt; where the time went, if that is asked for, and what repeats the answer."""
+    if context.context is not None:
+        extras = extras | {"context": context.context}
     if not call.wants_timings:
         return extras
     told: dict[str, Any] = timings.details()

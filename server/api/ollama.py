@@ -181,7 +181,7 @@ class _Lines:
         self.is_chat = isinstance(prompt, ChatPrompt) and prompt.param == "messages"
         self._context = context
         self._shows_timings = bool(call.wire.timings)
-        self._parser = answer_parser(call.thought, call.tools)
+        self._parser = answer_parser(call.thought, call.tools, call.constraint)
         self._name = ""
         self._arguments: list[str] | None = None
 

@@ -185,8 +185,8 @@ class Journal:
                 self._replay()
                 are_durable = self._commit(writes)
                 self._fault = None
-                limits = [write.before_us for write in writes if isinstance(write, Prune)]
-                return Written(are_durable, None, any(map(self.store.has_older, limits)))
+                prunes = [write for write in writes if isinstance(write, Prune)]
+                return Written(are_durable, None, any(map(self.store.has_older, prunes)))
             except (sqlite3.Error, OSError) as error:
                 self._fault = str(error)
         has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle | Amend)])
