@@ -489,7 +489,9 @@ class ServerConfig:
     jwt_audience: str | None = _ACCESS(
         None, _Kind(text_value, "TEXT"), "the aud that a JWT must have, perhaps among others"
     )
-    jwt_tenant_claim: str = _ACCESS("tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]")
+    jwt_tenant_claim: str = _RARE_ACCESS(
+        "tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]"
+    )
     jwt_leeway_s: float = _RARE_ACCESS(
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
     )
@@ -539,7 +541,7 @@ class ServerConfig:
         "keep what /v1/responses answers in the ledger, for previous_response_id and GET and DELETE by id, unless a"
         " request says store: false; older ones are deleted (default: none are kept)",
     )
-    store_responses_bytes: int = _LEDGER(
+    store_responses_bytes: int = _RARE_LEDGER(
         GiB,
         _size(MiB, 2**50),
         "room of stored responses; beyond it the tenant that has most of them loses its oldest",
