@@ -120,6 +120,10 @@ class EngineConfig:
     max_lora_rank: int = 16
 
 
+# Settings that may change what tokens an answer has
+CHANGE_TOKENS = ("max_model_len", "quantize", "activations", "tensor_parallel")
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from core.config import QUANTIZE_SCHEMES, EngineConfig, ModelConfig
+from core.config import CHANGE_TOKENS, QUANTIZE_SCHEMES, EngineConfig, ModelConfig
 from core.engine import Engine
 from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
@@ -121,6 +121,8 @@ def _load(
     files, model = _read_model(config, path)
     report_stage("importing torch")
     check_address_space()
+    from gpu.checkpoint import open_checkpoint, sampled_digest
+    from gpu.device import arithmetic_of
     from gpu.parallel.runner import ParallelRunner
 
     report_stage("loading weights")
@@ -147,6 +149,11 @@ def _load(
         kv_size_bytes=memory.kv_bytes,
         context_origin=config.context_origin,
         limits=runner.limits,
+        model_digest=sampled_digest(open_checkpoint(files.path, model.packing)),
+        settings=(
+            arithmetic_of(memory.device.device),
+            *(getattr(engine, name) for name in CHANGE_TOKENS),
+        ),
     )
     check = runner.followers.check if isinstance(runner, ParallelRunner) else None
     idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work

@@ -38,7 +38,12 @@ DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What was loaded, for the banner and the API."""
+    """What was loaded, for the banner and the API.
+
+    Args:
+        model_digest: of its weights.
+        settings: that an answer's tokens may depend on.
+    """
 
     model_name: str
     is_demonstration: bool
@@ -49,6 +54,8 @@ class EngineFacts:
     kv_size_bytes: int
     context_origin: str
     limits: RunnerLimits
+    model_digest: str = ""
+    settings: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,7 @@ def prompt_reader(
         eos_ids=files.eos_ids,
         make_compiler=lambda: compiler,
         fingerprint=_fingerprint(loaded),
+        identity=identity_of(loaded, tool_format),
         turns=TurnMemory(files.tokenizer),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
@@ -207,6 +215,17 @@ def _fingerprint(loaded: LoadedEngine) -> str:
     facts, files = loaded.facts, loaded.files
     parts = (__version__, facts.model_name, facts.num_parameters, facts.dtype, facts.device, files.config)
     return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+
+def identity_of(loaded: LoadedEngine, tool_format: str = ANY_FORMAT) -> dict[str, str]:
+    """What an answer's tokens depend on beside its request and its seed, as `timings` and records tell it."""
+    facts, files = loaded.facts, loaded.files
+    settings = facts.dtype, facts.settings, files.chat_template.sources, files.recommended, files.eos_ids, tool_format
+    return {
+        "model_digest": sha256(repr((facts.model_digest, files.config)).encode()).hexdigest()[:16],
+        "settings_digest": sha256(repr(settings).encode()).hexdigest()[:16],
+        "version": __version__,
+    }
 
 
 def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]) -> ServerCard:

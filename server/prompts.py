@@ -58,6 +58,7 @@ RERANK_TEMPLATE = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+IDENTITY = ("model_digest", "settings_digest", "version")
 UNASKED_TOKENS = 1024  # of an answer whose length is not asked for, that a prompt which is cut leaves free
 _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
 
@@ -107,7 +108,9 @@ class PromptReader:
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
         thoughts: of that vocabulary; None: the model writes none.
-        fingerprint: of the model and of what computes it.
+        fingerprint: of the model and of what computes it ...
+        identity: ... by its parts: see identity_of.
+        records: requests are recorded, which takes a seed to tell.
         turns: of chats, with the ids that they were computed as; None: each chat is tokenized by its text alone.
     """
 
@@ -122,6 +125,8 @@ class PromptReader:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
+    identity: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(IDENTITY, ""))
+    records: bool = False
     thoughts: ThoughtVocabulary | None = None
     turns: TurnMemory | None = None
     _template_ids: list[list[int]] | None = None  # of RERANK_TEMPLATE
@@ -283,8 +288,8 @@ class PromptReader:
         return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
 
     def _seeded(self, call: GenerationCall) -> GenerationCall:
-        """With a seed to tell, where the answer tells it and the request names none."""
-        if not call.wants_timings or call.sampling.seed is not None:
+        """With a seed to tell, where the answer or a record tells it and the request names none."""
+        if not (call.wants_timings or self.records) or call.sampling.seed is not None:
             return call
         sampling = msgspec.structs.replace(call.sampling, seed=secrets.randbits(63))
         return msgspec.structs.replace(call, sampling=sampling)
@@ -493,7 +498,7 @@ class PromptReader:
                 breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
-                tells_answer=prepared.remember is not None,
+                tells_answer=prepared.remember is not None or self.records or call.tokens.tells_sampled,
                 pooling=prepared.poolings[i] if prepared.poolings else None,
             )
             for i, ids in enumerate(prepared.prompts)
@@ -557,7 +562,9 @@ class PromptReader:
 
     def reply_context(self, prepared: Prepared, request_id: str) -> ReplyContext:
         call, prompts, tokenizer = prepared.call, tuple(prepared.prompts), self.tokenizer
-        adapter = prepared.adapter
+        adapter, identity = prepared.adapter, dict(self.identity)
+        if adapter is not None:
+            identity["model_digest"] += f"+{adapter.digest[:16]}"
         hides_special = call.sampling.skip_special_tokens
 
         def text_of(prompt: Prompt, ids: tuple[int, ...]) -> str:
@@ -576,6 +583,7 @@ class PromptReader:
             prompt_texts=texts,
             prompt_ids=prompts if call.echo or call.tokens.returns_ids else (),
             special_ids=tokenizer.special_ids if hides_special else frozenset(),
+            identity=identity,
             context=prepared.context,
         )
 

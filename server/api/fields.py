@@ -100,12 +100,14 @@ class TokenWishes(msgspec.Struct, frozen=True):
         num_logprobs: of the likeliest tokens, beside each sampled one; None: no logprobs.
         num_prompt_logprobs: the same for the prompt's tokens, in vLLM's form.
         returns_ids: of the prompt and of the completion.
+        tells_sampled: the ids of all tokens, at the end.
         counts_usage: in each chunk of a stream.
     """
 
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     returns_ids: bool = False
+    tells_sampled: bool = False
     counts_usage: bool = False
 
     @property
@@ -115,6 +117,7 @@ class TokenWishes(msgspec.Struct, frozen=True):
             "logprobs": self.num_logprobs is not None,
             "prompt_logprobs": self.num_prompt_logprobs is not None,
             "return_token_ids": self.returns_ids,
+            "timings.tokens": self.tells_sampled,
             "stream_options.continuous_usage_stats": self.counts_usage,
         }
         return next((name for name, is_asked in asked.items() if is_asked), None)
@@ -270,6 +273,7 @@ class TimingsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """As `true`, and more."""
 
     queue: bool = False
+    tokens: bool = False
 
 
 class SamplingFields(StructuredFields, frozen=True, kw_only=True):
@@ -370,6 +374,8 @@ def generation_call(
         wishes = TokenWishes(
             num_logprobs, fields.prompt_logprobs, bool(fields.return_token_ids), counts_usage=wishes.counts_usage
         )
+    asked = fields.timings if isinstance(fields.timings, TimingsFields) else TimingsFields()
+    wishes = msgspec.structs.replace(wishes, tells_sampled=asked.tokens)
     check_hidden(own.get("thought"), wishes.param)
     if fields.n is not None:
         check_range("n", fields.n, 1, limits.num_choices)
@@ -392,7 +398,7 @@ def generation_call(
         constraint=constraint,
         includes_usage=includes_usage,
         wants_timings=bool(fields.timings),
-        tells_queue=isinstance(fields.timings, TimingsFields) and fields.timings.queue,
+        tells_queue=asked.queue,
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
