@@ -21,7 +21,7 @@ BUDGETS = {
     "server/gate": (2550, 8),
     "server/ledger": (2030, 7),
     "server/listening": (1240, 5),
-    "server/observing": (1966, 8),
+    "server/observing": (2200, 9),
     "server/upstream": (1674, 6),
     "server/wire": (4805, 14),
     "core": (14_900, 40),
