@@ -29,9 +29,9 @@ BUDGETS = {
     "gpu/cpu_kernels": (3690, 9),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
-    "bench": (9020, 34),
+    "bench": (9040, 34),
 }
-TEST_LINES = 61_080
+TEST_LINES = 61_260
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
