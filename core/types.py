@@ -317,7 +317,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
         prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
             and in order, before any generated token, in chunks that contain nothing else.
-        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them.
+        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them ...
+        stop_id: ... and that id.
         pooled: with finish_reason: the vector that the request asks for, float32.
     """
 
@@ -330,6 +331,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: the sequence's part of the usage
     answer_ids: tuple[int, ...] = ()
+    stop_id: int | None = None
     pooled: bytes = b""
     usage: Usage | None = None
     cost: Cost = Cost()  # with usage
@@ -476,7 +478,6 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
         stop_string: with finish_reason: the stop string that ends the text.
-        answer_ids: with finish_reason: of all its text, where they are asked for and no stop string has cut it.
         pooled: see TokenChunk.
     """
 
@@ -487,5 +488,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
-    answer_ids: tuple[int, ...] = ()
     pooled: bytes = b""
