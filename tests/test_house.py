@@ -30,6 +30,7 @@ BUDGETS = {
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
     "bench": (9350, 36),
+}
 TEST_LINES = 62_500
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
