@@ -85,6 +85,7 @@ class Model:
         self.config = config
         self.norm = weights.norm  # [hidden]
         self._embed, self.lm_head = _ends(weights, self.operators)
+        self.score = None if weights.score is None else make_linear(weights.score, None, None)  # hidden -> scores
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.rope_head_dim, device) for rope in used]
@@ -133,6 +134,10 @@ class Model:
             adapted.groups = []  # an adapter's memory goes with its last request
         return x
 
+    def normed(self, x: Tensor) -> Tensor:
+        """The last norm. x: [some, hidden], from forward(); also returned so."""
+        return self.operators.norm(x, self.norm)
+
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """
         Args:
@@ -144,7 +149,7 @@ class Model:
         """
         if not len(x):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        found = self.lm_head(self.operators.norm(x, self.norm))
+        found = self.lm_head(self.normed(x))
         logits = found.float() if out is None else out.copy_(found)
         if self.config.logits_scale != 1:
             logits = logits.mul_(self.config.logits_scale)

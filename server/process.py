@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -31,7 +32,7 @@ from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.engine_thread import EngineThread
+from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import DAY_S, UsedTokens
@@ -48,9 +49,11 @@ from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, Listene
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
 from server.local_models import LocalModels, LocalPool, Processes, home_of_sockets
+from server.observing.kv_events import kv_events_at
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
+from server.observing.recorder import Recorder
 from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
@@ -105,6 +108,11 @@ class Server:
         self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
         self._metrics.standing = self._standing
+        self._recorder: Recorder | None = None
+        if config.record is not None:
+            bounds = config.record_size_bytes, config.record_keep_s
+            self._recorder = Recorder(config.record, config.record_bodies, *bounds, self._clock.unix)
+        self._metrics.recorder = self._recorder
         self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             find_route,
@@ -131,9 +139,8 @@ class Server:
         self._app.local_models = self._local
         self._metrics.local_models = {} if self._local is None else self._local.models
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
-        self._engine_thread = EngineThread(
-            lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
-        )
+        self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
+        self._engine_thread = EngineThread(partial(self._load, load), self, self._loop)
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
@@ -190,6 +197,8 @@ class Server:
         self._gate.start()
         if self._ledger is not None:
             self._ledger.start()
+        if self._recorder is not None:
+            self._recorder.watch_age(self._loop)
         for pool in self._pools:
             pool.start()
         if self._local is not None:
@@ -225,6 +234,13 @@ class Server:
         self._readiness.stage = stage
         self._supervision.on_stage()
 
+    def _load(self, load: LoadEngine, inbox: Inbox, deliver: Callable[[StepDelivery], None]) -> LoadedEngine:
+        """Thread: engine."""
+        loaded = load(inbox, deliver, self._report_stage)
+        if self._kv_events is not None:
+            loaded.engine.tell_blocks(self._kv_events.put)
+        return loaded
+
     def on_ready(self, loaded: LoadedEngine) -> None:
         """The engine is loaded: serve generations."""
         if self._stopping.done():
@@ -246,8 +262,10 @@ class Server:
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases, stores)
         if config.deterministic:  # the ids of a chat are those of its text, whatever was answered before
             reader.turns = None
+        reader.records = self._recorder is not None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+        self._compiling.submit(reader.make_compiler().prepare)
         if loaded.read_adapter is not None:
             given = config.max_loras, config.lora_dir, self._clock
             self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
@@ -299,6 +317,7 @@ class Server:
             idempotency=self._idempotency,
             ledger=self._ledger,
             others=self._backends(own),
+            recorder=self._recorder,
         )
         if self._ledger is not None and config.store_responses_s is not None:
             most = config.store_responses_bytes, config.max_body_bytes
@@ -488,6 +507,8 @@ class Server:
             self._loop_lag.close()
             if self._tracing is not None:
                 await self._tracing.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
@@ -514,6 +535,8 @@ class Server:
             await self._local.close()
         if self._ledger is not None:
             self._ledger.close()
+        if self._recorder is not None:
+            self._recorder.close()
         if not self._config.has_engine:
             return
         self._engine_thread.stop()

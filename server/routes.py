@@ -13,14 +13,14 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
 from server import batch_routes
 from server.adapters import Adapters
-from server.api import chat, completions, infill, messages, models, ollama, responses, tokenize
+from server.api import chat, completions, embeddings, infill, messages, models, ollama, responses, scores, tokenize
 from server.api.decoding import decode, page_of
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
-from server.generation import Generation
+from server.generation import Generation, weight_of
 from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, deleted_reply, input_items_reply
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
@@ -36,7 +36,15 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES = 4096  # of a body, beside its ids
 MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
-REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # ids of answers are accepted as they were shown
+REPLY_PREFIXES = (
+    "chatcmpl-",
+    "cmpl-",
+    "resp_",
+    "msg_",
+    "embd-",
+    "rerank-",
+    "score-",
+)  # ids of answers are accepted as they were shown
 _SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
 
 
@@ -172,7 +180,7 @@ def computing(
                 return
             cards, domain = exchange.own_cards, (caller.tenant.cache_salt_domain, "")
             own = served.reader
-            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), len(body))
+            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), weight_of(body))
         finally:
             place.leave(exchange.server.clock.monotonic())
         exchange.server.metrics.count_unknown_fields(unknown_fields)
@@ -487,11 +495,17 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/completions": {"POST": _generation(completions.SURFACE)},
     "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True)},
     "/infill": {"POST": _generation(infill.SURFACE)},
+    "/v1/embeddings": {"POST": _generation(embeddings.SURFACE)},
+    "/v1/rerank": {"POST": _generation(scores.RERANK)},
+    "/v2/rerank": {"POST": _generation(scores.COHERE_RERANK)},
+    "/v1/score": {"POST": _generation(scores.SCORE)},
     "/v1/responses/input_tokens": {"POST": Route(COUNT_INPUT, ASKS, is_counted=True)},
     "/v1/messages": {"POST": _generation(messages.SURFACE, messages.ERRORS)},
     "/v1/messages/count_tokens": {"POST": Route(COUNT_MESSAGES, ASKS, is_counted=True, errors=messages.ERRORS)},
     "/api/chat": {"POST": _generation(ollama.CHAT, ollama.ERRORS)},
     "/api/generate": {"POST": _generation(ollama.GENERATE, ollama.ERRORS)},
+    "/api/embed": {"POST": _generation(embeddings.OLLAMA, ollama.ERRORS)},
+    "/api/embeddings": {"POST": _generation(embeddings.OLLAMA, ollama.ERRORS)},
     "/api/tags": {"GET": Route(listing(ollama.tags_reply), ASKS, errors=ollama.ERRORS)},
     "/api/ps": {"GET": Route(list_running, ASKS, errors=ollama.ERRORS)},
     "/api/show": {"POST": Route(show_ollamas_model, ASKS, is_counted=True, errors=ollama.ERRORS)},
@@ -532,7 +546,15 @@ ROUTES |= {
 # For clients whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/models",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+    )
 }
 # By prefix of the path; the rest is the handler's argument
 PREFIXES: dict[str, dict[str, Route]] = {
