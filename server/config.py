@@ -217,7 +217,7 @@ _SERVER = _Section("server")
 _LISTENING, _RARE_LISTENING = _Section("listening"), _Section("listening", is_rare=True)
 _ACCESS, _RARE_ACCESS = _Section("access"), _Section("access", is_rare=True)
 _LEDGER, _RARE_LEDGER = _Section("ledger"), _Section("ledger", is_rare=True)
-_FILES = _Section("files and batches")
+_FILES, _RARE_FILES = _Section("files and batches"), _Section("files and batches", is_rare=True)
 _LIMITS, _RARE_LIMITS = _Section("limits"), _Section("limits", is_rare=True)
 _CONNECTION = _Section("limits of a connection", is_rare=True)
 _ONE_REQUEST = _Section("limits of a request", is_rare=True)
@@ -566,9 +566,9 @@ class ServerConfig:
         "serve /v1/files and /v1/batches, and keep the files there, in a directory of its own (default: they are not"
         " served)",
     )
-    max_file_bytes: int = _FILES(100 * MiB, _size(KiB, 2 * GiB), "size of an uploaded file", name="max-file-size")
-    max_files: int = _FILES(1000, _count(1, 1_000_000), "files of one tenant, those that batches write included")
-    max_files_bytes: int = _FILES(
+    max_file_bytes: int = _RARE_FILES(100 * MiB, _size(KiB, 2 * GiB), "size of an uploaded file", name="max-file-size")
+    max_files: int = _RARE_FILES(1000, _count(1, 1_000_000), "files of one tenant, those that batches write included")
+    max_files_bytes: int = _RARE_FILES(
         2 * GiB, _size(KiB, 2**50), "bytes of one tenant's files; beyond it uploads are refused", name="max-files-size"
     )
 
