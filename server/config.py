@@ -216,7 +216,7 @@ _ENGINE, _RARE_ENGINE = _Section("engine"), _Section("engine", is_rare=True)
 _SERVER = _Section("server")
 _LISTENING, _RARE_LISTENING = _Section("listening"), _Section("listening", is_rare=True)
 _ACCESS, _RARE_ACCESS = _Section("access"), _Section("access", is_rare=True)
-_LEDGER = _Section("ledger")
+_LEDGER, _RARE_LEDGER = _Section("ledger"), _Section("ledger", is_rare=True)
 _LIMITS, _RARE_LIMITS = _Section("limits"), _Section("limits", is_rare=True)
 _CONNECTION = _Section("limits of a connection", is_rare=True)
 _ONE_REQUEST = _Section("limits of a request", is_rare=True)
@@ -315,8 +315,9 @@ class ServerConfig:
     activations: str = _ENGINE(
         "auto",
         _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
-        "a GGUF file's quantized matrices on a CPU: int8 multiplies them as they are stored, with rows in 8 bits; bf16"
-        " turns them into the serving format while they load; auto is int8 where the CPU has the instructions",
+        "matrices of GGUF's formats, int8 and int4 on a CPU: int8 multiplies them as stored, with rows in 8 bits;"
+        " bf16 turns a file's into the serving format while they load, and others at every step; auto is int8 where the"
+        " CPU has the instructions",
     )
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
@@ -488,7 +489,9 @@ class ServerConfig:
     jwt_audience: str | None = _ACCESS(
         None, _Kind(text_value, "TEXT"), "the aud that a JWT must have, perhaps among others"
     )
-    jwt_tenant_claim: str = _ACCESS("tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]")
+    jwt_tenant_claim: str = _RARE_ACCESS(
+        "tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]"
+    )
     jwt_leeway_s: float = _RARE_ACCESS(
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
     )
@@ -513,17 +516,32 @@ class ServerConfig:
         "record durably what each request used: steploop usage shows it, and a restart continues the day's quotas"
         " from it (default: nothing is recorded)",
     )
-    ledger_keep_s: float = _LEDGER(
+    ledger_keep_s: float = _RARE_LEDGER(
         400 * DAY_S, _duration(DAY_S, 36_500 * DAY_S), "delete records of requests that ended longer ago"
     )
 
+    record: Path | None = _LEDGER(
+        None,
+        _Kind(directory_value, "DIR"),
+        "keep what repeats each request's answer (its seed, digests of model and settings) in files of this directory,"
+        " that only their owner can read; steploop replay runs them again",
+    )
+    record_bodies: bool = _RARE_LEDGER.switch(
+        "record the bodies of requests and the tokens of answers too, which a replay needs: they are what users wrote"
+    )
+    record_size_bytes: int = _RARE_LEDGER(
+        GiB, _size(64 * KiB, 2**50), "most that the files of --record take; the oldest are deleted", name="record-size"
+    )
+    record_keep_s: float = _RARE_LEDGER(
+        7 * DAY_S, _duration(60, 36_500 * DAY_S), "delete recorded requests that are older"
+    )
     store_responses_s: float | None = _LEDGER(
         None,
         _duration(60, 3650 * DAY_S),
         "keep what /v1/responses answers in the ledger, for previous_response_id and GET and DELETE by id, unless a"
         " request says store: false; older ones are deleted (default: none are kept)",
     )
-    store_responses_bytes: int = _LEDGER(
+    store_responses_bytes: int = _RARE_LEDGER(
         GiB,
         _size(MiB, 2**50),
         "room of stored responses; beyond it the tenant that has most of them loses its oldest",
@@ -823,6 +841,8 @@ class ServerConfig:
         if self.no_prefix_cache and self.kv_offload_bytes:
             cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
             found.append((cause, "leave one of them out"))
+        if self.record_bodies and self.record is None:
+            found.append(("--record-bodies adds to what --record keeps, which is nothing", "--record DIR"))
         if self.deterministic and self.tensor_parallel > 1:
             cause = "--deterministic cannot be kept by several devices: they add their sums in an order of their own"
             found.append((cause, "leave one of them out"))
