@@ -22,7 +22,7 @@ from core.kv_cache import BlockCopies
 from core.repetition import TokenPenalties
 from core.sequence import ALL_SCORED, Sequence
 from core.step_cost import PROMPT_TILE, StepWork
-from core.types import Adapter, SamplingParams, StoreState, TokenLogprobs
+from core.types import Adapter, Pooling, SamplingParams, StoreState, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -66,6 +66,15 @@ class PromptTargets:
     num_top: int
 
 
+@dataclass(frozen=True, slots=True)
+class PooledRow:
+    """A row of a prompt that ends with a vector. is_last: with this row, which then fails or has it in the output."""
+
+    row: int
+    pooling: Pooling
+    is_last: bool
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What to compute in one step.
@@ -95,6 +104,7 @@ class StepPlan:
     penalties: list[TokenPenalties] = field(default_factory=list)  # of rows that sample
     # Row -> how many of its last tokens are drafts: a token is sampled after each of them, too, and all are reported.
     num_drafts: dict[int, int] = field(default_factory=dict)
+    pooled_rows: list[PooledRow] = field(default_factory=list)  # ascending; they sample nothing
 
     @property
     def num_rows(self) -> int:
@@ -125,6 +135,7 @@ class StepOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> its logprobs
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of its PromptTargets
     failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); samples nothing
+    pooled: dict[int, bytes] = field(default_factory=dict)  # row that ends a pooled prompt -> its vector, float32
     host_copy_s: float = 0.0  # the part of the step's time that its host copies took
 
 
@@ -248,6 +259,7 @@ class PlanBuilder:
         self._masked_rows: list[int] = []
         self._penalties: list[TokenPenalties] = []
         self._num_drafts: dict[int, int] = {}
+        self._pooled_rows: list[PooledRow] = []
 
     def add_row(self, sequence: Sequence, start: int, length: int, drafts: Seq[int] = ()) -> None:
         """Compute `length` tokens from position `start` on, and tell the runner what it lacks of the sequence.
@@ -256,7 +268,7 @@ class PlanBuilder:
             drafts: the last of these tokens, which may not be the sequence's. It sits out while they are in flight.
         """
         end = start + length
-        samples = end - len(drafts) == len(sequence.token_ids) + sequence.num_pending
+        samples = sequence.pooling is None and end - len(drafts) == len(sequence.token_ids) + sequence.num_pending
         self.repeat_row(sequence, start, length, samples, drafts)
         sequence.num_computed_tokens = end
         sequence.num_in_flight += 1
@@ -284,6 +296,8 @@ class PlanBuilder:
         self.budget -= length
         if sequence.num_scored_tokens != ALL_SCORED:
             self._add_prompt_targets(sequence, row, start, start + length)
+        if sequence.pooling is not None and (sequence.pools_all or start + length == sequence.num_prompt_tokens):
+            self._pooled_rows.append(PooledRow(row, sequence.pooling, start + length == sequence.num_prompt_tokens))
         if not sequence.is_started:
             self._start(sequence)
         table = sequence.table
@@ -347,6 +361,7 @@ class PlanBuilder:
             masked_rows=self._masked_rows,
             penalties=self._penalties,
             num_drafts=self._num_drafts,
+            pooled_rows=self._pooled_rows,
         )
 
     def _add_prompt_targets(self, sequence: Sequence, row: int, start: int, end: int) -> None:

@@ -212,6 +212,7 @@ class SequenceStates:
         reason: FinishReason,
         error: str | None = None,
         stop_logprobs: TokenLogprobs | None = None,
+        pooled: bytes = b"",
     ) -> None:
         """End a sequence and release all it holds; a request's last one brings the terminal chunk. Idempotent.
 
@@ -236,12 +237,15 @@ class SequenceStates:
         group.num_live -= 1
         is_last = group.num_live == 0
         answer_ids = tuple(sequence.answer_ids) if group.request.tells_answer else ()
+        has_stopped = group.request.tells_answer and len(answer_ids) < sequence.num_own_tokens
         self.outbox.chunks.append(
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 stop_logprobs=stop_logprobs,
                 answer_ids=answer_ids,
+                stop_id=sequence.token_ids[-1] if has_stopped else None,
+                pooled=pooled,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,
                 usage=self._end_group(group) if is_last else None,
@@ -322,8 +326,8 @@ class SequenceStates:
     # Its blocks
 
     def num_blocks_to_admit(self, sequence: Sequence) -> int:
-        """Blocks of all its tokens and the next."""
-        return num_blocks_for(len(sequence.token_ids) + 1, self._block_size)
+        """Blocks of all its tokens and the next, if there will be one."""
+        return num_blocks_for(min(len(sequence.token_ids) + 1, sequence.max_length), self._block_size)
 
     def take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
         """Give a waiting sequence the blocks that are cached and new ones for the rest, or nothing and return False.
@@ -398,7 +402,9 @@ def domain_of(request: Request) -> Hashable:
 
 
 def _cacheable(sequence: Sequence) -> list[int]:
-    """The tokens that the cache may give it, and one more: logits that are asked for are not cached."""
+    """The tokens that the cache may give it, and one more: logits and hidden states are not cached."""
+    if sequence.pools_all:
+        return []
     if sequence.num_scored_tokens == ALL_SCORED:
         return sequence.token_ids
     return sequence.token_ids[: sequence.num_scored_tokens + 1]

@@ -5,6 +5,7 @@ names and order of rows; quantised ones are dequantised a slab at a time, so tha
 in the serving dtype and a slab are in memory. core/gguf.py parses the header.
 """
 
+import hashlib
 import json
 import math
 import mmap
@@ -70,6 +71,7 @@ OTHER_TOWERS = tuple(
 MASK_SUFFIXES = (".attn.bias", ".self_attn.bias", ".attention.bias")  # causal masks: [1, 1, tokens, tokens]
 # A mapped file's pages count as resident until it is closed: at most so many stay beside the parameters and one tensor.
 RELEASE_BYTES = 64 * 1024**2
+DIGEST_SPOTS, DIGEST_BYTES = 256, 4096
 NAMED_AT_MOST = 5  # tensors in one error message
 
 Progress = Callable[[int, int], None]
@@ -122,6 +124,24 @@ class Checkpoint:
         for tensor in self.tensors.values():
             sizes[tensor.format] += tensor.size_bytes
         return sizes.most_common(1)[0][0] if sizes else "nothing"
+
+
+def sampled_digest(checkpoint: Checkpoint) -> str:
+    """Of the weights: of each file's size, and of what is at up to DIGEST_SPOTS places of it, a megabyte in all.
+
+    Another model, another training of it, another rounding have another one; an edit of a few numbers may not.
+    """
+    found = hashlib.sha256()
+    headers = checkpoint.tensors.values()
+    files = {header.file for header in headers} | {part.file for header in headers for part in header.parts.values()}
+    for path in sorted(files):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(size.to_bytes(8, "little"))
+            for start in range(0, size, max(DIGEST_BYTES, size // DIGEST_SPOTS)):
+                file.seek(start)
+                found.update(file.read(DIGEST_BYTES))
+    return found.hexdigest()
 
 
 def open_checkpoint(path: Path, packing: PackedConfig | Fp8Config | None = None) -> Checkpoint:

@@ -136,6 +136,13 @@ def _cpu_info(name: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 
 
+def arithmetic_of(device: torch.device) -> str:
+    """What rounds its numbers: another one may round them otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device} {torch.backends.cpu.get_cpu_capability()} {'amx' if 'amx_bf16' in cpu_flags() else ''}"
+
+
 def num_physical_cores() -> int:
     """Cores this process may run on, hyper-threads counted once."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

@@ -14,7 +14,7 @@ from core.config import EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
 from core.types import SamplingParams
-from gpu.blocks import why_not_in_place
+from gpu.blocks import why_no_blocks, why_not_in_place
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
 from gpu.kv_cache import num_blocks_for
@@ -93,6 +93,7 @@ def load_planned(
     choice, part = memory.device, config if shard is None else shard.config
     operators = find(part, choice)  # compiles or loads kernels
     operators.ranks = ranks
+    operators.has_blocks = why_no_blocks(part, engine, choice.device, choice.dtype) is None
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         is_prequantized = prequantized_scheme(config, engine.quantize, choice.device) is not None

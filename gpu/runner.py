@@ -268,6 +268,13 @@ class ModelRunner:
         output = self._collect_tokens(ticket)
         if ticket.sent.scores is not None:
             self._collect_scores(ticket.sent.scores, output)
+        if ticket.sent.pooled is not None:
+            for row, slot, vector in ticket.sent.pooled.entries():
+                if vector is not None:
+                    output.pooled[row] = vector
+                else:
+                    output.failed_rows[row] = NOT_FINITE
+                    self.make_finite([slot])
         if ticket.host_copies is not None:
             assert self.offload is not None, "it started them"
             with _device_errors():

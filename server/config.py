@@ -15,7 +15,7 @@ from urllib.parse import quote
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
 from core.tool_formats import ANY_FORMAT, FORMATS, HARMONY
-from server.api.fields import RequestLimits
+from server.api.fields import POOLINGS, RequestLimits
 from server.gate.cross_origin import origin_value
 from server.gate.identity import WAYS, way_value
 from server.gate.jwt import JwksUrl, jwks_source
@@ -216,7 +216,7 @@ _ENGINE, _RARE_ENGINE = _Section("engine"), _Section("engine", is_rare=True)
 _SERVER = _Section("server")
 _LISTENING, _RARE_LISTENING = _Section("listening"), _Section("listening", is_rare=True)
 _ACCESS, _RARE_ACCESS = _Section("access"), _Section("access", is_rare=True)
-_LEDGER = _Section("ledger")
+_LEDGER, _RARE_LEDGER = _Section("ledger"), _Section("ledger", is_rare=True)
 _LIMITS, _RARE_LIMITS = _Section("limits"), _Section("limits", is_rare=True)
 _CONNECTION = _Section("limits of a connection", is_rare=True)
 _ONE_REQUEST = _Section("limits of a request", is_rare=True)
@@ -255,6 +255,12 @@ class ServerConfig:
         8, _count(1, 1024), "adapters in memory at once; each has room for --max-lora-rank, with --lora or --lora-dir"
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
+    pooling: str | None = _RARE_MODEL(
+        None,
+        _Kind(choice_of(*POOLINGS), "HOW"),
+        "make embeddings of a chat model's last hidden states, too: of the last token, or the mean of all tokens"
+        " (default: what the model's own files say)",
+    )
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
     tool_format: str = _RARE_MODEL(
         ANY_FORMAT,
@@ -309,8 +315,9 @@ class ServerConfig:
     activations: str = _ENGINE(
         "auto",
         _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
-        "a GGUF file's quantized matrices on a CPU: int8 multiplies them as they are stored, with rows in 8 bits; bf16"
-        " turns them into the serving format while they load; auto is int8 where the CPU has the instructions",
+        "matrices of GGUF's formats, int8 and int4 on a CPU: int8 multiplies them as stored, with rows in 8 bits;"
+        " bf16 turns a file's into the serving format while they load, and others at every step; auto is int8 where the"
+        " CPU has the instructions",
     )
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
@@ -482,7 +489,9 @@ class ServerConfig:
     jwt_audience: str | None = _ACCESS(
         None, _Kind(text_value, "TEXT"), "the aud that a JWT must have, perhaps among others"
     )
-    jwt_tenant_claim: str = _ACCESS("tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]")
+    jwt_tenant_claim: str = _RARE_ACCESS(
+        "tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]"
+    )
     jwt_leeway_s: float = _RARE_ACCESS(
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
     )
@@ -507,17 +516,32 @@ class ServerConfig:
         "record durably what each request used: steploop usage shows it, and a restart continues the day's quotas"
         " from it (default: nothing is recorded)",
     )
-    ledger_keep_s: float = _LEDGER(
+    ledger_keep_s: float = _RARE_LEDGER(
         400 * DAY_S, _duration(DAY_S, 36_500 * DAY_S), "delete records of requests that ended longer ago"
     )
 
+    record: Path | None = _LEDGER(
+        None,
+        _Kind(directory_value, "DIR"),
+        "keep what repeats each request's answer (its seed, digests of model and settings) in files of this directory,"
+        " that only their owner can read; steploop replay runs them again",
+    )
+    record_bodies: bool = _RARE_LEDGER.switch(
+        "record the bodies of requests and the tokens of answers too, which a replay needs: they are what users wrote"
+    )
+    record_size_bytes: int = _RARE_LEDGER(
+        GiB, _size(64 * KiB, 2**50), "most that the files of --record take; the oldest are deleted", name="record-size"
+    )
+    record_keep_s: float = _RARE_LEDGER(
+        7 * DAY_S, _duration(60, 36_500 * DAY_S), "delete recorded requests that are older"
+    )
     store_responses_s: float | None = _LEDGER(
         None,
         _duration(60, 3650 * DAY_S),
         "keep what /v1/responses answers in the ledger, for previous_response_id and GET and DELETE by id, unless a"
         " request says store: false; older ones are deleted (default: none are kept)",
     )
-    store_responses_bytes: int = _LEDGER(
+    store_responses_bytes: int = _RARE_LEDGER(
         GiB,
         _size(MiB, 2**50),
         "room of stored responses; beyond it the tenant that has most of them loses its oldest",
@@ -662,6 +686,9 @@ class ServerConfig:
 
     max_choices: int = _ONE_REQUEST(_REQUEST.num_choices, _count(1, 1024), "n: answers to one prompt; more get 400")
     max_prompts: int = _ONE_REQUEST(_REQUEST.num_prompts, _count(1, 1024), "prompts of one completion; more get 400")
+    max_inputs: int = _ONE_REQUEST(
+        _REQUEST.num_inputs, _count(1, 65_536), "texts of one request for embeddings or scores; more get 400"
+    )
     max_stops: int = _ONE_REQUEST(_REQUEST.num_stops, _count(0, 256), "stop strings; more get 400")
     max_logit_biases: int = _ONE_REQUEST(
         _REQUEST.num_logit_biases, _count(0, 100_000), "entries of logit_bias; more get 400"
@@ -725,6 +752,7 @@ class ServerConfig:
         return RequestLimits(
             num_choices=self.max_choices,
             num_prompts=self.max_prompts,
+            num_inputs=self.max_inputs,
             num_stops=self.max_stops,
             num_logit_biases=self.max_logit_biases,
             num_top_logprobs=self.max_top_logprobs,
@@ -813,6 +841,8 @@ class ServerConfig:
         if self.no_prefix_cache and self.kv_offload_bytes:
             cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
             found.append((cause, "leave one of them out"))
+        if self.record_bodies and self.record is None:
+            found.append(("--record-bodies adds to what --record keeps, which is nothing", "--record DIR"))
         if self.deterministic and self.tensor_parallel > 1:
             cause = "--deterministic cannot be kept by several devices: they add their sums in an order of their own"
             found.append((cause, "leave one of them out"))

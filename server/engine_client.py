@@ -86,6 +86,15 @@ class DeltaSink(Protocol):
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...
 
+    def on_answer(self, choice: int, ids: Sequence[int], cut_text: str) -> None:
+        """The ids of all that a choice has answered, after its last text, where the request asks for them.
+
+        Args:
+            ids: without one that ends the answer.
+            cut_text: the end of their text, that a stop string has cut off.
+        """
+        ...
+
     def on_mark(self, choice: int, num_tokens: int) -> int:
         """The choice has so many tokens: 0 when it is submitted, later at least its mark.
 
@@ -127,6 +136,7 @@ class RequestSequence:
         mark: the number of kept tokens at which to call the sink's on_mark.
         num_tokens: received and kept.
         num_unreported: of these, those whose text is held back: half a character, or the beginning of a stop string.
+        sampled_ids: once it has ended, where its request tells them; some may be later than its end.
         last_s: when its last text came.
         discounted_s: later than that, if its last token had no text, or time until then does not count as waiting.
         write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
@@ -139,6 +149,7 @@ class RequestSequence:
     mark: int
     num_tokens: int = 0
     num_unreported: int = 0
+    sampled_ids: tuple[int, ...] = ()
     is_finished: bool = False
     last_s: float = NOT_YET
     discounted_s: float = NOT_YET
@@ -235,6 +246,11 @@ class RequestHandle:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     @property
+    def token_ids(self) -> list[list[int]]:
+        """Of its completions, once it has ended and if it tells them: those kept, ids that end them included."""
+        return [list(sequence.sampled_ids[: sequence.num_tokens]) for sequence in self.sequences]
+
+    @property
     def num_thought_tokens(self) -> int:
         """Of these."""
         return sum(sequence.detokenizer.num_thought_tokens for sequence in self.sequences)
@@ -276,13 +292,21 @@ class RequestHandle:
         """Tokens with logprobs, the prompt's logprobs, or the end of a sequence."""
         if chunk.error is not None:
             self._error = chunk.error
+        if chunk.answer_ids or chunk.stop_id is not None:
+            stop = () if chunk.stop_id is None else (chunk.stop_id,)
+            self.sequences[chunk.index].sampled_ids = (*chunk.answer_ids, *stop)
         if chunk.prompt_logprobs:  # for every sequence: they have one prompt
             delta = Delta(text="", num_tokens=0, prompt_logprobs=chunk.prompt_logprobs)
             for sequence in self.sequences:
                 if not sequence.is_finished:
                     self.sink.on_delta(sequence.choice, delta, now_s)
-        elif not self.sequences[chunk.index].is_finished:
-            self._take_chunk(self.sequences[chunk.index], chunk, now_s)
+            return
+        sequence = self.sequences[chunk.index]
+        if is_heard := not sequence.is_finished:
+            self._take_chunk(sequence, chunk, now_s)
+        detokenizer = sequence.detokenizer
+        if chunk.answer_ids and (is_heard or detokenizer.stopped_by is not None):  # a cancel cuts its text anywhere
+            self.sink.on_answer(sequence.choice, chunk.answer_ids[: sequence.num_tokens], detokenizer.cut_text)
 
     def pass_mark(self, sequence: RequestSequence) -> None:
         """The sequence has reached its mark."""
@@ -351,12 +375,12 @@ class RequestHandle:
         reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
         stop_logprobs = None if is_stopped else chunk.stop_logprobs
         delta = sequence.take_delta(text, reason, stop_logprobs)
-        if chunk.answer_ids and not is_stopped:
-            delta = msgspec.structs.replace(delta, answer_ids=chunk.answer_ids)
+        if chunk.pooled:
+            delta = msgspec.structs.replace(delta, pooled=chunk.pooled)
         self._report_delta(sequence, delta, now_s)
 
     def _report_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
-        if delta.num_tokens:
+        if delta.num_tokens or delta.pooled:
             self._note_time(sequence, now_s)
         self.sink.on_delta(sequence.choice, delta, now_s)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from core.config import QUANTIZE_SCHEMES, EngineConfig, ModelConfig
+from core.config import CHANGE_TOKENS, QUANTIZE_SCHEMES, EngineConfig, ModelConfig
 from core.engine import Engine
 from core.errors import DeviceUnavailable, StartupError
 from core.plan import Runner
@@ -85,7 +85,9 @@ def served_name(config: ServerConfig) -> str:
 
 
 def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig]:
-    files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
+    files = read_model_files(
+        path, config.max_model_len, config.chat_template, config.allow_special_in_content, config.pooling
+    )
     return files, parse_config(path, files.config, config.max_model_len)
 
 
@@ -118,6 +120,8 @@ def _load(
     files, model = _read_model(config, path)
     report_stage("importing torch")
     check_address_space()
+    from gpu.checkpoint import open_checkpoint, sampled_digest
+    from gpu.device import arithmetic_of
     from gpu.parallel.runner import ParallelRunner
 
     report_stage("loading weights")
@@ -144,6 +148,11 @@ def _load(
         kv_size_bytes=memory.kv_bytes,
         context_origin=config.context_origin,
         limits=runner.limits,
+        model_digest=sampled_digest(open_checkpoint(files.path, model.packing)),
+        settings=(
+            arithmetic_of(memory.device.device),
+            *(getattr(engine, name) for name in CHANGE_TOKENS),
+        ),
     )
     check = runner.followers.check if isinstance(runner, ParallelRunner) else None
     idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
@@ -416,7 +425,7 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
         report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
         is_quantized = scheme in schemes
         asked = replace(engine, quantize=scheme if is_quantized else None)
-        asked = replace(asked, activations="int8" if scheme == ROWS_IN_8_BITS else "bf16")
+        asked = replace(asked, activations={None: "bf16", ROWS_IN_8_BITS: "int8"}.get(scheme, engine.activations))
         runner = load_runner(files.path, model, asked, lambda done, total: None)
         made, memory = predict(runner, tokens), runner.memory
         del runner  # before the next is loaded

@@ -14,8 +14,9 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote
@@ -29,10 +30,10 @@ from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefill
 from server.api.decoding import parse_object
 from server.api.models import ServedModel
 from server.api.ollama import LATEST
-from server.api.replies import WIRE_REASONS, Surface, cut_short, status_of
+from server.api.replies import WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
 from server.backend import Backend, Handle, Prompts, SequenceTimes
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
-from server.engine_client import NOT_YET, EngineClient
+from server.engine_client import NOT_YET, EngineClient, RequestHandle
 from server.gate.admission import Admission, Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.tenants import Deadlines, OwnDeadlineExceeded, Tenant
@@ -43,6 +44,7 @@ from server.ledger.ledger import End, Entry, EntryState, Ledger, unavailable
 from server.ledger.store import LedgerRow
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
+from server.observing.recorder import RecordedRequest, Recorder, digest_of
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, output_of
 from server.prompts import Prepared, PromptReader, find_model, own_name, usable
@@ -190,6 +192,7 @@ class Generations:
     compiling: CompileQueue = field(default_factory=CompileQueue)
     active: dict[str, "Generation"] = field(default_factory=dict)
     offload_compiling: Offload | None = None  # of grammars; None: as other work
+    recorder: Recorder | None = None
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:
@@ -357,6 +360,7 @@ class Generation:
     _place: Place
     _deadlines: Deadlines
     _prepared: Prompts
+    _context: ReplyContext
 
     def __init__(
         self,
@@ -382,6 +386,7 @@ class Generation:
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self._error: ServiceError | None = None  # that has broken it off
         self._is_refused = False  # by an upstream
+        self._body: bytes | None = None  # for the record
         # With the engine
         self._work_before = (0, 0.0)  # the loop's work on tokens of all requests, when this one was submitted
         self._handles: list[Handle] = []
@@ -461,6 +466,8 @@ class Generation:
         self._place = self._backend.admission.enter(self._ticket.caller.sharing_name, len(body))
         try:
             self._prepared = await self._prepare(body)
+            if shared.recorder is not None and shared.recorder.keeps_bodies:
+                self._body = body
             self._timings.enter(Stage.QUOTA, self._clock())
             shared.check_open()  # again: the process may be ending now
             self._open_answer()
@@ -495,7 +502,7 @@ class Generation:
         tenants = shared.deadlines.replaced_by(self._ticket.caller.tenant.deadlines)
         self._deadlines = tenants.narrowed_by(call.deadlines)
         reader = self._backend.reader
-        context = reader.reply_context(self._prepared, self._request_id)
+        self._context = context = reader.reply_context(self._prepared, self._request_id)
         self._output = output_of(call)(reader.surface_of(self._surface), call, context, stream, self._timings)
         stream.on_disconnect = partial(self._on, Event.CLIENT_GONE)
         stream.on_blocked, stream.on_unblocked = self.on_blocked, self.on_unblocked
@@ -589,6 +596,9 @@ class Generation:
         """End the answer: all its text is written, and it is settled."""
         self._timings.enter(Stage.LAST_FLUSH, self._clock())
         extras = {} if self._allowance is None else self._allowance.extras
+        if self._prepared.call.tokens.tells_sampled:
+            told = {"prompt_digest": digest_of(self._prepared.prompts), "token_ids": self._token_ids}
+            extras = extras | {"timings": told}
         last = self._output.complete(total_usage(self._usages), extras)
         if self._turn is not None:
             self._turn.end(last)
@@ -682,8 +692,6 @@ class Generation:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons.append(reason)
-            if delta.answer_ids and isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
-                self._prepared.remember(delta.answer_ids)
             if self._sequence(choice).last_s != NOT_YET:
                 self._num_decoding -= 1
                 self._place.on_choice_end()
@@ -693,6 +701,10 @@ class Generation:
         if delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS:
             self._last_written_s = now_s
             self._write(choice, delta)
+
+    def on_answer(self, choice: int, ids: Sequence[int], cut_text: str) -> None:
+        if isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
+            self._prepared.remember(ids, cut_text)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -723,6 +735,7 @@ class Generation:
                 self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
             if is_last:
                 self._shared.metrics.count_generation(total_usage(self._usages), self._timings)
+                self._record()
                 broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
                 if broken:
                     self.fail(cut_short(broken[0]))
@@ -731,6 +744,38 @@ class Generation:
                 self._on(Event.ENGINE_DONE)
         except Exception as fault:
             self._end_by_fault(fault)
+
+    @property
+    def _token_ids(self) -> list[list[int]]:
+        """Of each sequence, once all have ended; of upstreams none are known."""
+        return [ids for handle in self._handles if isinstance(handle, RequestHandle) for ids in handle.token_ids]
+
+    def _record(self) -> None:
+        """Hand the generation to the recorder, once the engine is done with it, however it ended."""
+        recorder, prepared = self._shared.recorder, self._prepared
+        if recorder is None or not isinstance(prepared, Prepared) or prepared.call.pooling is not None:
+            return
+        ended = ",".join(sorted(set(self._reasons)))
+        if self.state is State.ENDING:
+            ended = "client_gone" if self._error is None else self._error.code or self._error.kind.name.lower()
+        ids, keeps_bodies = self._token_ids, self._body is not None
+        recorder.put(
+            RecordedRequest(
+                request_id=self._request_id,
+                at=datetime.fromtimestamp(self._shared.clock.unix(), UTC).isoformat(timespec="milliseconds"),
+                tenant=self.tenant,
+                path=self._stream.request.path,
+                model=prepared.call.model,
+                seed=prepared.call.sampling.seed,
+                ended=ended,
+                num_prompt_tokens=sum(map(len, prepared.prompts)),
+                num_tokens=list(map(len, ids)),
+                body=None if self._body is None else self._body.decode(errors="replace"),
+                prompt_digest=digest_of(prepared.prompts) if keeps_bodies else None,
+                token_ids=ids if keeps_bodies else None,
+                **self._context.identity,
+            )
+        )
 
     def _write(self, choice: int, output: str | Delta) -> None:
         if self.state is State.RESERVING:
@@ -896,7 +941,9 @@ class Generation:
     def _ledger_row(self, model: str) -> LedgerRow:
         request, caller = self._stream.request, self._ticket.caller
         client_id = client_request_id(request)
-        return LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
+        row = LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
+        context = self._prepared.context if isinstance(self._prepared, Prepared) else None
+        return row if context is None else msgspec.structs.replace(row, context=_json(context))
 
     def _progress(self) -> Usage:
         """The usage so far: a prompt whose completion has begun was computed."""
@@ -947,14 +994,7 @@ class Generation:
 
 
 def total_usage(usages: list[Usage]) -> Usage:
-    return Usage(
-        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
-        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
-        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
-        num_thought_tokens=sum(usage.num_thought_tokens for usage in usages),
-        num_predicted_tokens=sum(usage.num_predicted_tokens for usage in usages),
-        num_mispredicted_tokens=sum(usage.num_mispredicted_tokens for usage in usages),
-    )
+    return Usage(*map(sum, zip(*map(msgspec.structs.astuple, [Usage(0, 0), *usages]), strict=True)))
 
 
 def _json(value: Mapping[str, int | str | None]) -> str:

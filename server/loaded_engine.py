@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from msgspec import structs
 from core.chat_template import ChatTemplate
 from core.config import stated_context
 from core.engine import Engine
-from core.grammar import GrammarCompiler
+from core.grammar import GrammarCompiler, Vocabulary
 from core.marked_text import MarkedText
 from core.plan import RunnerLimits
 from core.thought_grammar import ThoughtVocabulary
@@ -38,7 +38,12 @@ DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What was loaded, for the banner and the API."""
+    """What was loaded, for the banner and the API.
+
+    Args:
+        model_digest: of its weights.
+        settings: that an answer's tokens may depend on.
+    """
 
     model_name: str
     is_demonstration: bool
@@ -49,6 +54,8 @@ class EngineFacts:
     kv_size_bytes: int
     context_origin: str
     limits: RunnerLimits
+    model_digest: str = ""
+    settings: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +95,11 @@ def prompt_reader(
         created_s=int(clock.unix()),
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
+        tasks=("generate",) if files.pooling is None else files.pooling.tasks,
     )
     adapters = [adapter_card(card, *one) for one in loaded.adapters]
+    # Made now: the library keeps the GIL for half a second with a vocabulary of 152,000, and requests would wait
+    compiler = compiler_of(files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
         cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases), *adapters),
@@ -102,16 +112,16 @@ def prompt_reader(
             limits=request_limits,
             tool_style=tools,
             thought_style=thought,
+            pooling=files.pooling,
             stores_responses=stores_responses,
             **files.recommended,
         ),
         unix_clock=clock.unix,
         special_tokens={files.tokenizer.str_of(token_id): token_id for token_id in files.tokenizer.special_ids},
         eos_ids=files.eos_ids,
-        make_compiler=cache(
-            partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
-        ),
+        make_compiler=lambda: compiler,
         fingerprint=_fingerprint(loaded),
+        identity=identity_of(loaded, tool_format),
         turns=TurnMemory(files.tokenizer),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
@@ -194,7 +204,7 @@ def compiler_of(
         return token_ids if tokenizer.special_ids.isdisjoint(token_ids) else tokenizer.encode_chat(MarkedText(text))
 
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return kind(token_bytes, tokenizer.special_ids, eos_ids, encode, most_tokens)
+    return kind(Vocabulary(token_bytes, sorted(tokenizer.special_ids), [*eos_ids]), encode, most_tokens)
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:
@@ -202,6 +212,17 @@ def _fingerprint(loaded: LoadedEngine) -> str:
     facts, files = loaded.facts, loaded.files
     parts = (__version__, facts.model_name, facts.num_parameters, facts.dtype, facts.device, files.config)
     return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+
+def identity_of(loaded: LoadedEngine, tool_format: str = ANY_FORMAT) -> dict[str, str]:
+    """What an answer's tokens depend on beside its request and its seed, as `timings` and records tell it."""
+    facts, files = loaded.facts, loaded.files
+    settings = facts.dtype, facts.settings, files.chat_template.sources, files.recommended, files.eos_ids, tool_format
+    return {
+        "model_digest": sha256(repr((facts.model_digest, files.config)).encode()).hexdigest()[:16],
+        "settings_digest": sha256(repr(settings).encode()).hexdigest()[:16],
+        "version": __version__,
+    }
 
 
 def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]) -> ServerCard:

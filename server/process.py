@@ -49,6 +49,7 @@ from server.local_models import LocalModels, LocalPool, Processes, home_of_socke
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
+from server.observing.recorder import Recorder
 from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
@@ -102,6 +103,11 @@ class Server:
         self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
         self._metrics.standing = self._standing
+        self._recorder: Recorder | None = None
+        if config.record is not None:
+            bounds = config.record_size_bytes, config.record_keep_s
+            self._recorder = Recorder(config.record, config.record_bodies, *bounds, self._clock.unix)
+        self._metrics.recorder = self._recorder
         self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             find_route,
@@ -185,6 +191,8 @@ class Server:
         self._gate.start()
         if self._ledger is not None:
             self._ledger.start()
+        if self._recorder is not None:
+            self._recorder.watch_age(self._loop)
         for pool in self._pools:
             pool.start()
         if self._local is not None:
@@ -241,8 +249,10 @@ class Server:
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases, stores)
         if config.deterministic:  # the ids of a chat are those of its text, whatever was answered before
             reader.turns = None
+        reader.records = self._recorder is not None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+        self._compiling.submit(reader.make_compiler().prepare)
         if loaded.read_adapter is not None:
             given = config.max_loras, config.lora_dir, self._clock
             self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
@@ -294,6 +304,7 @@ class Server:
             idempotency=self._idempotency,
             ledger=self._ledger,
             others=self._backends(own),
+            recorder=self._recorder,
         )
         if self._ledger is not None and config.store_responses_s is not None:
             most = config.store_responses_bytes, config.max_body_bytes
@@ -481,6 +492,8 @@ class Server:
             await self._local.close()
         if self._ledger is not None:
             self._ledger.close()
+        if self._recorder is not None:
+            self._recorder.close()
         if not self._config.has_engine:
             return
         self._engine_thread.stop()

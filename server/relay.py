@@ -14,7 +14,7 @@ of what is no answer. Where the upstreams are not our own, that bounds what they
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -24,7 +24,6 @@ from typing import Annotated, Any
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.thoughts import ThoughtFollower
 from core.types import LOWEST_CLASS, TOP_CLASS, Cost, FinishReason, SamplingParams, Usage
 from server.api import ollama
 from server.api.decoding import convert, parse_object
@@ -38,7 +37,7 @@ from server.gate.admission import Admission
 from server.gate.identity import Caller
 from server.gate.quota import NEVER
 from server.gate.tenants import ANY_TIME, LOCAL_NAME, DeadlineTable, Tenant
-from server.gate.text_rules import Matcher, rule_book
+from server.gate.text_rules import rule_book
 from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.relayed import PASSAGES, Part, Passage, RelayedDelta, UpstreamAnswer, passed, refusal_of
@@ -151,7 +150,6 @@ class Relay:
         self.admission = admission
         self.work = LoopWork()
         self.fallbacks: tuple[Pool, ...] = ()
-        self.make_compiler = None
         self.clock = clock
         self._limits = request_limits
         self._count = count
@@ -287,16 +285,7 @@ class Relay:
 
     # TokenSource.
 
-    def submit(
-        self,
-        request: RelayDemand,
-        sink: DeltaSink,
-        table: None,
-        continues_text: bool,
-        first_choice: int = 0,
-        forbidden: Sequence[Matcher] = (),
-        follow: Callable[[], ThoughtFollower | None] = lambda: None,
-    ) -> "RelayHandle":
+    def submit(self, request: RelayDemand, sink: DeltaSink, *of_engine: Any, **also: Any) -> "RelayHandle":
         """Arguments beyond the sink are the engine's: an upstream does that by itself."""
         if request.passed.keep_alive_s is not None:
             self.pool.keep(request.passed.keep_alive_s)
@@ -390,15 +379,6 @@ def _leaves(value: Any) -> Iterator[str | int]:
 
 
 # On its way.
-
-
-class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Of GET /v1/requests/{id}."""
-
-    state: str | None
-    num_prompt_tokens: int | None = None
-    num_completion_tokens: int | None = None
-    num_cached_tokens: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -702,7 +682,7 @@ class RelayHandle:
                 while (usage := await self._usage_told(upstream, path)) is None:
                     await asyncio.sleep(TELL_EVERY_S)
             self._usage = usage
-        except (TimeoutError, UpstreamFault, msgspec.DecodeError) as error:
+        except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
             logger.info("an upstream does not tell what a cancelled request has used: %r", error)
         self._end()
 
@@ -711,11 +691,13 @@ class RelayHandle:
         head, body = await self._pool.ask(upstream, path, MAX_ERROR_BYTES)
         if head.status != 200:
             raise UpstreamFault(f"it answers with the status {head.status}")
-        record = msgspec.json.decode(body, type=_Record)
-        if record.state not in ("done", "failed"):
+        record = msgspec.json.decode(body, type=dict[str, Any])
+        if record.get("state") not in ("done", "failed"):
             return None
-        counts = record.num_prompt_tokens, record.num_completion_tokens, record.num_cached_tokens
-        return Usage(*(one or 0 for one in counts))
+        counts = {
+            one: record.get(one) or 0 for one in ("num_prompt_tokens", "num_completion_tokens", "num_cached_tokens")
+        }
+        return msgspec.convert(counts, Usage)
 
     def _end(self) -> None:
         if self._has_ended:

@@ -12,7 +12,7 @@ from msgspec import structs
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
 from server.adapters import Adapters
-from server.api import chat, completions, infill, messages, models, ollama, responses, tokenize
+from server.api import chat, completions, embeddings, infill, messages, models, ollama, responses, tokenize
 from server.api.decoding import decode
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
@@ -35,7 +35,15 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES = 4096  # of a body, beside its ids
 MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
-REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # ids of answers are accepted as they were shown
+REPLY_PREFIXES = (
+    "chatcmpl-",
+    "cmpl-",
+    "resp_",
+    "msg_",
+    "embd-",
+    "rerank-",
+    "score-",
+)  # ids of answers are accepted as they were shown
 _SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
 
 
@@ -498,11 +506,14 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/completions": {"POST": _generation(completions.SURFACE)},
     "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True)},
     "/infill": {"POST": _generation(infill.SURFACE)},
+    "/v1/embeddings": {"POST": _generation(embeddings.SURFACE)},
     "/v1/responses/input_tokens": {"POST": Route(COUNT_INPUT, ASKS, is_counted=True)},
     "/v1/messages": {"POST": _generation(messages.SURFACE, messages.ERRORS)},
     "/v1/messages/count_tokens": {"POST": Route(COUNT_MESSAGES, ASKS, is_counted=True, errors=messages.ERRORS)},
     "/api/chat": {"POST": _generation(ollama.CHAT, ollama.ERRORS)},
     "/api/generate": {"POST": _generation(ollama.GENERATE, ollama.ERRORS)},
+    "/api/embed": {"POST": _generation(embeddings.OLLAMA, ollama.ERRORS)},
+    "/api/embeddings": {"POST": _generation(embeddings.OLLAMA, ollama.ERRORS)},
     "/api/tags": {"GET": Route(listing(ollama.tags_reply), ASKS, errors=ollama.ERRORS)},
     "/api/ps": {"GET": Route(list_running, ASKS, errors=ollama.ERRORS)},
     "/api/show": {"POST": Route(show_ollamas_model, ASKS, is_counted=True, errors=ollama.ERRORS)},
@@ -542,7 +553,7 @@ ROUTES |= {
 # For clients whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/embeddings")
 }
 # By prefix of the path; the rest is the handler's argument
 PREFIXES: dict[str, dict[str, Route]] = {

@@ -38,7 +38,7 @@ from gpu.kv_cache import LayerKV
 from gpu.layers import Gated
 from gpu.linear import Embed, Linear, PackedRows, can_gather, in_blocks, keeps_rows
 from gpu.operators import HeadNorms, Operators
-from gpu.quant import QuantizedWeight, Weight
+from gpu.quant import Weight
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A thread is woken for so many numbers: they take a core about as long as waking one.
@@ -234,11 +234,6 @@ class KernelOperators(Operators):
             return super().tied(embedding)
         blocks = in_blocks(embedding)
         return PackedRows(blocks), PackedMatmul(self._multiply, blocks, None)
-
-    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        from gpu.cpu_kernels.quantized_matmul import QuantizedMatmul, can_multiply  # compiles for seconds, once
-
-        return QuantizedMatmul(weight, bias) if can_multiply(weight) else super().quantized_linear(weight, bias)
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:

@@ -26,6 +26,7 @@ from server.wire import sse
 _IGNORED = "samplers t_max_prompt_ms t_max_predict_ms n_indent"
 RULES = COMPLETION_RULES | {name: Known(name, COMPLETIONS, Does.IGNORED) for name in _IGNORED.split()}
 del RULES["response_fields"]
+_REPEATS = ("seed", "fingerprint", "model_digest", "settings_digest", "version", "prompt_digest", "token_ids")
 _STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit"}
 
 
@@ -88,6 +89,7 @@ def _end(usage: Usage, reason: FinishReason, stop_string: str | None, extras: Ex
             **_rate("prompt", num_computed, times.get("prefill", 0.0)),
             **_rate("predicted", num_sampled, times.get("decode", 0.0)),
             "cache_n": usage.num_cached_tokens,
+            **{name: told for name, told in times.items() if name in _REPEATS},
         },
     }
 

@@ -79,7 +79,6 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         *_refused(RESPONSES, "conversation prompt image"),
         *_refused(RESPONSES, "background", False),
         *_refused(CHOICES | RESPONSES, "context_management", []),
-        *_refused(RESPONSES, "truncation", "disabled"),
         *_ignored(CHOICES, "user metadata safety_identifier prompt_cache_key"),
         *_ignored(GENERATION, "service_tier prompt_cache_options prompt_cache_retention verbosity moderation"),
         *_ignored(GENERATION - RESPONSES, "store"),

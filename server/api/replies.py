@@ -129,11 +129,13 @@ class ReplyContext(msgspec.Struct, frozen=True):
         created_s: unix time.
         unix_clock: for the time of completion.
         fingerprint: identifies what computes the answer: another one may give other tokens for the same seed.
+        identity: likewise, by its parts, as `timings` has them.
         token_str, token_bytes: the text and the bytes of a token id, for logprobs.
         prompt_lengths: in tokens, one per prompt.
         prompt_texts: one per prompt, for completions with echo.
         prompt_ids: one per prompt as they were computed, for echo and where they are asked for.
         special_ids: of the tokens that the text does not show.
+        context: what was left out of the prompt, where the request or its tenant has a policy for that.
     """
 
     reply_id: str
@@ -147,6 +149,8 @@ class ReplyContext(msgspec.Struct, frozen=True):
     prompt_texts: tuple[str, ...] = ()
     prompt_ids: tuple[tuple[int, ...], ...] = ()
     special_ids: Set[int] = frozenset()
+    identity: Mapping[str, str] = MappingProxyType({})
+    context: dict[str, Any] | None = None
 
 
 # Fields of ours in a whole answer or a stream's last chunk: "timings" on request, "steploop" if a quota ended it
@@ -236,12 +240,14 @@ class Surface(NamedTuple):
     Attributes:
         parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
         media_type: of a stream; other types than events have no comments.
+        does: what it asks of the model: see PoolingStyle.tasks.
     """
 
     parse: Callable[[bytes, DefaultsOf], GenerationCall]
     stream: Callable[[GenerationCall, ReplyContext], StreamReply]
     whole: Callable[[GenerationCall, ReplyContext], WholeReply]
     media_type: bytes = EVENTS
+    does: str = "generate"
 
 
 # Parts of answers.

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
+from core.context_policy import Policy
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.tool_detection import ToolStyle
 from core.types import Delta, FinishReason, Usage
@@ -103,6 +104,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     thinking_token_budget: Budget | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
@@ -114,6 +116,9 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         )
         raise InvalidRequest(message, "previous_response_id", "unsupported_parameter")
     wire = msgspec.structs.replace(wire, store=defaults.stores_responses and wire.store is not False)
+    if wire.truncation is not None and wire.context_policy is None:
+        policy = Policy.ERROR if wire.truncation == "disabled" else Policy.DROP_OLDEST_TURNS
+        wire = msgspec.structs.replace(wire, context_policy=policy)
     _check_include(wire.include or [])
     _check_metadata(wire.metadata or {})
     num_logprobs = wire.top_logprobs or 0
@@ -325,7 +330,7 @@ class ResponseStream:
         self._call = call
         self._context = context
         self._items = _Items(context)
-        self._parser = answer_parser(call.thought, call.tools)
+        self._parser = answer_parser(call.thought, call.tools, call.constraint)
         self._num_events = 0  # written: the next sequence_number
         self._reason: FinishReason | None = None
         self._head = b"" if self._parser is not None else self._text_head(self._items.open())
@@ -451,7 +456,10 @@ class ResponseDocument(WholeReply):
 
     def document(self, usage: Usage) -> dict[str, Any]:
         (texts,), (reason,) = self.texts, self._reasons
-        items, parser = _Items(self._context), answer_parser(self._call.thought, self._call.tools)
+        items, parser = (
+            _Items(self._context),
+            answer_parser(self._call.thought, self._call.tools, self._call.constraint),
+        )
         entries = self._entries or [[] for _ in texts]
         waiting: list[dict[str, Any]] = []
         if parser is None:
@@ -537,7 +545,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "tools": [_shown_tool(tool) for tool in wire.tools or ()],
         "top_logprobs": call.sampling.num_logprobs or 0,
         "top_p": call.sampling.top_p,
-        "truncation": "disabled",
+        "truncation": wire.truncation or "disabled",
         "usage": None,
         "metadata": wire.metadata or {},
     }

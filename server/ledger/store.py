@@ -55,6 +55,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
         status: as the client was told, or 499 where it had left.
         stages_ms: durations of its stages, a JSON object.
         device_us, kv_block_us: see core.types.Cost.
+        context: what was left out of its prompt, a JSON object; None: no policy asked for that.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
     device_us: int = 0
     kv_block_us: int = 0
     price_micro: int = 0
+    context: str | None = None
 
 
 class StoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +204,7 @@ _RESPONSES = (
     "CREATE INDEX responses_by_time ON responses (created_us)",
     "CREATE INDEX responses_by_tenant ON responses (tenant, created_us, size_bytes)",
 )
+_VERSION_3 = (*_RESPONSES, "ALTER TABLE requests ADD COLUMN context TEXT")
 SCHEMA = f"""
 CREATE TABLE requests (
     request_id TEXT NOT NULL UNIQUE, client_id TEXT, tenant TEXT NOT NULL, key_id TEXT, model TEXT NOT NULL,
@@ -209,7 +212,7 @@ CREATE TABLE requests (
     reserved_tokens INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL, counted_tokens INTEGER NOT NULL, finish_reason TEXT, status INTEGER,
     error_code TEXT, stages_ms TEXT, device_us INTEGER NOT NULL, kv_block_us INTEGER NOT NULL,
-    price_micro INTEGER NOT NULL, reasoning_tokens INTEGER NOT NULL DEFAULT 0
+    price_micro INTEGER NOT NULL, reasoning_tokens INTEGER NOT NULL DEFAULT 0, context TEXT
 );
 CREATE INDEX requests_by_time ON requests (updated_us);
 CREATE INDEX requests_in_progress ON requests (request_id) WHERE state = '{RowState.RESERVED}';
@@ -225,7 +228,7 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 # From version 1, and from 2
-_UPGRADES = (("ALTER TABLE requests ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0",), _RESPONSES)
+_UPGRADES = (("ALTER TABLE requests ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0",), _VERSION_3)
 COLUMNS = LedgerRow.__struct_fields__
 CHECKPOINTED = (
     "updated_us", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "counted_tokens",

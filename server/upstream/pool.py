@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import accumulate
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -250,11 +251,7 @@ class LeadingBlocks(NamedTuple):
 
 def leading_token_blocks(domain: str, prompts: Sequence[Sequence[int]]) -> LeadingBlocks:
     """As leading_blocks, of prompts whose ids are known; all but the first count for their length alone."""
-    ids, chained, hashes = tuple(prompts[0]), hash(domain), []
-    for start in range(0, min(len(ids), MAX_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        chained = hash((chained, ids[start : start + BLOCK_TOKENS]))
-        hashes.append(chained)
-    return LeadingBlocks(sum(map(len, prompts)), BLOCK_TOKENS, tuple(hashes))
+    return LeadingBlocks(sum(map(len, prompts)), BLOCK_TOKENS, _chained(domain, tuple(prompts[0]), BLOCK_TOKENS))
 
 
 def leading_blocks(domain: str, texts: Sequence[str], num_tokens: int) -> LeadingBlocks:
@@ -263,22 +260,14 @@ def leading_blocks(domain: str, texts: Sequence[str], num_tokens: int) -> Leadin
         domain: in which prompts share what is cached.
         texts: of the prompt, in order.
     """
-    text = "\0".join(texts)[: MAX_BLOCKS * BLOCK_BYTES]
-    chained, hashes = hash(domain), []
-    for start in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        chained = hash((chained, text[start : start + BLOCK_BYTES]))  # siphash; for this process alone
-        hashes.append(chained)
-    return LeadingBlocks(num_tokens, max(1, num_tokens * BLOCK_BYTES // max(1, sum(map(len, texts)))), tuple(hashes))
+    num_chars, hashes = sum(map(len, texts)), _chained(domain, "\0".join(texts), BLOCK_BYTES)
+    return LeadingBlocks(num_tokens, max(1, num_tokens * BLOCK_BYTES // max(1, num_chars)), hashes)
 
 
-class _Load(msgspec.Struct, frozen=True):
-    max_running_requests: int = 0
-
-
-class _Loads(msgspec.Struct, frozen=True):
-    """Of /v1/loads."""
-
-    loads: list[_Load]
+def _chained(domain: str, what: str | tuple[int, ...], size: int) -> tuple[int, ...]:
+    starts = range(0, min(len(what), MAX_BLOCKS * size) - size + 1, size)
+    hashes = accumulate(starts, lambda chained, i: hash((chained, what[i : i + size])), initial=hash(domain))
+    return tuple(hashes)[1:]  # siphash; for this process alone
 
 
 @dataclass(slots=True, eq=False)
@@ -325,7 +314,8 @@ class Pool:
         self.settings = settings
         self._loop = loop
         self.upstreams = tuple(Upstream(one, _address(one, settings)) for one in settings.upstreams)
-        self._api_key = settings.api_key()
+        key = settings.api_key()
+        self._fields = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
         self._regions = list(dict.fromkeys(one.region for one in settings.upstreams))
         self._version_weights: dict[str | None, int] = {}
         for one in settings.upstreams:
@@ -345,12 +335,6 @@ class Pool:
         """No upstream takes requests; of a model that is started on demand, one will."""
         now_s = self._loop.time()
         return self.settings.path is None and not any(one.takes_requests(now_s) for one in self.upstreams)
-
-    @property
-    def fields(self) -> tuple[tuple[bytes, bytes], ...]:
-        """That every request to an upstream bears."""
-        key = self._api_key
-        return () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
 
     def error_of(self, fault: UpstreamFault) -> ServiceError:
         """For a client whose request an upstream has failed, perhaps in the middle of its answer."""
@@ -410,12 +394,11 @@ class Pool:
         try:
             async with asyncio.timeout(PROBE_S):
                 head, body = await self.ask(upstream, "/v1/loads", PROBE_BYTES)
-            (load,) = msgspec.json.decode(body, type=_Loads).loads
+            if head.status == 200:
+                (load,) = msgspec.json.decode(body)["loads"]
+                upstream.most_requests = 2 * int(load["max_running_requests"]) or math.inf
         except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
             logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
-        else:
-            if head.status == 200 and load.max_running_requests > 0:
-                upstream.most_requests = 2 * load.max_running_requests
 
     def request(
         self,
@@ -425,7 +408,7 @@ class Pool:
         fields: tuple[tuple[bytes, bytes], ...] = (),
         body: bytes = b"",
     ) -> Outgoing:
-        return Outgoing(method, upstream.address.prefix.encode() + path, (*self.fields, *fields), body)
+        return Outgoing(method, upstream.address.prefix.encode() + path, (*self._fields, *fields), body)
 
     async def ask(
         self, upstream: Upstream, path: str, most_bytes: int, json: bytes | None = None
@@ -575,11 +558,10 @@ class Pool:
 def _address(upstream: UpstreamSettings, model: ModelSettings) -> Address:
     protocols = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}[model.protocol]
     url = urlsplit(upstream.url)
-    tls = None
-    if url.scheme == "https":
-        try:
-            tls = client_tls(model.tls_ca, model.tls_cert, model.tls_key, protocols)
-        except OSError as error:
-            cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
-            raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
+    try:
+        has_tls = url.scheme == "https"
+        tls = client_tls(model.tls_ca, model.tls_cert, model.tls_key, protocols) if has_tls else None
+    except OSError as error:
+        cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
+        raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
     return address_of(url, tls, protocols)
