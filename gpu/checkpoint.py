@@ -240,6 +240,9 @@ def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
         raise bad_checkpoint(
             f"{directory / INDEX_FILE} lists tensors that their files do not hold: {named_tensors(missing)}."
         )
+    if "embed_tokens.weight" in tensors:  # written by a model without a head
+        ends = ("lm_head.", "score.")
+        tensors = {name if name.startswith(ends) else f"model.{name}": header for name, header in tensors.items()}
     return Checkpoint(directory, tensors)
 
 

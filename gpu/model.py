@@ -85,6 +85,7 @@ class Model:
         self.config = config
         self.norm = weights.norm  # [hidden]
         self._embed, self.lm_head = _ends(weights, self.operators)
+        self.score = None if weights.score is None else make_linear(weights.score, None)  # hidden -> scores
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.rope_head_dim, device) for rope in used]

@@ -20,6 +20,7 @@ MXFP4_BLOCK = 32  # numbers that share a scale
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 MXFP4_SCALE_BIAS = 127  # a scale is 2 ** (byte - 127): section 5.4.1, E8M0
 HEAD = "lm_head.weight"
+SCORE = "score.weight"
 EMBEDDING = "model.embed_tokens.weight"
 # May be quantised; routers stay: their choices matter more than bytes.
 ATTENTION_MATRICES = ("qkv", "output")
@@ -227,6 +228,7 @@ class ModelWeights:
     layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden]; see LayerWeights
     lm_head: Tensor | BlockWeight  # [vocab, hidden]; the embedding itself when tied
+    score: Tensor | None = None  # [scores, hidden]: of a model that scores
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[ModelWeights, Targets]:
@@ -251,7 +253,11 @@ def empty_ends(
     if not config.tie_embeddings:
         lm_head = empty((num_head_rows, config.hidden_size))
         targets[HEAD] = Target(lm_head)
-    return ModelWeights(embedding, (), norm, lm_head), targets
+    score = None
+    if config.num_scores:
+        score = empty((config.num_scores, config.hidden_size))
+        targets[SCORE] = Target(score)
+    return ModelWeights(embedding, (), norm, lm_head, score), targets
 
 
 def empty_layer(

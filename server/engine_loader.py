@@ -22,6 +22,7 @@ from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
 from core.types import Adapter, StepDelivery
+from server.api.fields import PoolingStyle
 from server.banner import DRAFTS
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
@@ -144,7 +145,7 @@ def _load(
         num_parameters=memory.num_parameters,
         dtype=memory.device.dtype_name,
         device=str(memory.device.device),
-        device_reason=memory.device.device_reason,
+        device_reason=_shown_device(runner),
         kv_size_bytes=memory.kv_bytes,
         context_origin=config.context_origin,
         limits=runner.limits,
@@ -301,6 +302,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "tools": _shown_tools(files, config.tool_format),
         "formats": _shown_formats(files.path, part, plan) if files.path.is_file() else None,
         "thoughts": _shown_thoughts(files),
+        "tasks": _shown_tasks(files.pooling),
         "weights": format_size(plan.weights_bytes),
         "adapters": _shown_adapters(config, plan) if config.takes_adapters else None,
         "activations": f"{format_size(plan.activation_bytes)} at most",
@@ -314,6 +316,17 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
     return (*(Fact(name, value) for name, value in facts.items() if value is not None), *_upstream_facts(config))
+
+
+def _shown_tasks(style: PoolingStyle | None) -> str | None:
+    """None: it generates alone, as most do."""
+    if style is None:
+        return None
+    if style.scores is not None:
+        how = "the checkpoint's head" if style.scores == "head" else "the tokens for yes and no"
+        return f"score: pairs of texts, by {how}"
+    norm = ", brought to the length 1" if style.is_normalized else ""
+    return f"{', '.join(style.tasks)}: {style.num_dims} numbers, {style.pooling.kind} pooling{norm}"
 
 
 def _shown_adapters(config: ServerConfig, plan: "MemoryPlan") -> str:
@@ -342,6 +355,13 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
         return f"{error.cause} Fix: {error.fix}"
     kv = f"{format_size(plan.kv_bytes)} of it KV, contexts of {plan.max_model_len:,} tokens"
     return f"when asked for, {format_size(plan.needed_bytes)} on {plan.device}, {kv}"
+
+
+def _shown_device(runner: "ModelRunner | ParallelRunner") -> str:
+    device = runner.memory.device
+    if device.device.type != "cpu" or isinstance(runner, ParallelRunner):
+        return device.device_reason
+    return f"{device.device_reason}; {runner.measured}"
 
 
 def _shown_drafts(config: ServerConfig, device_type: str) -> str:

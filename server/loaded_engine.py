@@ -23,7 +23,7 @@ from core.tool_formats import ANY_FORMAT
 from core.turns import TurnMemory
 from core.types import Adapter, EngineStats, StepDelivery
 from server import __version__
-from server.api.fields import GenerationDefaults, RequestLimits
+from server.api.fields import GenerationDefaults, RequestLimits, tasks_of
 from server.api.models import ServedModel, ServerCard, adapter_card
 from server.api.replies import Surface
 from server.backend import CountTokens
@@ -90,12 +90,15 @@ def prompt_reader(
 ) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
+    style, max_model_len = files.pooling, limits.max_model_len
+    if style is not None and style.max_tokens is not None:
+        max_model_len = min(max_model_len, style.max_tokens)
     card = ServedModel(
         id=facts.model_name,
         created_s=int(clock.unix()),
-        max_model_len=limits.max_model_len,
+        max_model_len=max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
-        tasks=("generate",) if files.pooling is None else files.pooling.tasks,
+        tasks=tasks_of(style),
     )
     adapters = [adapter_card(card, *one) for one in loaded.adapters]
     # Made now: the library keeps the GIL for half a second with a vocabulary of 152,000, and requests would wait
@@ -105,14 +108,14 @@ def prompt_reader(
         cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases), *adapters),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
-        max_model_len=limits.max_model_len,
+        max_model_len=max_model_len,
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
         defaults=GenerationDefaults(
             vocab_size=limits.vocab_size,
             limits=request_limits,
             tool_style=tools,
             thought_style=thought,
-            pooling=files.pooling,
+            pooling=style,
             stores_responses=stores_responses,
             **files.recommended,
         ),

@@ -12,7 +12,7 @@ from msgspec import structs
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
 from server.adapters import Adapters
-from server.api import chat, completions, embeddings, infill, messages, models, ollama, responses, tokenize
+from server.api import chat, completions, embeddings, infill, messages, models, ollama, responses, scores, tokenize
 from server.api.decoding import decode
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
@@ -507,6 +507,9 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True)},
     "/infill": {"POST": _generation(infill.SURFACE)},
     "/v1/embeddings": {"POST": _generation(embeddings.SURFACE)},
+    "/v1/rerank": {"POST": _generation(scores.RERANK)},
+    "/v2/rerank": {"POST": _generation(scores.COHERE_RERANK)},
+    "/v1/score": {"POST": _generation(scores.SCORE)},
     "/v1/responses/input_tokens": {"POST": Route(COUNT_INPUT, ASKS, is_counted=True)},
     "/v1/messages": {"POST": _generation(messages.SURFACE, messages.ERRORS)},
     "/v1/messages/count_tokens": {"POST": Route(COUNT_MESSAGES, ASKS, is_counted=True, errors=messages.ERRORS)},
@@ -553,7 +556,15 @@ ROUTES |= {
 # For clients whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/embeddings")
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/models",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+    )
 }
 # By prefix of the path; the rest is the handler's argument
 PREFIXES: dict[str, dict[str, Route]] = {

@@ -78,7 +78,19 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     continues_last: bool = False
 
 
-Prompt = TextPrompt | IdsPrompt | ChatPrompt
+class PairPrompt(msgspec.Struct, frozen=True):
+    """Two texts to be scored together: a query and a document.
+
+    Args:
+        instruction: what counts as an answer, for models that are told; None: their usual one.
+    """
+
+    first: str
+    second: str
+    instruction: str | None = None
+
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt | PairPrompt
 
 
 class TokenWishes(msgspec.Struct, frozen=True):
@@ -122,6 +134,11 @@ class PoolingStyle(msgspec.Struct, frozen=True, kw_only=True):
         is_normalized: vectors are brought to the length 1.
         prompts: what comes before a text, by name; default_prompt: the name of the usual one.
         generates: it answers, too.
+        scores: a vector is a score, by the checkpoint's head, or the logits of the tokens for yes and no, from which it
+            is told; None: it is an embedding.
+        is_sigmoid: the score is brought between 0 and 1 by a sigmoid.
+        has_template: pairs are put into Qwen3-Reranker's chat.
+        max_tokens: of a prompt, where that is less than the context; None: the context.
     """
 
     pooling: Pooling
@@ -130,11 +147,22 @@ class PoolingStyle(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Mapping[str, str] = {}
     default_prompt: str | None = None
     generates: bool = False
+    scores: Literal["head", "tokens"] | None = None
+    is_sigmoid: bool = True
+    has_template: bool = False
+    max_tokens: int | None = None
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What surfaces ask for."""
-        return ("generate", "embed") if self.generates else ("embed",)
+        """What surfaces ask for; the first is what the model is for."""
+        if self.scores is not None:
+            return ("score",)
+        return (*(("generate",) if self.generates else ()), "embed", "score")
+
+
+def tasks_of(style: PoolingStyle | None) -> tuple[str, ...]:
+    """What a model does; without a style it generates alone."""
+    return ("generate",) if style is None else style.tasks
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
