@@ -456,6 +456,15 @@ class ServerConfig:
         _Kind(tcp_address, "HOST:PORT"),
         "answer haproxy's agent-check there: which part of its weight this server wants, by the wait that it expects",
     )
+    kv_events: TcpAddress | None = _RARE_LISTENING(
+        None,
+        _Kind(tcp_address, "HOST:PORT"),
+        "publish there, by ZeroMQ and as vLLM does, which blocks of prompts are cached: their token ids, to all who ask"
+        " (needs the extra kv-events)",
+    )
+    kv_events_replay: TcpAddress | None = _RARE_LISTENING(
+        None, _Kind(tcp_address, "HOST:PORT"), "answer there who has missed some of these"
+    )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
         "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"
         " the requests. HTTP/2 by prior knowledge or ALPN needs no switch",

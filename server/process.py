@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.engine_thread import EngineThread
+from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import DAY_S, UsedTokens
@@ -46,6 +47,7 @@ from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, Listene
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
 from server.local_models import LocalModels, LocalPool, Processes, home_of_sockets
+from server.observing.kv_events import kv_events_at
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
@@ -132,9 +134,8 @@ class Server:
         self._app.local_models = self._local
         self._metrics.local_models = {} if self._local is None else self._local.models
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
-        self._engine_thread = EngineThread(
-            lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
-        )
+        self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
+        self._engine_thread = EngineThread(partial(self._load, load), self, self._loop)
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
@@ -227,6 +228,13 @@ class Server:
     def _set_stage(self, stage: str) -> None:
         self._readiness.stage = stage
         self._supervision.on_stage()
+
+    def _load(self, load: LoadEngine, inbox: Inbox, deliver: Callable[[StepDelivery], None]) -> LoadedEngine:
+        """Thread: engine."""
+        loaded = load(inbox, deliver, self._report_stage)
+        if self._kv_events is not None:
+            loaded.engine.tell_blocks(self._kv_events.put)
+        return loaded
 
     def on_ready(self, loaded: LoadedEngine) -> None:
         """The engine is loaded: serve generations."""
@@ -468,6 +476,8 @@ class Server:
             self._loop_lag.close()
             if self._tracing is not None:
                 await self._tracing.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE

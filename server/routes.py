@@ -19,7 +19,7 @@ from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
-from server.generation import Generation
+from server.generation import Generation, weight_of
 from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, deleted_reply, input_items_reply
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
@@ -191,7 +191,7 @@ def computing(
                 return
             cards, domain = exchange.own_cards, (caller.tenant.cache_salt_domain, "")
             own = served.reader
-            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), len(body))
+            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), weight_of(body))
         finally:
             place.leave(exchange.server.clock.monotonic())
         exchange.server.metrics.count_unknown_fields(unknown_fields)
