@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (11_645, 31),
+    "server": (11_945, 31),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
     "server/commands": (2250, 13),
@@ -23,8 +23,8 @@ BUDGETS = {
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
     "server/observing": (2200, 9),
-    "server/upstream": (1674, 6),
-    "server/wire": (4805, 14),
+    "server/upstream": (1754, 6),
+    "server/wire": (4815, 14),
     "core": (14_900, 40),
     "gpu": (10_200, 34),
     "gpu/cpu_kernels": (3800, 10),
@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (760, 5),
     "bench": (9350, 36),
 }
-TEST_LINES = 62_500
+TEST_LINES = 63_200
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
@@ -52,6 +52,7 @@ ROOMS = (
         "engine_thread",
         "grammar_guard",
         "backend",
+        "resumable",
         "generation",
         "relay",
         "relayed",
