@@ -30,7 +30,7 @@ from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefill
 from server.api.decoding import parse_object
 from server.api.models import ServedModel
 from server.api.ollama import LATEST
-from server.api.replies import WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
+from server.api.replies import EVENTS, WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
 from server.backend import Backend, Handle, Prompts, SequenceTimes
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
 from server.engine_client import NOT_YET, EngineClient, RequestHandle
@@ -48,6 +48,7 @@ from server.observing.recorder import RecordedRequest, Recorder, digest_of
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, output_of
 from server.prompts import Prepared, PromptReader, find_model, own_name, usable
+from server.resumable import ResumableStreams
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
@@ -198,12 +199,14 @@ class Generations:
     grammars: GrammarCache = field(default_factory=GrammarCache)
     compiling: CompileQueue = field(default_factory=CompileQueue)
     active: dict[str, "Generation"] = field(default_factory=dict)
+    resumable: ResumableStreams = field(init=False)
     offload_compiling: Offload | None = None  # of grammars; None: as other work
     recorder: Recorder | None = None
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:
         self.metrics.num_active = self.active.__len__
+        self.resumable = ResumableStreams(self.clock.monotonic)
 
     @property
     def known_own(self) -> OwnBackend:
@@ -512,6 +515,13 @@ class Generation:
         shared.metrics.count_unknown_fields(call.unknown_fields)
         tenants = shared.deadlines.replaced_by(self._ticket.caller.tenant.deadlines)
         self._deadlines = tenants.narrowed_by(call.deadlines)
+        if call.is_resumable:
+            if not call.is_stream or self._surface.media_type != EVENTS:
+                raise InvalidRequest(
+                    "resumable is of streams of events: send stream: true, or leave it out.", "resumable"
+                )
+            if stream.is_open:
+                shared.resumable.hold(stream, self.tenant, self._request_id)
         reader = self._backend.reader
         self._context = context = reader.reply_context(self._prepared, self._request_id)
         self._output = output_of(call)(reader.surface_of(self._surface), call, context, stream, self._timings)

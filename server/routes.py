@@ -342,8 +342,15 @@ async def list_requests(exchange: Exchange) -> None:
 
 
 async def show_request(exchange: Exchange) -> None:
-    server = exchange.server
-    request_id, tenant = _plain_id(exchange.argument), _tenant_of(exchange.known_caller)
+    server, (shown, _, what) = exchange.server, exchange.argument.partition("/")
+    request_id, tenant = _plain_id(shown), _tenant_of(exchange.known_caller)
+    if what == "stream":
+        last_id = exchange.request.header(b"last-event-id") or b"0"
+        if not last_id.isdigit() or len(last_id) > 18:
+            raise InvalidRequest("Last-Event-ID must be the number of an event of this stream.", "Last-Event-ID")
+        own = exchange.known_caller.tenant.name  # whatever else the caller may see
+        await server.served.resumable.find(own, request_id).send_to(exchange.stream, int(last_id))
+        return
     exchange.send(timeline_reply(request_id, tenant, server.generating(), server.accounting.recorder, server.clock))
 
 

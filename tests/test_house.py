@@ -15,15 +15,15 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (11_400, 31),
+    "server": (11_500, 31),
     "server/api": (5600, 18),
     "server/commands": (2250, 13),
     "server/gate": (2550, 8),
     "server/ledger": (2030, 7),
     "server/listening": (1240, 5),
     "server/observing": (2200, 9),
-    "server/upstream": (1674, 6),
-    "server/wire": (4805, 14),
+    "server/upstream": (1754, 6),
+    "server/wire": (4815, 14),
     "core": (14_900, 40),
     "gpu": (10_200, 34),
     "gpu/cpu_kernels": (3800, 10),
@@ -50,6 +50,7 @@ ROOMS = (
         "engine_thread",
         "grammar_guard",
         "backend",
+        "resumable",
         "generation",
         "relay",
         "relayed",
