@@ -1,7 +1,7 @@
 """Ray Serve before two servers: each replica starts one and passes what it is asked on. `serve run ray_serve:app`.
 
-Needs `pip install "ray[serve]"`, and `steploop` on the path of the replicas. STEPLOOP_* set the servers, as elsewhere. Ray
-sends a request to the replica that has fewer; it knows nothing of cached prompts, and a [[models]] list does (scale.md).
+Needs `pip install "ray[serve]"`, and `steploop` on the path of the replicas; STEPLOOP_* set the servers, as elsewhere.
+Ray asks the replica that has fewer requests. It knows nothing of cached prompts, as a [[models]] list does.
 """
 
 import asyncio
