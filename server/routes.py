@@ -12,7 +12,18 @@ from msgspec import structs
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
 from server.adapters import Adapters
-from server.api import chat, completions, embeddings, infill, messages, models, ollama, responses, scores, tokenize
+from server.api import (
+    chat,
+    completions,
+    embeddings,
+    llama_server,
+    messages,
+    models,
+    ollama,
+    responses,
+    scores,
+    tokenize,
+)
 from server.api.decoding import decode
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
@@ -390,6 +401,22 @@ def _plain_id(shown: str) -> str:
 # For other routers.
 
 
+async def show_props(exchange: Exchange) -> None:
+    server = exchange.server
+    assert server.card is not None, "it comes with the model"
+    exchange.send(llama_server.props_reply(server.card, server.served.reader.chat_template.sources.get("default", "")))
+
+
+async def show_slots(exchange: Exchange) -> None:
+    """503 with ?fail_on_no_slot=1 where none is free."""
+    server = exchange.server
+    assert server.card is not None, "it comes with the model"
+    num_running = server.stats.num_running
+    if "fail_on_no_slot" in parse_qs(exchange.request.query) and num_running >= server.card.max_sequences:
+        raise ServiceError(ErrorKind.UNAVAILABLE, "No slot is free. Requests wait in the queue.", "no_slot_available")
+    exchange.send(llama_server.slots_reply(server.card, num_running))
+
+
 async def show_loads(exchange: Exchange) -> None:
     server, load = exchange.server, exchange.server.load()
     assert server.card is not None, "it comes with the model"
@@ -512,7 +539,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _generation(chat.SURFACE)},
     "/v1/completions": {"POST": _generation(completions.SURFACE)},
     "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True)},
-    "/infill": {"POST": _generation(infill.SURFACE)},
+    "/infill": {"POST": _generation(llama_server.INFILL)},
+    "/completion": {"POST": _generation(llama_server.COMPLETION)},
     "/v1/embeddings": {"POST": _generation(embeddings.SURFACE)},
     "/v1/rerank": {"POST": _generation(scores.RERANK)},
     "/v2/rerank": {"POST": _generation(scores.COHERE_RERANK)},
@@ -536,6 +564,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/model_info": {"GET": Route(describing(models.model_info_reply), ASKS)},
     "/server_info": {"GET": Route(describing(models.server_info_reply), ASKS)},
     "/v1/loads": {"GET": Route(show_loads, ASKS)},
+    "/props": {"GET": Route(show_props, ASKS)},
+    "/slots": {"GET": Route(show_slots, ASKS)},
     "/is_sleeping": {"GET": Route(show_sleep, ASKS)},
     "/v1/usage": {"GET": Route(show_usage, Scope.USAGE)},
     "/health": {"GET": Route(show_health, None, needs_model=False)},

@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (11_500, 31),
+    "server": (11_750, 31),
     "server/api": (5600, 18),
     "server/commands": (2250, 13),
     "server/gate": (2550, 8),
