@@ -40,12 +40,6 @@ PROBE_TIMEOUT_S = 2.0
 READY_POLL_S = 0.25
 # Sections of settings that a private server ignores
 _FOR_OTHER_CLIENTS = ("server", "listening", "access", "ledger", "files and batches")
-    "server",
-    "listening",
-    "access",
-    "ledger",
-    "files and batches",
-)  # sections of settings that a private server ignores
 SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "system": (str, "what the model is told before the conversation"),
     "temperature": (float, "0 always takes the likeliest token; 1 samples as the model says"),
