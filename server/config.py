@@ -562,7 +562,7 @@ class ServerConfig:
 
     files: Path | None = _FILES(
         None,
-        _Kind(file_value, "DIR"),
+        _Kind(directory_value, "DIR"),
         "serve /v1/files and /v1/batches, and keep the files there, in a directory of its own (default: they are not"
         " served)",
     )

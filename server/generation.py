@@ -201,7 +201,7 @@ class Generations:
     active: dict[str, "Generation"] = field(default_factory=dict)
     resumable: ResumableStreams = field(init=False)
     offload_compiling: Offload | None = None  # of grammars; None: as other work
-    on_awaited: Callable[[], None] = lambda: None  # called when somebody begins to wait for a first token
+    on_request: Callable[[], None] = lambda: None  # called when somebody begins to wait for an answer
     recorder: Recorder | None = None
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
@@ -320,9 +320,9 @@ class Generations:
         return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
 
     @property
-    def is_awaited(self) -> bool:
-        """Somebody waits for a first token."""
-        return any(one.is_awaited for one in self.active.values())
+    def is_busy(self) -> bool:
+        """Somebody waits for an answer."""
+        return not all(one.is_background for one in self.active.values())
 
     def check_open(self) -> None:
         """
@@ -437,10 +437,8 @@ class Generation:
         return self._prepared.call.model
 
     @property
-    def is_awaited(self) -> bool:
-        """Somebody waits for its first token."""
-        is_pending = self.state in (State.RESERVING, State.QUEUED) and self._num_pauses == 0
-        return is_pending and self._timings.first_token_s is None and not self._ticket.caller.is_background
+    def is_background(self) -> bool:
+        return self._ticket.caller.is_background
 
     async def run(self) -> Outcome:
         """Answer the request.
@@ -592,8 +590,8 @@ class Generation:
         ticket.reserve(requests)
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, self._loop)
-        if not ticket.caller.is_background:
-            shared.on_awaited()
+        if not self.is_background:
+            shared.on_request()
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
