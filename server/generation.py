@@ -201,6 +201,7 @@ class Generations:
     active: dict[str, "Generation"] = field(default_factory=dict)
     resumable: ResumableStreams = field(init=False)
     offload_compiling: Offload | None = None  # of grammars; None: as other work
+    on_awaited: Callable[[], None] = lambda: None  # called when somebody begins to wait for a first token
     recorder: Recorder | None = None
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
@@ -318,6 +319,11 @@ class Generations:
 
         return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for a first token."""
+        return any(one.is_awaited for one in self.active.values())
+
     def check_open(self) -> None:
         """
         Raises:
@@ -430,6 +436,12 @@ class Generation:
         """By the name that its client asked for, once it is prepared."""
         return self._prepared.call.model
 
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for its first token."""
+        is_pending = self.state in (State.RESERVING, State.QUEUED) and self._num_pauses == 0
+        return is_pending and self._timings.first_token_s is None and not self._ticket.caller.is_background
+
     async def run(self) -> Outcome:
         """Answer the request.
 
@@ -446,7 +458,7 @@ class Generation:
         sharing_name = self._ticket.caller.sharing_name
         shared.check_open()
         # With the best class and deadline that the body may ask for
-        contender = Contender(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
+        contender = Contender(self._ticket.caller.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
         if not shared.others:
             shared.admission.check_in_time(contender, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
         self._timings.enter(Stage.BODY, self._clock())
@@ -580,10 +592,13 @@ class Generation:
         ticket.reserve(requests)
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, self._loop)
+        if not ticket.caller.is_background:
+            shared.on_awaited()
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
-            entry = shared.ledger.open(self._ledger_row(own_name(reader.cards, call.model)), ticket.cost)
+            row, is_again = self._ledger_row(own_name(reader.cards, call.model)), ticket.caller.is_background
+            entry = shared.ledger.open(row, ticket.cost, is_again)
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:

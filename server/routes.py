@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from urllib.parse import parse_qs, unquote
@@ -11,6 +11,7 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
+from server import batch_routes
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -24,7 +25,7 @@ from server.api import (
     scores,
     tokenize,
 )
-from server.api.decoding import decode
+from server.api.decoding import decode, page_of
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
@@ -119,18 +120,6 @@ async def show_response(exchange: Exchange) -> None:
         return
     order = query.get("order", ["desc"])[0]
     exchange.send(input_items_reply(response, *page_of(query), is_ascending=order == "asc"))
-
-
-def page_of(query: Mapping[str, list[str]], most: int = 100) -> tuple[str | None, int]:
-    """`after` and `limit` of a list.
-
-    Raises:
-        InvalidRequest: limit is not 1 to `most`.
-    """
-    limit = query.get("limit", ["20"])[0]
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise InvalidRequest(f"limit must be 1 to {most}.", "limit")
-    return query.get("after", [None])[0], int(limit)
 
 
 async def delete_response(exchange: Exchange) -> None:
@@ -578,6 +567,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/engine": {"GET": Route(show_engine, Scope.ADMIN, needs_model=False)},
     "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
     "/admin/drain": {"POST": Route(drain, Scope.ADMIN, needs_model=False)},
+    **batch_routes.ROUTES,
 }
 _SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # in the error for an unknown path
 _LEAST_SIMILARITY = 0.8  # of a slip; /v1/messages and /v1/usage have 0.75
@@ -608,6 +598,7 @@ PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS)},
     "/models/": {"GET": Route(get_model, ASKS)},
     "/v1/responses/": {"GET": Route(show_response, ASKS), "DELETE": Route(delete_response, ASKS)},
+    **batch_routes.PREFIXES,
     "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN)},
     "/admin/requests/": {
         "GET": Route(show_request, Scope.ADMIN, needs_model=False),
