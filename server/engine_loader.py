@@ -23,7 +23,7 @@ from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
 from core.types import Adapter, StepDelivery
 from server.api.fields import PoolingStyle
-from server.banner import DRAFTS
+from server.banner import drafts_of
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
@@ -43,6 +43,7 @@ from server.observing.logs import LoggedLines, LogHandler
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
+    from gpu.draft_model import DraftRunner
     from gpu.memory_plan import MemoryPlan
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
@@ -125,8 +126,12 @@ def _load(
     from gpu.device import arithmetic_of
     from gpu.parallel.runner import ParallelRunner
 
-    report_stage("loading weights")
     engine = config.to_engine_config()
+    draft_model = None
+    if config.draft is not None:  # before the other, so that its memory is taken
+        report_stage("loading the draft model")
+        draft_model = _load_draft(config, files, model, engine)
+    report_stage("loading weights")
     runner = _load_runner(files, model, engine)
     scheduler = Scheduler(
         runner.limits,
@@ -136,6 +141,7 @@ def _load(
         inter_token_target=engine.inter_token_target,
         forces_tokens=engine.forced_tokens == "on",
         speculates=engine.speculation == "auto",
+        draft_model=draft_model,
         stored=() if runner.offload is None else runner.offload.stored,
     )
     memory = runner.memory
@@ -180,6 +186,29 @@ def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) ->
         if engine.tensor_parallel == 1:
             return load_runner(files.path, model, engine, report_bytes, report_graphs)
         return load_parallel_runner(files.path, model, engine, report_bytes)
+
+
+def _read_draft(config: ServerConfig, files: ModelFiles, fetches: bool = True) -> tuple[ModelFiles, ModelConfig]:
+    """
+    Raises:
+        StartupError: it is missing or not supported, or has another vocabulary.
+    """
+    from gpu.draft_model import check_vocabulary
+
+    path = model_path(replace(config, model=config.draft), fetches)
+    draft = read_model_files(path, None, None, config.allow_special_in_content)
+    check_vocabulary(files.tokenizer, draft.tokenizer, (served_name(config), str(config.draft)))
+    return draft, parse_config(path, draft.config, None)
+
+
+def _load_draft(config: ServerConfig, files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> "DraftRunner":
+    from gpu.draft_model import DraftRunner, draft_settings
+    from gpu.loading import load_runner
+
+    draft, parsed = _read_draft(config, files)
+    with progress(_progress_stream(), "loading the draft model", True, MIN_LOADED_BYTES) as report_bytes:
+        runner = load_runner(draft.path, parsed, draft_settings(engine, model, parsed), report_bytes)
+    return DraftRunner(runner, model.vocab_size)
 
 
 def _progress_stream() -> TextIO:
@@ -277,6 +306,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     """
     if not config.has_engine:
         return _upstream_facts(config)
+    from gpu.draft_model import draft_settings
     from gpu.memory_plan import estimate
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
@@ -286,6 +316,11 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     files, model = _read_model(config, model_path(config, fetches=False))
     engine = config.to_engine_config()
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
+    draft_plan = None
+    if config.draft is not None:
+        draft, parsed = _read_draft(config, files, fetches=False)
+        draft_plan = estimate(draft.path, parsed, draft_settings(engine, model, parsed))
+        plan = replace(plan, free_bytes=plan.free_bytes - draft_plan.total_bytes).with_graphs(None)
     part = part_of(model, engine.tensor_parallel)
     demonstration = " (demonstration model)" if config.model is None else ""
     scheme = prequantized_scheme(model, config.quantize, plan.device.device) or config.quantize
@@ -312,6 +347,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
         "drafts": _shown_drafts(config, plan.device.device.type),
+        "draft model": None if draft_plan is None else f"{format_size(draft_plan.total_bytes)} with its KV cache",
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
@@ -371,7 +407,7 @@ def _shown_drafts(config: ServerConfig, device_type: str) -> str:
         return "none: --speculation off"
     if device_type != "cpu" or config.tensor_parallel > 1:
         return "none: they are verified on a CPU, by one process"
-    return DRAFTS
+    return drafts_of(config)
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
