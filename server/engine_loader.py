@@ -358,6 +358,8 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
 
 
 def _shown_device(runner: "ModelRunner | ParallelRunner") -> str:
+    from gpu.parallel.runner import ParallelRunner
+
     device = runner.memory.device
     if device.device.type != "cpu" or isinstance(runner, ParallelRunner):
         return device.device_reason

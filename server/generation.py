@@ -30,7 +30,7 @@ from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefill
 from server.api.decoding import parse_object
 from server.api.models import ServedModel
 from server.api.ollama import LATEST
-from server.api.replies import WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
+from server.api.replies import EVENTS, WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
 from server.backend import Backend, Handle, Prompts, SequenceTimes
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
 from server.engine_client import NOT_YET, EngineClient, RequestHandle
@@ -48,6 +48,7 @@ from server.observing.recorder import RecordedRequest, Recorder, digest_of
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, output_of
 from server.prompts import Prepared, PromptReader, find_model, own_name, usable
+from server.resumable import ResumableStreams
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
@@ -198,12 +199,15 @@ class Generations:
     grammars: GrammarCache = field(default_factory=GrammarCache)
     compiling: CompileQueue = field(default_factory=CompileQueue)
     active: dict[str, "Generation"] = field(default_factory=dict)
+    resumable: ResumableStreams = field(init=False)
     offload_compiling: Offload | None = None  # of grammars; None: as other work
+    on_awaited: Callable[[], None] = lambda: None  # called when somebody begins to wait for a first token
     recorder: Recorder | None = None
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
     def __post_init__(self) -> None:
         self.metrics.num_active = self.active.__len__
+        self.resumable = ResumableStreams(self.clock.monotonic)
 
     @property
     def known_own(self) -> OwnBackend:
@@ -314,6 +318,11 @@ class Generations:
             return grammar
 
         return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for a first token."""
+        return any(one.is_awaited for one in self.active.values())
 
     def check_open(self) -> None:
         """
@@ -427,6 +436,12 @@ class Generation:
         """By the name that its client asked for, once it is prepared."""
         return self._prepared.call.model
 
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for its first token."""
+        is_pending = self.state in (State.RESERVING, State.QUEUED) and self._num_pauses == 0
+        return is_pending and self._timings.first_token_s is None and not self._ticket.caller.is_background
+
     async def run(self) -> Outcome:
         """Answer the request.
 
@@ -443,7 +458,7 @@ class Generation:
         sharing_name = self._ticket.caller.sharing_name
         shared.check_open()
         # With the best class and deadline that the body may ask for
-        contender = Contender(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
+        contender = Contender(self._ticket.caller.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
         if not shared.others:
             shared.admission.check_in_time(contender, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
         self._timings.enter(Stage.BODY, self._clock())
@@ -512,6 +527,13 @@ class Generation:
         shared.metrics.count_unknown_fields(call.unknown_fields)
         tenants = shared.deadlines.replaced_by(self._ticket.caller.tenant.deadlines)
         self._deadlines = tenants.narrowed_by(call.deadlines)
+        if call.is_resumable:
+            if not call.is_stream or self._surface.media_type != EVENTS:
+                raise InvalidRequest(
+                    "resumable is of streams of events: send stream: true, or leave it out.", "resumable"
+                )
+            if stream.is_open:
+                shared.resumable.hold(stream, self.tenant, self._request_id)
         reader = self._backend.reader
         self._context = context = reader.reply_context(self._prepared, self._request_id)
         self._output = output_of(call)(reader.surface_of(self._surface), call, context, stream, self._timings)
@@ -570,10 +592,13 @@ class Generation:
         ticket.reserve(requests)
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, self._loop)
+        if not ticket.caller.is_background:
+            shared.on_awaited()
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
-            entry = shared.ledger.open(self._ledger_row(own_name(reader.cards, call.model)), ticket.cost)
+            row, is_again = self._ledger_row(own_name(reader.cards, call.model)), ticket.caller.is_background
+            entry = shared.ledger.open(row, ticket.cost, is_again)
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:
