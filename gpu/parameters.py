@@ -4,7 +4,7 @@ One pass allocates a layer's parameters and says where each tensor of the checkp
 way; it knows how the families name and store layers and experts. Thread: engine (at start).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -222,10 +222,10 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class ModelWeights:
-    """All parameters; the layers' matrices may be quantised."""
+    """All parameters; the layers' matrices may be quantised, and are taken once, in order."""
 
     embedding: Tensor | BlockWeight  # [vocab, hidden]
-    layers: list[LayerWeights]
+    layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden]; see LayerWeights
     lm_head: Tensor | BlockWeight  # [vocab, hidden]; the embedding itself when tied
     score: Tensor | None = None  # [scores, hidden]: of a model that scores
@@ -234,10 +234,10 @@ class ModelWeights:
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[ModelWeights, Targets]:
     """Allocate all parameters."""
     weights, targets = empty_ends(config, dtype, device, config.vocab_size)
-    for index in range(config.num_layers):
-        layer, layer_targets = empty_layer(config, index, dtype, device)
-        weights.layers.append(layer)
+    found = [empty_layer(config, index, dtype, device) for index in range(config.num_layers)]
+    for _, layer_targets in found:
         targets.update(layer_targets)
+    weights.layers = [layer for layer, _ in found]
     return weights, targets
 
 
@@ -257,7 +257,7 @@ def empty_ends(
     if config.num_scores:
         score = empty((config.num_scores, config.hidden_size))
         targets[SCORE] = Target(score)
-    return ModelWeights(embedding, [], norm, lm_head, score), targets
+    return ModelWeights(embedding, (), norm, lm_head, score), targets
 
 
 def empty_layer(

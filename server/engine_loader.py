@@ -151,7 +151,7 @@ def _load(
         num_parameters=memory.num_parameters,
         dtype=memory.device.dtype_name,
         device=str(memory.device.device),
-        device_reason=memory.device.device_reason,
+        device_reason=_shown_device(runner),
         kv_size_bytes=memory.kv_bytes,
         context_origin=config.context_origin,
         limits=runner.limits,
@@ -399,6 +399,15 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
         return f"{error.cause} Fix: {error.fix}"
     kv = f"{format_size(plan.kv_bytes)} of it KV, contexts of {plan.max_model_len:,} tokens"
     return f"when asked for, {format_size(plan.needed_bytes)} on {plan.device}, {kv}"
+
+
+def _shown_device(runner: "ModelRunner | ParallelRunner") -> str:
+    from gpu.parallel.runner import ParallelRunner
+
+    device = runner.memory.device
+    if device.device.type != "cpu" or isinstance(runner, ParallelRunner):
+        return device.device_reason
+    return f"{device.device_reason}; {runner.measured}"
 
 
 def _shown_drafts(config: ServerConfig, device_type: str) -> str:
