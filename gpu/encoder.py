@@ -20,7 +20,7 @@ from core.errors import ExitCode, StartupError
 from core.plan import Int32Array, RunnerLimits, StepOutput, StepPlan
 from gpu.checkpoint import Checkpoint, Progress, TensorSource, bad_checkpoint, is_buffer, named_tensors, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes, trim_heap
-from gpu.linear import Linear, has_onednn, make_linear, packed_linear
+from gpu.linear import Linear, has_onednn, make_linear
 from gpu.pooling import Pooled, Pooler, pooled_tokens
 from gpu.runner import NOT_FINITE
 
@@ -257,7 +257,7 @@ class Encoder:
         if f"{names[0]}.bias" in self._names.wanted:
             bias = torch.cat([self._tensor(f"{name}.bias", dtype) for name in names])
         is_packed = dtype == torch.bfloat16 and has_onednn(dtype, self._device)
-        return make_linear(weight, bias, packed_linear if is_packed else None)
+        return make_linear(weight, bias, is_packed=is_packed)
 
     def _make_norm(self, name: str) -> Norm:
         weight = self._tensor(f"{name}.weight", torch.float32)

@@ -401,11 +401,11 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
     return f"when asked for, {format_size(plan.needed_bytes)} on {plan.device}, {kv}"
 
 
-def _shown_device(runner: "ModelRunner | ParallelRunner") -> str:
-    from gpu.parallel.runner import ParallelRunner
+def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str:
+    from gpu.runner import ModelRunner
 
     device = runner.memory.device
-    if device.device.type != "cpu" or isinstance(runner, ParallelRunner):
+    if device.device.type != "cpu" or not isinstance(runner, ModelRunner):
         return device.device_reason
     return f"{device.device_reason}; {runner.measured}"
 
