@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (11_990, 31),
+    "server": (12_135, 32),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
     "server/commands": (2250, 13),
@@ -25,8 +25,8 @@ BUDGETS = {
     "server/observing": (2200, 9),
     "server/upstream": (1754, 6),
     "server/wire": (4815, 14),
-    "core": (14_900, 40),
-    "gpu": (10_200, 34),
+    "core": (14_925, 40),
+    "gpu": (10_300, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (760, 5),
@@ -54,6 +54,7 @@ ROOMS = (
         "backend",
         "resumable",
         "generation",
+        "generations",
         "relay",
         "relayed",
         "adapters",
