@@ -811,7 +811,7 @@ class ServerConfig:
         Args:
             settings: of the model's entry, parsed.
         """
-        inherited = (option.field_name for option in OPTIONS if option.section in _INHERITED)
+        inherited = (option.field_name for option in OPTIONS if option.section in _INHERITED and option.name != "draft")
         own: dict[str, Any] = {name: getattr(self, name) for name in inherited}
         if self.kv_offload_dir is not None:
             own["kv_offload_dir"] = self.kv_offload_dir / quote(model.name, safe="")

@@ -23,13 +23,8 @@ from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
 from core.types import Adapter, StepDelivery
-<<<<<<< HEAD
-from server.api.fields import PoolingStyle
-from server.banner import drafts_of
-=======
 from server.api.fields import PoolingStyle, tasks_of
-from server.banner import DRAFTS
->>>>>>> main
+from server.banner import drafts_of
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
@@ -50,11 +45,8 @@ from server.observing.logs import LoggedLines, LogHandler
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
     from gpu.draft_model import DraftRunner
-=======
     from gpu.encoder import EncoderRunner
->>>>>>> main
     from gpu.memory_plan import MemoryPlan
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
@@ -227,10 +219,26 @@ def _read_draft(config: ServerConfig, files: ModelFiles, fetches: bool = True) -
     return draft, parse_config(path, draft.config, None)
 
 
-def _load_draft(config: ServerConfig, files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> "DraftRunner":
+def _draft_bytes(config: ServerConfig, model: ModelConfig, engine: EngineConfig) -> int:
+    """What the draft model needs; 0: there is none."""
+    from gpu.draft_model import draft_settings
+    from gpu.memory_plan import estimate
+
+    if config.draft is None:
+        return 0
+    path = model_path(replace(config, model=config.draft), fetches=False)
+    draft = parse_config(path, read_model_config(path))
+    return estimate(path, draft, draft_settings(engine, model, draft)).total_bytes
+
+
+def _load_draft(
+    config: ServerConfig, files: ModelFiles, model: ModelConfig | EncoderConfig, engine: EngineConfig
+) -> "DraftRunner":
     from gpu.draft_model import DraftRunner, draft_settings
     from gpu.loading import load_runner
 
+    if isinstance(model, EncoderConfig):
+        raise StartupError(f"--draft, and {served_name(config)} generates no text", "leave --draft out")
     draft, parsed = _read_draft(config, files)
     with progress(_progress_stream(), "loading the draft model", True, MIN_LOADED_BYTES) as report_bytes:
         runner = load_runner(draft.path, parsed, draft_settings(engine, model, parsed), report_bytes)
@@ -276,7 +284,7 @@ def local_plan(config: ServerConfig, bounds: Mapping[str, int]) -> Plan:
     kv_bytes = plan.kv_bytes
     if engine.kv_memory_bytes is None:
         kv_bytes = min(kv_bytes, max(plan.least_kv_bytes, round(plan.kv_room_bytes * LOCAL_KV_SHARE)))
-    needed_bytes = plan.beside_kv_bytes + max(kv_bytes, plan.loading_bytes)
+    needed_bytes = plan.beside_kv_bytes + max(kv_bytes, plan.loading_bytes) + _draft_bytes(config, model, engine)
     return Plan(device.device.type, needed_bytes, kv_bytes, plan.max_model_len, free_bytes)
 
 
@@ -339,7 +347,6 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     """
     if not config.has_engine:
         return _upstream_facts(config)
-    from gpu.draft_model import draft_settings
     from gpu.memory_plan import estimate
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
@@ -351,11 +358,10 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     if isinstance(model, EncoderConfig):
         return (*_encoder_facts(config, files, model), *_upstream_facts(config))
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
-    draft_plan = None
     if config.draft is not None:
-        draft, parsed = _read_draft(config, files, fetches=False)
-        draft_plan = estimate(draft.path, parsed, draft_settings(engine, model, parsed))
-        plan = replace(plan, free_bytes=plan.free_bytes - draft_plan.total_bytes).with_graphs(None)
+        _read_draft(config, files, fetches=False)
+        draft_bytes = _draft_bytes(config, model, engine)
+        plan = replace(plan, free_bytes=plan.free_bytes - draft_bytes).with_graphs(None)
     part = part_of(model, engine.tensor_parallel)
     demonstration = " (demonstration model)" if config.model is None else ""
     scheme = prequantized_scheme(model, config.quantize, plan.device.device) or config.quantize
@@ -382,7 +388,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
         "drafts": _shown_drafts(config, plan.device.device.type),
-        "draft model": None if draft_plan is None else f"{format_size(draft_plan.total_bytes)} with its KV cache",
+        "draft model": None if config.draft is None else f"{format_size(draft_bytes)} with its KV cache",
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
