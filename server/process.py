@@ -26,6 +26,8 @@ from server.api.models import ServerCard
 from server.app import App, Readiness
 from server.backend import Backend
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
+from server.batches.runner import Batches
+from server.batches.store import FileLimits, Quota, Store
 from server.callers import Gate, of_callers
 from server.clock import Clock
 from server.config import ServerConfig
@@ -34,7 +36,7 @@ from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import DAY_S, UsedTokens
-from server.generation import Generations, OwnBackend
+from server.generations import Generations, OwnBackend
 from server.grammar_guard import MAX_AT_ONCE
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
@@ -103,6 +105,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
         self._clock = Clock(time.monotonic, time.time)
+        self._files = ThreadPoolExecutor(1, "files")
         self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
         self._metrics.standing = self._standing
@@ -128,6 +131,8 @@ class Server:
         self._local = (
             LocalModels(config, Processes(home_of_sockets(), self._loop), self._loop) if config.own_models else None
         )
+        if config.files is not None:
+            self._app.batches = self._open_batches(config.files)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
         self._app.listener = self.listener
@@ -326,6 +331,9 @@ class Server:
         if self._ledger is not None and config.store_responses_s is not None:
             most = config.store_responses_bytes, config.max_body_bytes
             self._app.responses = Responses(self._ledger, *most, self._offload)
+        if self._app.batches is not None:
+            generations.on_awaited = self._app.batches.give_way
+            self._app.batches.start()
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -346,6 +354,29 @@ class Server:
             self._needs_certificate,
         )
         self._announce(banner_lines(shown))
+
+    def _open_batches(self, directory: Path) -> Batches:
+        """
+        Raises:
+            StartupError: the directory cannot be used.
+        """
+        config, app = self._config, self._app
+
+        def num_slots() -> int | None:
+            return None if app.served.own is None else app.served.reader.max_sequences
+
+        return Batches(
+            Store(directory),
+            FileLimits(config.max_file_bytes, Quota(config.max_files, config.max_files_bytes)),
+            lambda work: self._loop.run_in_executor(self._files, work),
+            app.handle,
+            self._gate.identify_again,
+            lambda: self._readiness.is_ready and not self._readiness.is_draining,
+            num_slots,
+            lambda: app.served.is_awaited,
+            self._clock.unix,
+            self._loop,
+        )
 
     def _offload_compiling(self, work: Callable[[], T], /) -> Awaitable[T]:
         return self._loop.run_in_executor(self._compiling, work)
@@ -541,6 +572,8 @@ class Server:
         self._compiling.shutdown(wait=False, cancel_futures=True)
         for pool in self._pools:
             await pool.close()
+        if self._app.batches is not None:
+            await self._app.batches.close()
         if self._local is not None:
             await self._local.close()
         if self._ledger is not None:

@@ -271,7 +271,7 @@ class Relay:
             num_sequences=call.num_sequences,
             tenant=caller.sharing_name,
             share=tenant.share,
-            priority=tenant.priority_of(call.priority),
+            priority=caller.priority_of(call.priority),
             deadline_s=arrived_s + asked_s if asked_s < float("inf") else None,
         )
         return [demand]
@@ -309,7 +309,7 @@ class Relay:
             raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found", "model")
         fields = parse_object(body)
         _address_to(pool.settings, fields, _salt_of(tenant, fields.get("cache_salt")), fields.get("cache_salt"))
-        slot = pool.take_slot(leading_blocks("", (), 0), tenant.priority_of(None), caller.sharing_name)
+        slot = pool.take_slot(leading_blocks("", (), 0), caller.priority_of(None), caller.sharing_name)
         try:
             upstream = await slot.granted
             async with asyncio.timeout(ASK_S):
