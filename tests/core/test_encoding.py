@@ -9,7 +9,7 @@ import pytest
 
 from core.config import EngineConfig
 from core.kv_cache import BlockCopies, BlockLabel
-from core.plan import PromptTargets, SequenceStart, StepPlan, decode, encode
+from core.plan import PromptTargets, SequenceStart, StateSave, StepPlan, decode, encode
 from core.repetition import TokenPenalties
 from core.types import SamplingParams
 
@@ -34,6 +34,8 @@ PLAN = StepPlan(
     prompt_targets=[PromptTargets(row=0, first=1, token_ids=(6, 7), num_top=2)],
     masked_rows=[1],
     penalties=[TokenPenalties(3, {5: 1.5}, {7: 2}), TokenPenalties(1, {}, None)],
+    state_reads={3: 0, 1: ~3},
+    state_saves=[StateSave(row=1, position=16, kept=2)],
     host_copies=BlockCopies({1: 2}, {1: BlockLabel(7, (("tenant", "salt"), b"\0\xff"))}, {3: 4}, {4: None}),
 )
 

@@ -100,7 +100,7 @@ def check(directory: Path, num_requests: int, seed: int = 0) -> int:
     return scheduler.stats().num_preemptions
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "lfm2"])
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert check(save_random_model(name, tmp_path), 16) > 0
 
