@@ -8,10 +8,12 @@ the first event with text, `last` to the end of the stream.
 
 Then conversations with three servers of the embedded model, through the gateway's choice and through haproxy's round
 robin, beside one server that has them all: cached prompt tokens and the median first token. Then clients that leave at
-random moments, in lots: how long until the upstream behind the gateway holds nothing of a lot.
+random moments, in lots: how long until the upstream behind the gateway holds nothing of a lot, and how many steps it
+has computed for each client beyond the tokens that had reached it.
 """
 
 import argparse
+import contextlib
 import http.client
 import os
 import random
@@ -61,7 +63,7 @@ QUANTILES = (50, 99)
 class Client:
     """One connection that asks again and again."""
 
-    def __init__(self, port: int, max_tokens: int = NUM_TOKENS) -> None:
+    def __init__(self, port: int, max_tokens: int = NUM_TOKENS, request_id: str = "r") -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         body = {
@@ -72,8 +74,9 @@ class Client:
             "stream": True,
         }
         content = msgspec.json.encode(body)
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: "
-        self._request = f"{head}{len(content)}\r\n\r\n".encode() + content
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        head += f"x-request-id: {request_id}\r\ncontent-length: {len(content)}\r\n\r\n"
+        self._request = head.encode() + content
 
     def ask(self) -> tuple[float, float]:
         """Milliseconds to the first text and to the end.
@@ -91,12 +94,16 @@ class Client:
                 raise CannotRun(f"The answer is {received[:200]!r}.", "run the server alone and look")
         return (first_s - begun_s) * 1e3, (time.perf_counter() - begun_s) * 1e3
 
-    def leave(self, num_reads: int) -> None:
-        """Ask, and close the connection after so many reads of the answer."""
+    def send(self) -> None:
         self._socket.sendall(self._request)
-        for _ in range(num_reads):
-            self._socket.recv(65536)
+
+    def leave(self, num_reads: int) -> int:
+        """Close the connection after so many reads of the answer. Returns how many tokens have come."""
+        received = b"".join(self._socket.recv(65536) for _ in range(num_reads))
+        with contextlib.suppress(BlockingIOError):
+            received += self._socket.recv(1 << 20, socket.MSG_DONTWAIT)
         self.close()
+        return max(0, received.count(b'"content":') - 1)
 
     def close(self) -> None:
         self._socket.close()
@@ -216,26 +223,42 @@ def talk(port: int, num_talks: int) -> tuple[list[float], int, int]:
 
 def measure_cancels(arguments: argparse.Namespace) -> Table:
     freed: list[float] = []
+    steps: list[float] = []
     dice = random.Random(2)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         back, front = free_port(), free_port()
         models = Path(directory) / "gateway.toml"
-        models.write_text(MODELS.format(model=MODEL, back=back))
+        models.write_text(MODELS.format(model=MODEL, back=back) + "trusted = true\n")  # it is asked what it computed
         stack.enter_context(running(null_server_command(back, "--step-rate", str(STEPS_PER_S)), back))
         stack.enter_context(running(serve_command(front, "--config", str(models)), front))
         while len(freed) * LOT < arguments.cancels:
-            clients = [Client(front, max_tokens=2000) for _ in range(LOT)]
-            for client in clients:
-                client.leave(dice.randrange(4))
+            clients = {f"lot{len(freed)}-{i}": Client(front, 2000, f"lot{len(freed)}-{i}") for i in range(LOT)}
+            for client in clients.values():
+                client.send()
+            come = {name: client.leave(dice.randrange(4)) for name, client in clients.items()}
             begun_s = time.perf_counter()
             while True:
                 (load,) = request_json(back, "GET", "/v1/loads")["loads"]
                 if not load["num_total_reqs"]:
                     break
             freed.append((time.perf_counter() - begun_s) * 1e3)
-    row = {"cancels": len(freed) * LOT, "lots": len(freed), "step ms": 1e3 / STEPS_PER_S}
+            counted = {name: num_computed(front, name) for name in come}
+            steps += [num - come[name] for name, num in counted.items() if num is not None]
+    row = {"cancels": len(freed) * LOT, "begun": len(steps), "lots": len(freed), "step ms": 1e3 / STEPS_PER_S}
     shown = {f"free after p{q} ms": round(percentile(freed, q) or 0.0, 1) for q in (50, 99, 100)}
-    return table_of("Clients that leave", [row | shown], note="goal: one step and 50 ms")
+    shown |= {f"steps beyond p{q}": percentile(steps, q) or 0.0 for q in (50, 99, 100)}
+    return table_of("Clients that leave", [row | shown], note="goal: one step and 50 ms, which are six steps")
+
+
+def num_computed(port: int, name: str) -> int | None:
+    """Tokens of a client's request, as its upstream has counted them; None: it left before it was a request."""
+    while True:
+        try:
+            told = request_json(port, "GET", f"/v1/requests/{name}")
+        except CannotRun:
+            return None
+        if told["state"] in ("done", "failed"):
+            return told["num_completion_tokens"] or 0
 
 
 def request_json(port: int, method: str, path: str, body: object = None) -> Any:

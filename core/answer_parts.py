@@ -308,10 +308,14 @@ class HarmonyParser(Parser):
     a function a call.
 
     What precedes a call in the commentary channel is text. Messages to other tools than functions are thoughts.
+
+    Args:
+        ends_with_final: nothing comes behind the channel final: its text may have marks that are spelled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_with_final: bool = False) -> None:
         self.num_calls = 0
+        self._ends_with_final = ends_with_final
         super().__init__()
 
     @property
@@ -329,7 +333,9 @@ class HarmonyParser(Parser):
                 if (yield from self._is_header()):
                     yield from self._until(("<|message|>",), header.append)
                 self._uncertain_from = None
-                emit, is_call = self._emitter("".join(header))
+                emit, is_call = self._emitter(words := "".join(header))
+                if self._ends_with_final and "<|channel|>final" in words:
+                    yield from self._pass(_ANYTHING, emit)
                 begins = (*ends, '"') if is_call else ends
                 while (yield from self._until(begins, emit)) == '"':  # marks within a string are its text
                     self._at -= 1

@@ -70,8 +70,9 @@ class EngineConfig:
         max_sequences: that run at once.
         threads: compute threads on a CPU.
         quantize: the layers' matrices to one of QUANTIZE_SCHEMES while they load; None: as they are.
-        activations: "bf16": a file's quantised blocks become the serving format while they load; "int8": they stay as
-            stored, and rows become 8-bit integers to multiply them; "auto": int8 where the CPU has kernels for it.
+        activations: "bf16": a file's quantised blocks become the serving format while they load, int8 and int4 at each
+            step; "int8": they stay as stored, and rows become 8-bit integers to multiply them; "auto": int8 where the
+            CPU has kernels for it.
         quantize_cache_bytes: limit of quantised weights kept on disk; 0: none are.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: a step with prompts may take so many times as long as its decodes alone, by the step-cost

@@ -75,6 +75,7 @@ class Detokenizer:
         plain_texts: by id, texts that depend on no other token; None or IndexError: call push_token.
         num_tokens_kept: tokens up to the one that completed the stop string. Readers of plain_texts must count here.
         stopped_by: the stop string that was completed.
+        cut_text: of the kept tokens, from that string on: what it has cut off.
     """
 
     __slots__ = (
@@ -88,6 +89,7 @@ class Detokenizer:
         "_table",
         "_texts",
         "_thought",
+        "cut_text",
         "is_plain",
         "is_stopped",
         "num_tokens_kept",
@@ -107,6 +109,7 @@ class Detokenizer:
     ) -> None:
         self.is_stopped = False
         self.stopped_by: str | None = None
+        self.cut_text = ""
         self.num_tokens_kept = 0
         self._min_tokens = min_tokens
         self._table = table
@@ -213,7 +216,7 @@ class Detokenizer:
         if found is not None:
             end, self.stopped_by = found
             self.is_stopped = True
-            self._held = ""
+            self._held, self.cut_text = "", text[end:]
             return text[:end]
         num_safe = len(text) - _num_held_back(text, self._stop)
         self._held = text[num_safe:]

@@ -189,15 +189,16 @@ def _joined(parts: Iterable[tuple[int, StepOutput]]) -> StepOutput:
     """One output of a plan, from those of its parts with their first rows."""
     rows, token_ids = list[Int32Array](), list[Int32Array]()
     logprobs, prompt_logprobs = dict[int, TokenLogprobs](), dict[int, list[TokenLogprobs]]()
-    failed_rows, num_tokens = dict[int, str](), 0
+    failed_rows, pooled, num_tokens = dict[int, str](), dict[int, bytes](), 0
     for first, output in parts:
         rows.append(output.rows + np.int32(first))
         token_ids.append(output.token_ids)
         logprobs |= {num_tokens + i: entry for i, entry in output.logprobs.items()}
         prompt_logprobs |= {first + row: told for row, told in output.prompt_logprobs.items()}
         failed_rows |= {first + row: cause for row, cause in output.failed_rows.items()}
+        pooled |= {first + row: vector for row, vector in output.pooled.items()}
         num_tokens += len(output.token_ids)
-    return StepOutput(np.concatenate(rows), np.concatenate(token_ids), logprobs, prompt_logprobs, failed_rows)
+    return StepOutput(np.concatenate(rows), np.concatenate(token_ids), logprobs, prompt_logprobs, failed_rows, pooled)
 
 
 class Engine:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -35,6 +36,14 @@ LIMITS = LLParserLimits(
 # Beginnings of answers that are tried when a grammar is compiled, to find most of those that become too complex
 NUM_PROBES, PROBE_TOKENS = 3, 24
 MOST_ALONE = 8  # states that have a matcher of their own: each may take a hundred megabytes
+# Tokens that are allowed together, without being walked, where the text may go on with any of a kind and a length
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    "[a-zA-Z0-9]{1,22}",
+    *(f"{_TEXT}{{1,{most}}}" for most in (7, 10, 16, 30)),
+    f"{_TEXT}+",
+]
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
 MAX_TOKEN_SHOWN = 40  # characters
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
@@ -173,24 +182,32 @@ class Grammar:
         return Grammar(matcher, self.num_words, begun_anew) if matcher.consume_tokens(begun) else None
 
 
-class GrammarCompiler:
-    """
+class Vocabulary(msgspec.Struct, frozen=True):
+    """A model's.
+
     Args:
         token_bytes: of each id; b"": none.
         special_ids: of control tokens.
         eos_ids: any of which ends an answer; none: answers end where nothing more may come.
+    """
+
+    token_bytes: Sequence[bytes]
+    special_ids: Collection[int]
+    eos_ids: Sequence[int]
+
+
+class GrammarCompiler:
+    """
+    Args:
         encode: ids of a text, without special tokens.
         most_tokens: that an answer can have.
     """
 
     def __init__(
-        self,
-        token_bytes: Sequence[bytes],
-        special_ids: Collection[int],
-        eos_ids: Sequence[int],
-        encode: Callable[[str], Sequence[int]],
-        most_tokens: int | None = None,
+        self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], most_tokens: int | None = None
     ) -> None:
+        token_bytes, special_ids, eos_ids = vocabulary.token_bytes, vocabulary.special_ids, vocabulary.eos_ids
+        self._vocabulary = vocabulary
         self._most_characters = None if most_tokens is None else most_tokens * max(map(len, token_bytes))
         if not eos_ids:  # the library needs one: a token beyond the model's
             token_bytes, special_ids = [*token_bytes, b"<|end|>"], [*special_ids, len(token_bytes)]
@@ -199,8 +216,14 @@ class GrammarCompiler:
         self._alone = WeakSet[GrammarState]()
         self._punctuation = [i for i, one in enumerate(token_bytes) if len(one) == 1 and one in b'"{}[]:,']
         self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(token_bytes, special_ids, eos_ids, encode)), len(token_bytes), list(eos_ids)
+            TokenizerWrapper(_Tokenizer(token_bytes, special_ids, eos_ids[0], encode)),
+            len(token_bytes),
+            list(eos_ids),
+            SLICES,
         )
+
+    def prepare(self) -> None:
+        """Get ready for the first grammar, without waiting for it."""
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """
@@ -536,22 +559,20 @@ class GrammarCache:
         self._grammars.pop(spec.key, None)
 
 
-class _Vocabulary:
-    """What LLTokenizer asks of a tokenizer."""
+class _Tokenizer:
+    """What LLTokenizer asks of one."""
 
     bos_token_id = None
 
     def __init__(
         self,
-        tokens: Sequence[bytes],
+        token_bytes: Sequence[bytes],
         special_ids: Collection[int],
-        eos_ids: Sequence[int],
+        eos_id: int,
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        self.tokens = list(tokens)
-        self.special_token_ids = sorted(special_ids)
-        self.eos_token_id = eos_ids[0]
+        self.tokens, self.special_token_ids, self.eos_token_id = [*token_bytes], sorted(special_ids), eos_id
         self._encode = encode
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return list(self._encode(text.decode() if isinstance(text, bytes) else text))
+        return [*self._encode(text.decode() if isinstance(text, bytes) else text)]

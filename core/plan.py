@@ -22,7 +22,7 @@ from core.kv_cache import BlockCopies
 from core.repetition import TokenPenalties
 from core.sequence import ALL_SCORED, Sequence
 from core.step_cost import PROMPT_TILE, StepWork
-from core.types import Adapter, SamplingParams, StoreState, TokenLogprobs
+from core.types import Adapter, Pooling, SamplingParams, StoreState, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -78,6 +78,15 @@ class StateSave:
     kept: int
 
 
+@dataclass(frozen=True, slots=True)
+class PooledRow:
+    """A row of a prompt that ends with a vector. is_last: with this row, which then fails or has it in the output."""
+
+    row: int
+    pooling: Pooling
+    is_last: bool
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What to compute in one step.
@@ -111,6 +120,7 @@ class StepPlan:
     # By default it is the slot's own, or zeros at position 0.
     state_reads: dict[int, int] = field(default_factory=dict)
     state_saves: list[StateSave] = field(default_factory=list)
+    pooled_rows: list[PooledRow] = field(default_factory=list)  # ascending; they sample nothing
 
     @property
     def num_rows(self) -> int:
@@ -141,6 +151,7 @@ class StepOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> its logprobs
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of its PromptTargets
     failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); samples nothing
+    pooled: dict[int, bytes] = field(default_factory=dict)  # row that ends a pooled prompt -> its vector, float32
     host_copy_s: float = 0.0  # the part of the step's time that its host copies took
 
 
@@ -268,6 +279,7 @@ class PlanBuilder:
         self._num_drafts: dict[int, int] = {}
         self.state_reads: dict[int, int] = {}
         self.state_saves: list[StateSave] = []
+        self._pooled_rows: list[PooledRow] = []
 
     def add_row(self, sequence: Sequence, start: int, length: int, drafts: Seq[int] = ()) -> None:
         """Compute `length` tokens from position `start` on, and tell the runner what it lacks of the sequence.
@@ -276,7 +288,7 @@ class PlanBuilder:
             drafts: the last of these tokens, which may not be the sequence's. It sits out while they are in flight.
         """
         end = start + length
-        samples = end - len(drafts) == len(sequence.token_ids) + sequence.num_pending
+        samples = sequence.pooling is None and end - len(drafts) == len(sequence.token_ids) + sequence.num_pending
         self.repeat_row(sequence, start, length, samples, drafts)
         if sequence.state_source is not None:
             self.state_reads[sequence.slot], sequence.state_source = sequence.state_source, None
@@ -306,6 +318,8 @@ class PlanBuilder:
         self.budget -= length
         if sequence.num_scored_tokens != ALL_SCORED:
             self._add_prompt_targets(sequence, row, start, start + length)
+        if sequence.pooling is not None and (sequence.pools_all or start + length == sequence.num_prompt_tokens):
+            self._pooled_rows.append(PooledRow(row, sequence.pooling, start + length == sequence.num_prompt_tokens))
         if not sequence.is_started:
             self._start(sequence)
         table = sequence.table
@@ -371,6 +385,7 @@ class PlanBuilder:
             num_drafts=self._num_drafts,
             state_reads=self.state_reads,
             state_saves=self.state_saves,
+            pooled_rows=self._pooled_rows,
         )
 
     def _add_prompt_targets(self, sequence: Sequence, row: int, start: int, end: int) -> None:

@@ -160,7 +160,7 @@ class Scheduler:
         num_tokens, num_slots = len(request.prompt_ids), len(self.states.occupants)
         if num_tokens == 0:
             return "The prompt is empty."
-        if num_tokens >= self._max_length:
+        if num_tokens >= self._max_length + (request.pooling is not None):  # it needs no room for a token more
             return (
                 f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
             )
@@ -200,7 +200,7 @@ class Scheduler:
             rules = RepetitionRules(**asked, breakers=request.breakers or Breakers())
             for sequence in group.sequences:
                 sequence.repetition = Repetition(rules)
-        if self._speculates and request.speculates:
+        if self._speculates and request.speculates and request.pooling is None:
             for sequence in group.sequences:
                 if sequence.repetition is not None or sequence.search is not None:
                     continue
@@ -701,11 +701,15 @@ class Scheduler:
         self.host.on_applied(len(output.failed_rows) < len(sequences), output.host_copy_s)
         self._account(flight, step_s - output.host_copy_s)
         for save in plan.state_saves:
-            self.states.keep_saved(sequences[save.row], save)
+            self.states.keep_saved(sequences[save.row], save, not lost)
         self._take_prompt_logprobs(flight, output, lost)
         self._advance_prompts(flight, lost, now)
         refused = self._verify(flight, output, lost, step_s - output.host_copy_s)
         self._take_tokens(output, sequences, lost, refused)
+        for row, pooled in output.pooled.items():
+            sequence = sequences[row]
+            if row not in lost and not sequence.is_lost and sequence.cancel_reason is None:
+                self.states.finish(sequence, FinishReason.STOP, pooled=pooled)
         for row in plan.num_drafts:
             if sequences[row].state is SequenceState.RUNNING and not sequences[row].is_lost:
                 self.states.trim(sequences[row])
@@ -787,6 +791,7 @@ class Scheduler:
         if group is None or group.sequences[sequence.index] is not sequence:
             return  # the request ended while this was computed
         is_looked_up = self.pool.has_prefix_cache and sequence.sampling.num_prompt_logprobs is None
+        is_looked_up &= not sequence.pools_all
         if group.num_prompt_tokens_done == 0 and is_looked_up:
             counts.num_cache_queries += sequence.num_prompt_tokens
         num_cached = max(0, start - group.num_prompt_tokens_done)  # not computed by this request

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from core.kv_cache import BlockTable
-from core.types import Adapter, Cost, FinishReason, Request, SamplingParams
+from core.types import Adapter, Cost, FinishReason, Pooling, Request, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,6 +118,7 @@ class Sequence:
         state_source: where its next row reads its recurrent state (StepPlan.state_reads); None: its slot's own.
         num_scored_tokens: how many leading logits the prompt's logprobs have been told of, where they are asked for:
             the cache may give no more tokens than these. ALL_SCORED: none are left to tell.
+        pooling: what it ends with; None: with its answer.
         num_in_flight: plans with it that are not applied yet.
         num_pending: tokens that these sample: they follow token_ids and are not known yet.
         is_lost: what it computed cannot be used. It computes everything again once it is no longer in flight.
@@ -156,6 +157,7 @@ class Sequence:
     table: BlockTable
     is_paused: bool
     num_scored_tokens: int
+    pooling: Pooling | None
     num_computed_tokens: int = 0
     state_source: int | None = None
     state: SequenceState = SequenceState.WAITING
@@ -204,6 +206,11 @@ class Sequence:
         if sampling.presence_penalty or sampling.frequency_penalty or sampling.dry_multiplier:
             return True
         return sampling.repetition_penalty != 1
+
+    @property
+    def pools_all(self) -> bool:
+        """Its vector is of all its tokens: it computes each itself."""
+        return self.pooling is not None and self.pooling.kind != "last"
 
     @property
     def num_own_tokens(self) -> int:
@@ -306,6 +313,7 @@ class SequenceGroup:
             table=BlockTable(request.cache_root),
             is_paused=self.is_paused,
             num_scored_tokens=0 if wants_scores else ALL_SCORED,
+            pooling=request.pooling,
             grammar=None if request.grammar is None else request.grammar.start(),
         )
         self.sequences.append(sequence)

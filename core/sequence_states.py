@@ -220,6 +220,7 @@ class SequenceStates:
         reason: FinishReason,
         error: str | None = None,
         stop_logprobs: TokenLogprobs | None = None,
+        pooled: bytes = b"",
     ) -> None:
         """End a sequence and release all it holds; a request's last one brings the terminal chunk. Idempotent.
 
@@ -250,6 +251,7 @@ class SequenceStates:
                 index=sequence.index,
                 stop_logprobs=stop_logprobs,
                 answer_ids=answer_ids,
+                pooled=pooled,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,
                 usage=self._end_group(group) if is_last else None,
@@ -331,8 +333,8 @@ class SequenceStates:
     # Its blocks
 
     def num_blocks_to_admit(self, sequence: Sequence) -> int:
-        """Blocks of all its tokens and the next."""
-        return num_blocks_for(len(sequence.token_ids) + 1, self._block_size)
+        """Blocks of all its tokens and the next, if there will be one."""
+        return num_blocks_for(min(len(sequence.token_ids) + 1, sequence.max_length), self._block_size)
 
     def take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
         """Give a waiting sequence the blocks that are cached and new ones for the rest, or nothing and return False.
@@ -404,16 +406,21 @@ class SequenceStates:
             if (place := self.kept.take()) is not None:
                 builder.state_saves.append(StateSave(len(builder.sequences) - 1, border, place))
 
-    def keep_saved(self, sequence: Sequence, save: StateSave) -> None:
-        """The step that writes this state has come back: from now on others find it, until its block is forgotten."""
+    def keep_saved(self, sequence: Sequence, save: StateSave, are_all_written: bool) -> None:
+        """The step that writes this state has come back: from now on others find it, until its block is forgotten.
+
+        Args:
+            are_all_written: no row failed. Otherwise equal blocks of others may be what it should have written.
+        """
         assert self.kept is not None, "plans save states of recurrent layers alone"
         table, position = sequence.table, save.position // self._block_size
-        if table.num_published < position:  # equal blocks of others are published
+        is_valid = sequence.num_computed_tokens >= save.position  # it was not forgotten meanwhile
+        if is_valid and are_all_written and table.num_published < position:  # equal blocks of others are published
             self.pool.extend(table, sequence.token_ids[: save.position + 1], save.position)
             self.publish(sequence, save.position)
             if table.num_sent < len(table):
                 sequence.plain_end = 0
-        if table.num_published >= position and self.pool.is_published(table.blocks[position - 1]):
+        if is_valid and table.num_published >= position and self.pool.is_published(table.blocks[position - 1]):
             self.kept.keep(save.kept, table.blocks[position - 1])
         else:
             self.kept.give_back(save.kept)
@@ -455,7 +462,9 @@ def domain_of(request: Request) -> Hashable:
 
 
 def _cacheable(sequence: Sequence) -> list[int]:
-    """The tokens that the cache may give it, and one more: logits that are asked for are not cached."""
+    """The tokens that the cache may give it, and one more: logits and hidden states are not cached."""
+    if sequence.pools_all:
+        return []
     if sequence.num_scored_tokens == ALL_SCORED:
         return sequence.token_ids
     return sequence.token_ids[: sequence.num_scored_tokens + 1]

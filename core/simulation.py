@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,17 @@ import numpy as np
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
 from core.kv_cache import BlockCopies
-from core.plan import PENDING, Int32Array, PromptTargets, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.plan import (
+    PENDING,
+    Int32Array,
+    PooledRow,
+    PromptTargets,
+    Runner,
+    RunnerLimits,
+    SequenceStart,
+    StepOutput,
+    StepPlan,
+)
 from core.scheduler import Scheduler
 from core.types import Message, Request, StepDelivery, Submit, TokenLogprobs, Usage
 
@@ -126,6 +137,7 @@ class SimulatedRunner:
         self._tables: list[list[int]] = [[] for _ in range(limits.max_sequences)]  # of blocks, by slot
         self._starts: dict[int, SequenceStart] = {}
         self._last_sampled = [0] * limits.max_sequences  # by slot
+        self._num_pooled = [0] * limits.max_sequences  # by slot: tokens of a prompt that is pooled whole
 
     def forward(self, plan: StepPlan) -> StepPlan:
         for start in plan.sequence_starts:
@@ -138,6 +150,10 @@ class SimulatedRunner:
         for slot, first, length in _rows_of(plan.slots, plan.starts, plan.lengths):
             self._store(slot, first, ids[offset : offset + length])
             offset += length
+        for row in (one.row for one in plan.pooled_rows if one.pooling.kind != "last"):
+            slot, first = int(plan.slots[row]), int(plan.starts[row])
+            assert first == 0 or first <= self._num_pooled[slot], "a token was left out"
+            self._num_pooled[slot] = first + int(plan.lengths[row])
         if self._host_s:
             self._clock.advance(self._host_s)
         self._free_s = max(self._free_s, self._clock()) + self._cost.step_s(plan)
@@ -161,7 +177,10 @@ class SimulatedRunner:
         told = {targets.row: self._follow(ticket, targets) for targets in ticket.prompt_targets}
         assert self._steps[-1].plan is ticket, "another step was sent before this one was sampled"
         self._steps[-1].output = StepOutput(
-            rows=np.array(rows, np.int32), token_ids=np.array(sampled, np.int32), prompt_logprobs=told
+            rows=np.array(rows, np.int32),
+            token_ids=np.array(sampled, np.int32),
+            prompt_logprobs=told,
+            pooled={one.row: self._pool(ticket, one) for one in ticket.pooled_rows if one.is_last},
         )
 
     def collect(self, ticket: StepPlan) -> StepOutput:
@@ -211,11 +230,23 @@ class SimulatedRunner:
             for i, token_id in enumerate(targets.token_ids)
         ]
 
+    def _pool(self, plan: StepPlan, pooled: PooledRow) -> bytes:
+        """The vector of the prompt that is in the blocks; of all tokens only if the slot has computed all."""
+        slot, end = int(plan.slots[pooled.row]), int(plan.starts[pooled.row] + plan.lengths[pooled.row])
+        assert pooled.pooling.kind == "last" or self._num_pooled[slot] == end, "a token was left out"
+        return pooled_vector(self._prefix(slot, end))
+
     def _prefix(self, slot: int, length: int) -> memoryview:
         """The sequence's tokens, read from its blocks."""
         num_blocks = -(-length // self.limits.block_size)
         content = b"".join([self._kv[block] for block in self._tables[slot][:num_blocks]])
         return memoryview(content).cast("i")[:length]
+
+
+def pooled_vector(prompt: Prefix) -> bytes:
+    """What a simulated model makes of a prompt: 8 numbers, float32."""
+    digest = blake2b(bytes(prompt), digest_size=8).digest()
+    return (np.frombuffer(digest, np.uint8).astype(np.float32) - 127.5).tobytes()
 
 
 def _next_allowed(token_id: int, mask: Int32Array) -> int:

@@ -240,6 +240,20 @@ class Tokenizer:
         except UnicodeDecodeError:
             return None
 
+    def without_end(self, token_ids: Sequence[int], end: str) -> list[int]:
+        """The ids of a text without its end: those before it, and of the id in which it begins the rest, tokenized.
+
+        None are left where the end begins within a character, or has ids without text.
+        """
+        ids, left, data = list(token_ids), b"", end.encode()
+        while ids and len(left) < len(data):
+            left = self.bytes_of(ids.pop()) + left
+        try:
+            rest = left[: -len(data)].decode()
+        except UnicodeDecodeError:
+            return []
+        return ids + self.encode(rest, add_special_tokens=False) if left.endswith(data) else []
+
     def may_have(self, text: str, part: slice, control: Sequence["ControlToken"]) -> bool:
         """Whether ids with these control tokens may stand for a part of a rendered chat that spells them."""
         return self._control.may_have(text, part, control)

@@ -102,12 +102,15 @@ class TurnMemory:
         is_users = isinstance(text, MarkedText) and Origin.USER in text.origins[start:end]
         return not is_users and self._tokenizer.may_have(text, slice(start, end), turn.control)
 
-    def add(self, begun: Begun, answer_ids: Sequence[int]) -> None:
+    def add(self, begun: Begun, answer_ids: Sequence[int], cut_text: str = "") -> None:
         """Remember a prompt with its answer.
 
         Args:
             answer_ids: without the id that ends it.
+            cut_text: the end of their text, that is left out: of the id in which it begins, the rest is tokenized.
         """
+        if cut_text:
+            answer_ids = self._tokenizer.without_end(answer_ids, cut_text)
         if (answer := self._tokenizer.spelled(answer_ids)) is None or not answer_ids:
             return
         text, control = answer

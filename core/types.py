@@ -89,6 +89,23 @@ class Beams(msgspec.Struct, frozen=True):
     early_stopping: bool | Literal["never"] = False
 
 
+PoolingKind = Literal["last", "mean", "cls"]
+
+
+class Pooling(msgspec.Struct, frozen=True):
+    """Asks for one vector of a prompt, float32, instead of an answer: an embedding, or scores.
+
+    Args:
+        kind: the last hidden state, after the final norm, of which tokens; "mean" of all.
+        token_ids: the logits of these tokens after the last one, instead.
+        second_from: where the second text of a pair begins, for encoders that tell the two apart; 0: there is none.
+    """
+
+    kind: PoolingKind
+    token_ids: tuple[int, ...] = ()
+    second_from: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """A LoRA adapter of the model, loaded. Requests hold it while they run; gpu/adapters.py has what it computes.
@@ -119,6 +136,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         speculates: drafts of its next tokens may be computed. The tokens are the same.
         prediction_ids: what its answer is likely to say: a draft.
         tells_answer: the ids of each sequence come with its end.
+        pooling: its prompt is all of it: a sequence of its own ends with a vector, and samples nothing.
     """
 
     request_id: str  # ours, never the client's
@@ -140,6 +158,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     speculates: bool = True
     prediction_ids: tuple[int, ...] = ()
     tells_answer: bool = False
+    pooling: Pooling | None = None
 
     @property
     def counts_late(self) -> bool:
@@ -299,6 +318,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
             and in order, before any generated token, in chunks that contain nothing else.
         answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them.
+        pooled: with finish_reason: the vector that the request asks for, float32.
     """
 
     request_id: str
@@ -310,6 +330,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: the sequence's part of the usage
     answer_ids: tuple[int, ...] = ()
+    pooled: bytes = b""
     usage: Usage | None = None
     cost: Cost = Cost()  # with usage
     error: str | None = None  # with FinishReason.ERROR: the cause, for the client
@@ -455,7 +476,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
         stop_string: with finish_reason: the stop string that ends the text.
-        answer_ids: with finish_reason: of all its text, where they are asked for and no stop string has cut it.
+        pooled: see TokenChunk.
     """
 
     text: str
@@ -465,4 +486,4 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
-    answer_ids: tuple[int, ...] = ()
+    pooled: bytes = b""

@@ -1,6 +1,6 @@
-"""Matrices as GGUF files quantise them: the formats, and how blocks are packed for multiplying. Thread: engine.
+"""Matrices in quantised blocks, as GGUF files have them, or int4: formats, and how blocks are packed. Thread: engine.
 
-A format's block holds 32 or 256 inputs of one output. Packed, the same bytes of 64 outputs lie together: each field of
+A format's block holds 32 to 256 inputs of one output. Packed, the same bytes of 64 outputs lie together: each field of
 a block (a float16 scale, a word of four bytes of numbers) 64 times, output by output, so that a register holds one
 field of 16 outputs. Nothing is converted and nothing grows; only the signed bytes of Q8_0 get their sign bit turned,
 for instructions that multiply unsigned by signed bytes.
@@ -53,7 +53,14 @@ def _format(name: str, fields: tuple[tuple[int, int], ...], group: int, middle: 
 MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
+INT4_FORMATS = {128: "INT4_128", 64: "INT4_64", 32: "INT4_32"}
+"""By the inputs that share a scale and a zero, the largest first: those of QuantizedWeight."""
+
 FORMATS = {
+    **{
+        name: BlockFormat(size, 4 + size // 2, ((2, 2), (4, size // 8)), 32, 8, has_minima=True)
+        for size, name in INT4_FORMATS.items()
+    },
     "Q8_0": _format("Q8_0", ((2, 1), (4, 8)), 32, 128, signed=2),
     "Q4_0": _format("Q4_0", ((2, 1), (4, 4)), 32, 8),
     "Q4_1": _format("Q4_1", ((2, 2), (4, 4)), 32, 0, has_minima=True),
@@ -68,7 +75,8 @@ FORMATS = {
     "Q4_K": _format("Q4_K", ((2, 2), (4, 35)), 32, 0, has_minima=True),
     "Q6_K": _format("Q6_K", ((4, 48), (1, 16), (2, 1)), 16, 32),
 }
-"""Formats that are multiplied as they are stored. Source: ggml-common.h."""
+"""Formats that are multiplied as they are stored. Source: ggml-common.h; int4: half floats of a scale and of the zero,
+then nibbles as Q4_0 has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +131,15 @@ class BlockWeight:
 
 def why_not_in_place(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a file's blocks become floats while they load, as a phrase; None: they stay as they are stored."""
+    if device.type == "cpu" and engine.quantize is not None:
+        return f"--quantize {engine.quantize}"
+    return why_no_blocks(model, engine, device, dtype)
+
+
+def why_no_blocks(model: ModelConfig, engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why matrices are not multiplied as blocks, as a phrase; None: files' are, and int8 and int4."""
     if device.type != "cpu":
         return "that is for CPUs"
-    if engine.quantize is not None:
-        return f"--quantize {engine.quantize}"
     if engine.activations == "bf16":
         return "--activations bf16"
     if dtype not in (torch.bfloat16, torch.float32):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from core.config import EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
 from core.types import SamplingParams
-from gpu.blocks import why_not_in_place
+from gpu.blocks import why_no_blocks, why_not_in_place
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
 from gpu.kv_cache import num_blocks_for
@@ -24,7 +25,7 @@ from gpu.parallel.ranks import Ranks, Shard
 from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
-from gpu.tune import find_operators
+from gpu.tune import find_operators, timed_steps
 from gpu.weights import MatrixForm, check_checkpoint, load_weights, prequantized_scheme
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; fewer of a large model, which takes longer.
@@ -62,7 +63,9 @@ def load_runner(
         warm_up(runner)
         runner.open_graphs(graph_progress)
         if not runner.captures_lazily:  # timing would capture graphs
-            runner.limits = replace(runner.limits, timed_rows=time_rows(runner))
+            timing = partial(time_rows, runner)
+            timed = timed_steps(config, engine, choice, runner.operators, checkpoint.main_format, timing)
+            runner.limits = replace(runner.limits, timed_rows=timed)
         runner.open_offload(engine, checkpoint)
     except DeviceError as error:
         fix = "start it again; nvidia-smi and the system's log say what happened to the device."
@@ -90,6 +93,7 @@ def load_planned(
     choice, part = memory.device, config if shard is None else shard.config
     operators = find(part, choice)  # compiles or loads kernels
     operators.ranks = ranks
+    operators.has_blocks = why_no_blocks(part, engine, choice.device, choice.dtype) is None
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         is_prequantized = prequantized_scheme(config, engine.quantize, choice.device) is not None

@@ -440,7 +440,7 @@ def weights_size_bytes(
     for index in range(model.num_layers):
         layer, targets = empty_layer(model, index, dtype, torch.device("meta"))
         kept = {} if scheme is None else find_prequantized(model, layer, targets, checkpoint)
-        size_bytes += sum(_added_bytes(layer, kept, scheme, dtype, quantize))
+        size_bytes += sum(_added_bytes(layer, kept, scheme, dtype, device, quantize))
     return size_bytes
 
 
@@ -467,6 +467,7 @@ def _added_bytes(
     kept: dict[str, int],
     scheme: str | None,
     dtype: torch.dtype,
+    device: torch.device,
     quantize: str | None,
 ) -> Iterator[int]:
     """What storing each of a layer's matrices as integers or 8-bit floats adds: negative numbers.
@@ -479,9 +480,9 @@ def _added_bytes(
         shape = tuple(floats(getattr(owner, field)).shape)
         plain_bytes = math.prod(shape) * dtype.itemsize
         if scheme is not None and field in kept:
-            yield stored_bytes(shape, scheme, dtype, kept[field]) - plain_bytes
+            yield stored_bytes(shape, scheme, dtype, device, kept[field]) - plain_bytes
         elif quantize is not None and can_quantize(quantize, shape[-1]):
-            yield stored_bytes(shape, quantize, dtype) - plain_bytes
+            yield stored_bytes(shape, quantize, dtype, device) - plain_bytes
 
 
 def loading_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:

@@ -143,6 +143,10 @@ class Model:
             adapted.groups = []  # an adapter's memory goes with its last request
         return x
 
+    def normed(self, x: Tensor) -> Tensor:
+        """The last norm. x: [some, hidden], from forward(); also returned so."""
+        return self.operators.norm(x, self.norm)
+
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """
         Args:
@@ -154,7 +158,7 @@ class Model:
         """
         if not len(x):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        found = self.lm_head(self.operators.norm(x, self.norm))
+        found = self.lm_head(self.normed(x))
         logits = found.float() if out is None else out.copy_(found)
         if self.config.logits_scale != 1:
             logits = logits.mul_(self.config.logits_scale)

@@ -40,6 +40,7 @@ class Operators:
 
     matmuls: MatmulChoices | None = None  # None: there is no choice
     sampler: MakeSampler | None = None  # None: torch samples
+    has_blocks = False  # whether int8 and int4 are multiplied as blocks
     has_device_rows = False  # whether rows are read at fixed addresses, so that a graph may hold a step
     make_rows: type[RowOperators] = RowOperators
     ranks: Ranks | None = None  # None: this process computes the whole model
@@ -58,7 +59,8 @@ class Operators:
         return make_linear(weight, bias, self.packed_linear if self._is_packed else None)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        return SlabLinear(weight, bias)
+        blocks = self._blocks_of(weight) if self.has_blocks else None
+        return SlabLinear(weight, bias) if blocks is None else self.blocks(blocks, bias)
 
     def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
         """See MakeMatmul."""
@@ -69,6 +71,12 @@ class Operators:
         from gpu.cpu_kernels.block_matmul import BlockMatmul  # compiles for seconds, once
 
         return BlockMatmul(weight, bias)
+
+    def _blocks_of(self, weight: QuantizedWeight) -> BlockWeight | None:
+        from gpu.cpu_kernels.block_matmul import pack_quantized
+
+        packed = pack_quantized(weight)
+        return None if packed is None else BlockWeight(weight.dtype, (packed,))
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         """Embedding and head that share one matrix."""

@@ -1,7 +1,8 @@
 """Weights as 8- or 4-bit numbers with scales: quantise, dequantise, multiply, cache. Thread: engine.
 
-int8: one scale per row (output channel), symmetric. fp8: the same of floats with four bits of exponent and three of
-mantissa (e4m3fn: arXiv:2209.05433), which follow small weights closer and large ones less. int4: a scale and a zero per
+int8: one scale per row (output channel), symmetric; on a CPU per 32 neighbours in a row, which is closer than half by
+what 8 bits of activations cost there. fp8: a scale per row of floats with four bits of exponent and three of mantissa
+(e4m3fn: arXiv:2209.05433), which follow small weights closer and large ones less. int4: a scale and a zero per
 group of neighbours in a row, asymmetric. Scales and zeros are rounded to bfloat16 first, and the numbers chosen for the
 rounded ones. A checkpoint's fp8 keeps its own scales, in float32, which may be of groups as well.
 
@@ -11,10 +12,9 @@ their numbers (tied), and an error in the head goes into every logit; norms, bia
 Greedy agreement of the demonstration model with itself in bfloat16, over the held text: int8 98.4 %; int4 in groups of
 32, 64 and 128: 79.0, 77.7 and 73.4 %; with the head quantised too 98.0 and 76.6 %.
 
-Matmuls: numba's or Triton's kernels where they support a matrix; otherwise it is dequantised a slab at a time. Torch's
-own operators for int8 and int4 are not used: with float32 rows, which CPUs without those kernels compute with, they
-took 1.2 to 30 times as long as slabs for up to 4 rows, and for 16 as long (int8) or 32 times as long (int4): 4,864 x
-896, one Zen 5 core.
+Matmuls: the kernels of blocks (gpu/blocks.py) or Triton's where they support a matrix; otherwise it is dequantised a
+slab at a time. Torch's own operators for int8 and int4 are not used: with float32 rows they took 1.2 to 30 times as
+long as slabs for up to 4 rows, and for 16 as long (int8) or 32 times as long (int4): 4,864 x 896, one Zen 5 core.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ SLAB_BYTES = 2**21  # of the weight, dequantised at once: what the second-level 
 DEVICE_SLAB_BYTES = 2**26  # the same on a device, where each slab costs launches
 CACHE_FOLDER = Path("steploop", "quantized")
 CACHE_SUFFIX = ".safetensors"
-CACHE_VERSION = "1"  # changes with the results of quantize()
+CACHE_VERSION = "2"  # changes with the results of quantize()
 CONTENT_HASH = "sha256"  # in the file's metadata
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ class QuantizedWeight:
         dtype: of the original weight, and of the rows that it multiplies.
         values: int8 and fp8: [..., out, in], int8 or float8_e4m3fn; int4: [..., out, in / 2], uint8, the even column in
             the low half.
-        scales: int8: [..., out, 1]; fp8: the same, or [..., out, in / group]; int4: [..., out, in / group]; bfloat16,
-            float32 for a checkpoint's fp8.
+        scales: int8 and fp8: [..., out, 1] or [..., out, in / group]; int4: [..., out, in / group]; bfloat16, float32
+            for a checkpoint's fp8.
         zeros: int4: as scales; others: None.
     """
 
@@ -108,9 +108,11 @@ def floats(weight: Weight) -> Tensor:
     return weight
 
 
-def group_size_of(num_in: int) -> int | None:
-    """Group size of int4 rows of this length; None: no size divides them."""
-    return next((size for size in GROUP_SIZES if num_in % size == 0), None)
+def group_size_of(scheme: str, num_in: int, device: torch.device) -> int | None:
+    """How many inputs of a row of this length share a scale; None: int4 has no size that divides it."""
+    if scheme == "int4":
+        return next((size for size in GROUP_SIZES if num_in % size == 0), None)
+    return LEAST_GROUP if scheme == "int8" and device.type == "cpu" and num_in % LEAST_GROUP == 0 else num_in
 
 
 def prequantized_group(stored: int | None, num_in: int) -> int | None:
@@ -129,25 +131,25 @@ def prequantized_group(stored: int | None, num_in: int) -> int | None:
 
 def can_quantize(scheme: str, num_in: int) -> bool:
     """Whether rows of this length can be stored in this scheme; others stay in the serving format."""
-    return scheme != "int4" or group_size_of(num_in) is not None
+    return group_size_of(scheme, num_in, torch.device("cpu")) is not None
 
 
-def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype, group_size: int | None = None) -> int:
+def stored_bytes(
+    shape: tuple[int, ...], scheme: str, dtype: torch.dtype, device: torch.device, group_size: int | None = None
+) -> int:
     """Upper bound of a quantised matrix, or a stack, ready to multiply.
-
-    Kernels copy scales, and for int8 also zeros, into a layout of their own.
 
     Args:
         group_size: a checkpoint's, of int4 or of fp8, whose scales are float32; None: quantize()'s.
     """
-    *stack, num_out, num_in = shape
+    num_in = shape[-1]
     if scheme == "fp8" and group_size is not None:
-        return math.prod(stack) * num_out * (num_in + num_in // group_size * torch.float32.itemsize)
-    if scheme != "int4":
-        return math.prod(stack) * num_out * (num_in + 2 + dtype.itemsize)
-    group_size = group_size or group_size_of(num_in)
+        return math.prod(shape[:-1]) * (num_in + num_in // group_size * torch.float32.itemsize)
+    group_size = group_size or group_size_of(scheme, num_in, device)
     assert group_size is not None
-    return math.prod(stack) * num_out * (num_in // 2 + num_in // group_size * 2 * dtype.itemsize)
+    if scheme != "int4":
+        return math.prod(shape[:-1]) * (num_in + num_in // group_size * dtype.itemsize)
+    return math.prod(shape[:-1]) * (num_in // 2 + num_in // group_size * 2 * dtype.itemsize)
 
 
 def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
@@ -160,7 +162,7 @@ def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
     """
     num_in = weight.shape[-1]
     rows = weight.reshape(-1, num_in)
-    group_size = group_size_of(num_in) if scheme == "int4" else num_in
+    group_size = group_size_of(scheme, num_in, weight.device)
     assert group_size is not None
     parts = []
     for start, end in _slabs(rows.shape):

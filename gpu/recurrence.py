@@ -72,11 +72,15 @@ class States:
         is_there = self._positions[slots] == starts[:, None]  # [rows, 2]
         reads, writes = 2 * slots + is_there.argmax(1), 2 * slots + 1 - is_there.argmax(1)
         read_by_slot = dict(zip(slots.tolist(), reads.tolist(), strict=True))
-        for row in np.flatnonzero((starts == 0) | ~is_there.any(1) | np.isin(slots, list(plan.state_reads))).tolist():
-            slot, start = int(slots[row]), int(starts[row])
-            read_by_slot[slot] = self._found(plan.state_reads.get(slot), start)
-            writes[row] = 2 * slot
-            self._positions[slot] = NO_POSITION
+        elsewhere = np.flatnonzero((starts == 0) | ~is_there.any(1) | np.isin(slots, list(plan.state_reads)))
+        for row in elsewhere.tolist():
+            slot = int(slots[row])
+            read_by_slot[slot] = self._found(plan.state_reads.get(slot), int(starts[row]))
+        is_read = set(read_by_slot.values())
+        for row in elsewhere.tolist():  # it may write either; a sequence that had the slot before may have a reader yet
+            writes[row] = next(one for one in (2 * slots[row], 2 * slots[row] + 1) if one not in is_read)
+            left = self._positions[slots[row]]
+            left[left == ends[row]] = NO_POSITION
         self._positions.reshape(-1)[writes] = ends
         write_by_slot = dict(zip(slots.tolist(), writes.tolist(), strict=True))
         rows, saves = RecurrentRows(self), defaultdict[int, list[tuple[StateSave, int]]](list)

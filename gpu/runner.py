@@ -90,7 +90,7 @@ class ModelRunner:
     ) -> None:
         device, dtype = memory.device.device, memory.device.dtype
         self.config = config
-        self._engine, self._operators = engine, operators
+        self._engine, self.operators = engine, operators
         self.captured = Captured()
         self.offload: KVOffload | None = None
         self.memory = memory
@@ -135,7 +135,7 @@ class ModelRunner:
         )
 
     def _tune(self, memory: MemoryPlan) -> Tuning:
-        operators = self._operators
+        operators = self.operators
         if operators.ranks is not None:
             # ranks that chose differently would round differently what all compute alike
             return Tuning(self.config, memory.device, operators, None)
@@ -149,7 +149,7 @@ class ModelRunner:
         """
         device, counts = memory.device, (1, memory.device.threads)
         what = None
-        if device.device.type != "cpu" or self._operators.ranks is not None:
+        if device.device.type != "cpu" or self.operators.ranks is not None:
             what = "a GPU, or several devices together, add numbers in an order that depends on the step."
         else:
             probes = [(linear, width) for linear, width in self._model.probes(1)]
@@ -186,7 +186,7 @@ class ModelRunner:
 
     def _open_steps(self, cache: KVCache, shapes: StepShapes) -> Steps:
         most_rows, most_tokens = max_decodes(self._engine), self.memory.max_model_len
-        self._operators.attention.reserve(most_rows, most_tokens, self.config.num_heads, cache.layers[0])
+        self.operators.attention.reserve(most_rows, most_tokens, self.config.num_heads, cache.layers[0])
         return Steps(self._model, self._sampler, self._streams, self.memory, shapes, cache, self._states)
 
     @property
@@ -261,7 +261,7 @@ class ModelRunner:
         """Sample a token per sampling row; the tokens stay on the device, and a copy to the host starts."""
         if not len(ticket.sent.sampled.rows):
             return
-        ranks = self._operators.ranks
+        ranks = self.operators.ranks
         with _device_errors(), torch.inference_mode():
             if ranks is None or ranks.rank == 0:
                 ticket.tokens = self._to_host.send(self._steps.sample(ticket.sent, masks))
@@ -277,6 +277,13 @@ class ModelRunner:
         output = self._collect_tokens(ticket)
         if ticket.sent.scores is not None:
             self._collect_scores(ticket.sent.scores, output)
+        if ticket.sent.pooled is not None:
+            for row, slot, vector in ticket.sent.pooled.entries():
+                if vector is not None:
+                    output.pooled[row] = vector
+                else:
+                    output.failed_rows[row] = NOT_FINITE
+                    self.make_finite([slot])
         if ticket.host_copies is not None:
             assert self.offload is not None, "it started them"
             with _device_errors():

@@ -16,9 +16,9 @@ Padding rows and tokens attend to nothing, sample nothing, and write to the padd
 read on the device too: attention's grid has room for as many tiles as the shape's tokens can fill, and unused tiles end
 at once. Attention leaves undefined numbers for padding tokens, which stay in their own rows.
 
-Steps without graphs: those that return logprobs of prompts, those with rows that have adapters, and those with settings
-that the sampling kernel does not support, such as too many biases: torch samples these. The kernel handles all usual
-settings in one form: no request makes it compile or capture anything.
+Steps without graphs: those that return logprobs or vectors of prompts, those with rows that have adapters, and those
+with settings that the sampling kernel does not support, such as too many biases: torch samples these. The kernel
+handles all usual settings in one form: no request makes it compile or capture anything.
 """
 
 from dataclasses import dataclass, replace
@@ -36,6 +36,7 @@ from gpu.attention import HostRows, IntArray, RaggedRows
 from gpu.kv_cache import KVCache, num_blocks_for
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Batch, Model
+from gpu.pooling import Pooled, Pooler, pooled_tokens
 from gpu.recurrence import RecurrentRows, States
 from gpu.rows import NO_SLOT, DeviceTables, StepInputs
 from gpu.sampler import NO_DRAFT, DraftRows, Masked, PromptScores, Sampled, Sampler, score, scored_tokens
@@ -119,8 +120,8 @@ class StepLayout:
         slots, ends: [rows]; ends: one past the last new token's position.
         lengths: [prompts], tokens of each.
         tokens: [3, tokens]: see StepInputs.
-        asked: indexes of the tokens whose logits are needed: of rows that sample, then of prompts' targets; None: all
-            tokens, in order.
+        asked: indexes of the tokens whose last hidden states are needed: of rows that sample, then of prompts' targets,
+            then of pooled rows; None: all tokens, in order.
     """
 
     num_own: int
@@ -178,7 +179,9 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
         drafts = DraftRows(drafts.turns[by_place], drafts.next_ids[by_place])
     asked = None
     if len(prompts) or plan.prompt_targets or len(sampled) < num_tokens:
-        asked = np.concatenate([lasts, place[scored_tokens(plan, before.astype(np.int32))]])
+        first_tokens = before.astype(np.int32)
+        more = place[scored_tokens(plan, first_tokens)], place[pooled_tokens(plan, first_tokens)]
+        asked = np.concatenate([lasts, *more])
     slots, positions = plan.slots[row_of[order]], positions[order]
     return StepLayout(
         num_own=len(own),
@@ -244,6 +247,7 @@ class SentStep:
         is_sampled: the step has sampled them itself.
         masked_rows: see StepPlan.
         scores: logprobs of prompts' targets.
+        pooled: vectors of prompts.
     """
 
     sampled: SampledRows
@@ -251,6 +255,7 @@ class SentStep:
     is_sampled: bool
     masked_rows: list[int]
     scores: PromptScores | None = None
+    pooled: Pooled | None = None
 
 
 class Steps:
@@ -280,6 +285,7 @@ class Steps:
         max_rows, max_tokens = shapes.decodes[-1], engine.max_batch_tokens
         self.tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
         self._adapters = SlotAdapters(device)
+        self._pooler = Pooler(model.normed, model.logits)
         self._is_host = streams.is_host
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:
@@ -312,7 +318,8 @@ class Steps:
         is_free = not (wants_all or plan.masked_rows)
         samples = self._samples and is_free and self._sampler.can_launch(layout.sampled.slots)
         adapted = self._adapters.rows_of(layout.tokens[0], layout.asked)
-        may_pad = not (plan.prompt_targets or wants_all or adapted) and (samples or self._sampler.launched is None)
+        is_usual = not (plan.prompt_targets or plan.pooled_rows or wants_all or adapted)
+        may_pad = is_usual and (samples or self._sampler.launched is None)
         padded = self.graphs.of(layout.shape) if may_pad else None
         num_asked = 0 if layout.asked is None else len(layout.asked)
         if padded is not None:
@@ -384,7 +391,11 @@ class Steps:
             self._sampler.launched.launch(step.logits, inputs.sampled)
         if plan.prompt_targets:
             vocab_size = self._model.config.vocab_size
-            step.scores = score(hidden[num_logits:], plan, self._model.logits, vocab_size, self._streams)
+            num_targets = sum(len(one.token_ids) for one in plan.prompt_targets)
+            targets, hidden = hidden[num_logits : num_logits + num_targets], hidden[num_targets:]
+            step.scores = score(targets, plan, self._model.logits, vocab_size, self._streams)
+        if plan.pooled_rows:
+            step.pooled = self._pooler.pool(hidden[num_logits:], plan)
 
     def _hidden(
         self,

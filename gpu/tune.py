@@ -5,6 +5,7 @@
 | operators, attention     | known: the device's kernels where they support it and the model, or torch  |
 | sampling                 | known: the device's kernel, or torch's operators                           |
 | matmuls, norms on a CPU  | known: numba's kernels with avx512_bf16; with AMX, and elsewhere, oneDNN   |
+| matmuls of blocks        | known: numba's kernels with AVX2; int8 and int4 elsewhere by slabs         |
 | threads of a CPU's steps | measured, by a step's tokens                                               |
 | matmuls on a device      | measured, by a matrix's shape, for few rows and for many                   |
 
@@ -15,9 +16,10 @@ imported unless it serves. Descriptions and forget_measured may run on any threa
 import logging
 import os
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
+from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from core.config import EngineConfig, ModelConfig
+from core.plan import TimedRow
 from gpu.cache_files import can_keep_kernels, measured_file, read_kept, write_kept
 from gpu.device import DeviceChoice, cpu_flags, cpu_model
 from gpu.kernels import sizes as cuda
@@ -46,7 +49,7 @@ MAX_DEVICE_VOCABULARY = 1 << 20  # 8,192 segments, whose maxima one program hold
 # A smaller model's matmuls take about as long as waking a thread: several threads compute long prefills only.
 MIN_PARAMETERS = 64_000_000
 SMALL_MODEL_TOKENS = 128
-LOOKS = 2  # at start, unless the result is settled
+LOOKS = 2  # at the first start
 IDLE_LOOKS = 6  # of a process, while it idles: counts that are equally fast never settle
 MEASURED_TOKENS = (1, 4, 8, 32)  # of a step
 PREFILL_TOKENS = 128  # bound by arithmetic: all threads from here on, whatever was measured
@@ -56,6 +59,7 @@ NOISE = 0.03  # share of a time by which repeated measurements differ
 SLICE_S = 0.02  # of matmuls, after which a measurement can be interrupted; one matmul is not divided
 MEASURED_FEW = (1, 4, 16)  # rows of a device's matmuls; on the geometric mean
 MEASURED_MANY = (64, 512)
+MOST_TIMED_MODELS = 32  # whose steps' times are kept
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +200,7 @@ def describe_graphs(config: ModelConfig, choice: DeviceChoice, engine: EngineCon
     return f"{len(shapes.decodes)} sizes of decodes{most}, captured {when}"
 
 
-def measured_here(choice: DeviceChoice, config: ModelConfig | None) -> "Mapping[str, Measured | Served]":
+def measured_here(choice: DeviceChoice, config: ModelConfig | None) -> "Mapping[str, Kept]":
     """What was measured on this machine: on a CPU by a model's sizes, on a device by a matrix's shape.
 
     Args:
@@ -242,11 +246,24 @@ class Look(Generic[Found]):
     is_clear: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Of a model's first steps. They need not be exact: the scheduler learns from each step."""
+
+    rows: tuple[TimedRow, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.rows)} steps timed"
+
+
+Kept = Measured | Served | StepTimes
+
+
 class Tuning:
     """Measures what is to be measured: at start, unless an earlier start did, and while the server idles.
 
     A result is settled once two looks in a row agree by more than the noise, while no other process computes. Until
-    then the first look's result serves, and more looks follow while the server idles and at the next start.
+    then the first look's result serves, and more looks follow while the server idles, in later starts too.
 
     Args:
         probes: the model's matmuls; None: nothing is measured.
@@ -278,14 +295,14 @@ class Tuning:
         machine, shape = self._place
         known = read_measured().get(machine, {}).get(shape)
         self.measured = known if isinstance(known, Measured) else Measured(self.measured.threads, is_settled=False)
-        if self.measured.is_settled:
+        if isinstance(known, Measured):
             return
         for _ in range(LOOKS):
             at_once(self._look(is_starting=True))
         self._keep()
         if not self.measured.is_settled:
             logger.info(
-                "two looks did not settle the threads; they are measured again while idle or at the next start: %s",
+                "two looks did not settle the threads; they are measured again while idle: %s",
                 self.measured,
             )
 
@@ -442,16 +459,51 @@ def _multiply_all(matmuls: Sequence[Linear], x: Tensor) -> None:
         matmul(x)
 
 
-def read_measured() -> dict[str, dict[str, Measured | Served]]:
+def timed_steps(
+    config: ModelConfig,
+    engine: EngineConfig,
+    choice: DeviceChoice,
+    operators: Operators,
+    stored_as: str,
+    time_rows: Callable[[], tuple[TimedRow, ...]],
+) -> tuple[TimedRow, ...]:
+    """The steps' times of an earlier start with the same model and settings, or of now.
+
+    Args:
+        stored_as: the checkpoint's main format.
+    """
+    if config.num_parameters < MIN_PARAMETERS:  # quickly timed
+        return time_rows()
+    fields = config, engine.quantize, engine.activations, engine.max_batch_tokens, engine.max_model_len, stored_as
+    shape = f"{_shape(config, choice, operators)}, steps of {sha256(repr(fields).encode()).hexdigest()[:16]}"
+    found = read_measured().get(_machine(choice), {}).get(shape)
+    if isinstance(found, StepTimes):
+        return found.rows
+    rows = time_rows()
+    known = read_measured()
+    here = known.setdefault(_machine(choice), {})
+    here[shape] = StepTimes(rows)
+    for name in [name for name, kept in here.items() if isinstance(kept, StepTimes)][:-MOST_TIMED_MODELS]:
+        del here[name]
+    _write_measured(known)
+    return rows
+
+
+def read_measured() -> dict[str, dict[str, Kept]]:
     """Machine -> shape -> result; empty where the file is missing or malformed."""
     return read_kept(measured_file(), _checked)
 
 
-def _checked(found: Any) -> Measured | Served:
+def _checked(found: Any) -> Kept:
     """
     Raises:
         ValueError, TypeError, KeyError: it is malformed.
     """
+    if "rows" in found:
+        rows = tuple(TimedRow(int(start), int(end), int(num), float(s)) for start, end, num, s in found["rows"])
+        if not all(0 < row.took_s < float("inf") for row in rows):
+            raise ValueError("no seconds")
+        return StepTimes(rows)
     flags = [found["few"], found["many"]] if "few" in found else [found["is_settled"]]
     if not all(isinstance(flag, bool) for flag in flags):
         raise ValueError("neither true nor false")
@@ -465,10 +517,12 @@ def _checked(found: Any) -> Measured | Served:
     return Measured(StepThreads(by_tokens), *flags)
 
 
-def _write_measured(known: Mapping[str, Mapping[str, Measured | Served]]) -> None:
-    def content(found: Measured | Served) -> dict[str, Any]:
+def _write_measured(known: Mapping[str, Mapping[str, Kept]]) -> None:
+    def content(found: Kept) -> dict[str, Any]:
         if isinstance(found, Served):
             return asdict(found)
+        if isinstance(found, StepTimes):
+            return {"rows": [astuple(row) for row in found.rows]}
         return {"threads": found.threads.by_tokens, "is_settled": found.is_settled}
 
     write_kept(

@@ -27,6 +27,7 @@ from server.gate.identity import Caller, Scope, mask_keys
 from server.gate.quota import Ticket
 from server.gate.tenants import OwnDeadlineExceeded
 from server.generation import Generations
+from server.ledger.responses import Responses
 from server.listening.clients import DENIED
 from server.listening.listener import Listener
 from server.local_models import LocalModels
@@ -220,6 +221,7 @@ class App:
         listener: set before anything is asked.
         drain: ends the process as SIGTERM does; returns the seconds of grace.
         local_models: those that are started on demand; None: there are none.
+        responses: those that are stored; None: none are.
     """
 
     def __init__(
@@ -251,6 +253,7 @@ class App:
         self.listener: Listener | None = None
         self.drain: Callable[[], float] | None = None
         self.local_models: LocalModels | None = None
+        self.responses: Responses | None = None
 
     # What handlers ask.
 

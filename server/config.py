@@ -15,7 +15,7 @@ from urllib.parse import quote
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
 from core.tool_formats import ANY_FORMAT, FORMATS, HARMONY
-from server.api.fields import RequestLimits
+from server.api.fields import POOLINGS, RequestLimits
 from server.gate.cross_origin import origin_value
 from server.gate.identity import WAYS, way_value
 from server.gate.jwt import JwksUrl, jwks_source
@@ -255,6 +255,12 @@ class ServerConfig:
         8, _count(1, 1024), "adapters in memory at once; each has room for --max-lora-rank, with --lora or --lora-dir"
     )
     max_lora_rank: int = _RARE_MODEL(16, _count(1, 4096, "RANK"), "highest rank of adapters")
+    pooling: str | None = _RARE_MODEL(
+        None,
+        _Kind(choice_of(*POOLINGS), "HOW"),
+        "make embeddings of a chat model's last hidden states, too: of the last token, or the mean of all tokens"
+        " (default: what the model's own files say)",
+    )
     chat_template: Path | None = _MODEL(None, _FILE, "Jinja chat template, instead of the model's own")
     tool_format: str = _RARE_MODEL(
         ANY_FORMAT,
@@ -309,8 +315,9 @@ class ServerConfig:
     activations: str = _ENGINE(
         "auto",
         _Kind(choice_of("auto", "bf16", "int8"), "TYPE"),
-        "a GGUF file's quantized matrices on a CPU: int8 multiplies them as they are stored, with rows in 8 bits; bf16"
-        " turns them into the serving format while they load; auto is int8 where the CPU has the instructions",
+        "matrices of GGUF's formats, int8 and int4 on a CPU: int8 multiplies them as stored, with rows in 8 bits;"
+        " bf16 turns a file's into the serving format while they load, and others at every step; auto is int8 where the"
+        " CPU has the instructions",
     )
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
@@ -511,6 +518,19 @@ class ServerConfig:
         400 * DAY_S, _duration(DAY_S, 36_500 * DAY_S), "delete records of requests that ended longer ago"
     )
 
+    store_responses_s: float | None = _LEDGER(
+        None,
+        _duration(60, 3650 * DAY_S),
+        "keep what /v1/responses answers in the ledger, for previous_response_id and GET and DELETE by id, unless a"
+        " request says store: false; older ones are deleted (default: none are kept)",
+    )
+    store_responses_bytes: int = _LEDGER(
+        GiB,
+        _size(MiB, 2**50),
+        "room of stored responses; beyond it the tenant that has most of them loses its oldest",
+        name="store-responses-size",
+    )
+
     # How much is taken, and for how long.
 
     max_body_bytes: int = _LIMITS(8 * MiB, _size(KiB, GiB), "size of a request body; a larger one gets 413")
@@ -649,6 +669,9 @@ class ServerConfig:
 
     max_choices: int = _ONE_REQUEST(_REQUEST.num_choices, _count(1, 1024), "n: answers to one prompt; more get 400")
     max_prompts: int = _ONE_REQUEST(_REQUEST.num_prompts, _count(1, 1024), "prompts of one completion; more get 400")
+    max_inputs: int = _ONE_REQUEST(
+        _REQUEST.num_inputs, _count(1, 65_536), "texts of one request for embeddings or scores; more get 400"
+    )
     max_stops: int = _ONE_REQUEST(_REQUEST.num_stops, _count(0, 256), "stop strings; more get 400")
     max_logit_biases: int = _ONE_REQUEST(
         _REQUEST.num_logit_biases, _count(0, 100_000), "entries of logit_bias; more get 400"
@@ -712,6 +735,7 @@ class ServerConfig:
         return RequestLimits(
             num_choices=self.max_choices,
             num_prompts=self.max_prompts,
+            num_inputs=self.max_inputs,
             num_stops=self.max_stops,
             num_logit_biases=self.max_logit_biases,
             num_top_logprobs=self.max_top_logprobs,

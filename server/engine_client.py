@@ -86,6 +86,15 @@ class DeltaSink(Protocol):
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...
 
+    def on_answer(self, choice: int, ids: Sequence[int], cut_text: str) -> None:
+        """The ids of all that a choice has answered, after its last text, where the request asks for them.
+
+        Args:
+            ids: without one that ends the answer.
+            cut_text: the end of their text, that a stop string has cut off.
+        """
+        ...
+
     def on_mark(self, choice: int, num_tokens: int) -> int:
         """The choice has so many tokens: 0 when it is submitted, later at least its mark.
 
@@ -281,8 +290,13 @@ class RequestHandle:
             for sequence in self.sequences:
                 if not sequence.is_finished:
                     self.sink.on_delta(sequence.choice, delta, now_s)
-        elif not self.sequences[chunk.index].is_finished:
-            self._take_chunk(self.sequences[chunk.index], chunk, now_s)
+            return
+        sequence = self.sequences[chunk.index]
+        if is_heard := not sequence.is_finished:
+            self._take_chunk(sequence, chunk, now_s)
+        detokenizer = sequence.detokenizer
+        if chunk.answer_ids and (is_heard or detokenizer.stopped_by is not None):  # a cancel cuts its text anywhere
+            self.sink.on_answer(sequence.choice, chunk.answer_ids[: sequence.num_tokens], detokenizer.cut_text)
 
     def pass_mark(self, sequence: RequestSequence) -> None:
         """The sequence has reached its mark."""
@@ -351,12 +365,12 @@ class RequestHandle:
         reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
         stop_logprobs = None if is_stopped else chunk.stop_logprobs
         delta = sequence.take_delta(text, reason, stop_logprobs)
-        if chunk.answer_ids and not is_stopped:
-            delta = msgspec.structs.replace(delta, answer_ids=chunk.answer_ids)
+        if chunk.pooled:
+            delta = msgspec.structs.replace(delta, pooled=chunk.pooled)
         self._report_delta(sequence, delta, now_s)
 
     def _report_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
-        if delta.num_tokens:
+        if delta.num_tokens or delta.pooled:
             self._note_time(sequence, now_s)
         self.sink.on_delta(sequence.choice, delta, now_s)
 

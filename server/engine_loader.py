@@ -85,7 +85,9 @@ def served_name(config: ServerConfig) -> str:
 
 
 def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig]:
-    files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
+    files = read_model_files(
+        path, config.max_model_len, config.chat_template, config.allow_special_in_content, config.pooling
+    )
     return files, parse_config(path, files.config, config.max_model_len)
 
 
@@ -424,7 +426,7 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
         report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
         is_quantized = scheme in schemes
         asked = replace(engine, quantize=scheme if is_quantized else None)
-        asked = replace(asked, activations="int8" if scheme == ROWS_IN_8_BITS else "bf16")
+        asked = replace(asked, activations={None: "bf16", ROWS_IN_8_BITS: "int8"}.get(scheme, engine.activations))
         runner = load_runner(files.path, model, asked, lambda done, total: None)
         made, memory = predict(runner, tokens), runner.memory
         del runner  # before the next is loaded

@@ -14,7 +14,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -144,6 +144,18 @@ class Offload(Protocol):
     """Runs long work off the loop. The awaiter gets what the work raises."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+class Turn(Protocol):
+    """One request of a conversation that the server keeps (server/ledger/responses.py)."""
+
+    async def begin(self, body: bytes, is_own: bool) -> bytes:
+        """The body with what it goes on from."""
+        ...
+
+    def end(self, last: bytes) -> None:
+        """Store the answer, by what ended it: the document, or a stream's last events."""
+        ...
 
 
 class OwnBackend(NamedTuple):
@@ -333,6 +345,7 @@ class Generation:
 
     Args:
         ticket: the caller and its quotas; the app enters and leaves it.
+        turn: of a conversation that the server keeps; None: of none.
 
     Attributes:
         tenant: its owner's name.
@@ -353,8 +366,10 @@ class Generation:
         request_id: str,
         timings: StageClock,
         ticket: Ticket,
+        turn: Turn | None = None,
     ) -> None:
         self.state = State.READING
+        self._turn = turn
         self.tenant = ticket.caller.tenant.name
         self._shared = shared
         self._surface = surface
@@ -440,6 +455,8 @@ class Generation:
     async def _answer(self, body: bytes) -> Outcome:
         shared = self._shared
         self._backend = await shared.backend_of(body, self._ticket.caller.tenant)
+        if self._turn is not None:
+            body = await self._turn.begin(body, isinstance(self._backend.reader, PromptReader))
         # It can refuse, as other requests came while the body did
         self._place = self._backend.admission.enter(self._ticket.caller.sharing_name, len(body))
         try:
@@ -572,7 +589,9 @@ class Generation:
         """End the answer: all its text is written, and it is settled."""
         self._timings.enter(Stage.LAST_FLUSH, self._clock())
         extras = {} if self._allowance is None else self._allowance.extras
-        self._output.complete(total_usage(self._usages), extras)
+        last = self._output.complete(total_usage(self._usages), extras)
+        if self._turn is not None:
+            self._turn.end(last)
         self._stream.call_once_written(self._timings.finish)
         self._end_task()
 
@@ -663,8 +682,6 @@ class Generation:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons.append(reason)
-            if delta.answer_ids and isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
-                self._prepared.remember(delta.answer_ids)
             if self._sequence(choice).last_s != NOT_YET:
                 self._num_decoding -= 1
                 self._place.on_choice_end()
@@ -674,6 +691,10 @@ class Generation:
         if delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS:
             self._last_written_s = now_s
             self._write(choice, delta)
+
+    def on_answer(self, choice: int, ids: Sequence[int], cut_text: str) -> None:
+        if isinstance(self._prepared, Prepared) and self._prepared.remember is not None:
+            self._prepared.remember(ids, cut_text)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -877,7 +898,9 @@ class Generation:
     def _ledger_row(self, model: str) -> LedgerRow:
         request, caller = self._stream.request, self._ticket.caller
         client_id = client_request_id(request)
-        return LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
+        row = LedgerRow(self._request_id, client_id, self.tenant, caller.key_id, model, request.path)
+        context = self._prepared.context if isinstance(self._prepared, Prepared) else None
+        return row if context is None else msgspec.structs.replace(row, context=_json(context))
 
     def _progress(self) -> Usage:
         """The usage so far: a prompt whose completion has begun was computed."""
@@ -928,14 +951,7 @@ class Generation:
 
 
 def total_usage(usages: list[Usage]) -> Usage:
-    return Usage(
-        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
-        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
-        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
-        num_thought_tokens=sum(usage.num_thought_tokens for usage in usages),
-        num_predicted_tokens=sum(usage.num_predicted_tokens for usage in usages),
-        num_mispredicted_tokens=sum(usage.num_mispredicted_tokens for usage in usages),
-    )
+    return Usage(*map(sum, zip(*map(msgspec.structs.astuple, [Usage(0, 0), *usages]), strict=True)))
 
 
 def _json(value: Mapping[str, int | str | None]) -> str:

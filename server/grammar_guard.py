@@ -1,7 +1,7 @@
 """Compiles grammars: tenants in turns, and each in a process of its own first, so that none harms others.
 
 The grammar library recurses without a guard of its stack, and takes minutes and gigabytes for some short grammars. The
-processes, one for each grammar that is compiled at a time, are started when they are needed, replaced when a grammar
+processes, one for each grammar that is compiled at a time, are started before they are needed, replaced when a grammar
 takes too long, and end with ours. Threads: loop for the queue; those of compiling for the rest.
 """
 
@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ import msgspec
 
 from core.constraints import GrammarSpec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.grammar import Grammar, GrammarCompiler
+from core.grammar import Grammar, GrammarCompiler, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -98,14 +98,6 @@ class CompileQueue:
             task.exception()  # marks it as retrieved, if whoever waited has left
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
-    """Args: as GrammarCompiler's."""
-
-    token_bytes: list[bytes]
-    special_ids: list[int]
-    eos_ids: list[int]
-
-
 class Refusal(msgspec.Struct, frozen=True):
     message: str
     param: str | None
@@ -116,20 +108,23 @@ class GuardedCompiler(GrammarCompiler):
     """A compiler that has each grammar tried out before."""
 
     def __init__(
-        self,
-        token_bytes: Sequence[bytes],
-        special_ids: Collection[int],
-        eos_ids: Sequence[int],
-        encode: Callable[[str], Sequence[int]],
-        most_tokens: int | None = None,
+        self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], most_tokens: int | None = None
     ) -> None:
-        super().__init__(token_bytes, special_ids, eos_ids, encode, most_tokens)
-        self._vocabulary = Vocabulary(list(token_bytes), list(special_ids), list(eos_ids))
+        super().__init__(vocabulary, encode, most_tokens)
         self._files: list[IO[bytes]] = []  # the one with the vocabulary, once it is written
         self._starting = threading.Lock()
         self._idle = deque[_Worker]()
         self._workers = set[_Worker]()
         weakref.finalize(self, _end_all, self._workers, self._files)
+
+    def prepare(self) -> None:
+        """Start a process, unless one is idle or there are as many as grammars are compiled at once."""
+        with self._starting:
+            try:
+                if not self._idle and len(self._workers) < MAX_AT_ONCE:
+                    self._idle.append(self._started())
+            except OSError as error:
+                logger.warning("no process to try grammars in: %r", error)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """
@@ -153,31 +148,45 @@ class GuardedCompiler(GrammarCompiler):
         Raises:
             OSError: the process cannot be started.
         """
-        try:
-            worker = self._idle.popleft()
-        except IndexError:
-            worker = self._started()
+        worker = self._taken()
         try:
             refusal = worker.refusal_of(spec)
         except OSError as error:
-            self._workers.discard(worker)
-            worker.end()
+            self._end(worker)
             if not isinstance(error, TimeoutError | BrokenPipeError):
                 raise
-            self._idle.append(self._started())  # it is ready before it is needed
             message = f"{spec.param} is too complex: compiling it takes too long, or too much memory. Simplify it."
             return Refusal(message, spec.param, "grammar_too_complex")
         self._idle.append(worker)
         return refusal
 
-    def _started(self) -> "_Worker":
+    def _taken(self) -> "_Worker":
+        """A process that runs; another is ready, or starting, for the next grammar."""
         with self._starting:
-            if not self._files:
-                self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
-                self._files[0].write(msgspec.msgpack.encode(self._vocabulary))
-                self._files[0].flush()
-            worker = _Worker(self._files[0].fileno())
-            self._workers.add(worker)
+            while self._idle:
+                worker = self._idle.popleft()
+                if worker.is_running:
+                    break
+                self._workers.discard(worker)
+                worker.end()
+            else:
+                worker = self._started()
+        self.prepare()
+        return worker
+
+    def _end(self, worker: "_Worker") -> None:
+        with self._starting:
+            self._workers.discard(worker)
+        worker.end()
+        self.prepare()
+
+    def _started(self) -> "_Worker":
+        if not self._files:
+            self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
+            self._files[0].write(msgspec.msgpack.encode(self._vocabulary))
+            self._files[0].flush()
+        worker = _Worker(self._files[0].fileno())
+        self._workers.add(worker)
         return worker
 
 
@@ -218,6 +227,10 @@ class _Worker:
             self._is_ready = True
         _write(target, msgspec.msgpack.encode(spec))
         return msgspec.msgpack.decode(_read_by(source, MAX_COMPILE_S), type=Refusal | None)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def end(self) -> None:
         self._process.kill()
@@ -274,9 +287,7 @@ def _serve(vocabulary_file: int, source: IO[bytes], target: IO[bytes]) -> None:
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
     by_bytes = {data: token_id for token_id, data in enumerate(vocabulary.token_bytes)}
     compiler = GrammarCompiler(
-        vocabulary.token_bytes,
-        vocabulary.special_ids,
-        vocabulary.eos_ids,
+        vocabulary,
         lambda text: [by_bytes[one] for byte in text.encode() if (one := bytes([byte])) in by_bytes],
     )
     _write(target, b"\xc0")

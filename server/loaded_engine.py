@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from msgspec import structs
 from core.chat_template import ChatTemplate
 from core.config import stated_context
 from core.engine import Engine
-from core.grammar import GrammarCompiler
+from core.grammar import GrammarCompiler, Vocabulary
 from core.marked_text import MarkedText
 from core.plan import RunnerLimits
 from core.thought_grammar import ThoughtVocabulary
@@ -79,6 +79,7 @@ def prompt_reader(
     request_limits: RequestLimits,
     tool_format: str = ANY_FORMAT,
     aliases: Sequence[str] = (),
+    stores_responses: bool = False,
 ) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
@@ -87,8 +88,11 @@ def prompt_reader(
         created_s=int(clock.unix()),
         max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
+        tasks=("generate",) if files.pooling is None else files.pooling.tasks,
     )
     adapters = [adapter_card(card, *one) for one in loaded.adapters]
+    # Made now: the library keeps the GIL for half a second with a vocabulary of 152,000, and requests would wait
+    compiler = compiler_of(files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
     reader = PromptReader(
         cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases), *adapters),
@@ -101,14 +105,14 @@ def prompt_reader(
             limits=request_limits,
             tool_style=tools,
             thought_style=thought,
+            pooling=files.pooling,
+            stores_responses=stores_responses,
             **files.recommended,
         ),
         unix_clock=clock.unix,
         special_tokens={files.tokenizer.str_of(token_id): token_id for token_id in files.tokenizer.special_ids},
         eos_ids=files.eos_ids,
-        make_compiler=cache(
-            partial(compiler_of, files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
-        ),
+        make_compiler=lambda: compiler,
         fingerprint=_fingerprint(loaded),
         turns=TurnMemory(files.tokenizer),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
@@ -192,7 +196,7 @@ def compiler_of(
         return token_ids if tokenizer.special_ids.isdisjoint(token_ids) else tokenizer.encode_chat(MarkedText(text))
 
     token_bytes = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    return kind(token_bytes, tokenizer.special_ids, eos_ids, encode, most_tokens)
+    return kind(Vocabulary(token_bytes, sorted(tokenizer.special_ids), [*eos_ids]), encode, most_tokens)
 
 
 def _fingerprint(loaded: LoadedEngine) -> str:

@@ -12,26 +12,35 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
 from core.config import ModelConfig, parse_model_config, stated_context, stated_fields, text_config
-from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX
+from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX, positive_int
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import ROPE_FACTORS, config_of, end_ids, generation_of, keys_of, tokenizer_files
 from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
+from core.types import Pooling, PoolingKind
 from server.api.decoding import range_of
-from server.api.fields import SamplingFields
+from server.api.fields import POOLINGS, PoolingStyle, SamplingFields
 from server.values import show_models
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
+MODULES_FILE = "modules.json"
+_POOLING_MODES: dict[str, PoolingKind] = {
+    "lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
+    "mean_tokens": "mean",
+    "cls_token": "cls",
+}
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 MAX_ID = 2**31
 MAX_DEPTH = 2  # below a directory of models: org/name
@@ -76,6 +85,7 @@ class ModelFiles:
         chat_template: without one in the model, rendering raises an error with a fix.
         recommended: generation_config.json's sampling: fields of server.api.fields.GenerationDefaults.
         eos_ids: each ends an answer.
+        pooling: what its vectors are; None: it makes none.
     """
 
     path: Path
@@ -84,6 +94,7 @@ class ModelFiles:
     chat_template: ChatTemplate
     recommended: dict[str, Any]
     eos_ids: tuple[int, ...]
+    pooling: PoolingStyle | None = None
 
 
 def is_gguf(path: Path) -> bool:
@@ -95,6 +106,7 @@ def read_model_files(
     context_limit: int | None = None,
     template_file: Path | None = None,
     allows_special_in_content: bool = False,
+    pooling: str | None = None,
 ) -> ModelFiles:
     """Read a model directory, or a GGUF file's metadata.
 
@@ -102,6 +114,7 @@ def read_model_files(
         context_limit: tokens; None: the model's own.
         template_file: a chat template to use instead of the model's.
         allows_special_in_content: messages may spell control tokens.
+        pooling: of POOLINGS; None: what the model's files say.
 
     Raises:
         StartupError: a file is missing or broken, with what to do.
@@ -129,9 +142,66 @@ def read_model_files(
         where = path if is_gguf(path) else path / TOKENIZER_FILE
         fix = "download it again, or serve a model with a supported tokenizer"
         raise BadModelFile(f"{where}: {error}", fix) from error
-    return ModelFiles(
-        path, contents.config, tokenizer, template, contents.recommended(), contents.eos_ids(tokenizer.eos_id)
+    eos_ids = contents.eos_ids(tokenizer.eos_id)
+    style = read_pooling(path, contents.config, pooling)
+    return ModelFiles(path, contents.config, tokenizer, template, contents.recommended(), eos_ids, style)
+
+
+def read_pooling(path: Path, config: Mapping[str, Any], asked: str | None) -> PoolingStyle | None:
+    """What a model makes of prompts, by the files of sentence-transformers beside it, or as --pooling asks.
+
+    Raises:
+        StartupError: they ask for what is not supported.
+    """
+    modules = [] if is_gguf(path) else _read_modules(path)
+    if not modules and asked is None:
+        return None
+    num_dims = positive_int(stated_fields(config), "hidden_size")
+    if not modules:
+        assert asked is not None
+        return PoolingStyle(pooling=Pooling(POOLINGS[asked]), num_dims=num_dims, generates=True)
+    kinds = {module.kind: module for module in modules}
+    if (unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize"}) or "Pooling" not in kinds:
+        cause = f"{path / MODULES_FILE} has {', '.join(sorted(unknown)) or 'no Pooling'}, which is not supported"
+        raise BadModelFile(cause, "serve a model of a transformer, its pooling and a norm")
+    given = _read_json(path / kinds["Pooling"].path / CONFIG_FILE)
+    prompts = _read_json(path / "config_sentence_transformers.json", is_optional=True)
+    return PoolingStyle(
+        pooling=Pooling(POOLINGS[asked] if asked else _pooling_kind(path / kinds["Pooling"].path, given)),
+        num_dims=num_dims,
+        is_normalized="Normalize" in kinds,
+        prompts={name: text for name, text in (prompts.get("prompts") or {}).items() if isinstance(text, str)},
+        default_prompt=prompts.get("default_prompt_name"),
     )
+
+
+def _pooling_kind(directory: Path, given: Mapping[str, Any]) -> PoolingKind:
+    """Of a Pooling's config.json: one mode by its name, or a switch for each."""
+    switches = [name.removeprefix("pooling_mode_") for name, value in given.items() if value is True]
+    named = given.get("pooling_mode")
+    modes = switches if named is None else [named] if isinstance(named, str) else list(named)
+    found = [_POOLING_MODES.get(mode) for mode in modes if mode != "include_prompt"]
+    if len(found) != 1 or found[0] is None or given.get("include_prompt") is False:
+        cause = f"{directory / CONFIG_FILE} asks for {', '.join(map(str, modes))} pooling, which is not supported"
+        raise BadModelFile(cause, f"--pooling {', '.join(POOLINGS)}, if that is what the model was trained for")
+    return found[0]
+
+
+class _Module(NamedTuple):
+    kind: str  # Transformer, Pooling, Normalize ...
+    path: str  # below the model's directory
+
+
+def _read_modules(directory: Path) -> list[_Module]:
+    """What sentence-transformers computes, in order; nothing if the model is not one of its own."""
+    file = directory / MODULES_FILE
+    if not file.exists():
+        return []
+    try:
+        listed = json.loads(_read_text(file))
+        return [_Module(one["type"].rpartition(".")[2], one["path"]) for one in listed]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadModelFile(f"{file} is no list of modules", "download it again") from error
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

@@ -43,11 +43,14 @@ class StreamedOutput:
         if not self._stream.is_blocked and self._media_type == EVENTS:
             self._opened().send(line)
 
-    def complete(self, usage: Usage, extras: Extras) -> None:
-        self._opened().send(self._reply.end(usage, extras | self._timings_shown()))
+    def complete(self, usage: Usage, extras: Extras) -> bytes:
+        """Returns the last events."""
+        last = self._reply.end(usage, extras | self._timings_shown())
+        self._opened().send(last)
         counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
         shown = b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts  # RFC 9651 §3.2: a dictionary
         self._stream.end(((b"server-timing", self._timings.server_timing()), (b"steploop-usage", shown)))
+        return last
 
     def break_off(self, error: ServiceError) -> None:
         """Write the error as the last event, if the head is already out; otherwise it becomes the answer."""
@@ -96,9 +99,11 @@ class WholeOutput:
     def comment(self, line: bytes) -> None:
         """A document has none."""
 
-    def complete(self, usage: Usage, extras: Extras) -> None:
+    def complete(self, usage: Usage, extras: Extras) -> bytes:
+        """Returns the document."""
         body = self._reply.end(usage, extras | self._timings_shown())
         self._stream.send_document(200, body, answer_headers(self._timings))
+        return body
 
     def break_off(self, error: ServiceError) -> None:
         """Nothing has been sent: the error becomes the answer."""
@@ -126,7 +131,7 @@ class BestOutput(WholeOutput):
     def text_writer(self, choice: int) -> TextWriter:
         return self._pieces[choice].append
 
-    def complete(self, usage: Usage, extras: Extras) -> None:
+    def complete(self, usage: Usage, extras: Extras) -> bytes:
         call = self._call
         for prompt in range(len(call.prompts)):
             pieces = self._pieces[prompt * call.num_computed : (prompt + 1) * call.num_computed]
@@ -139,7 +144,7 @@ class BestOutput(WholeOutput):
                         self._reply.texts[choice].append(piece)
                     else:
                         self._reply.add(choice, piece)
-        super().complete(usage, extras)
+        return super().complete(usage, extras)
 
 
 def _mean_logprob(pieces: list[str | Delta]) -> float:
@@ -151,11 +156,12 @@ def _mean_logprob(pieces: list[str | Delta]) -> float:
 
 
 def _timings_of(call: GenerationCall, context: ReplyContext, timings: StageClock) -> Extras:
-    """Where the time went, if that is asked for, and what repeats the answer."""
+    """What was left out of the prompt; where the time went, if that is asked for, and what repeats the answer."""
+    told = {} if context.context is None else {"context": context.context}
     if not call.wants_timings:
-        return {}
+        return told
     repeats = {} if call.sampling.seed is None else {"seed": call.sampling.seed, "fingerprint": context.fingerprint}
-    return {"timings": timings.details() | repeats}
+    return told | {"timings": timings.details() | repeats}
 
 
 Output = StreamedOutput | WholeOutput

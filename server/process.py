@@ -38,6 +38,7 @@ from server.grammar_guard import MAX_AT_ONCE
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
 from server.ledger.ledger import MAX_SPILLED, Ledger
+from server.ledger.responses import Responses
 from server.ledger.store import MICRO
 from server.ledger.usage import ANY_MODEL
 from server.listening.agent_check import AgentCheck
@@ -236,11 +237,13 @@ class Server:
         self._metrics.model_name, limits = None if self._pools else loaded.facts.model_name, loaded.facts.limits
         self._metrics.cache_config = {(limits.block_size, limits.num_blocks): 1}
         config = self._config
-        reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases)
+        stores = config.store_responses_s is not None
+        reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases, stores)
         if config.deterministic:  # the ids of a chat are those of its text, whatever was answered before
             reader.turns = None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+        self._compiling.submit(reader.make_compiler().prepare)
         if loaded.read_adapter is not None:
             given = config.max_loras, config.lora_dir, self._clock
             self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
@@ -293,6 +296,9 @@ class Server:
             ledger=self._ledger,
             others=self._backends(own),
         )
+        if self._ledger is not None and config.store_responses_s is not None:
+            most = config.store_responses_bytes, config.max_body_bytes
+            self._app.responses = Responses(self._ledger, *most, self._offload)
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -582,6 +588,9 @@ def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventL
         StartupError: see open_journal; or its directory cannot be created.
     """
     if config.ledger is None:
+        if config.store_responses_s is not None:
+            cause = "--store-responses keeps responses in the ledger, and there is none"
+            raise StartupError(cause, "--ledger FILE", ExitCode.CONFIGURATION)
         if any(one.limits.tokens_per_day or one.key_limits.tokens_per_day for one in config.tenants):
             logger.warning("without --ledger FILE, tokens_per_day begins anew with each start of the server")
         return OpenLedger(None, {}, Idempotency(clock.unix))
@@ -604,5 +613,6 @@ def opened(
     midnight_s = int(clock.unix()) // DAY_S * DAY_S
     used_today, answers = journal.store.used_since(midnight_s * MICRO), journal.store.answers()
     assert config.ledger is not None
-    ledger = Ledger(config.ledger, writer, config.prices, clock.unix, loop, config.ledger_keep_s)
+    kept_s = config.ledger_keep_s, config.store_responses_s or 0.0
+    ledger = Ledger(config.ledger, writer, config.prices, clock.unix, loop, *kept_s)
     return OpenLedger(ledger, used_today, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from core.chat_template import ChatTemplate, max_text_chars
 from core.constraints import GrammarKind
+from core.context_policy import Budgets, Document, Message, Policy, select
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
@@ -29,7 +31,16 @@ from core.tool_formats import HARMONY, THOUGHTS, markers_of, thought_markers_of
 from core.tool_grammar import harmony_answers
 from core.turns import Begun, Domain, TurnMemory
 from core.types import Adapter, Request, SamplingParams
-from server.api.fields import ChatPrompt, GenerationCall, GenerationDefaults, IdsPrompt, Prompt, TextPrompt
+from server.api.fields import (
+    UNLIMITED_TOKENS,
+    ChatPrompt,
+    ContextWishes,
+    GenerationCall,
+    GenerationDefaults,
+    IdsPrompt,
+    Prompt,
+    TextPrompt,
+)
 from server.api.models import ServedModel
 from server.api.replies import ReplyContext, Surface
 from server.api.tools import call_constraint
@@ -38,7 +49,11 @@ from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 
+UNASKED_TOKENS = 1024  # of an answer whose length is not asked for, that a prompt which is cut leaves free
 _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
+
+
+Computed = tuple[str | None, tuple[int, ...]]  # a prompt's ids, of a chat with its rendered text
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +61,8 @@ class Prepared:
     """A call, its prompts as token ids, the text of its answers' tokens, and what holds them.
 
     Args:
-        remember: called with the ids of each of its answers.
+        context: what was left out of its prompts; None: there is no policy for that.
+        remember: called with the ids of each of its answers, and the end of its text that a stop string has cut off.
     """
 
     call: GenerationCall
@@ -54,9 +70,10 @@ class Prepared:
     table: TokenTable
     grammar: Grammar | AfterThought | None = None
     prediction_ids: tuple[int, ...] = ()
-    remember: Callable[[Sequence[int]], None] | None = None
+    remember: Callable[[Sequence[int], str], None] | None = None
     adapter: Adapter | None = None
     breakers: Breakers | None = None
+    context: dict[str, Any] | None = None
 
     @property
     def tells_tokens(self) -> bool:
@@ -114,11 +131,14 @@ class PromptReader:
         cards = self.cards_for(tenant)  # once: others may load and unload adapters meanwhile
 
         def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
-            return find_model(cards, model).id, self.defaults
+            found = find_model(cards, model)
+            check_task(found, surface.does)
+            return found.id, self.defaults
 
         marks.enter(Stage.VALIDATE)
         call = self._seeded(self._held(surface.parse(body, defaults_of)))
-        prompts = [(prompt, _param(prompt, i, len(call.prompts))) for i, prompt in enumerate(call.prompts)]
+        num, name = len(call.prompts), call.prompts_param
+        prompts = [(prompt, _param(prompt, i, num, name)) for i, prompt in enumerate(call.prompts)]
         rules = rule_book(tenant.text_rules)
         if rules.on_answer and (param := call.tokens.param) is not None:
             message = f"{param} would show text that the operator's text rules may hold back. Leave it out."
@@ -136,9 +156,23 @@ class PromptReader:
             raise InvalidRequest(f"{param} cannot stream: the best answers are known at their end.", "stream")
         if call.beams is not None:
             _check_beams(call)
-        texts = [self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None for prompt, _ in prompts]
         domain = tenant.cache_salt_domain, call.cache_salt
-        ids = [self._encode_checked(*one, text, marks, domain) for one, text in zip(prompts, texts, strict=True)]
+        compute = partial(self._computed, marks=marks, domain=domain)
+        wishes, context = call.context or ContextWishes(type=tenant.context_policy), None
+        if call.pooling is not None:
+            marks.enter(Stage.TOKENIZE)
+            computed: list[Computed] = [(None, self._encode_pooled(*one, call)) for one in prompts]
+        elif wishes == ContextWishes():
+            computed = [compute(*one) for one in prompts]
+        else:
+            fitted = [self._fitted(*one, wishes, call.sampling.max_tokens, compute) for one in prompts]
+            computed = [one for one, _ in fitted]
+            dropped = [
+                {"prompt": i} | one if len(fitted) > 1 else one for i, (_, some) in enumerate(fitted) for one in some
+            ]
+            num_kept = sum(len(ids) for _, ids in computed)
+            context = {"policy": wishes.type, "dropped": dropped, "kept_tokens": num_kept}
+        texts, ids = [text for text, _ in computed], [ids for _, ids in computed]
         marks.enter(Stage.OFFLOAD)
         call = _with_thought_start(call, texts[0])
         remember = None
@@ -147,7 +181,72 @@ class PromptReader:
         adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
         table, predicted = self._table_of(call), self._predicted(call)
-        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers)
+        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers, context)
+
+    def _computed(self, prompt: Prompt, param: str, marks: StageMarks, domain: Domain) -> Computed:
+        """Raises: as _rendered and _encode_checked."""
+        text = self._rendered(prompt, marks) if isinstance(prompt, ChatPrompt) else None
+        return text, self._encode_checked(prompt, param, text, marks, domain)
+
+    def _fitted(
+        self,
+        prompt: Prompt,
+        param: str,
+        wishes: ContextWishes,
+        max_tokens: int,
+        compute: Callable[[Prompt, str], Computed],
+    ) -> tuple[Computed, list[dict[str, Any]]]:
+        """As much of a prompt as fits with its answer, computed; and what was left out.
+
+        Args:
+            max_tokens: of the answer, for which at most half of the context is left free.
+
+        Raises: as _computed, of the whole prompt: nothing that may be left out is left.
+        """
+        most = self.max_model_len
+        room = most - min(max_tokens, most // 2 if max_tokens < UNLIMITED_TOKENS else min(most // 4, UNASKED_TOKENS))
+        whole, error = None, None
+        try:
+            whole = compute(prompt, param)
+        except ServiceError as exceeded:
+            if exceeded.code != "context_length_exceeded":
+                raise
+            error = exceeded
+        limits = wishes.limits
+        if whole is not None and len(whole[1]) <= room and limits == Budgets():
+            return whole, []
+        if isinstance(prompt, ChatPrompt):
+
+            def changed(messages: Sequence[Message], documents: Sequence[Document]) -> ChatPrompt:
+                return msgspec.structs.replace(prompt, messages=tuple(messages), documents=tuple(documents))
+
+            def fits(messages: Sequence[Message], documents: Sequence[Document]) -> bool:
+                try:
+                    return len(compute(changed(messages, documents), param)[1]) <= room
+                except ServiceError as exceeded:
+                    if exceeded.code != "context_length_exceeded":
+                        raise
+                    return False
+
+            found = select(wishes.type, limits, prompt.messages, prompt.documents, fits, self._num_tokens, room)
+            if found is not None:
+                return compute(changed(found.messages, found.documents), param), found.dropped
+        elif wishes.type is Policy.MIDDLE and not (isinstance(prompt, TextPrompt) and prompt.suffix is not None):
+            ids = self.encode(prompt, param)
+            if (num_lost := len(ids) - room) > 0:
+                start = room // 2
+                kept = (*ids[:start], *ids[start + num_lost :])
+                return (None, kept), [{"tokens": [start, start + num_lost]}]
+        if error is not None:
+            raise error
+        assert whole is not None, "it was computed, or could not be"
+        return whole, []
+
+    def _num_tokens(self, text: str) -> int:
+        """About: a long text is not tokenized to be left out."""
+        if len(text) > max_text_chars(self.max_model_len):
+            return len(text) // 4
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _predicted(self, call: GenerationCall) -> tuple[int, ...]:
         """The ids of the predicted answer, as far as the context reaches."""
@@ -265,6 +364,40 @@ class PromptReader:
             raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
         return ids
 
+    def _encode_pooled(self, prompt: Prompt, param: str, call: GenerationCall) -> tuple[int, ...]:
+        """The ids of a prompt that may fill the context, cut at its end if the call asks for that.
+
+        Raises:
+            InvalidRequest: it has no token, or is too long.
+        """
+        context, asked = self.max_model_len, call.truncate_to
+        if asked is None:
+            ids = self.encode(prompt, param)
+            if len(ids) > context:
+                but = f"{param} has {len(ids)} tokens"
+                fix = "Shorten it, or send truncate_prompt_tokens: -1."
+                raise InvalidRequest(context_overflow(context, but, fix), param, "context_length_exceeded")
+        else:
+            most = context if asked < 0 else min(asked, context)
+            ids = self._encode_cut(prompt, most)
+        if not ids:
+            raise InvalidRequest(f"{param} has no token. Send at least one.", param)
+        return ids
+
+    def _encode_cut(self, prompt: Prompt, most: int) -> tuple[int, ...]:
+        """As encode, with so many tokens at most: the model's special tokens around a text stay."""
+        if not isinstance(prompt, TextPrompt):
+            return self.encode(prompt)[:most]
+        text = prompt.text[: max_text_chars(most)]
+        whole = self.tokenizer.encode(text, prompt.adds_special_tokens)
+        if len(whole) <= most:
+            return tuple(whole)
+        plain = self.tokenizer.encode(text, add_special_tokens=False)
+        num_added = len(whole) - len(plain)
+        first = next((at for at in range(num_added) if whole[at:][: len(plain)] == plain), num_added)
+        kept = max(0, most - num_added)
+        return tuple((whole[: first + kept] + whole[first + len(plain) :])[:most])
+
     def _check_length(self, text: str, param: str) -> None:
         limit = max_text_chars(self.max_model_len)
         if len(text) > limit:
@@ -312,6 +445,7 @@ class PromptReader:
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
                 tells_answer=prepared.remember is not None,
+                pooling=None if call.pooling is None else call.pooling.pooling,
             )
             for i, ids in enumerate(prepared.prompts)
         ]
@@ -393,6 +527,7 @@ class PromptReader:
             prompt_texts=texts,
             prompt_ids=prompts if call.echo or call.tokens.returns_ids else (),
             special_ids=tokenizer.special_ids if hides_special else frozenset(),
+            context=prepared.context,
         )
 
 
@@ -460,13 +595,29 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
     raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
 
 
+def check_task(model: ServedModel, asked: str) -> None:
+    """
+    Raises:
+        InvalidRequest: the model does something else.
+    """
+    if asked in model.tasks:
+        return
+    is_given = model.tasks[0]
+    makes = {"generate": "generates text", "embed": "makes embeddings", "score": "scores texts by a query"}[is_given]
+    paths = {"generate": "/v1/chat/completions", "embed": "/v1/embeddings", "score": "/v1/rerank or /v1/score"}
+    message = f"The model {model.id!r} {makes}, and nothing else. Ask it on {paths[is_given]}, or name another model"
+    if asked == "embed" and is_given == "generate":
+        message += "; its operator can let it pool its hidden states: --pooling last, or mean"
+    raise InvalidRequest(f"{message}.", "model", "unsupported_model")
+
+
 def own_name(models: Sequence[ServedModel], name: str) -> str:
     """The model's own name, whichever of its names was asked for."""
     return next((model.name for model in models if model.id == name), name)  # an adapter may have been unloaded
 
 
-def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
-    """The request's field that a prompt came in."""
+def _param(prompt: Prompt, position: int, num_prompts: int, name: str) -> str:
+    """The request's field that a prompt came in. name: of a text's."""
     if isinstance(prompt, ChatPrompt):
         return prompt.param
-    return "prompt" if num_prompts == 1 else f"prompt[{position}]"
+    return name if num_prompts == 1 else f"{name}[{position}]"

@@ -2,16 +2,17 @@
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from urllib.parse import unquote
+from functools import partial
+from urllib.parse import parse_qs, unquote
 
 from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
 from server.adapters import Adapters
-from server.api import chat, completions, infill, messages, models, ollama, responses, tokenize
+from server.api import chat, completions, embeddings, infill, messages, models, ollama, responses, tokenize
 from server.api.decoding import decode
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
@@ -20,6 +21,7 @@ from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
 from server.generation import Generation
 from server.ledger.ledger import PROBE_S
+from server.ledger.responses import Responses, Turn, deleted_reply, input_items_reply
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
 from server.observing.accounting import requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
@@ -33,7 +35,15 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES = 4096  # of a body, beside its ids
 MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
-REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # ids of answers are accepted as they were shown
+REPLY_PREFIXES = (
+    "chatcmpl-",
+    "cmpl-",
+    "resp_",
+    "msg_",
+    "embd-",
+    "rerank-",
+    "score-",
+)  # ids of answers are accepted as they were shown
 _SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
 
 
@@ -42,28 +52,87 @@ _SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
 
 def generating(surface: Surface) -> Handler:
     """A handler that generates, in the surface's wire format."""
+    return partial(generate, surface=surface)
 
-    async def generate(exchange: Exchange) -> None:
-        check_media_type(exchange.request)
-        exchange.begin_trace()
-        served, ticket = exchange.server.served, exchange.ticket
-        assert ticket is not None, "a counted route"
-        # No name here: an error's traceback would keep the generation
-        run = Generation(served, surface, exchange.stream, exchange.request_id, exchange.timings, ticket).run()
-        outcome = exchange.outcome = await run
-        if outcome.error is not None:
-            raise outcome.error
 
-    return generate
+async def generate(exchange: Exchange, surface: Surface, turn: Turn | None = None) -> None:
+    check_media_type(exchange.request)
+    exchange.begin_trace()
+    served, ticket = exchange.server.served, exchange.ticket
+    assert ticket is not None, "a counted route"
+    # No name here: an error's traceback would keep the generation
+    run = Generation(served, surface, exchange.stream, exchange.request_id, exchange.timings, ticket, turn).run()
+    outcome = exchange.outcome = await run
+    if outcome.error is not None:
+        raise outcome.error
+
+
+async def respond(exchange: Exchange) -> None:
+    """Generate a response, with the history that is stored, and store it."""
+    turn = stored_turn(exchange)
+    try:
+        await generate(exchange, responses.SURFACE, turn)
+    except InvalidRequest as error:
+        if turn is not None:
+            error.param = turn.shifted(error.param)
+        raise
+
+
+def stored_turn(exchange: Exchange) -> Turn | None:
+    """None: no responses are stored."""
+    store, compute = exchange.server.responses, exchange.server.served.compute
+    return None if store is None else Turn(store, exchange.known_caller.tenant.name, compute)
+
+
+def known_responses(exchange: Exchange) -> Responses:
+    if (store := exchange.server.responses) is None:
+        message = "This server stores no responses. Its operator can let it: --store-responses 30d, with --ledger."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "responses_not_stored")
+    return store
+
+
+async def show_response(exchange: Exchange) -> None:
+    """A stored response, or the items of its input: /v1/responses/ID/input_items."""
+    response_id, _, what = exchange.argument.partition("/")
+    query = parse_qs(exchange.request.query)
+    store, tenant = known_responses(exchange), exchange.known_caller.tenant.name
+    if what not in ("", "input_items"):
+        message = f"There is no {what[:_SHOWN_CHARS]!r} of a response. Ask for /v1/responses/ID or .../input_items."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found")
+    if query.get("stream", ["false"])[0] == "true":
+        message = "A stored response is not streamed again. Leave stream out."
+        raise InvalidRequest(message, "stream", "unsupported_parameter")
+    response = await store.find(tenant, response_id)
+    if not what:
+        exchange.send(response.document)
+        return
+    order = query.get("order", ["desc"])[0]
+    exchange.send(input_items_reply(response, *page_of(query), is_ascending=order == "asc"))
+
+
+def page_of(query: Mapping[str, list[str]], most: int = 100) -> tuple[str | None, int]:
+    """`after` and `limit` of a list.
+
+    Raises:
+        InvalidRequest: limit is not 1 to `most`.
+    """
+    limit = query.get("limit", ["20"])[0]
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
+        raise InvalidRequest(f"limit must be 1 to {most}.", "limit")
+    return query.get("after", [None])[0], int(limit)
+
+
+async def delete_response(exchange: Exchange) -> None:
+    await known_responses(exchange).delete(exchange.known_caller.tenant.name, exchange.argument)
+    exchange.send(deleted_reply(exchange.argument))
 
 
 def answering_ollamas(surface: Surface) -> Handler:
     """A handler that generates, or loads or unloads the model if there is nothing to answer."""
-    generate = generating(surface)
 
     async def answer(exchange: Exchange) -> None:
         try:
-            await generate(exchange)
+            await generate(exchange, surface)
         except ollama.NothingAsked as asked:
             await keep_model(exchange, asked)
 
@@ -90,13 +159,16 @@ Computed = tuple[bytes, tuple[str, ...]]  # a reply, and the names of the body's
 
 
 def computing(
-    work: Callable[[PromptReader, tuple[ServedModel, ...], Domain, bytes], Computed], bounds_body: bool = False
+    work: Callable[[PromptReader, tuple[ServedModel, ...], Domain, bytes], Computed],
+    bounds_body: bool = False,
+    has_history: bool = False,
 ) -> Handler:
     """A handler that answers with what `work` computes from the body.
 
     Args:
         work: gets the models that the caller may use, and its cache domain; may run on another thread.
         bounds_body: to the size of a whole context's ids: parsing holds the GIL, wherever it runs.
+        has_history: the body may go on from a stored response.
     """
 
     async def compute(exchange: Exchange) -> None:
@@ -110,6 +182,8 @@ def computing(
         body = await served.read_body(exchange.stream, caller.sharing_name, most_bytes)
         exchange.enter(Stage.ANSWER)
         reader, _, admission = await served.backend_of(body, caller.tenant) if served.others else served.known_own
+        if has_history and (turn := stored_turn(exchange)) is not None:
+            body = await turn.begin(body, not isinstance(reader, Relay))
         place = admission.enter(caller.sharing_name, len(body))
         try:
             if isinstance(reader, Relay):
@@ -418,7 +492,7 @@ async def drain(exchange: Exchange) -> None:
 ASKS = Scope.INFERENCE
 
 
-COUNT_INPUT = computing(counting(responses.parse, responses.input_tokens_reply))
+COUNT_INPUT = computing(counting(responses.parse, responses.input_tokens_reply), has_history=True)
 COUNT_MESSAGES = computing(counting(messages.parse_count, messages.count_reply))
 
 
@@ -430,13 +504,16 @@ def _generation(surface: Surface, errors: ErrorForm = OPENAI_ERRORS) -> Route:
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _generation(chat.SURFACE)},
     "/v1/completions": {"POST": _generation(completions.SURFACE)},
-    "/v1/responses": {"POST": _generation(responses.SURFACE)},
+    "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True)},
     "/infill": {"POST": _generation(infill.SURFACE)},
+    "/v1/embeddings": {"POST": _generation(embeddings.SURFACE)},
     "/v1/responses/input_tokens": {"POST": Route(COUNT_INPUT, ASKS, is_counted=True)},
     "/v1/messages": {"POST": _generation(messages.SURFACE, messages.ERRORS)},
     "/v1/messages/count_tokens": {"POST": Route(COUNT_MESSAGES, ASKS, is_counted=True, errors=messages.ERRORS)},
     "/api/chat": {"POST": _generation(ollama.CHAT, ollama.ERRORS)},
     "/api/generate": {"POST": _generation(ollama.GENERATE, ollama.ERRORS)},
+    "/api/embed": {"POST": _generation(embeddings.OLLAMA, ollama.ERRORS)},
+    "/api/embeddings": {"POST": _generation(embeddings.OLLAMA, ollama.ERRORS)},
     "/api/tags": {"GET": Route(listing(ollama.tags_reply), ASKS, errors=ollama.ERRORS)},
     "/api/ps": {"GET": Route(list_running, ASKS, errors=ollama.ERRORS)},
     "/api/show": {"POST": Route(show_ollamas_model, ASKS, is_counted=True, errors=ollama.ERRORS)},
@@ -476,12 +553,13 @@ ROUTES |= {
 # For clients whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/embeddings")
 }
 # By prefix of the path; the rest is the handler's argument
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS)},
     "/models/": {"GET": Route(get_model, ASKS)},
+    "/v1/responses/": {"GET": Route(show_response, ASKS), "DELETE": Route(delete_response, ASKS)},
     "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN)},
     "/admin/requests/": {
         "GET": Route(show_request, Scope.ADMIN, needs_model=False),
@@ -492,6 +570,7 @@ PREFIXES: dict[str, dict[str, Route]] = {
         "DELETE": Route(delete_request, ASKS),
     },
 }
+PREFIXES["/responses/"] = PREFIXES["/v1/responses/"]
 
 
 def find_route(path: str, method: str) -> tuple[Route, str]:

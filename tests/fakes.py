@@ -9,7 +9,7 @@ from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence, sequence_seed
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
-from core.types import FinishReason, Message, Request, SamplingParams, StepDelivery, TokenChunk, TokenLogprobs
+from core.types import FinishReason, Message, Pooling, Request, SamplingParams, StepDelivery, TokenChunk, TokenLogprobs
 
 
 class FakeClock(SimulatedClock):
@@ -185,6 +185,7 @@ def make_request(
     tenant: str = "local",
     deadline_s: float | None = None,
     cache_salt: str = "",
+    pooling: Pooling | None = None,
     **sampling: object,
 ) -> Request:
     """A request whose prompt and seed follow from its id, unless given."""
@@ -199,4 +200,5 @@ def make_request(
         tenant=tenant,
         deadline_s=deadline_s,
         cache_salt=cache_salt,
+        pooling=pooling,
     )

@@ -459,6 +459,12 @@ class Oracle:
         return result
 
     @torch.inference_mode()
+    def states(self, token_ids: list[int]) -> torch.Tensor:
+        """The last hidden states, after the norm: [tokens, hidden], float32."""
+        result: torch.Tensor = self._model.model(torch.tensor([token_ids]), use_cache=False).last_hidden_state[0]
+        return result
+
+    @torch.inference_mode()
     def generate(self, prompt_ids: list[int], **config: Any) -> list[list[int]]:
         """The answers of transformers' generate()."""
         config_of = transformers.GenerationConfig(**config)

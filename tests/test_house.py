@@ -15,23 +15,23 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (10_585, 28),
-    "server/api": (4905, 16),
-    "server/commands": (1955, 11),
-    "server/gate": (2540, 8),
-    "server/ledger": (1609, 6),
+    "server": (11_400, 31),
+    "server/api": (5600, 18),
+    "server/commands": (2250, 13),
+    "server/gate": (2550, 8),
+    "server/ledger": (2030, 7),
     "server/listening": (1240, 5),
     "server/observing": (1805, 7),
-    "server/upstream": (1754, 6),
+    "server/upstream": (1674, 6),
     "server/wire": (4805, 14),
-    "core": (13_990, 36),
-    "gpu": (9193, 30),
-    "gpu/cpu_kernels": (3690, 9),
+    "core": (14_900, 40),
+    "gpu": (10_200, 34),
+    "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
-    "gpu/parallel": (760, 5),
-    "bench": (9020, 34),
+    "gpu/parallel": (765, 5),
+    "bench": (9350, 36),
 }
-TEST_LINES = 60_480
+TEST_LINES = 62_500
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
@@ -52,6 +52,7 @@ ROOMS = (
         "backend",
         "generation",
         "relay",
+        "relayed",
         "adapters",
         "local_models",
     ),

@@ -1,9 +1,9 @@
-"""Matmuls straight from a file's quantised blocks, on any CPU with AVX2. Kernels: any thread, no GIL; classes: engine.
+"""Matmuls straight from quantised blocks, on any CPU with AVX2. Kernels: any thread, no GIL; classes: engine.
 
 Rows of x become 8-bit integers, a scale for 32 of them, and are multiplied as integers: with AVX-512 VNNI four products
 in one lane of one instruction. A format is how its scales are decoded, and a Unit that emits its numbers as unsigned
 bytes: one row's to four rows' products take them in registers; for more rows they are stored once, a part of 256 inputs
-at a time, for all tiles of rows. Code is compiled for the formats that a file has. A row's result does not depend on
+at a time, for all tiles of rows. Code is compiled for the formats that a model has. A row's result does not depend on
 its company: integers are exact, and floats are added in one order however many rows there are.
 
     x[i] ~ scale_x * q[i],  weight[i] = scale * (u[i] - offset) - minimum
@@ -12,14 +12,11 @@ its company: integers are exact, and floats are added in one order however many 
 One Zen 5 core: one row takes blocks from memory at 27 (Q5_K) to 34 GB/s (Q8_0), where a dot product read 33, and from
 the third-level cache at 56 to 88; 256 rows took as long as bf16's kernel takes, with Q6_K a fifth longer.
 
-The blocks lie as gpu/blocks.py packs them: as stored, each field 64 times, once for each output.
+The blocks lie as gpu/blocks.py says: as stored, each field 64 times, once for each output. block_formats.py decodes
+them. int8 and int4 (--quantize, GPTQ, AWQ) are packed as blocks while they load.
 """
 
 import ctypes
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -30,10 +27,29 @@ import torch.nn.functional as F
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
-from gpu.blocks import BLOCK_OUTPUTS, FORMATS, IQ4_NUMBERS, MXFP4_NUMBERS, PART_INPUTS, BlockWeight, PackedBlocks
+from gpu.blocks import BLOCK_OUTPUTS, FORMATS, INT4_FORMATS, PART_INPUTS, BlockWeight, PackedBlocks
+from gpu.cpu_kernels.block_formats import (
+    BYTES,
+    CODES,
+    COLUMNS,
+    ELEMENTS,
+    GROUPS,
+    HAS_AVX512,
+    HAVE_MINIMA,
+    MIDDLES,
+    NAMES,
+    QUAD_BYTES,
+    SIGNED,
+    SUM_ROW_BYTES,
+    UNITS,
+    decode_numbers,
+    decode_scales,
+    indexed,
+    of_format,
+    units,
+)
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     FLOAT,
@@ -56,7 +72,6 @@ from gpu.cpu_kernels.vectors import (
     larger,
     load,
     load_floats,
-    load_pairs,
     load_widened,
     multiply_add,
     nothing,
@@ -75,13 +90,10 @@ from gpu.cpu_kernels.vectors import (
     zeros,
 )
 from gpu.device import cpu_flags, use_huge_pages
+from gpu.quant import FP8, QuantizedWeight, unpack_nibbles
 
-COLUMNS = BLOCK_OUTPUTS // LANES
-QUAD_BYTES = 4 * BLOCK_OUTPUTS  # of four inputs, all outputs of a block
-SUM_ROW_BYTES = 4 * BLOCK_OUTPUTS
 GROUP = 32  # inputs of x that share a scale
 HAS_VNNI = "avx512_vnni" in cpu_flags()
-HAS_AVX512 = "avx512bw" in cpu_flags()
 HAS_BF16 = "avx512_bf16" in cpu_flags()
 MOST_TILE_ROWS = 6 if HAS_AVX512 else 2  # with 4 registers of sums each
 PANEL_ROWS = 256  # at a time: their integers and sums stay in a second-level cache
@@ -95,12 +107,7 @@ NUMBERS_PER_THREAD = 1 << 14  # that are quantised: a thread is woken for so man
 
 MOST = np.float32(127)
 ROUNDER = np.float32(1.5 * 2**23)
-NIBBLES, TWOS, SIXES, ONES = 0x0F0F0F0F, 0x03030303, 0x3F3F3F3F, 0x01010101
 SIGNS = np.int32(-0x7F7F7F80)  # 0x80 in each byte
-CODES = {name: code for code, name in enumerate(FORMATS)}
-Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = (CODES[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"))
-IQ4_XS, MXFP4 = CODES["IQ4_XS"], CODES["MXFP4"]
-SPREAD_BITS = 0x00204081  # times four bits: one at the foot of each byte
 
 
 class Arguments(ctypes.Structure):
@@ -170,70 +177,6 @@ _ARGUMENTS, _ROWS, _GATHER = np.dtype(Arguments), np.dtype(RowArguments), np.dty
 _PACK = np.dtype(PackArguments)
 
 
-def _scalar(builder, value):
-    return builder.trunc(value, INT32)
-
-
-@operation(pairs, pairs, types.int64)
-def and_(builder, x, mask):
-    """x & mask in each 32 bits."""
-    return builder.and_(x, broadcast(builder, _scalar(builder, mask), PAIRS))
-
-
-@operation(pairs, pairs, types.int64)
-def right(builder, x, by):
-    """Each 32 bits shifted right; zeros come in."""
-    return builder.lshr(x, broadcast(builder, _scalar(builder, by), PAIRS))
-
-
-@operation(pairs, pairs, types.int64)
-def left(builder, x, by):
-    """Each 32 bits shifted left."""
-    return builder.shl(x, broadcast(builder, _scalar(builder, by), PAIRS))
-
-
-@operation(pairs, pairs, pairs)
-def or_(builder, x, y):
-    """x | y"""
-    return builder.or_(x, y)
-
-
-@operation(pairs, pairs, types.int64)
-def times(builder, x, by):
-    """The low 32 bits of each product."""
-    return builder.mul(x, broadcast(builder, _scalar(builder, by), PAIRS))
-
-
-@operation(pairs, address)
-def load_shorts(builder, at):
-    """Unsigned 16 bits [16], each widened to 32."""
-    return builder.zext(load(builder, at, ir.VectorType(ir.IntType(16), LANES)), PAIRS)
-
-
-@operation(floats, address)
-def load_halves(builder, at):
-    """float16 [16] as float32."""
-    return builder.fpext(load(builder, at, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
-
-
-@operation(pairs, address)
-def load_bytes(builder, at):
-    """Unsigned bytes [16], each widened to 32 bits."""
-    return builder.zext(load(builder, at, ir.VectorType(ir.IntType(8), LANES)), PAIRS)
-
-
-@operation(floats, address)
-def load_signed(builder, at):
-    """int8 [16] as float32."""
-    return builder.sitofp(load(builder, at, ir.VectorType(ir.IntType(8), LANES)), FLOATS)
-
-
-@operation(floats, pairs)
-def converted(builder, x):
-    """int32 [16] as float32."""
-    return builder.sitofp(x, FLOATS)
-
-
 @operation(pairs, floats)
 def rounded(builder, x):
     """To the nearest integer, ties to even, for numbers below 2 ** 22: added to ROUNDER, it lies in the low bits."""
@@ -273,24 +216,6 @@ def store_half_floats(builder, at, value):
     store(builder, at, builder.trunc(bits, ir.VectorType(ir.IntType(16), LANES)))
 
 
-def _looked_up(builder, nibbles, table):
-    """Of each byte, 0 to 15, the table's number."""
-    if HAS_AVX512:
-        octets = ir.VectorType(ir.IntType(8), REGISTER_BYTES)
-        found = call(
-            *(builder, "llvm.x86.avx512.pshuf.b.512", octets, ir.Constant(octets, 4 * table)),
-            builder.bitcast(nibbles, octets),
-        )
-        return builder.bitcast(found, PAIRS)
-    octets, half = ir.VectorType(ir.IntType(8), REGISTER_BYTES // 2), ir.VectorType(INT32, LANES // 2)
-    parts = []
-    for first in (0, LANES // 2):
-        part = builder.bitcast(shuffle(builder, nibbles, nibbles, [*range(first, first + LANES // 2)]), octets)
-        found = call(builder, "llvm.x86.avx2.pshuf.b", octets, ir.Constant(octets, 2 * table), part)
-        parts.append(builder.bitcast(found, half))
-    return shuffle(builder, parts[0], parts[1], [*range(LANES)])
-
-
 def _multiplied(builder, sums, weights, x):
     """sums + the four products of unsigned bytes of weights and signed bytes of x, in each 32 bits, exactly."""
     if HAS_VNNI:
@@ -313,186 +238,6 @@ def _pair_sums(builder, x, y):
         low, high = (shuffle(builder, value, value, [*range(first, first + LANES)]) for value in (x, y))
         parts.append(call(builder, "llvm.x86.avx2.pmadd.wd", half, low, high))
     return shuffle(builder, parts[0], parts[1], [*range(LANES)])
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """How a format's numbers lie in a stored block, as often as they fill it.
-
-    Args:
-        numbers: emits (quad of four inputs of the unit, their unsigned bytes of 16 outputs). It takes the builder,
-            word(stream, n): a word of four bytes of these outputs, and the unit's index in the block.
-        num_quads: of a unit.
-        streams: (first byte in the stored block, words that a unit has of its own).
-        others: the bytes before or after the streams, of a block that is long.
-    """
-
-    numbers: Callable[[Any, Callable[[int, int], Any], Any], Iterator[tuple[int, Any]]]
-    num_quads: int
-    streams: tuple[tuple[int, int], ...]
-    others: tuple[int, int] = (0, 0)
-
-
-def _masked(builder, x, by, mask, to=0):
-    """x shifted right by a number or a value, of it what the mask leaves, shifted left."""
-    x = right.emit(builder, x, constant(by) if isinstance(by, int) else by)
-    return left.emit(builder, and_.emit(builder, x, constant(mask)), constant(to))
-
-
-def _bytes(builder, word, index):
-    for quad in range(8):
-        yield quad, word(0, quad)
-
-
-def _nibbles(num_words):
-    """Words whose low halves are so many quads, and whose high halves are the next."""
-
-    def numbers(builder, word, index):
-        for quad in range(num_words):
-            both = word(0, quad)
-            yield quad, _masked(builder, both, 0, NIBBLES)
-            yield num_words + quad, _masked(builder, both, 4, NIBBLES)
-
-    return numbers
-
-
-def _of_table(table):
-    def numbers(builder, word, index):
-        for quad, nibbles in _nibbles(4)(builder, word, index):
-            yield quad, _looked_up(builder, nibbles, table)
-
-    return numbers
-
-
-def _q5(builder, word, index):
-    """A word of 32 fifth bits, then as nibbles."""
-    fifths = word(0, 0)
-    for quad in range(8):
-        spread_out = times.emit(builder, _masked(builder, fifths, 4 * quad, 15), constant(SPREAD_BITS))
-        four = _masked(builder, word(0, 1 + quad % 4), quad // 4 * 4, NIBBLES)
-        yield quad, builder.or_(four, _masked(builder, spread_out, 0, ONES, 4))
-
-
-def _q5_k(builder, word, index):
-    """As Q4_K's; of 8 words of fifth bits, bit n is part n's."""
-    for quad in range(8):
-        both, fifths = word(1, quad), word(0, quad)
-        for part in range(2):
-            bit = builder.add(builder.mul(index, constant(2)), constant(part))
-            fifth = _masked(builder, fifths, bit, ONES, 4)
-            yield 8 * part + quad, builder.or_(_masked(builder, both, 4 * part, NIBBLES), fifth)
-
-
-def _q6_k(builder, word, index):
-    """16 words of nibbles, 8 of pairs of high bits. Source: ggml-quants.c, dequantize_row_q6_K."""
-    for quad in range(8):
-        twos, both = word(1, quad), (word(0, quad), word(0, 8 + quad))
-        for part in range(4):
-            four = _masked(builder, both[part % 2], part // 2 * 4, NIBBLES)
-            yield 8 * part + quad, builder.or_(four, _masked(builder, twos, 2 * part, TWOS, 4))
-
-
-def _q2_k(builder, word, index):
-    """8 words of four pairs of bits. Source: ggml-quants.c, dequantize_row_q2_K."""
-    for quad in range(8):
-        twos = word(0, quad)
-        for part in range(4):
-            yield 8 * part + quad, _masked(builder, twos, 2 * part, TWOS)
-
-
-def _q3_k(builder, word, index):
-    """As Q2_K's; of 8 words of third bits, bit 4 * index + n is part n's."""
-    for quad in range(8):
-        thirds, twos = word(0, quad), word(1, quad)
-        for part in range(4):
-            bit = builder.add(builder.mul(index, constant(4)), constant(part))
-            low, third = _masked(builder, twos, 2 * part, TWOS), _masked(builder, thirds, bit, ONES, 2)
-            yield 8 * part + quad, builder.or_(low, third)
-
-
-UNITS = {
-    "Q8_0": Unit(_bytes, 8, ((2, 8),)),
-    "Q4_0": Unit(_nibbles(4), 8, ((2, 4),)),
-    "Q4_1": Unit(_nibbles(4), 8, ((4, 4),)),
-    "Q5_0": Unit(_q5, 8, ((2, 5),)),
-    "Q5_1": Unit(_q5, 8, ((4, 5),)),
-    "MXFP4": Unit(_of_table([number + FORMATS["MXFP4"].middle for number in MXFP4_NUMBERS]), 8, ((1, 4),)),
-    "IQ4_NL": Unit(_of_table([number + FORMATS["IQ4_NL"].middle for number in IQ4_NUMBERS]), 8, ((2, 4),)),
-    "IQ4_XS": Unit(_of_table([number + FORMATS["IQ4_XS"].middle for number in IQ4_NUMBERS]), 8, ((8, 4),), (0, 8)),
-    "Q2_K": Unit(_q2_k, 32, ((16, 8),), (0, 16)),
-    "Q3_K": Unit(_q3_k, 32, ((0, 0), (32, 8)), (96, 110)),
-    "Q4_K": Unit(_nibbles(8), 16, ((16, 8),), (0, 16)),
-    "Q5_K": Unit(_q5_k, 16, ((16, 0), (48, 8)), (0, 16)),
-    "Q6_K": Unit(_q6_k, 32, ((0, 16), (128, 8)), (192, 210)),
-}
-NAMES, SIGNED = tuple(FORMATS), tuple(found.signed is not None for found in FORMATS.values())
-BYTES, ELEMENTS, MIDDLES, GROUPS, HAVE_MINIMA = (
-    tuple(getattr(found, field) for found in FORMATS.values())
-    for field in ("size_bytes", "elements", "middle", "group", "has_minima")
-)
-
-
-def of_format(emit):
-    """Make a function of (builder, a format's name, addresses and numbers) an intrinsic; code: constant, of CODES."""
-
-    def definition(typing_context: Any, code: Any, *arguments: Any) -> Any:
-        if not isinstance(code, types.IntegerLiteral):
-            return None
-        name = NAMES[code.literal_value]
-
-        def generate(context, builder, signature, values):
-            emit(builder, name, *values[1:])
-            return context.get_dummy_value()
-
-        return nothing(code, *[types.int64] * len(arguments)), generate
-
-    names = ["typing_context", "code", *list(inspect.signature(emit).parameters)[2:]]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    definition.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
-    return intrinsic(prefer_literal=True)(definition)
-
-
-def _at(builder, base, *parts):
-    """Emit base plus each index times its size."""
-    for index, size in parts:
-        base = builder.add(base, builder.mul(index, size if isinstance(size, ir.Value) else constant(size)))
-    return base
-
-
-@contextmanager
-def _units(builder, name, at, num_blocks):
-    """Emit loops over the units of stored blocks: (index among all, index in its block, a word's address)."""
-    unit, found = UNITS[name], FORMATS[name]
-    per_block = found.elements // (4 * unit.num_quads)
-    with (
-        cgutils.for_range(builder, num_blocks) as blocks,
-        cgutils.for_range(builder, constant(per_block)) as inner,
-    ):
-        stored = _at(builder, at, (blocks.index, found.size_bytes * BLOCK_OUTPUTS))
-
-        def word_at(stream, n):
-            first, step = unit.streams[stream]
-            return offset(
-                builder, _at(builder, stored, (inner.index, step * QUAD_BYTES)), first * BLOCK_OUTPUTS + n * QUAD_BYTES
-            )
-
-        yield _at(builder, inner.index, (blocks.index, per_block)), inner.index, word_at
-
-
-@of_format
-def decode_numbers(builder, name, at, num_blocks, values):
-    """Unsigned bytes of stored blocks, as [quads of inputs, 64 outputs, 4]."""
-    unit = UNITS[name]
-    with _units(builder, name, at, num_blocks) as (number, index, word_at):
-        target = _at(builder, values, (number, unit.num_quads * QUAD_BYTES))
-        with cgutils.for_range(builder, constant(COLUMNS)) as columns:
-            place = builder.mul(columns.index, constant(REGISTER_BYTES))
-
-            def word(stream, n):
-                return load(builder, builder.add(word_at(stream, n), place), PAIRS)
-
-            for quad, four in unit.numbers(builder, word, index):
-                store(builder, offset(builder, builder.add(target, place), quad * QUAD_BYTES), four)
 
 
 @of_format
@@ -526,9 +271,10 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
 
         for row, column in product(row_numbers, some):
             builder.store(load(builder, sums_at(row, column), FLOATS), totals[row][column])
-        with _units(builder, name, at, num_blocks) as (number, index, word_at):
+        with units(builder, name, at, num_blocks) as (number, index, word_at):
             rows = [
-                _at(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES)) for row in row_numbers
+                indexed(builder, x, (constant(row), x_stride), (number, num_groups * GROUP_BYTES))
+                for row in row_numbers
             ]
             places = [_sum_at(part // num_parts, part % num_parts, num_parts) for part in range(len(counts))]
             x_sums = [[load(builder, offset(builder, row, place), INT32) for row in rows] for place in places]
@@ -552,13 +298,13 @@ def _emit_few(builder, name, num_rows, x, x_stride, at, num_blocks, scales, mini
                     for register, (_, weights) in zip(of_row, found_here, strict=True):
                         builder.store(_multiplied(builder, builder.load(register), weights, four), register)
             for part in range(num_groups * num_parts):
-                group = _at(builder, constant(part), (number, num_groups * num_parts))
+                group = indexed(builder, constant(part), (number, num_groups * num_parts))
                 given = [
                     load(builder, offset(builder, row, part // num_parts * GROUP_BYTES + GROUP), FLOAT) for row in rows
                 ]
                 _emit_scaled(
                     builder,
-                    [_at(builder, first, (group, SUM_ROW_BYTES), (constant(1), base)) for base in (scales, minima)],
+                    [indexed(builder, first, (group, SUM_ROW_BYTES), (constant(1), base)) for base in (scales, minima)],
                     found.has_minima,
                     given,
                     x_sums[part],
@@ -626,26 +372,26 @@ def _emit_tile(
     counts = [[cgutils.alloca_once(builder, PAIRS) for _ in range(COLUMNS)] for _ in row_numbers]
     num_quads = GROUP // 4 // num_parts
     with cgutils.for_range(builder, num_groups) as groups:
-        rows = [_at(builder, x, (constant(row), x_stride), (groups.index, GROUP_BYTES)) for row in row_numbers]
-        ahead = _at(builder, wanted, (builder.mul(groups.index, num_lines), REGISTER_BYTES))
+        rows = [indexed(builder, x, (constant(row), x_stride), (groups.index, GROUP_BYTES)) for row in row_numbers]
+        ahead = indexed(builder, wanted, (builder.mul(groups.index, num_lines), REGISTER_BYTES))
         with cgutils.for_range(builder, num_lines) as lines:
-            prefetch.emit(builder, _at(builder, ahead, (lines.index, REGISTER_BYTES)))
+            prefetch.emit(builder, indexed(builder, ahead, (lines.index, REGISTER_BYTES)))
         for part in range(num_parts):
             x_sums = [load(builder, offset(builder, row, _sum_at(0, part, num_parts)), INT32) for row in rows]
             _emit_first_counts(builder, x_sums, found.middle, counts)
-            first_values = _at(builder, values, (groups.index, values_stride))
+            first_values = indexed(builder, values, (groups.index, values_stride))
             with cgutils.for_range(builder, constant(num_quads)) as quads:
                 quad = builder.add(quads.index, constant(part * num_quads))
-                place = _at(builder, first_values, (quad, QUAD_BYTES))
+                place = indexed(builder, first_values, (quad, QUAD_BYTES))
                 weights = [load(builder, offset(builder, place, n * REGISTER_BYTES), PAIRS) for n in range(COLUMNS)]
                 for row, of_row in zip(rows, counts, strict=True):
-                    four = broadcast(builder, load(builder, _at(builder, row, (quad, 4)), INT32), PAIRS)
+                    four = broadcast(builder, load(builder, indexed(builder, row, (quad, 4)), INT32), PAIRS)
                     for register, weight in zip(of_row, weights, strict=True):
                         builder.store(_multiplied(builder, builder.load(register), weight, four), register)
-            group = _at(builder, constant(part), (groups.index, num_parts))
+            group = indexed(builder, constant(part), (groups.index, num_parts))
             _emit_scaled(
                 builder,
-                [_at(builder, base, (group, SUM_ROW_BYTES)) for base in (scales, minima)],
+                [indexed(builder, base, (group, SUM_ROW_BYTES)) for base in (scales, minima)],
                 found.has_minima,
                 [load(builder, offset(builder, row, GROUP), FLOAT) for row in rows],
                 x_sums,
@@ -654,136 +400,6 @@ def _emit_tile(
                     offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES), FLOATS.as_pointer()
                 ),
             )
-
-
-@njit(cache=True)
-def _decode_halves(at, scales):
-    for column in range(COLUMNS):
-        store_floats(scales + column * REGISTER_BYTES, load_halves(at + column * REGISTER_BYTES // 2))
-
-
-@njit(cache=True)
-def _decode_minima(at, minima):
-    """What is added, with its sign turned."""
-    for column in range(COLUMNS):
-        store_floats(minima + column * REGISTER_BYTES, zeros() - load_halves(at + column * REGISTER_BYTES // 2))
-
-
-@njit(cache=True)
-def _decode_exponents(at, scales):
-    """Bytes e that stand for 2 ** (e - 128). Source: ggml-impl.h, ggml_e8m0_to_fp32_half."""
-    exponents, out = carray(pointer(at), BLOCK_OUTPUTS, np.uint8), carray(pointer(scales), BLOCK_OUTPUTS, np.uint32)
-    for output in range(BLOCK_OUTPUTS):
-        exponent = np.uint32(exponents[output])
-        out[output] = np.uint32(0x00200000) << exponent if exponent < 2 else (exponent - np.uint32(1)) << np.uint32(23)
-
-
-@njit(cache=True)
-def _decode_iq4_xs_scales(at, scales):
-    """Scale, high pairs of bits of eight scales, a word of their low halves.
-
-    Source: ggml-quants.c, dequantize_row_iq4_xs.
-    """
-    for column in range(0, QUAD_BYTES, REGISTER_BYTES):
-        scale, pairs_ = load_halves(at + column // 2), load_shorts(at + 2 * BLOCK_OUTPUTS + column // 2)
-        low = load_pairs(at + 4 * BLOCK_OUTPUTS + column)
-        for part in range(8):
-            number = or_(and_(right(low, 4 * part), 15), left(and_(right(pairs_, 2 * part), 3), 4))
-            store_floats(scales + part * SUM_ROW_BYTES + column, (converted(number) - spread(np.float32(32))) * scale)
-
-
-@njit(cache=True)
-def _store_scaled(four, less, scale, target):
-    """The bytes of each word less a number, times a scale, a row of float32 [64] for each."""
-    for part in range(4):
-        number = converted(and_(right(four, 8 * part), 255)) - spread(np.float32(less))
-        store_floats(target + part * SUM_ROW_BYTES, number * scale)
-
-
-@njit(cache=True)
-def _decode_k_scales(at, scales, minima):
-    """Scale of scales and of minima, three words of eight of each in 6 bits.
-
-    Source: ggml-quants.c, get_scale_min_k4.
-    """
-    words, step = at + 4 * BLOCK_OUTPUTS, 4 * BLOCK_OUTPUTS
-    for column in range(0, 4 * BLOCK_OUTPUTS, REGISTER_BYTES):
-        scale = load_halves(at + column // 2)
-        minimum = load_halves(at + 2 * BLOCK_OUTPUTS + column // 2)
-        low, high = load_pairs(words + column), load_pairs(words + step + column)
-        mixed = load_pairs(words + 2 * step + column)
-        _store_scaled(and_(low, SIXES), 0, scale, scales + column)
-        _store_scaled(and_(high, SIXES), 0, minimum, minima + column)
-        lower = or_(and_(mixed, NIBBLES), and_(right(low, 2), TWOS << 4))
-        _store_scaled(lower, 0, scale, scales + 4 * SUM_ROW_BYTES + column)
-        upper = or_(and_(right(mixed, 4), NIBBLES), and_(right(high, 2), TWOS << 4))
-        _store_scaled(upper, 0, minimum, minima + 4 * SUM_ROW_BYTES + column)
-
-
-@njit(cache=True)
-def _decode_q2_k_scales(at, scales, minima):
-    """16 bytes of a scale and a minimum each, and at the end the scales of both."""
-    ends = at + (16 + 64) * BLOCK_OUTPUTS
-    for column in range(COLUMNS):
-        scale = load_halves(ends + column * REGISTER_BYTES // 2)
-        minimum = load_halves(ends + 2 * BLOCK_OUTPUTS + column * REGISTER_BYTES // 2)
-        for part in range(16):
-            both = load_bytes(at + part * BLOCK_OUTPUTS + column * LANES)
-            target = part * SUM_ROW_BYTES + column * REGISTER_BYTES
-            store_floats(scales + target, converted(and_(both, 15)) * scale)
-            store_floats(minima + target, converted(right(both, 4)) * minimum)
-
-
-@njit(cache=True)
-def _decode_q3_k_scales(at, scales):
-    """At the end three words of sixteen scales in 6 bits, 32 is zero, and their scale.
-
-    Source: ggml-quants.c, dequantize_row_q3_K.
-    """
-    words = at + (32 + 64) * BLOCK_OUTPUTS
-    for column in range(0, QUAD_BYTES, REGISTER_BYTES):
-        scale = load_halves(words + 12 * BLOCK_OUTPUTS + column // 2)
-        twos = load_pairs(words + 2 * QUAD_BYTES + column)
-        for part in range(4):
-            low = right(load_pairs(words + part % 2 * QUAD_BYTES + column), part // 2 * 4)
-            four = or_(and_(low, NIBBLES), left(and_(right(twos, 2 * part), TWOS), 4))
-            _store_scaled(four, 32, scale, scales + 4 * part * SUM_ROW_BYTES + column)
-
-
-@njit(cache=True)
-def _decode_q6_k_scales(at, scales):
-    """At the end 16 signed scales, and their scale."""
-    stored = at + 48 * QUAD_BYTES
-    for column in range(COLUMNS):
-        scale = load_halves(stored + 16 * BLOCK_OUTPUTS + column * REGISTER_BYTES // 2)
-        for part in range(16):
-            sixteen = load_signed(stored + part * BLOCK_OUTPUTS + column * LANES)
-            store_floats(scales + part * SUM_ROW_BYTES + column * REGISTER_BYTES, sixteen * scale)
-
-
-@njit(cache=True)
-def _decode_scales(code, at, num_blocks, scales, minima):
-    """Float32 scales and minima of stored blocks. scales, minima: addresses of room for a part's."""
-    for _ in range(num_blocks):
-        if code in (Q4_K, Q5_K):
-            _decode_k_scales(at, scales, minima)
-        elif code == Q6_K:
-            _decode_q6_k_scales(at, scales)
-        elif code == Q2_K:
-            _decode_q2_k_scales(at, scales, minima)
-        elif code == Q3_K:
-            _decode_q3_k_scales(at, scales)
-        elif code == IQ4_XS:
-            _decode_iq4_xs_scales(at, scales)
-        elif code == MXFP4:
-            _decode_exponents(at, scales)
-        else:
-            _decode_halves(at, scales)
-            if HAVE_MINIMA[code]:
-                _decode_minima(at + 2 * BLOCK_OUTPUTS, minima)
-        at += BYTES[code] * BLOCK_OUTPUTS
-        scales += ELEMENTS[code] // GROUPS[code] * SUM_ROW_BYTES
-        minima += ELEMENTS[code] // GROUPS[code] * SUM_ROW_BYTES
 
 
 def _make_multiply(code):
@@ -805,10 +421,11 @@ def _make_multiply(code):
         for start in range(0, num_inputs, PART_INPUTS):
             some, part_x = min(PART_INPUTS, num_inputs - start), x + start // GROUP * GROUP_BYTES
             num_blocks = some // elements
-            _decode_scales(code, at, num_blocks, scales, minima)
+            decode_scales(code, at, num_blocks, scales, minima)
             if 0 < num_rows <= FEW_ROWS:
-                for line in range(at + stored_bytes + others, at + stored_bytes + others_end, REGISTER_BYTES):
-                    prefetch(line)
+                for block in range(num_blocks, 2 * num_blocks):
+                    for line in range(others, others_end, REGISTER_BYTES):
+                        prefetch(at + block * stored_bytes + line)
                 few_tile(code, num_rows, part_x, x_stride, at, num_blocks, scales, minima, sums)
                 at += num_blocks * stored_bytes
                 continue
@@ -834,7 +451,7 @@ def _make_decode(code):
 
     def decode(at, num_blocks, scratch):
         scales = scratch + PART_BYTES
-        _decode_scales(code, at, num_blocks, scales, scales + PART_SCALES)
+        decode_scales(code, at, num_blocks, scales, scales + PART_SCALES)
         decode_numbers(code, at, num_blocks, scratch)
 
     return cfunc(types.void(*[types.int64] * 3), cache=True)(decode)
@@ -1030,6 +647,30 @@ def pack_blocks(name: str, stored: Tensor) -> PackedBlocks:
     )
     _packer()(arguments, torch.get_num_threads())
     return PackedBlocks(name, packed, num_out)
+
+
+def pack_quantized(weight: QuantizedWeight) -> PackedBlocks | None:
+    """Pack a matrix of int8 or int4, whose numbers stay: only scales and zeros become half floats.
+
+    None: 8-bit floats, groups that 32 does not divide, or scales beyond half floats.
+    """
+    is_int4, num_out = weight.zeros is not None, weight.shape[0]
+    size = next((size for size in (INT4_FORMATS if is_int4 else (GROUP,)) if weight.group_size % size == 0), None)
+    if size is None or weight.values.dtype == FP8:
+        return None
+    fields = [weight.scales]
+    if weight.zeros is None:
+        numbers = weight.values
+    else:
+        fields.append(weight.zeros)
+        halves = unpack_nibbles(weight.values).view(-1, 2, GROUP // 2)  # of each 32 inputs
+        numbers = halves[:, 0] | halves[:, 1] << 4
+    found = torch.stack(fields, -1).half()  # [out, groups, 1 or 2]
+    if not found.isfinite().all():
+        return None
+    scales = found.repeat_interleave(weight.group_size // size, 1).view(torch.uint8)
+    stored = torch.cat([scales, numbers.view(torch.uint8).view(*scales.shape[:2], -1)], -1)
+    return pack_blocks(INT4_FORMATS[size] if is_int4 else "Q8_0", stored.view(num_out, -1))
 
 
 class BlockMatmul:

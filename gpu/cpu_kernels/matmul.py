@@ -13,7 +13,6 @@ A 0.6B model's decode step, two Zen 5 cores, with this kernel and with oneDNN: 1
 """
 
 import ctypes
-from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -250,19 +249,24 @@ def multiply_rows(arguments):
     keep(memory)
 
 
-class PanelMatmul(ABC):
+class PackedMatmul:
     """A matmul with one matrix, some rows of x at a time. Not for two threads at once: the arguments are its own.
 
     Args:
-        arguments: the matrix's; those of a panel are set here.
-        memory: owns what the arguments point to.
+        packed, weight: what pack() returned, in the layout that is_layout_known, and for what; weight is not kept.
+        bias: [out], or None.
     """
 
-    def __init__(
-        self, kernel: Kernel, arguments: ctypes.Structure, num_out: int, panel_rows: int, *memory: Tensor | None
-    ) -> None:
-        self._kernel, self._arguments, self._memory = kernel, arguments, memory
-        self._num_out, self._panel_rows = num_out, panel_rows
+    def __init__(self, kernel: Kernel, packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernel, self._memory = kernel, (packed, bias)
+        self._num_out, self._num_in = weight.shape
+        self._num_blocks = self._num_out // BLOCK_OUTPUTS
+        self._arguments = Arguments(
+            weights=torch.ops.mkldnn.data_ptr(packed),
+            bias=0 if bias is None else bias.data_ptr(),
+            num_pairs=self._num_in // 2,
+            num_blocks=self._num_blocks,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
@@ -270,38 +274,15 @@ class PanelMatmul(ABC):
         x_stride, out_stride = x.stride(0) * x.element_size(), self._num_out * x.element_size()
         panel, num_threads = self._arguments, torch.get_num_threads()
         panel.x_stride, panel.num_threads = x_stride, num_threads
-        for first in range(0, x.shape[0], self._panel_rows):
-            panel.next_piece, panel.num_rows = 0, min(self._panel_rows, x.shape[0] - first)
-            panel.piece_blocks = self.piece_blocks(panel.num_rows, num_threads)
+        for first in range(0, x.shape[0], PANEL_ROWS):
+            panel.next_piece, panel.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
+            panel.piece_blocks = self._piece_blocks(panel.num_rows, num_threads)
             panel.x, panel.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
             self._kernel(panel, num_threads)
         return out
 
-    @abstractmethod
-    def piece_blocks(self, num_rows: int, num_threads: int) -> int:
-        """Blocks of outputs that a thread takes at a time."""
-
-
-class PackedMatmul(PanelMatmul):
-    """
-    Args:
-        packed, weight: what pack() returned, in the layout that is_layout_known, and for what; weight is not kept.
-        bias: [out], or None.
-    """
-
-    def __init__(self, kernel: Kernel, packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        num_out, self._num_in = weight.shape
-        self._num_blocks = num_out // BLOCK_OUTPUTS
-        arguments = Arguments(
-            weights=torch.ops.mkldnn.data_ptr(packed),
-            bias=0 if bias is None else bias.data_ptr(),
-            num_pairs=self._num_in // 2,
-            num_blocks=self._num_blocks,
-        )
-        super().__init__(kernel, arguments, num_out, PANEL_ROWS, packed, bias)
-
-    def piece_blocks(self, num_rows: int, num_threads: int) -> int:
-        """Equally many for each thread."""
+    def _piece_blocks(self, num_rows: int, num_threads: int) -> int:
+        """Blocks of outputs that a thread takes at a time: equally many for each."""
         if 2 * num_rows * self._num_in <= CACHED_BYTES:
             return 1
         rounds = -(-self._num_blocks // (num_threads * MOST_PIECE_BLOCKS))

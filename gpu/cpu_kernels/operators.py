@@ -38,7 +38,6 @@ from gpu.kv_cache import LayerKV
 from gpu.layers import Gated
 from gpu.linear import Linear, keeps_rows
 from gpu.operators import HeadNorms, Operators
-from gpu.quant import QuantizedWeight
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A thread is woken for so many numbers: they take a core about as long as waking one.
@@ -227,11 +226,6 @@ class KernelOperators(Operators):
     def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
         """With AMX, which the kernel does not use, oneDNN serves: rows come in panels there (gpu/linear.py)."""
         return self._make_matmul(packed, weight, bias) if keeps_rows() else super().packed_linear(packed, weight, bias)
-
-    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        from gpu.cpu_kernels.quantized_matmul import QuantizedMatmul, can_multiply  # compiles for seconds, once
-
-        return QuantizedMatmul(weight, bias) if can_multiply(weight) else super().quantized_linear(weight, bias)
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:

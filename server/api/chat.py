@@ -118,7 +118,7 @@ class ChatStream(ChunkStream):
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         chunk = envelope(context, ID_PREFIX, "chat.completion.chunk")
         super().__init__(call, context, chunk, b'"delta":{"content":', b"}")
-        self._parsers = [answer_parser(call.thought, call.tools) for _ in range(call.num_sequences)]
+        self._parsers = [answer_parser(call.thought, call.tools, call.constraint) for _ in range(call.num_sequences)]
 
     def text(self, choice: int, text: str) -> bytes:
         parser = self._parsers[choice]
@@ -190,7 +190,7 @@ class ChatDocument(WholeReply):
     def _choice(self, choice: int) -> dict[str, Any]:
         wishes, reason = self._call.tokens, wire_reason(self._reasons[choice])
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts[choice]), "refusal": None}
-        parser = answer_parser(self._call.thought, self._call.tools)
+        parser = answer_parser(self._call.thought, self._call.tools, self._call.constraint)
         if parser is not None:
             parts = parts_of(parser, message["content"], self._reasons[choice])
             message |= collected(parts, self._context.reply_id, choice, is_old(self._call.tools))

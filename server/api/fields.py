@@ -15,9 +15,10 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from core.constraints import GrammarSpec
+from core.context_policy import Budgets, Policy
 from core.errors import InvalidRequest
 from core.tool_detection import ThoughtStyle, ToolStyle
-from core.types import LOWEST_CLASS, TOP_CLASS, Beams, SamplingParams
+from core.types import LOWEST_CLASS, TOP_CLASS, Beams, Pooling, PoolingKind, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.reasoning import ThoughtWishes, check_hidden
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
@@ -107,11 +108,38 @@ class TokenWishes(msgspec.Struct, frozen=True):
         return next((name for name, is_asked in asked.items() if is_asked), None)
 
 
+POOLINGS: dict[str, PoolingKind] = {"last": "last", "mean": "mean"}  # that --pooling may ask for
+
+
+class PoolingStyle(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model makes of a prompt instead of an answer, as its checkpoint or --pooling says.
+
+    Args:
+        num_dims: of a vector.
+        is_normalized: vectors are brought to the length 1.
+        prompts: what comes before a text, by name; default_prompt: the name of the usual one.
+        generates: it answers, too.
+    """
+
+    pooling: Pooling
+    num_dims: int
+    is_normalized: bool = True
+    prompts: Mapping[str, str] = {}
+    default_prompt: str | None = None
+    generates: bool = False
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What surfaces ask for."""
+        return ("generate", "embed") if self.generates else ("embed",)
+
+
 class RequestLimits(msgspec.Struct, frozen=True):
     """What one request may ask for. Evaluation comes in batches, with n for pass@k and a list of stop strings."""
 
     num_choices: int = 64
     num_prompts: int = 256
+    num_inputs: int = 2048
     num_stops: int = 16
     num_logit_biases: int = 300
     num_top_logprobs: int = 20
@@ -132,6 +160,27 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     limits: RequestLimits = RequestLimits()
     tool_style: ToolStyle | None = None  # of the model's template; None: it has no form for tools
     thought_style: ThoughtStyle | None = None  # likewise; None: it writes no thoughts
+    pooling: PoolingStyle | None = None  # None: it generates alone
+    stores_responses: bool = False  # /v1/responses goes on from what was answered before
+
+
+class ContextBudgets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tokens that the turns and the documents of a prompt may have at most."""
+
+    turns: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    documents: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class ContextWishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is left out of a prompt that does not fit."""
+
+    type: Policy = Policy.ERROR
+    budgets: ContextBudgets = ContextBudgets()
+
+    @property
+    def limits(self) -> Budgets:
+        turns, documents = self.budgets.turns, self.budgets.documents
+        return Budgets(math.inf if turns is None else turns, math.inf if documents is None else documents)
 
 
 # The defaults of the model of this name, and the name under which it is served; None: the only model. Raises
@@ -145,10 +194,12 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
+    prompts_param: str = "prompt"  # the field that texts came in
     num_sequences: int = 1
     best_of: int = 1  # answers that are computed for each prompt, where they are more than num_sequences
     beams: Beams | None = None  # that these are of; otherwise the likeliest by the mean of their logprobs are shown
     cache_salt: str = ""  # only prompts of the same salt share cached blocks
+    context: ContextWishes | None = None  # None: its tenant's policy
     priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
     deadlines: Deadlines = ANY_TIME  # that it asks for
     is_stream: bool = False
@@ -160,6 +211,8 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream
     echo: bool = False  # completions: the prompt comes before the text
     tokens: TokenWishes = TokenWishes()
+    pooling: PoolingStyle | None = None  # of its vectors; None: it asks for answers
+    truncate_to: int | None = None  # tokens of a longer prompt; -1: as the context has; None: a longer one is refused
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
     speculates: bool = True  # see core.types.Request
     prediction: str = ""  # of the answer's text
@@ -220,6 +273,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     stop: _StopString | list[_StopString] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
+    context_policy: Policy | ContextWishes | None = None
     priority: Annotated[int, Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     beam_width: Annotated[int, Meta(ge=0, le=MOST_BEAMS)] | None = None
     use_beam_search: bool | None = None
@@ -314,6 +368,7 @@ def generation_call(
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
+        context=ContextWishes(type=policy) if isinstance(policy := fields.context_policy, Policy) else policy,
         speculates=fields.speculation is not False and beams is None,
         priority=fields.priority,
         **own,

@@ -375,7 +375,7 @@ class _Blocks:
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self.all: list[_Block] = []
-        self.parser = answer_parser(call.thought, call.tools)
+        self.parser = answer_parser(call.thought, call.tools, call.constraint)
         self._reply_id = context.reply_id
 
     def parts(self, text: str, reason: FinishReason | None) -> Sequence[Part]:

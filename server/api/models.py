@@ -22,6 +22,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         alias_of: the model's own name, by which it is billed; None: that is `id`.
         parent: of an adapter: the model that it adapts; root: its directory below the operator's, or that one's name.
         adapter: what the engine computes beside the model.
+        tasks: what it does: "generate", "embed", "score".
     """
 
     id: str
@@ -32,6 +33,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     root: str | None = None
     adapter: Adapter | None = None
+    tasks: tuple[str, ...] = ("generate",)
 
     @property
     def name(self) -> str:
@@ -98,7 +100,7 @@ def model_info_reply(card: ServerCard) -> bytes:
             "model_path": name,
             "tokenizer_path": name,
             "served_model_name": name,
-            "is_generation": True,
+            "is_generation": "generate" in card.model.tasks,
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": card.model_type,
@@ -120,7 +122,7 @@ def server_info_reply(card: ServerCard) -> bytes:
             "model_path": name,
             "served_model_name": name,
             "version": card.version,
-            "is_embedding": False,
+            "is_embedding": "generate" not in card.model.tasks,
             "context_length": card.model.max_model_len,
             "max_model_len": card.model.max_model_len,
             "max_num_reqs": card.max_sequences,
@@ -176,6 +178,7 @@ def _model_object(model: ServedModel, states: States) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "steploop",
+        "tasks": model.tasks,
     }
     if model.parent is not None:
         result |= {"root": model.root, "parent": model.parent}

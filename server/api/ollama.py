@@ -180,7 +180,7 @@ class _Lines:
         prompt = call.prompts[0]
         self.is_chat = isinstance(prompt, ChatPrompt) and prompt.param == "messages"
         self._context = context
-        self._parser = answer_parser(call.thought, call.tools)
+        self._parser = answer_parser(call.thought, call.tools, call.constraint)
         self._name = ""
         self._arguments: list[str] | None = None
 

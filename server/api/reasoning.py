@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import AnswerParser, HarmonyParser, Part, ThoughtParser, ToolCallParser
+from core.constraints import GrammarSpec
 from core.errors import InvalidRequest
 from core.thoughts import ThoughtStart
 from core.tool_detection import ThoughtStyle
@@ -178,15 +179,21 @@ def parts_of(parser: AnswerParser, text: str, reason: FinishReason | None) -> li
     return parser.feed(text) + ([] if reason is None else parser.close(is_cut=reason is FinishReason.LENGTH))
 
 
-def answer_parser(thought: ThoughtWishes | None, tools: ToolWishes | None) -> AnswerParser | None:
-    """Of one choice; None: its text is the answer."""
+def answer_parser(
+    thought: ThoughtWishes | None, tools: ToolWishes | None, constraint: GrammarSpec | None
+) -> AnswerParser | None:
+    """Of one choice; None: its text is the answer.
+
+    Args:
+        constraint: what holds the answer.
+    """
     if thought is not None and thought.start is ThoughtStart.CLOSED:
         thought = None
     if thought is None and tools is None:
         return None
     is_shown, has_text = thought is None or thought.is_shown, tools is None or not tools.is_required
     if HARMONY in (thought and thought.style.name, tools and tools.style.format):
-        return AnswerParser(None, HarmonyParser(), is_shown, has_text)
+        return AnswerParser(None, HarmonyParser(constraint is not None), is_shown, has_text)
     thoughts, calls = None, None
     if thought is not None:
         thoughts = ThoughtParser(THOUGHTS[thought.style.name], thought.start is ThoughtStart.OPEN)

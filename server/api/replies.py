@@ -134,6 +134,7 @@ class ReplyContext(msgspec.Struct, frozen=True):
         prompt_texts: one per prompt, for completions with echo.
         prompt_ids: one per prompt as they were computed, for echo and where they are asked for.
         special_ids: of the tokens that the text does not show.
+        context: what was left out of the prompt, where the request or its tenant has a policy for that.
     """
 
     reply_id: str
@@ -147,6 +148,7 @@ class ReplyContext(msgspec.Struct, frozen=True):
     prompt_texts: tuple[str, ...] = ()
     prompt_ids: tuple[tuple[int, ...], ...] = ()
     special_ids: Set[int] = frozenset()
+    context: dict[str, Any] | None = None
 
 
 # Fields of ours in a whole answer or a stream's last chunk: "timings" on request, "steploop" if a quota ended it
@@ -236,12 +238,14 @@ class Surface(NamedTuple):
     Attributes:
         parse: raises InvalidRequest with `param`, the path of the field to mend, or what DefaultsOf raises.
         media_type: of a stream; other types than events have no comments.
+        does: what it asks of the model: see PoolingStyle.tasks.
     """
 
     parse: Callable[[bytes, DefaultsOf], GenerationCall]
     stream: Callable[[GenerationCall, ReplyContext], StreamReply]
     whole: Callable[[GenerationCall, ReplyContext], WholeReply]
     media_type: bytes = EVENTS
+    does: str = "generate"
 
 
 # Parts of answers.

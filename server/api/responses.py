@@ -1,4 +1,4 @@
-"""/v1/responses: text in, text out, as items and named events; nothing is stored. Thread: loop."""
+"""/v1/responses: text in, text out, as items and named events. What is stored: ledger/responses.py. Thread: loop."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from core.answer_parts import Arguments, CallBegin, Part, Reasoning, Text
+from core.context_policy import Policy
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.tool_detection import ToolStyle
 from core.types import Delta, FinishReason, Usage
@@ -85,6 +86,8 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     max_output_tokens: MaxTokens | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -101,11 +104,21 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     thinking_token_budget: Budget | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = decode(body, ResponsesBody, RULES)
     model, defaults = defaults_of(wire.model)
+    if wire.previous_response_id is not None and not defaults.stores_responses:
+        message = (
+            "This server stores no responses. Send the history as input, or ask the operator: --store-responses 30d."
+        )
+        raise InvalidRequest(message, "previous_response_id", "unsupported_parameter")
+    wire = msgspec.structs.replace(wire, store=defaults.stores_responses and wire.store is not False)
+    if wire.truncation is not None and wire.context_policy is None:
+        policy = Policy.ERROR if wire.truncation == "disabled" else Policy.DROP_OLDEST_TURNS
+        wire = msgspec.structs.replace(wire, context_policy=policy)
     _check_include(wire.include or [])
     _check_metadata(wire.metadata or {})
     num_logprobs = wire.top_logprobs or 0
@@ -317,7 +330,7 @@ class ResponseStream:
         self._call = call
         self._context = context
         self._items = _Items(context)
-        self._parser = answer_parser(call.thought, call.tools)
+        self._parser = answer_parser(call.thought, call.tools, call.constraint)
         self._num_events = 0  # written: the next sequence_number
         self._reason: FinishReason | None = None
         self._head = b"" if self._parser is not None else self._text_head(self._items.open())
@@ -443,7 +456,10 @@ class ResponseDocument(WholeReply):
 
     def document(self, usage: Usage) -> dict[str, Any]:
         (texts,), (reason,) = self.texts, self._reasons
-        items, parser = _Items(self._context), answer_parser(self._call.thought, self._call.tools)
+        items, parser = (
+            _Items(self._context),
+            answer_parser(self._call.thought, self._call.tools, self._call.constraint),
+        )
         entries = self._entries or [[] for _ in texts]
         waiting: list[dict[str, Any]] = []
         if parser is None:
@@ -511,7 +527,7 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "model": context.model,
         "output": [],
         "parallel_tool_calls": wire.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": wire.previous_response_id,
         "reasoning": {"effort": reasoning.effort or wire.reasoning_effort, "summary": None},
         "background": False,
         "completed_at": int(context.unix_clock()) if status == "completed" else None,
@@ -522,14 +538,14 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "prompt_cache_key": wire.prompt_cache_key,
         "user": wire.user,
         "service_tier": "default",
-        "store": False,
+        "store": bool(wire.store),
         "temperature": call.sampling.temperature,
         "text": {"format": _text_format(wire)},
         "tool_choice": wire.tool_choice or "auto",
         "tools": [_shown_tool(tool) for tool in wire.tools or ()],
         "top_logprobs": call.sampling.num_logprobs or 0,
         "top_p": call.sampling.top_p,
-        "truncation": "disabled",
+        "truncation": wire.truncation or "disabled",
         "usage": None,
         "metadata": wire.metadata or {},
     }

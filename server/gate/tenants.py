@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from core.context_policy import Policy
 from core.errors import ExitCode, ServiceError, StartupError
 from server.gate.text_rules import TextRule, check_rules
 
@@ -100,6 +101,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         deadlines: of its requests, in place of the server's.
         text_rules: what its prompts and answers must not contain.
         models: that it may use; None: all.
+        context_policy: what is left out of its prompts that do not fit, where a request does not say.
         cache_domain: tenants of one domain share cached prefixes; None: shared with no other tenant.
         cached_token_discount: percent of a cached prompt token that does not count against the limits.
         certificates: names in client certificates that identify this tenant: "DNS:router.example".
@@ -114,6 +116,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     deadlines: DeadlineTable = DeadlineTable()
     text_rules: tuple[TextRule, ...] = ()
     models: tuple[str, ...] | None = None
+    context_policy: Policy = Policy.ERROR
     cache_domain: _Name | None = None
     cached_token_discount: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     certificates: tuple[str, ...] = ()

@@ -267,6 +267,10 @@ class ScreenedDetokenizer:
         return None if self._screen.is_hit else self._inner.stopped_by
 
     @property
+    def cut_text(self) -> str:
+        return self._inner.cut_text
+
+    @property
     def num_thought_tokens(self) -> int:
         return self._inner.num_thought_tokens
 

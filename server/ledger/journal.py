@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 ROOM_AFTER_FULL_BYTES = 4 * 1024**2  # must be free again before a disk that was full is used
 DURABLE_S = 0.005  # from submission to durable, if the disk can; meanwhile writes gather; a lone one is sooner
+FEW_WRITES = 4  # in DURABLE_S: no more are not worth gathering, as each commit then rests as long as it takes
 SLOW_KEPT = 0.998  # of the slowest commit's duration, per later commit: the one in a hundred counts
 CLOSE_S = 5.0
 DIRECTORY_MODE = 0o750  # like the service's
@@ -185,8 +186,8 @@ class Journal:
                 self._replay()
                 are_durable = self._commit(writes)
                 self._fault = None
-                limits = [write.before_us for write in writes if isinstance(write, Prune)]
-                return Written(are_durable, None, any(map(self.store.has_older, limits)))
+                prunes = [write for write in writes if isinstance(write, Prune)]
+                return Written(are_durable, None, any(map(self.store.has_older, prunes)))
             except (sqlite3.Error, OSError) as error:
                 self._fault = str(error)
         has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle | Amend)])
@@ -330,20 +331,24 @@ class CommitPace:
     """When the next commit begins: as late as writes submitted right after the last began can wait for DURABLE_S.
 
     A commit is expected to take as long as the slowest recent one; a slow disk takes at most half of the time in which
-    writes gather.
+    writes gather. Where few come, none waits for others: an answer's first byte waits for its reservation.
     """
 
     def __init__(self) -> None:
         self._next_s = -math.inf
-        self._slowest_s = 0.0
+        self._slowest_s = self._began_s = 0.0
+        self._num_lately = 0.0  # writes in DURABLE_S, as of the last commit
 
     def wait_s(self, now_s: float) -> float:
         return max(0.0, self._next_s - now_s)
 
-    def note(self, began_s: float, ended_s: float) -> None:
+    def note(self, began_s: float, ended_s: float, num_writes: int) -> None:
         took_s = ended_s - began_s
+        self._num_lately = num_writes + self._num_lately * math.exp((self._began_s - began_s) / DURABLE_S)
+        self._began_s = began_s
         self._slowest_s = min(max(took_s, SLOW_KEPT * self._slowest_s), DURABLE_S / 2)
-        self._next_s = began_s + DURABLE_S - max(took_s, self._slowest_s)
+        rest_s = math.inf if self._num_lately > FEW_WRITES else 2 * took_s
+        self._next_s = began_s + min(rest_s, DURABLE_S - max(took_s, self._slowest_s))
 
 
 class LedgerThread:
@@ -381,7 +386,7 @@ class LedgerThread:
         batch = [item for item in items if item is not None]
         if batch:
             written = write_batch(self._journal, batch)
-            pace.note(began_s, time.monotonic())
+            pace.note(began_s, time.monotonic(), len(batch))
             with contextlib.suppress(RuntimeError):  # the loop has closed
                 self._loop.call_soon_threadsafe(tell_batch, batch, written)
             self._journal.tidy()

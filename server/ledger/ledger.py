@@ -207,6 +207,7 @@ class Ledger:
         path: of the file, for those who read it.
         unix: seconds since 1970.
         keep_s: older rows are deleted; None: none are.
+        keep_responses_s: likewise of stored responses; 0: all are.
 
     Attributes:
         fault: why the database takes no writes; None: it does.
@@ -222,8 +223,10 @@ class Ledger:
         unix: Callable[[], float],
         loop: asyncio.AbstractEventLoop,
         keep_s: float | None = None,
+        keep_responses_s: float = 0.0,
     ) -> None:
         self.path = path
+        self.keep_responses_s = keep_responses_s
         self.prices = prices
         self.fault: str | None = None
         self.disk: Disk | None = None
@@ -384,7 +387,9 @@ class Ledger:
             self._later(PRUNE_MORE_S if written.has_more else PRUNE_S, self._prune)
 
         assert self._keep_s is not None
-        self._writer.submit(Prune(self.now_us() - round(self._keep_s * MICRO)), on_pruned)
+        now_us = self.now_us()
+        limits = (now_us - round(kept_s * MICRO) for kept_s in (self._keep_s, self.keep_responses_s))
+        self._writer.submit(Prune(*limits), on_pruned)
 
 
 def _made_or_none(entry: Entry, make: Callable[[], T]) -> T | None:

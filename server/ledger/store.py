@@ -18,7 +18,7 @@ from core.errors import ExitCode, StartupError
 
 MICRO = 10**6  # of a second, and of the currency
 APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_MS = 250  # to wait for a lock that another process holds for a moment, as a backup does
 PRUNED_ROWS = 500  # at once: 5 ms
 PAGE_BYTES = 4096  # SQLite's default
@@ -55,6 +55,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
         status: as the client was told, or 499 where it had left.
         stages_ms: durations of its stages, a JSON object.
         device_us, kv_block_us: see core.types.Cost.
+        context: what was left out of its prompt, a JSON object; None: no policy asked for that.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
     device_us: int = 0
     kv_block_us: int = 0
     price_micro: int = 0
+    context: str | None = None
 
 
 class StoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +103,27 @@ class StoredAnswer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size_bytes(self) -> int:
         return len(self.body) + len(self.key) + sum(len(name) + len(value) for name, value in self.headers)
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response that previous_response_id may name.
+
+    Args:
+        previous_id: of the response that it goes on from.
+        input: its own items, a JSON list.
+        document: the whole response, a JSON object.
+    """
+
+    tenant: str
+    id: str
+    previous_id: str | None
+    created_us: int
+    input: bytes
+    document: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.input) + len(self.document)
 
 
 class Reserve(msgspec.Struct, frozen=True):
@@ -145,19 +168,43 @@ class Forget(msgspec.Struct, frozen=True):
     keys: tuple[tuple[str, str], ...]
 
 
+class KeepResponse(msgspec.Struct, frozen=True):
+    """Store a response; beyond most_bytes of all, the tenant that has most of them loses its oldest."""
+
+    response: StoredResponse
+    most_bytes: int
+
+
+class ForgetResponse(msgspec.Struct, frozen=True):
+    """Delete one."""
+
+    tenant: str
+    id: str
+
+
 class Prune(msgspec.Struct, frozen=True):
-    """Delete PRUNED_ROWS requests that ended before this, the oldest first."""
+    """Delete PRUNED_ROWS requests that ended before this, the oldest first, and as many older responses."""
 
     before_us: int
+    responses_before_us: int = 0
 
 
 class Probe(msgspec.Struct, frozen=True):
     """Find out whether the database takes writes."""
 
 
-Write = Reserve | Checkpoint | Settle | Amend | Withdraw | Keep | Forget | Prune | Probe
+Write = Reserve | Checkpoint | Settle | Amend | Withdraw | Keep | Forget | KeepResponse | ForgetResponse | Prune | Probe
 
 
+_RESPONSES = (
+    """CREATE TABLE responses (
+    tenant TEXT NOT NULL, id TEXT NOT NULL, previous_id TEXT, created_us INTEGER NOT NULL, size_bytes INTEGER NOT NULL,
+    input BLOB NOT NULL, document BLOB NOT NULL, PRIMARY KEY (tenant, id)
+)""",
+    "CREATE INDEX responses_by_time ON responses (created_us)",
+    "CREATE INDEX responses_by_tenant ON responses (tenant, created_us, size_bytes)",
+)
+_VERSION_3 = (*_RESPONSES, "ALTER TABLE requests ADD COLUMN context TEXT")
 SCHEMA = f"""
 CREATE TABLE requests (
     request_id TEXT NOT NULL UNIQUE, client_id TEXT, tenant TEXT NOT NULL, key_id TEXT, model TEXT NOT NULL,
@@ -165,7 +212,7 @@ CREATE TABLE requests (
     reserved_tokens INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL, counted_tokens INTEGER NOT NULL, finish_reason TEXT, status INTEGER,
     error_code TEXT, stages_ms TEXT, device_us INTEGER NOT NULL, kv_block_us INTEGER NOT NULL,
-    price_micro INTEGER NOT NULL, reasoning_tokens INTEGER NOT NULL DEFAULT 0
+    price_micro INTEGER NOT NULL, reasoning_tokens INTEGER NOT NULL DEFAULT 0, context TEXT
 );
 CREATE INDEX requests_by_time ON requests (updated_us);
 CREATE INDEX requests_in_progress ON requests (request_id) WHERE state = '{RowState.RESERVED}';
@@ -174,11 +221,14 @@ CREATE TABLE answers (
     stored_us INTEGER NOT NULL, status INTEGER NOT NULL, headers BLOB NOT NULL, body BLOB NOT NULL,
     PRIMARY KEY (tenant, key)
 );
+{_RESPONSES[0]};
+{_RESPONSES[1]};
+{_RESPONSES[2]};
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-# From version 1
-_UPGRADE = ("ALTER TABLE requests ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0", "PRAGMA user_version = 2")
+# From version 1, and from 2
+_UPGRADES = (("ALTER TABLE requests ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0",), _VERSION_3)
 COLUMNS = LedgerRow.__struct_fields__
 CHECKPOINTED = (
     "updated_us", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "counted_tokens",
@@ -207,6 +257,17 @@ _PRUNE = (
     "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE updated_us < ?"
     f" AND state != '{RowState.RESERVED}' ORDER BY updated_us LIMIT {PRUNED_ROWS})"
 )
+
+
+_PRUNE_RESPONSES = (
+    f"DELETE FROM responses WHERE rowid IN (SELECT rowid FROM responses WHERE created_us < ? LIMIT {PRUNED_ROWS})"
+)
+# The oldest of the tenant that has most
+_OLDEST_RESPONSES = f"""
+DELETE FROM responses WHERE rowid IN (SELECT rowid FROM responses WHERE tenant =
+    (SELECT tenant FROM responses GROUP BY tenant ORDER BY sum(size_bytes) DESC LIMIT 1)
+    ORDER BY created_us LIMIT {PRUNED_ROWS // 8})
+"""
 
 
 class Database(Protocol):
@@ -246,6 +307,7 @@ class LedgerStore:
         """
         self._database = open_database(path)
         self._num_unchecked = 0  # writes since the last checkpoint, as _weight() has them
+        self._response_bytes: int | None = None  # of all responses, at most; None: to be counted
         try:
             self._prepare(path)
         except BaseException:
@@ -256,10 +318,11 @@ class LedgerStore:
         execute = self._database.execute
         is_new = not _value(execute("SELECT count(*) FROM sqlite_schema"))
         found = _value(execute("PRAGMA application_id")), _value(execute("PRAGMA user_version"))
-        if found == (APPLICATION_ID, 1):
+        if found[0] == APPLICATION_ID and 0 < found[1] < SCHEMA_VERSION:
             with self._transaction():
-                for statement in _UPGRADE:
+                for statement in [one for upgrade in _UPGRADES[found[1] - 1 :] for one in upgrade]:
                     execute(statement)
+                execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             found = APPLICATION_ID, SCHEMA_VERSION
         if not is_new and found != (APPLICATION_ID, SCHEMA_VERSION):
             is_other_version = found[0] == APPLICATION_ID
@@ -315,10 +378,13 @@ class LedgerStore:
         found = self._database.execute(f"SELECT {', '.join(COLUMNS)} FROM requests ORDER BY rowid")
         return [msgspec.convert(dict(zip(COLUMNS, row, strict=True)), LedgerRow) for row in found]
 
-    def has_older(self, than_us: int) -> bool:
+    def has_older(self, prune: Prune) -> bool:
         """Whether there is more to prune."""
-        old = f"SELECT EXISTS (SELECT 1 FROM requests WHERE updated_us < ? AND state != '{RowState.RESERVED}')"
-        return bool(_value(self._database.execute(old, (than_us,))))
+        old = (
+            f"SELECT EXISTS (SELECT 1 FROM requests WHERE updated_us < ? AND state != '{RowState.RESERVED}')"
+            " OR EXISTS (SELECT 1 FROM responses WHERE created_us < ?)"
+        )
+        return bool(_value(self._database.execute(old, (prune.before_us, prune.responses_before_us))))
 
     def close(self) -> None:
         self._database.close()
@@ -342,8 +408,13 @@ class LedgerStore:
             case Forget(keys):
                 for key in keys:
                     execute("DELETE FROM answers WHERE tenant = ? AND key = ?", key)
-            case Prune(before_us):
+            case KeepResponse(response, most_bytes):
+                self._keep_response(response, most_bytes)
+            case ForgetResponse(tenant, response_id):
+                execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, response_id))
+            case Prune(before_us, responses_before_us):
                 execute(_PRUNE, (before_us,))
+                execute(_PRUNE_RESPONSES, (responses_before_us,))
             case Probe():
                 execute(f"PRAGMA user_version = {SCHEMA_VERSION}")  # changes nothing, and is a write
 
@@ -353,6 +424,18 @@ class LedgerStore:
         self._database.execute(
             f"INSERT OR REPLACE INTO answers ({', '.join(values)}) VALUES ({places})", tuple(values.values())
         )
+
+    def _keep_response(self, response: StoredResponse, most_bytes: int) -> None:
+        values = msgspec.structs.asdict(response) | {"size_bytes": response.size_bytes}
+        names, places = ", ".join(values), ", ".join("?" * len(values))
+        self._database.execute(f"INSERT OR IGNORE INTO responses ({names}) VALUES ({places})", tuple(values.values()))
+        if self._response_bytes is not None:
+            self._response_bytes += response.size_bytes
+        while self._response_bytes is None or self._response_bytes > most_bytes:
+            if self._response_bytes is not None:
+                self._database.execute(_OLDEST_RESPONSES)
+            found = self._database.execute("SELECT coalesce(sum(size_bytes), 0) FROM responses")
+            self._response_bytes = int(_value(found))
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -370,8 +453,8 @@ class LedgerStore:
 def _weight(write: Write) -> int:
     """Room in the write-ahead log, in rows of a request."""
     match write:
-        case Keep(answer):
-            return 1 + answer.size_bytes // PAGE_BYTES
+        case Keep(stored) | KeepResponse(stored):
+            return 1 + stored.size_bytes // PAGE_BYTES
         case Checkpoint(many) | Forget(many):
             return len(many)
         case Prune():

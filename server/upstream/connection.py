@@ -15,7 +15,6 @@ import h11
 
 from server.upstream.exchange import (
     AnswerHead,
-    Carrier,
     ConnectionLost,
     Exchange,
     Outgoing,
@@ -155,7 +154,7 @@ class Connection(asyncio.Protocol):
         self.speaks_http1 = False
         self.idle_since_s = self.loop.time()
         self._protocol = protocol
-        self._http: Carrier | None = None
+        self._http: Http2 | _Http1 | None = None
         self._transport: asyncio.Transport | None = None
         self._will_flush = False
 

@@ -66,29 +66,7 @@ class Reader(Protocol):
 
 
 class Carrier(Protocol):
-    """HTTP on one connection, with the exchanges that are open on it.
-
-    Attributes:
-        is_closing: it takes no more requests.
-    """
-
-    is_closing: bool
-
-    @property
-    def is_ready(self) -> bool:
-        """The peer has said that it speaks it."""
-
-    @property
-    def room(self) -> int:
-        """How many more requests it takes now; none once it is closing."""
-
-    @property
-    def num_open(self) -> int: ...
-
-    def send(self, outgoing: Outgoing, reader: Reader) -> "Exchange": ...
-
-    def receive(self, data: bytes) -> None:
-        """b"": the end. Raises ConnectionFault."""
+    """HTTP on one connection, as its exchanges need it."""
 
     def acknowledge(self, exchange: "Exchange", num_bytes: int) -> None:
         """So many bytes of the answer have been read."""
@@ -97,9 +75,6 @@ class Carrier(Protocol):
 
     def cancel(self, exchange: "Exchange") -> None:
         """Nobody wants the answer any more."""
-
-    def fail(self, fault: UpstreamFault) -> None:
-        """End all its exchanges."""
 
 
 class Exchange:

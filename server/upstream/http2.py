@@ -5,45 +5,10 @@ bytes come; a stream's, only as they are read: a reader that stops shuts its own
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from server.upstream.exchange import AnswerHead, Carrier, Exchange, Outgoing, Reader, UpstreamFault
-from server.wire.http2_frames import (
-    ACK,
-    CONTINUATION,
-    DATA,
-    DEFAULT_WINDOW,
-    ENABLE_PUSH,
-    END_HEADERS,
-    END_STREAM,
-    FRAME_HEADER,
-    GOAWAY,
-    HEADER_BYTES,
-    HEADERS,
-    INITIAL_WINDOW,
-    LEAST_FRAME_BYTES,
-    MAX_FRAME,
-    MAX_LIST,
-    MAX_STREAM_ID,
-    MAX_STREAMS,
-    MAX_WINDOW,
-    PING,
-    PREFACE,
-    PUSH_PROMISE,
-    RST_STREAM,
-    SETTINGS,
-    UNRESERVED,
-    WINDOW_UPDATE,
-    Header,
-    check_shape,
-    frame,
-    head_frames,
-    num_priority_bytes,
-    read_settings,
-    settings_frame,
-    unpadded,
-    window_update,
-)
+from server.wire import http2_frames as wire
+from server.wire.http2_frames import Header, frame
 from server.wire.http2_heads import Fields, RequestDecoder, ResponseEncoder
 from server.wire.http2_streams import ReceiveWindow
 from server.wire.limits import FrameLimits, Rate, TokenBucket
@@ -76,14 +41,6 @@ class _Stream(Exchange):
         self.receive_window = ReceiveWindow(STREAM_WINDOW_BYTES)
 
 
-class _Block(NamedTuple):
-    """A field section that goes on in CONTINUATION frames."""
-
-    stream_id: int
-    ends_stream: bool
-    fragments: list[bytes]
-
-
 class Http2:
     """One connection's protocol: a `Carrier`.
 
@@ -104,21 +61,24 @@ class Http2:
         self._write, self._flush_soon, self._now, self._origin = write, flush_soon, now, origin
         self._max_streams = NO_STREAM_LIMIT
         self._out: list[bytes] = [
-            PREFACE,
-            settings_frame({ENABLE_PUSH: 0, INITIAL_WINDOW: STREAM_WINDOW_BYTES, MAX_LIST: LIST_BYTES}),
-            window_update(CONNECTION_WINDOW_BYTES - DEFAULT_WINDOW),
+            wire.PREFACE,
+            wire.settings_frame(
+                {wire.ENABLE_PUSH: 0, wire.INITIAL_WINDOW: STREAM_WINDOW_BYTES, wire.MAX_LIST: LIST_BYTES}
+            ),
+            wire.window_update(CONNECTION_WINDOW_BYTES - wire.DEFAULT_WINDOW),
         ]
         self._streams: dict[int, _Stream] = {}
         self._next_id = 1
         self._buffer = bytearray()
-        self._block: _Block | None = None
+        self._begun: Header | None = None  # of a field section, until it is complete
+        self._fragments: list[bytes] = []  # of it
         self._decoder = RequestDecoder(LIST_BYTES)
         self._encoder = ResponseEncoder()
-        self._window = self._initial_window = DEFAULT_WINDOW  # for requests' bodies
+        self._window = self._initial_window = wire.DEFAULT_WINDOW  # for requests' bodies
         self._receive_window = ReceiveWindow(CONNECTION_WINDOW_BYTES)
-        self._max_frame_bytes = LEAST_FRAME_BYTES
+        self._max_frame_bytes = wire.LEAST_FRAME_BYTES
         self._limits = limits = FrameLimits()
-        rates = {RST_STREAM: limits.resets, PING: limits.pings, SETTINGS: limits.settings}
+        rates = {wire.RST_STREAM: limits.resets, wire.PING: limits.pings, wire.SETTINGS: limits.settings}
         self._resets = TokenBucket(OUR_RESETS)
         self._budgets = {kind: TokenBucket(rate) for kind, rate in rates.items()}
         self.flush()
@@ -140,11 +100,13 @@ class Http2:
 
     def send(self, outgoing: Outgoing, reader: Reader) -> Exchange:
         number, self._next_id = self._next_id, self._next_id + 2
-        self.is_closing |= self._next_id > MAX_STREAM_ID  # RFC 9113 §5.1.1
+        self.is_closing |= self._next_id > wire.MAX_STREAM_ID  # RFC 9113 §5.1.1
         stream = self._streams[number] = _Stream(self, reader, number, self._initial_window, outgoing.body)
         pseudo = ((b":method", outgoing.method), *self._origin, (b":path", outgoing.path))
         block = self._encoder.encode((*pseudo, *outgoing.fields, *outgoing.length))
-        self._out.append(head_frames(block, number, self._max_frame_bytes, 0 if outgoing.body else END_STREAM))
+        self._out.append(
+            wire.head_frames(block, number, self._max_frame_bytes, 0 if outgoing.body else wire.END_STREAM)
+        )
         self._send_body(stream)
         self.flush()
         return stream
@@ -158,12 +120,12 @@ class Http2:
             self._window -= size
             stream.window -= size
             data, stream.body = bytes(stream.body[:size]), stream.body[size:]
-            self._out.append(frame(DATA, data, 0 if stream.body else END_STREAM, stream.id))
+            self._out.append(frame(wire.DATA, data, 0 if stream.body else wire.END_STREAM, stream.id))
 
     def acknowledge(self, exchange: Exchange, num_bytes: int) -> None:
         assert isinstance(exchange, _Stream)
         if increment := exchange.receive_window.give_back(num_bytes):
-            self._out.append(window_update(increment, exchange.id))
+            self._out.append(wire.window_update(increment, exchange.id))
             self._flush_soon()
 
     def set_paused(self, exchange: Exchange, is_paused: bool) -> None:
@@ -177,7 +139,7 @@ class Http2:
     def _reset(self, stream: _Stream, code: Http2ErrorCode) -> None:
         if self._streams.pop(stream.id, None) is not None:
             self.is_closing |= not self._resets.take(self._now())
-            self._out.append(frame(RST_STREAM, code.to_bytes(4, "big"), 0, stream.id))
+            self._out.append(frame(wire.RST_STREAM, code.to_bytes(4, "big"), 0, stream.id))
 
     def fail(self, fault: UpstreamFault) -> None:
         self.is_closing = True
@@ -194,37 +156,37 @@ class Http2:
             self._read_frames()
         except ConnectionFault as fault:
             self.is_closing = True
-            self._out.append(frame(GOAWAY, bytes(4) + fault.code.to_bytes(4, "big")))
+            self._out.append(frame(wire.GOAWAY, bytes(4) + fault.code.to_bytes(4, "big")))
             raise
         finally:
             self.flush()
 
     def _read_frames(self) -> None:
         buffer, position = self._buffer, 0
-        while len(buffer) - position >= HEADER_BYTES:
-            high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(buffer, position)
-            header = Header(high << 16 | low, kind, flags, stream_id & UNRESERVED)
-            if not self.is_ready and (kind != SETTINGS or flags & ACK):  # RFC 9113 §3.4
+        while len(buffer) - position >= wire.HEADER_BYTES:
+            high, low, kind, flags, stream_id = wire.FRAME_HEADER.unpack_from(buffer, position)
+            header = Header(high << 16 | low, kind, flags, stream_id & wire.UNRESERVED)
+            if not self.is_ready and (kind != wire.SETTINGS or flags & wire.ACK):  # RFC 9113 §3.4
                 raise NotHttp2(Http2ErrorCode.PROTOCOL_ERROR, "It does not begin with SETTINGS.")
             self._check_header(header)
-            end = position + HEADER_BYTES + header.length
+            end = position + wire.HEADER_BYTES + header.length
             if len(buffer) < end:
                 break
             take = _TAKERS.get(kind)
             if take is not None:  # RFC 9113 §5.5: unknown types are ignored; so are priorities
-                take(self, header, bytes(buffer[position + HEADER_BYTES : end]))
+                take(self, header, bytes(buffer[position + wire.HEADER_BYTES : end]))
             position = end
         del buffer[:position]
 
     def _check_header(self, header: Header) -> None:
-        if header.length > LEAST_FRAME_BYTES:
+        if header.length > wire.LEAST_FRAME_BYTES:
             raise ConnectionFault(Http2ErrorCode.FRAME_SIZE_ERROR, f"The frame is {header.length} bytes long.")
-        block = self._block
-        if (block is None) == (header.kind == CONTINUATION) or (block and block.stream_id != header.stream_id):
+        begun = self._begun
+        if (begun is None) == (header.kind == wire.CONTINUATION) or (begun and begun.stream_id != header.stream_id):
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A header block is interrupted, or not begun.")
-        if block is None:
-            check_shape(header)
-        if header.kind == PUSH_PROMISE:
+        if begun is None:
+            wire.check_shape(header)
+        if header.kind == wire.PUSH_PROMISE:
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "Nothing may be pushed.")  # RFC 9113 §6.6
 
     def _stream(self, header: Header) -> _Stream | None:
@@ -245,42 +207,38 @@ class Http2:
         self._streams.pop(stream.id, None)
         stream.take_end()
 
-    def _fail(self, stream: _Stream, why: str, is_untouched: bool = False) -> None:
+    def _fail(self, stream: _Stream, why: str, reset: Http2ErrorCode | None = None, is_untouched: bool = False) -> None:
+        if reset is not None:
+            self._reset(stream, reset)
         self._streams.pop(stream.id, None)
         stream.take_end(UpstreamFault(why, is_untouched))
 
     # One method for each type of frame.
 
     def _take_headers(self, header: Header, payload: bytes) -> None:
-        self._stream(header)
-        fragment = unpadded(header, payload)[num_priority_bytes(header) :]
-        self._block = _Block(header.stream_id, bool(header.flags & END_STREAM), [fragment])
-        self._go_on(header)
-
-    def _take_continuation(self, header: Header, payload: bytes) -> None:
-        assert self._block is not None
-        self._block.fragments.append(payload)
-        self._go_on(header)
-
-    def _go_on(self, header: Header) -> None:
-        block, limits = self._block, self._limits
-        assert block is not None
-        if len(block.fragments) > limits.num_continuations:
+        """HEADERS, or a CONTINUATION of one."""
+        if header.kind == wire.HEADERS:
+            self._stream(header)
+            self._begun, payload = header, wire.unpadded(header, payload)[wire.num_priority_bytes(header) :]
+        self._fragments.append(payload)
+        if len(self._fragments) > self._limits.num_continuations:
             raise ConnectionFault(Http2ErrorCode.ENHANCE_YOUR_CALM, "The header block is too large.")
-        if not header.flags & END_HEADERS:
+        begun = self._begun
+        assert begun is not None
+        if not header.flags & wire.END_HEADERS:
             return
-        self._block = None
-        fields = self._decoder.decode(b"".join(block.fragments))  # whatever the stream (RFC 9113 §4.3)
-        stream = self._streams.get(block.stream_id)
+        fields = self._decoder.decode(b"".join(self._fragments))  # whatever the stream (RFC 9113 §4.3)
+        self._begun = None
+        self._fragments.clear()
+        stream, ends = self._streams.get(begun.stream_id), bool(begun.flags & wire.END_STREAM)
         if stream is None:
             return
         if not stream.has_head:
             self._take_head(stream, fields)
-        elif not block.ends_stream:  # RFC 9113 §8.1: trailers end their stream
-            self._reset(stream, Http2ErrorCode.PROTOCOL_ERROR)
-            self._fail(stream, "its answer has two heads")
+        elif not ends:  # RFC 9113 §8.1: trailers end their stream
+            self._fail(stream, "its answer has two heads", Http2ErrorCode.PROTOCOL_ERROR)
             return
-        if block.ends_stream and stream.id in self._streams:
+        if ends and stream.id in self._streams:
             if stream.has_head:
                 self._end(stream)
             else:
@@ -289,30 +247,29 @@ class Http2:
     def _take_head(self, stream: _Stream, fields: Fields) -> None:
         statuses = [value for name, value in fields if name == b":status"]
         if len(statuses) != 1 or not (statuses[0].isdigit() and len(statuses[0]) == 3):
-            self._reset(stream, Http2ErrorCode.PROTOCOL_ERROR)
-            self._fail(stream, "its answer has no status")
+            self._fail(stream, "its answer has no status", Http2ErrorCode.PROTOCOL_ERROR)
         elif statuses[0][:1] != b"1":  # RFC 9113 §8.1: others are interim
             stream.take_head(AnswerHead(int(statuses[0]), tuple(fields)))
 
     def _take_data(self, header: Header, payload: bytes) -> None:
         self._receive_window.take(header.length)
         if increment := self._receive_window.give_back(header.length):
-            self._out.append(window_update(increment))
+            self._out.append(wire.window_update(increment))
         stream = self._stream(header)
         if stream is None:
             return
         if not stream.has_head:
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "A body comes before its head.")
         stream.receive_window.take(header.length)
-        data = unpadded(header, payload)
+        data = wire.unpadded(header, payload)
         self.acknowledge(stream, header.length - len(data))
         if data:
             stream.take_data(data)
-        if header.flags & END_STREAM:
+        if header.flags & wire.END_STREAM:
             self._end(stream)
 
     def _take_reset(self, header: Header, payload: bytes) -> None:
-        self._spend(RST_STREAM)
+        self._spend(wire.RST_STREAM)
         stream = self._stream(header)
         if stream is not None:
             code = int.from_bytes(payload, "big")
@@ -320,34 +277,34 @@ class Http2:
             self._fail(stream, why, is_untouched=code == Http2ErrorCode.REFUSED_STREAM)  # RFC 9113 §8.7
 
     def _take_settings(self, header: Header, payload: bytes) -> None:
-        self._spend(SETTINGS)
+        self._spend(wire.SETTINGS)
         self.is_ready = True
-        if header.flags & ACK:
+        if header.flags & wire.ACK:
             return
-        settings, table_sizes = read_settings(payload)
+        settings, table_sizes = wire.read_settings(payload)
         if table_sizes:
             self._encoder.resize(table_sizes)
-        self._max_frame_bytes = settings.get(MAX_FRAME, self._max_frame_bytes)
-        self._max_streams = settings.get(MAX_STREAMS, self._max_streams)
-        self._out.append(frame(SETTINGS, b"", ACK))
-        growth = settings.get(INITIAL_WINDOW, self._initial_window) - self._initial_window
+        self._max_frame_bytes = settings.get(wire.MAX_FRAME, self._max_frame_bytes)
+        self._max_streams = settings.get(wire.MAX_STREAMS, self._max_streams)
+        self._out.append(frame(wire.SETTINGS, b"", wire.ACK))
+        growth = settings.get(wire.INITIAL_WINDOW, self._initial_window) - self._initial_window
         self._initial_window += growth
         for stream in self._streams.values():
             self._grow(stream, growth)
 
     def _take_ping(self, header: Header, payload: bytes) -> None:
-        self._spend(PING)
-        if not header.flags & ACK:
-            self._out.append(frame(PING, payload, ACK))
+        self._spend(wire.PING)
+        if not header.flags & wire.ACK:
+            self._out.append(frame(wire.PING, payload, wire.ACK))
 
     def _take_goaway(self, header: Header, payload: bytes) -> None:
         self.is_closing = True
-        last_id = int.from_bytes(payload[:4], "big") & UNRESERVED
+        last_id = int.from_bytes(payload[:4], "big") & wire.UNRESERVED
         for stream in [one for one in self._streams.values() if one.id > last_id]:
             self._fail(stream, "it takes no more requests on this connection", is_untouched=True)  # RFC 9113 §6.8
 
     def _take_window_update(self, header: Header, payload: bytes) -> None:
-        increment = int.from_bytes(payload, "big") & UNRESERVED
+        increment = int.from_bytes(payload, "big") & wire.UNRESERVED
         if not increment:  # RFC 9113 §6.9
             raise ConnectionFault(Http2ErrorCode.PROTOCOL_ERROR, "The window grows by nothing.")
         if header.stream_id:
@@ -356,25 +313,25 @@ class Http2:
                 self._grow(stream, increment)
             return
         self._window += increment
-        if self._window > MAX_WINDOW:  # RFC 9113 §6.9.1
+        if self._window > wire.MAX_WINDOW:  # RFC 9113 §6.9.1
             raise ConnectionFault(Http2ErrorCode.FLOW_CONTROL_ERROR, "The connection's window is too large.")
         for stream in self._streams.values():
             self._send_body(stream)
 
     def _grow(self, stream: _Stream, increment: int) -> None:
         stream.window += increment
-        if stream.window > MAX_WINDOW:
+        if stream.window > wire.MAX_WINDOW:
             raise ConnectionFault(Http2ErrorCode.FLOW_CONTROL_ERROR, "A stream's window is too large.")
         self._send_body(stream)
 
 
 _TAKERS: dict[int, Callable[[Http2, Header, bytes], None]] = {
-    DATA: Http2._take_data,
-    HEADERS: Http2._take_headers,
-    CONTINUATION: Http2._take_continuation,
-    RST_STREAM: Http2._take_reset,
-    SETTINGS: Http2._take_settings,
-    PING: Http2._take_ping,
-    GOAWAY: Http2._take_goaway,
-    WINDOW_UPDATE: Http2._take_window_update,
+    wire.DATA: Http2._take_data,
+    wire.HEADERS: Http2._take_headers,
+    wire.CONTINUATION: Http2._take_headers,
+    wire.RST_STREAM: Http2._take_reset,
+    wire.SETTINGS: Http2._take_settings,
+    wire.PING: Http2._take_ping,
+    wire.GOAWAY: Http2._take_goaway,
+    wire.WINDOW_UPDATE: Http2._take_window_update,
 }

@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import accumulate
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -30,7 +31,7 @@ import msgspec
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, client_tls, connect
-from server.upstream.exchange import Outgoing, UpstreamFault
+from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault
 from server.upstream.settings import ModelSettings, UpstreamSettings
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ BLOCK_BYTES = 256  # of text, by which leading blocks are known
 BLOCK_TOKENS = 64  # likewise, of tokens
 MAX_BLOCKS = 1024  # of one prompt: beyond 256 KiB, only the rest is the same for all
 MAX_KNOWN = 50_000  # 5 MB of blocks that an upstream is taken to have: it evicts the oldest, too
+JSON = ((b"content-type", b"application/json"),)
 RETRY_SHARE, MAX_RETRIES = 0.1, 64  # of requests, and at once
 
 
@@ -249,11 +251,7 @@ class LeadingBlocks(NamedTuple):
 
 def leading_token_blocks(domain: str, prompts: Sequence[Sequence[int]]) -> LeadingBlocks:
     """As leading_blocks, of prompts whose ids are known; all but the first count for their length alone."""
-    ids, chained, hashes = tuple(prompts[0]), hash(domain), []
-    for start in range(0, min(len(ids), MAX_BLOCKS * BLOCK_TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        chained = hash((chained, ids[start : start + BLOCK_TOKENS]))
-        hashes.append(chained)
-    return LeadingBlocks(sum(map(len, prompts)), BLOCK_TOKENS, tuple(hashes))
+    return LeadingBlocks(sum(map(len, prompts)), BLOCK_TOKENS, _chained(domain, tuple(prompts[0]), BLOCK_TOKENS))
 
 
 def leading_blocks(domain: str, texts: Sequence[str], num_tokens: int) -> LeadingBlocks:
@@ -262,22 +260,14 @@ def leading_blocks(domain: str, texts: Sequence[str], num_tokens: int) -> Leadin
         domain: in which prompts share what is cached.
         texts: of the prompt, in order.
     """
-    text = "\0".join(texts)[: MAX_BLOCKS * BLOCK_BYTES]
-    chained, hashes = hash(domain), []
-    for start in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        chained = hash((chained, text[start : start + BLOCK_BYTES]))  # siphash; for this process alone
-        hashes.append(chained)
-    return LeadingBlocks(num_tokens, max(1, num_tokens * BLOCK_BYTES // max(1, sum(map(len, texts)))), tuple(hashes))
+    num_chars, hashes = sum(map(len, texts)), _chained(domain, "\0".join(texts), BLOCK_BYTES)
+    return LeadingBlocks(num_tokens, max(1, num_tokens * BLOCK_BYTES // max(1, num_chars)), hashes)
 
 
-class _Load(msgspec.Struct, frozen=True):
-    max_running_requests: int = 0
-
-
-class _Loads(msgspec.Struct, frozen=True):
-    """Of /v1/loads."""
-
-    loads: list[_Load]
+def _chained(domain: str, what: str | tuple[int, ...], size: int) -> tuple[int, ...]:
+    starts = range(0, min(len(what), MAX_BLOCKS * size) - size + 1, size)
+    hashes = accumulate(starts, lambda chained, i: hash((chained, what[i : i + size])), initial=hash(domain))
+    return tuple(hashes)[1:]  # siphash; for this process alone
 
 
 @dataclass(slots=True, eq=False)
@@ -324,7 +314,8 @@ class Pool:
         self.settings = settings
         self._loop = loop
         self.upstreams = tuple(Upstream(one, _address(one, settings)) for one in settings.upstreams)
-        self._api_key = settings.api_key()
+        key = settings.api_key()
+        self._fields = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
         self._regions = list(dict.fromkeys(one.region for one in settings.upstreams))
         self._version_weights: dict[str | None, int] = {}
         for one in settings.upstreams:
@@ -344,12 +335,6 @@ class Pool:
         """No upstream takes requests; of a model that is started on demand, one will."""
         now_s = self._loop.time()
         return self.settings.path is None and not any(one.takes_requests(now_s) for one in self.upstreams)
-
-    @property
-    def fields(self) -> tuple[tuple[bytes, bytes], ...]:
-        """That every request to an upstream bears."""
-        key = self._api_key
-        return () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
 
     def error_of(self, fault: UpstreamFault) -> ServiceError:
         """For a client whose request an upstream has failed, perhaps in the middle of its answer."""
@@ -392,8 +377,7 @@ class Pool:
         path = self.settings.health
         try:
             async with asyncio.timeout(PROBE_S):
-                connection = await upstream.connection()
-                head, _ = await connection.ask(self.request(upstream, b"GET", path.encode()), PROBE_BYTES)
+                head, _ = await self.ask(upstream, path, PROBE_BYTES)
         except TimeoutError:
             return f"GET {path} was not answered within {PROBE_S:g} s"
         except UpstreamFault as fault:
@@ -409,14 +393,12 @@ class Pool:
         """A server of our own gets what it runs at once, and as much again, which takes the places that come free."""
         try:
             async with asyncio.timeout(PROBE_S):
-                connection = await upstream.connection()
-                head, body = await connection.ask(self.request(upstream, b"GET", b"/v1/loads"), PROBE_BYTES)
-            (load,) = msgspec.json.decode(body, type=_Loads).loads
+                head, body = await self.ask(upstream, "/v1/loads", PROBE_BYTES)
+            if head.status == 200:
+                (load,) = msgspec.json.decode(body)["loads"]
+                upstream.most_requests = 2 * int(load["max_running_requests"]) or math.inf
         except Exception as error:  # whatever it says, and bugs of ours, must not end the watch
             logger.info("the upstream %s does not tell how much it runs at once: %r", upstream.shown, error)
-        else:
-            if head.status == 200 and load.max_running_requests > 0:
-                upstream.most_requests = 2 * load.max_running_requests
 
     def request(
         self,
@@ -426,7 +408,15 @@ class Pool:
         fields: tuple[tuple[bytes, bytes], ...] = (),
         body: bytes = b"",
     ) -> Outgoing:
-        return Outgoing(method, upstream.address.prefix.encode() + path, (*self.fields, *fields), body)
+        return Outgoing(method, upstream.address.prefix.encode() + path, (*self._fields, *fields), body)
+
+    async def ask(
+        self, upstream: Upstream, path: str, most_bytes: int, json: bytes | None = None
+    ) -> tuple[AnswerHead, bytes]:
+        """The whole answer to a GET, or to a POST of JSON. Raises UpstreamFault."""
+        connection = await upstream.connection()
+        what = (b"GET", path.encode()) if json is None else (b"POST", path.encode(), JSON, json)
+        return await connection.ask(self.request(upstream, *what), most_bytes)
 
     # Slots.
 
@@ -568,11 +558,10 @@ class Pool:
 def _address(upstream: UpstreamSettings, model: ModelSettings) -> Address:
     protocols = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}[model.protocol]
     url = urlsplit(upstream.url)
-    tls = None
-    if url.scheme == "https":
-        try:
-            tls = client_tls(model.tls_ca, model.tls_cert, model.tls_key, protocols)
-        except OSError as error:
-            cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
-            raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
+    try:
+        has_tls = url.scheme == "https"
+        tls = client_tls(model.tls_ca, model.tls_cert, model.tls_key, protocols) if has_tls else None
+    except OSError as error:
+        cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
+        raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
     return address_of(url, tls, protocols)

@@ -14,8 +14,8 @@ from core.kv_cache import Domain
 from core.plan import RunnerLimits, SequenceStart, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence, SequenceState
-from core.simulation import CostModel, SimulatedClock, continuation, logprobs_after
-from core.types import FinishReason, Request, Usage
+from core.simulation import CostModel, SimulatedClock, continuation, logprobs_after, pooled_vector
+from core.types import FinishReason, Pooling, Request, TokenChunk, Usage
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import DeliveryLog
 
@@ -190,6 +190,19 @@ class SchedulerHistory(RuleBasedStateMachine):
         if any(sequence.num_own_tokens for sequence in sequences):
             assert num_prompt_tokens == len(request.prompt_ids)
         self.check_prompt_logprobs(request)
+        if request.pooling is not None:
+            self.check_vector(request, terminal)
+
+    def check_vector(self, request: Request, terminal: TokenChunk) -> None:
+        """Whole, or none at all."""
+        assert self.log.tokens(request.request_id) == []
+        if terminal.finish_reason is FinishReason.STOP and terminal.pooled:
+            assert terminal.pooled == pooled_vector(np.array(request.prompt_ids, np.int32).tobytes())
+            assert terminal.usage is not None
+            assert terminal.usage.num_prompt_tokens == len(request.prompt_ids)
+            assert request.pooling == Pooling("last") or not terminal.usage.num_cached_tokens
+        else:  # the machine cancels with STOP, too
+            assert not terminal.pooled
 
     def check_prompt_logprobs(self, request: Request) -> None:
         """Each position once, in order, and none of what was lost; all of them before any token."""

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from core.plan import SequenceStart, StepOutput, StepPlan
 from core.sequence import Sequence, SequenceState
-from core.types import FinishReason, TokenLogprobs
+from core.types import FinishReason, Pooling, PoolingKind, TokenLogprobs
 from tests.core.drawn_rules import drawn_rule, drawn_start
 from tests.core.scheduler_history import SchedulerHistory, Sent
 from tests.fakes import make_request, sequences_of, small_limits
@@ -63,6 +63,7 @@ class SchedulerMachine(SchedulerHistory):
         prompt=PROMPTS,
         salt=("", "", "s"),
         num_prompt_logprobs=(None, None, 0, 2),
+        pooling=(None, None, None, "last", "mean"),
     )
     def submit(
         self,
@@ -76,7 +77,10 @@ class SchedulerMachine(SchedulerHistory):
         prompt: tuple[int, ...],
         salt: str,
         num_prompt_logprobs: int | None = None,
+        pooling: PoolingKind | None = None,
     ) -> None:
+        if pooling is not None:
+            max_tokens, num_sequences, min_tokens, num_prompt_logprobs = 0, 1, 0, None
         request = make_request(
             f"r{len(self.requests)}",
             max_tokens=max_tokens,
@@ -90,6 +94,7 @@ class SchedulerMachine(SchedulerHistory):
             num_prompt_logprobs=num_prompt_logprobs,
             seed=len(self.requests) % 2,  # the same prompt and seed: the same tokens
             cache_salt=salt,
+            pooling=None if pooling is None else Pooling(pooling),
         )
         self.requests[request.request_id] = request
         self.scheduler.submit(request)
@@ -250,6 +255,7 @@ class SchedulerMachine(SchedulerHistory):
         """As the engine does after a fault."""
         unread = self.unread_rows(made)
         rows, token_ids, prompt_logprobs = list[int](), list[int](), dict[int, list[TokenLogprobs]]()
+        pooled = dict[int, bytes]()
         for row in range(made.num_rows):
             restarted = self.scheduler.restart(made, range(row, row + 1))
             self.compute(restarted)
@@ -259,7 +265,10 @@ class SchedulerMachine(SchedulerHistory):
             token_ids += output.token_ids.tolist()
             if 0 in output.prompt_logprobs:
                 prompt_logprobs[row] = output.prompt_logprobs[0]
-        return StepOutput(np.array(rows, np.int32), np.array(token_ids, np.int32), prompt_logprobs=prompt_logprobs)
+            if 0 in output.pooled:
+                pooled[row] = output.pooled[0]
+        token_columns = np.array(rows, np.int32), np.array(token_ids, np.int32)
+        return StepOutput(*token_columns, prompt_logprobs=prompt_logprobs, pooled=pooled)
 
     def unread_rows(self, made: StepPlan) -> set[int]:
         """Those of sequences that take nothing from it any more."""

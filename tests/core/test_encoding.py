@@ -9,9 +9,9 @@ import pytest
 
 from core.config import EngineConfig
 from core.kv_cache import BlockCopies, BlockLabel
-from core.plan import PromptTargets, SequenceStart, StateSave, StepPlan, decode, encode
+from core.plan import PooledRow, PromptTargets, SequenceStart, StateSave, StepPlan, decode, encode
 from core.repetition import TokenPenalties
-from core.types import SamplingParams
+from core.types import Pooling, SamplingParams
 
 
 def int32(*values: int) -> Any:
@@ -33,6 +33,7 @@ PLAN = StepPlan(
     sequence_starts=[SequenceStart(3, (5, 6, 7), 2, SAMPLING, 2**64 - 1, (2,))],
     prompt_targets=[PromptTargets(row=0, first=1, token_ids=(6, 7), num_top=2)],
     masked_rows=[1],
+    pooled_rows=[PooledRow(0, Pooling("last", (4, 5), 2), is_last=True)],
     penalties=[TokenPenalties(3, {5: 1.5}, {7: 2}), TokenPenalties(1, {}, None)],
     state_reads={3: 0, 1: ~3},
     state_saves=[StateSave(row=1, position=16, kept=2)],

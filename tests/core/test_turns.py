@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.chat_template import ChatTemplate
+from core.detokenizer import Detokenizer
 from core.marked_text import MarkedText
 from core.tokenizer import Tokenizer
 from core.turns import Begun, TurnMemory
@@ -80,6 +81,29 @@ def test_a_turn_has_the_ids_that_were_generated(asked: str, said: str, more: str
             assert ids == [*begun, *TOKENIZER.encode_chat(chat[len(prompt) + len(said) :])]
         elif turns[0][1] != said:
             assert ids == plain
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.sampled_from(["Hi", "é", "\n", "{"]), TEXTS, st.randoms(use_true_random=False))
+def test_a_turn_that_a_stop_string_has_cut_has_the_ids_before_it(
+    said: str, stop: str, behind: str, rng: random.Random
+) -> None:
+    prompt, answer = rendered(("user", "a")), oddly_cut(said + stop + behind, rng)
+    detokenizer = Detokenizer(TOKENIZER.full_table, (stop,))
+    shown = "".join(map(detokenizer.push_token, answer))
+    memory = TurnMemory(TOKENIZER)
+    begun = Begun(MINE, prompt, np.array(TOKENIZER.encode_chat(prompt), np.int32))
+    memory.add(begun, answer[: detokenizer.num_tokens_kept], detokenizer.cut_text)
+    chat = rendered(("user", "a"), ("assistant", shown), ("user", "b"))
+    ids, whole = memory.encode(chat, MINE), list(begun.ids)
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == chat
+    text = ""
+    for token_id in answer:
+        text += TOKENIZER.text_of(token_id)
+        if not shown.startswith(text):
+            break
+        whole.append(token_id)
+    assert ids[: len(whole)] == whole
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,14 @@ def lead_of(form: str) -> str:
 
 
 def session(
-    form: str, scenario: Callable[[AsyncOpenAI, Running], Awaitable[None]], lead: str = "", **settings: Any
+    form: str,
+    scenario: Callable[[AsyncOpenAI, Running], Awaitable[None]],
+    lead: str = "",
+    answer: Callable[[str], str] | None = None,
+    **settings: Any,
 ) -> None:
     async def scene() -> None:
-        async with playing(form, play(form, lead), **settings) as running:
+        async with playing(form, answer or play(form, lead), **settings) as running:
             url = f"http://127.0.0.1:{running.server.listener.port}/v1"
             async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
                 await scenario(client, running)
@@ -192,6 +196,25 @@ def test_a_turn_that_comes_back_is_found_in_the_cache(form: str) -> None:
         assert is_plain or others.usage.prompt_tokens < second.usage.prompt_tokens
 
     session(form, scenario, lead, cut_seed=None if form in rewritten else 7)
+
+
+def test_a_turn_that_a_stop_string_has_cut_is_found_in_the_cache() -> None:
+    async def scenario(client: AsyncOpenAI, running: Running) -> None:
+        asked: Any = {"model": MODEL, "temperature": 1}
+        for stop in ("C in", " Köln", "öln"):
+            messages = [QUESTION, {"role": "user", "content": stop * 20}]
+            first = await client.chat.completions.create(**asked, messages=messages, stop=stop)
+            said = first.choices[0].message.content
+            assert said == answer.partition(stop)[0]
+            history = [*messages, {"role": "assistant", "content": said}, QUESTION]
+            second = await client.chat.completions.create(**asked, messages=history)
+            num_written = first.usage.completion_tokens - len(stop.encode())  # a token has a byte at least
+            num_cached = second.usage.prompt_tokens_details.cached_tokens
+            assert num_cached >= (first.usage.prompt_tokens + num_written - 1) // 16 * 16
+            assert num_cached > first.usage.prompt_tokens
+
+    answer = "No clouds at all. " * 4 + ANSWER
+    session("hermes", scenario, answer=lambda _: written_text("hermes", answer), cut_seed=7)
 
 
 @pytest.mark.parametrize("form", TOOL_TEMPLATES)

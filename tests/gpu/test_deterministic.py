@@ -21,13 +21,20 @@ from tests.workload import Workload, WorkloadRun
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [*((scheme, "bfloat16") for scheme in QUANTIZE_SCHEMES), ("int8", "float32")]
+    ("scheme", "dtype", "activations"),
+    [
+        *((scheme, "bfloat16", "auto") for scheme in QUANTIZE_SCHEMES),
+        ("int8", "float32", "auto"),
+        ("int8", "bfloat16", "int8"),
+        ("int4", "float32", "int8"),
+    ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
-    model_directory: Callable[[str], Path], scheme: str, dtype: str
+    model_directory: Callable[[str], Path], scheme: str, dtype: str, activations: str
 ) -> None:
     """Alone with all the room and no drafts; together in few blocks, in small chunks, with drafts."""
-    runner = open_runner(model_directory("qwen3"), replace(ENGINE, dtype=dtype, quantize=scheme, deterministic=True))
+    asked = replace(ENGINE, dtype=dtype, quantize=scheme, activations=activations, deterministic=True)
+    runner = open_runner(model_directory("qwen3"), asked)
     together = Workload(draw_workload(random.Random(1)).requests[:6])
     limits = runner.limits
     runner.limits = replace(limits, num_blocks=5, max_batch_tokens=24, timed_rows=())

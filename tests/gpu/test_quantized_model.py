@@ -3,13 +3,17 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig, parse_model_config
+from gpu.blocks import NEEDED_FLAGS, BlockWeight
 from gpu.checkpoint import open_checkpoint
+from gpu.device import cpu_flags
 from gpu.memory_plan import weights_size_bytes
+from gpu.operators import Operators
 from gpu.parameters import ModelWeights
 from gpu.quant import QuantizedWeight, can_quantize, dequantize, quantize
 from gpu.runner import ModelRunner
@@ -18,6 +22,9 @@ from gpu.weights import MatrixForm, load_weights
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver
 from tests.oracle import read_config
+
+if TYPE_CHECKING:
+    from gpu.cpu_kernels.block_matmul import BlockMatmul
 
 CPU = torch.device("cpu")
 PROMPTS = ([5], list(range(40, 47)), list(range(100, 140)))  # rows for the operators, and for slabs
@@ -64,6 +71,28 @@ def test_int8_says_nearly_what_the_model_says(model_directory: Callable[[str], P
     got = tokens_of(open_runner(model_directory("llama2"), quantized("int8")), 8)
     pairs = [pair for row in zip(got, want, strict=True) for pair in zip(*row, strict=True)]
     assert sum(left == right for left, right in pairs) >= 0.8 * len(pairs)
+
+
+@pytest.mark.skipif(not cpu_flags() >= NEEDED_FLAGS, reason="needs a CPU with AVX2")
+@pytest.mark.parametrize("family", ["llama2", "qwen3_moe"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_rows_in_8_bits_say_nearly_the_same(
+    family: str, scheme: str, model_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = tokens_of(open_runner(model_directory(family), quantized(scheme)), 8)
+    multiplied, multiply = list[tuple[int, int]](), Operators.blocks
+
+    def recorded(self: Operators, weight: BlockWeight, bias: torch.Tensor | None) -> "BlockMatmul":
+        multiplied.append(weight.shape)
+        return multiply(self, weight, bias)
+
+    monkeypatch.setattr(Operators, "blocks", recorded)
+    asked = dataclasses.replace(quantized(scheme), activations="int8")
+    got = tokens_of(open_runner(model_directory(family), asked), 8)
+    pairs = [pair for row in zip(got, want, strict=True) for pair in zip(*row, strict=True)]
+    assert sum(left == right for left, right in pairs) >= 0.7 * len(pairs)
+    assert multiplied
+    assert {num_in % 32 for _, num_in in multiplied} == {0}  # others are dequantised
 
 
 @pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)

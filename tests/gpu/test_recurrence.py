@@ -55,7 +55,7 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
     num_preemptions = num_hits = 0
     for seed, limits in enumerate(({"num_kept_states": 2}, {"num_kept_states": 12, "max_in_flight": 2})):
         workload = draw_workload(random.Random(seed))
-        found, crowd = run(runner, workload, num_blocks=9, max_batch_tokens=40, timed_rows=(), **limits)
+        found, crowd = run(runner, workload, num_blocks=6, max_batch_tokens=40, timed_rows=(), **limits)
         num_preemptions += crowd.stats().num_preemptions
         num_hits += crowd.stats().num_cache_hits
         for _, request in workload.requests:

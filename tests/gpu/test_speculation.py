@@ -12,7 +12,7 @@ import torch
 
 from core.constraints import json_schema, regex
 from core.drafter import Acceptance, Draft, Drafter
-from core.grammar import Grammar, GrammarCompiler
+from core.grammar import Grammar, GrammarCompiler, Vocabulary
 from core.scheduler import Scheduler
 from core.types import EngineStats, Request, SamplingParams
 from gpu.runner import ModelRunner
@@ -71,7 +71,7 @@ def grammars() -> list[Grammar]:
     words = [
         b"" if token_id < 3 else bytes([token_id - 3]) if token_id < 259 else b"ab" for token_id in range(VOCABULARY)
     ]
-    compiler = GrammarCompiler(words, [0, 1, EOS], [EOS], lambda text: [3 + byte for byte in text.encode()])
+    compiler = GrammarCompiler(Vocabulary(words, [0, 1, EOS], [EOS]), lambda text: [3 + byte for byte in text.encode()])
     properties = {"the_name": {"enum": ["alpha", "beta"]}, "count": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return [compiler.compile(one) for one in (regex(".{1,40}", "r"), json_schema(schema, "s"), regex("[a-f]{5}", "r"))]

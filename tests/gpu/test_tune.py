@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import ModelConfig, RopeConfig
+from core.config import EngineConfig, ModelConfig, RopeConfig
+from core.plan import TimedRow
 from gpu import linear, tune
 from gpu.cache_files import measured_file
 from gpu.device import DeviceChoice
@@ -37,6 +38,7 @@ from gpu.tune import (
     measured_here,
     read_measured,
     seconds_of,
+    timed_steps,
     why_no_cpu_attention,
     why_no_kernels,
     why_no_sampling_kernel,
@@ -172,6 +174,8 @@ def test_a_large_model_is_measured_once_per_machine_and_shape_until_it_is_forgot
         b'{"machine": {"shape": {"threads": [[1, 2]], "is_settled": "yes"}}}',
         b'{"machine": {"shape": {"few": 1, "many": false}}}',
         b'{"machine": {"shape": {"few": true}}}',
+        b'{"machine": {"shape": {"rows": [[0, 8, 8, 0.0]]}}}',
+        b'{"machine": {"shape": {"rows": [[0, 8, 0.1]]}}}',
     ],
 )
 def test_a_broken_file_is_ignored_and_replaced(content: bytes, measure: Measure, cache: Path) -> None:
@@ -181,6 +185,22 @@ def test_a_broken_file_is_ignored_and_replaced(content: bytes, measure: Measure,
     assert read_measured() == {}
     assert tuning(LARGE).measured == Measured(FEW_THEN_ALL)
     assert list(measured_here(TWO_CORES, None).values()) == [Measured(FEW_THEN_ALL)]
+
+
+def test_steps_of_a_model_are_timed_once_per_settings(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def start(config: ModelConfig = LARGE, **settings: Any) -> int:
+        rows.append(TimedRow(0, 8, 8, 0.5 + len(rows)))
+        engine = EngineConfig(**settings)
+        (row,) = timed_steps(config, engine, TWO_CORES, TORCHS, "BF16", lambda: (rows[-1],))
+        return rows.index(row)
+
+    rows = list[TimedRow]()
+    monkeypatch.setattr(tune, "MOST_TIMED_MODELS", 2)
+    assert [start(), start(), start(quantize="int8"), start()] == [0, 0, 2, 0]
+    assert [start(max_model_len=9), start()] == [4, 5]  # the oldest is forgotten
+    assert [start(SMALL), start(SMALL)] == [6, 7]
+    forget_measured(TWO_CORES, LARGE)
+    assert start() == 8
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
@@ -193,12 +213,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert calls == [2] * LOOKS
 
 
-def test_what_two_looks_do_not_agree_on_is_measured_again_at_the_next_start(measure: Measure) -> None:
+def test_what_two_looks_do_not_agree_on_delays_no_later_start(measure: Measure) -> None:
     calls = measure(FEW_THEN_ALL, ONE_THREAD)
-    assert tuning(LARGE).measured == Measured(FEW_THEN_ALL, is_settled=False)
-    for _ in range(2):
-        assert tuning(LARGE).measured == Measured(ONE_THREAD)
-    assert len(calls) == 2 * LOOKS
+    assert [tuning(LARGE).measured for _ in range(2)] == [Measured(FEW_THEN_ALL, is_settled=False)] * 2
+    assert len(calls) == LOOKS
+    later = tuning(LARGE)
+    assert len(list(later.look_again())) == 2
+    assert later.measured == tuning(LARGE).measured == Measured(ONE_THREAD)
 
 
 def test_threads_that_two_looks_agree_on_while_idle_serve_at_once(measure: Measure) -> None:
@@ -232,9 +253,9 @@ def test_beside_others_nothing_settles_and_no_idle_look_is_spent(
     measuring_again = tuning()
     for _ in range(IDLE_LOOKS + 1):
         assert list(measuring_again.look_again()) == []
-    assert len(calls) == 3 * LOOKS
+    assert len(calls) == LOOKS
     load = 1.9
-    assert len(list(measuring_again.look_again())) == 1
+    assert len(list(measuring_again.look_again())) == 2
     assert measuring_again.measured == Measured(FEW_THEN_ALL)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from core.detokenizer import TokenTable
 from core.types import (
@@ -87,6 +87,8 @@ class Sink:
             self.times_s.append(sequences[choice - sequences[0].choice].last_s)
         self._connections.journal.append(delta.text)
         self._connections.write(self._connection)
+
+    def on_answer(self, choice: int, ids: Sequence[int], cut_text: str) -> None: ...
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         self.marked.append((choice, num_tokens))

@@ -32,6 +32,7 @@ def refusal(flags: dict[str, str | list[str]], environ: dict[str, str]) -> Start
 
 SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "BOOL": "true",
+    "pooling": "mean",
     "activations": "int8",
     "alias": "gpt-4o-mini",
     "FILE": "{file}",

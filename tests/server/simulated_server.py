@@ -17,6 +17,7 @@ from typing import Any
 
 import h11
 import orjson
+from msgspec import structs
 
 from core.chat_template import ChatTemplate
 from core.plan import BlockStore, RunnerLimits
@@ -37,6 +38,7 @@ from server.gate.cross_origin import CrossOrigin
 from server.gate.tenants import Deadlines, Tenant
 from server.generation import Generations, OwnBackend
 from server.ledger.idempotency import Idempotency
+from server.ledger.responses import Responses
 from server.ledger.usage import NO_PRICES, Prices
 from server.listening.clients import ClientRules
 from server.loaded_engine import compiler_of
@@ -192,6 +194,7 @@ class SimulatedServer:
         ledger: its file; None: there is none.
         first_id: of requests: r1, r2, ...
         store: of blocks beyond the end of the process.
+        store_responses_s: how long responses are kept; None: none are.
     """
 
     def __init__(
@@ -215,6 +218,7 @@ class SimulatedServer:
         prices: Prices = NO_PRICES,
         first_id: int = 1,
         store: BlockStore | None = None,
+        store_responses_s: float | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -228,7 +232,9 @@ class SimulatedServer:
         self.engine = SteppedEngine(self.scheduler, model, self.loop, schedule, self._take, store)
         self.posted, self.delivered = self.engine.posted, self.engine.delivered
         self.ledger_writer = None if ledger is None else InlineWriter(ledger, self.loop)
-        config = ServerConfig(api_keys=keys, tenants=tenants, prices=prices, ledger=ledger)
+        config = ServerConfig(
+            api_keys=keys, tenants=tenants, prices=prices, ledger=ledger, store_responses_s=store_responses_s
+        )
         opening = self._open_ledger(config, clock)
         self.gate = Gate(config, clock, opening.used_today)
         numbers = itertools.count(first_id)
@@ -248,6 +254,10 @@ class SimulatedServer:
         self.generations = self._new_generations(clock, queue_limits, deadlines, opening)
         if is_ready:
             self.app.generations = self.generations
+        if store_responses_s is not None and opening.ledger is not None:
+            self.app.responses = Responses(opening.ledger, 100_000, 100_000, _inline)
+            reader = self.generations.reader
+            reader.defaults = structs.replace(reader.defaults, stores_responses=True)
 
     def _open_ledger(self, config: ServerConfig, clock: Clock) -> OpenLedger:
         if self.ledger_writer is None:

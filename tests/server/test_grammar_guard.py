@@ -8,15 +8,15 @@ import pytest
 
 from core.constraints import GrammarKind, GrammarSpec, client_grammar, json_schema, regex
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.grammar import Grammar
+from core.grammar import Grammar, Vocabulary
 from server import grammar_guard
-from server.grammar_guard import MAX_QUEUED, CompileQueue, GuardedCompiler
+from server.grammar_guard import MAX_AT_ONCE, MAX_QUEUED, CompileQueue, GuardedCompiler
 
 BYTES = [bytes([byte]) for byte in range(256)]
 
 
 def compiler() -> GuardedCompiler:
-    return GuardedCompiler([*BYTES, b"<end>"], [256], [256], lambda text: list(text.encode()))
+    return GuardedCompiler(Vocabulary([*BYTES, b"<end>"], [256], [256]), lambda text: list(text.encode()))
 
 
 def chain(num: int) -> GrammarSpec:
@@ -63,12 +63,29 @@ def test_without_a_second_process_grammars_are_compiled_all_the_same(
 def test_the_process_ends_with_its_compiler() -> None:
     guarded = compiler()
     guarded.compile(regex("a", "guided_regex"))
-    (worker,) = guarded._workers
-    process = worker._process
+    processes = [worker._process for worker in guarded._workers]
+    assert len(processes) == MAX_AT_ONCE
     del guarded
-    assert process.returncode is not None
-    with pytest.raises(ProcessLookupError):
-        os.kill(process.pid, 0)
+    for process in processes:
+        assert process.returncode is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+
+
+def test_a_process_is_ready_before_the_first_grammar_and_after_one_has_ended() -> None:
+    """A grammar that is refused does not wait for one to start, and one that was killed refuses nobody's grammar."""
+    guarded = compiler()
+    guarded.prepare()
+    (first,) = guarded._idle
+    with pytest.raises(InvalidRequest, match="too complex"):
+        guarded.compile(chain(100_000))
+    assert first._process.returncode is not None
+    (second,) = guarded._idle
+    assert guarded._workers == {second}
+    second._process.kill()
+    second._process.wait()
+    assert guarded.compile(regex("ab", "guided_regex")).start().num_accepted == 0
+    assert second not in guarded._workers
 
 
 def test_tenants_compile_in_turns_each_grammar_once_and_not_without_bound() -> None:

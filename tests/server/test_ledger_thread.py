@@ -11,7 +11,16 @@ import pytest
 from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
-from server.ledger.journal import DURABLE_S, CommitPace, Item, LedgerThread, Written, open_journal, tell_batch
+from server.ledger.journal import (
+    DURABLE_S,
+    FEW_WRITES,
+    CommitPace,
+    Item,
+    LedgerThread,
+    Written,
+    open_journal,
+    tell_batch,
+)
 from server.ledger.store import LedgerStore, Reserve, RowState, Settle, Write
 from server.process import open_ledger
 from tests.server.test_ledger_journal import row, settled
@@ -84,7 +93,7 @@ def latencies_s(took_s: Sequence[float]) -> list[float]:
         next_s = now_s + pace.wait_s(now_s)
         now_s = next_s + took
         found.append(now_s - began_s)
-        pace.note(next_s, now_s)
+        pace.note(next_s, now_s, FEW_WRITES + 1)
         began_s = next_s
     return found
 
@@ -101,6 +110,16 @@ def test_commits_gather_writes_again_after_the_disk_has_hung() -> None:
     found = latencies_s([0.0005, 0.5, *[0.0005] * 1000])
     assert all(latency >= DURABLE_S / 2 for latency in found[3:])
     assert found[-1] > 0.9 * DURABLE_S
+
+
+def test_few_writes_wait_for_no_others() -> None:
+    pace = CommitPace()
+    for i in range(100):
+        assert pace.wait_s(i * 0.003) == 0
+        pace.note(i * 0.003, i * 0.003 + 0.0005, 1)
+    for i in range(50):  # as soon as the last is over: at some 1,000 in a second they gather
+        pace.note(1 + i * 0.001, 1.0005 + i * 0.001, 1)
+    assert pace.wait_s(1.05) > DURABLE_S / 2
 
 
 async def test_close_writes_what_was_submitted_and_lets_the_next_server_in(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from core.kv_cache import BlockLabel
 from server import __version__
 from server.app import Load
 from server.config import ServerConfig
+from server.grammar_guard import GuardedCompiler
 from server.ledger.usage import ModelPrice, Prices
 from server.listening.sockets import TcpAddress
 from server.loaded_engine import LoadedEngine
@@ -49,6 +50,10 @@ async def test_it_serves_from_ready_to_stop() -> None:
         assert any(f":{server.listener.port}" in line for line in running.banner)
         with pytest.raises(StartupError, match="in use"):
             await Server(ServerConfig(port=server.listener.port), load_with(), print).run()
+        await asyncio.to_thread(server._compiling.shutdown)
+        compiler = server._app.generations.reader.make_compiler()
+        assert isinstance(compiler, GuardedCompiler)
+        assert compiler._idle, "a process that tries grammars waits for the first one"
     assert not server._engine_thread._thread.is_alive()
 
 

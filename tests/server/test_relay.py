@@ -23,7 +23,8 @@ from server.ledger.store import RowState
 from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
-from server.relay import PASSAGES, Relay, RelayHandle, refusal_of
+from server.relay import Relay, RelayHandle
+from server.relayed import PASSAGES, refusal_of
 from server.upstream.exchange import AnswerHead
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import UpstreamSettings
@@ -884,3 +885,28 @@ async def test_messages_of_another_server_are_counted_from_their_first_and_last_
             (line,) = usage.json["data"]
             counts = (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"])
             assert counts == (42, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_model", "told", "billed"),
+    [
+        ({"max_tokens": 5}, {}, (20, 5), (20, 5)),
+        ({"max_tokens": 5, "n": 2}, {}, (20, 900), (20, 10)),
+        ({"max_tokens": 5, "best_of": 3}, {}, (20, 900), (20, 15)),
+        ({"max_tokens": None}, {"max_model_len": 9}, (20, 900), (9, 9)),
+        ({"max_tokens": None}, {}, (10**9, 10**9), (16_490, 16_503)),  # what was sent and received, and 16,384
+        ({"max_tokens": 5}, {"trusted": True}, (20, 900), (20, 900)),
+    ],
+)
+async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
+    fields: dict[str, Any], of_model: dict[str, Any], told: tuple[int, int], billed: tuple[int, int], tmp_path: Path
+) -> None:
+    choices = [{"index": i, "message": {"content": "a"}} for i in range(fields.get("n", 1))]
+    body = orjson.dumps({"choices": choices, "usage": {"prompt_tokens": told[0], "completion_tokens": told[1]}})
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with saying(head + body) as url:
+        settings = model(url, protocol="h1", upstream_model=None, **of_model)
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            assert (await ask(front.server, closing(SURFACES["chat"](**fields)))).status == 200
+            (line,) = (await ask(front.server, closing(request("GET", "/v1/usage?by=model")))).json["data"]
+            assert (line["prompt_tokens"], line["completion_tokens"]) == billed

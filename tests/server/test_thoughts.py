@@ -5,6 +5,7 @@ import random
 import re
 import sqlite3
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,16 @@ def test_what_holds_an_answer_begins_where_the_thought_ends(template: str, lead:
                 assert re.fullmatch("[xy]{3}", found["text"])
 
 
+def test_a_held_answer_may_spell_marks() -> None:
+    """As text, in other tokens: they do not end the message."""
+    lead, said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>", '"a<|end|>b"'
+    with thinking("harmony") as server:
+        for more in ({}, STREAM):
+            ids = [*ids_of(lead), *chain.from_iterable(map(ids_of, said))]
+            found = message_of(server.ask(ask_for(guided_json={"type": "string"}, **more), ids))
+            assert found == {"thought": "hm", "text": said, "calls": []}
+
+
 PICK = [{"type": "function", "function": {"name": "pick", "parameters": SCHEMA, "strict": True}}, *TOOLS]
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 TO_PICK = " to=functions.pick<|channel|>commentary json<|message|>"
@@ -496,6 +507,8 @@ def test_the_ledger_has_the_tokens_of_the_thought_and_takes_rows_of_before(tmp_p
             (2 * num_thought_tokens(ids_of(text), THINK), 2 * (len(ids_of(text)) + 1))
         ]
         database.execute("ALTER TABLE requests DROP COLUMN reasoning_tokens")
+        database.execute("ALTER TABLE requests DROP COLUMN context")
+        database.execute("DROP TABLE responses")
         database.execute("PRAGMA user_version = 1")
         database.commit()
     with thinking("r1", ledger=path, first_id=2) as server:

@@ -9,14 +9,16 @@ import gguf
 import pytest
 import torch
 
-from gpu.blocks import FORMATS, NEEDED_FLAGS, BlockWeight
+from core.gguf import BLOCKS
+from gpu.blocks import FORMATS, NEEDED_FLAGS, BlockWeight, PackedBlocks
 from gpu.device import cpu_flags
+from gpu.quant import QuantizedWeight, dequantize, pack_nibbles, quantize
 from tests.gguf_files import random_blocks
 
 if not cpu_flags() >= NEEDED_FLAGS:
     pytest.skip("needs a CPU with AVX2", allow_module_level=True)
 
-from gpu.cpu_kernels.block_matmul import BlockMatmul, pack_blocks
+from gpu.cpu_kernels.block_matmul import BlockMatmul, pack_blocks, pack_quantized
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -25,6 +27,21 @@ def noise(*shape: int) -> torch.Tensor:
 
 def numbers_of(name: str, stored: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(stored.numpy(), getattr(gguf.GGMLQuantizationType, name)))
+
+
+def packed_of(name: str, num_out: int, num_in: int) -> tuple[PackedBlocks, torch.Tensor]:
+    """A random matrix, and the numbers that it stands for."""
+    if name in BLOCKS:
+        stored = random_blocks(name, num_out, num_in)
+        return pack_blocks(name, stored), numbers_of(name, stored)
+    values = torch.randint(0, 16, (num_out, num_in), generator=torch.Generator().manual_seed(num_in)).byte()
+    groups = num_out, num_in // FORMATS[name].elements
+    scales, zeros = noise(*groups).bfloat16(), noise(*groups, 1).squeeze(-1).bfloat16()
+    weight = QuantizedWeight(torch.bfloat16, pack_nibbles(values), scales, zeros)
+    packed = pack_quantized(weight)
+    assert packed is not None
+    assert packed.format == name
+    return packed, dequantize(weight, torch.float32)
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
@@ -44,9 +61,33 @@ def shapes_of(name: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_the_files_numbers_bit_by_bit(name: str) -> None:
     for shape in shapes_of(name):
-        stored = random_blocks(name, *shape)
-        matmul = BlockMatmul(BlockWeight(torch.float32, (pack_blocks(name, stored),)), None)
-        assert torch.equal(matmul.rows(torch.arange(shape[0])), numbers_of(name, stored))
+        packed, numbers = packed_of(name, *shape)
+        matmul = BlockMatmul(BlockWeight(torch.float32, (packed,)), None)
+        assert torch.equal(matmul.rows(torch.arange(shape[0])), numbers)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("group_size", [32, 64, 96, 256])
+def test_what_is_quantised_is_packed_with_its_numbers(scheme: str, group_size: int) -> None:
+    made = quantize(noise(70, 768) / 10 + 0.1, scheme)
+    groups = [
+        None if of is None else of[:, : 768 // group_size].contiguous() for of in (made.scales, made.zeros)
+    ]  # of other sizes: as files have them
+    assert groups[0] is not None
+    weight = QuantizedWeight(torch.bfloat16, made.values, groups[0], groups[1])
+    packed = pack_quantized(weight)
+    assert packed is not None
+    rows = BlockMatmul(BlockWeight(torch.float32, (packed,)), None).rows(torch.arange(70))
+    assert torch.equal(rows, dequantize(weight, torch.float32))
+
+
+def test_other_quantised_matrices_are_left_to_slabs() -> None:
+    for weight in (
+        quantize(noise(64, 64), "fp8"),
+        quantize(noise(64, 36), "int8"),
+        quantize(noise(8, 32) * 1e9, "int8"),
+    ):
+        assert pack_quantized(weight) is None
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -56,8 +97,7 @@ def test_matmuls_are_the_files_numbers_times_rows_in_8_bits(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     for num_out, num_in in shapes_of(name):
-        stored, bias = random_blocks(name, num_out, num_in), noise(num_out)
-        packed, numbers = pack_blocks(name, stored), numbers_of(name, stored)
+        (packed, numbers), bias = packed_of(name, num_out, num_in), noise(num_out)
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-8)):
             matmul = BlockMatmul(BlockWeight(dtype, (packed,)), bias.to(dtype))
             for num_rows in (0, 1, 2, 5, 6, 7, 33):
@@ -80,7 +120,7 @@ def test_parts_of_several_formats_are_one_matrix() -> None:
 @pytest.mark.bits
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_is_rounded_the_same_in_any_company(name: str) -> None:
-    matmul = BlockMatmul(BlockWeight(torch.bfloat16, (pack_blocks(name, random_blocks(name, 192, 1024)),)), None)
+    matmul = BlockMatmul(BlockWeight(torch.bfloat16, (packed_of(name, 192, 1024)[0],)), None)
     x = noise(600, 1024).bfloat16()
     whole = matmul(x)
     for first, end in ((0, 1), (3, 10), (90, 200), (500, 600), (599, 600), (0, 32), (0, 17)):
@@ -103,7 +143,7 @@ import sys
 from gpu import device
 device.cpu_flags = lambda: frozenset({"avx2", "fma", "f16c"})
 import pytest
-chosen = "(rows_are or company or (matmuls and not -2)) and (Q8_0 or Q5_1 or MXFP4 or Q3_K or Q4_K)"
+chosen = "(rows_are or company or (matmuls and not -2)) and (Q8_0 or Q5_1 or MXFP4 or Q3_K or Q4_K or INT4_64)"
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", chosen, sys.argv[1]]))
 """
 

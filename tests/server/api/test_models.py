@@ -23,7 +23,11 @@ def test_the_sdk_lists_the_models() -> None:
 def test_the_sdk_reads_one_model_with_our_additions() -> None:
     with sdk_reading(model_reply(DEMO, {})) as client:
         model = client.models.retrieve("demo")
-    assert model.model_extra == {"max_model_len": 2048, "description": "demonstration model"}
+    assert model.model_extra == {
+        "tasks": ["generate"],
+        "max_model_len": 2048,
+        "description": "demonstration model",
+    }
 
 
 def test_only_the_demonstration_model_has_a_description() -> None:

@@ -1,0 +1,432 @@
+"""An upstream's answer, as it passes: what it says of text, ends and usage, and what of it goes on. Thread: loop.
+
+    bytes ─▶ UpstreamAnswer.push, document ─▶ Part ─▶ RelayedDelta ─▶ PassedStream, PassedWhole ─▶ client
+
+Its id and model become ours. All else passes as it came, comments between events excepted.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.types import Delta, FinishReason, Usage
+from server.api import chat, completions, infill, messages, ollama, responses
+from server.api.decoding import parse_object
+from server.api.fields import GenerationCall
+from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
+from server.upstream.exchange import AnswerHead, UpstreamFault
+from server.wire import sse
+
+logger = logging.getLogger(__name__)
+
+MAX_EVENT_BYTES = 8 * 1024 * 1024
+MOST_TOKENS = 2**53  # more than there are: an answer that says so cannot be read
+REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "max_output_tokens": FinishReason.LENGTH,
+    "tool_calls": FinishReason.TOOL_CALLS,
+    "content_filter": FinishReason.CONTENT_FILTER,
+    "max_tokens": FinishReason.LENGTH,  # messages
+    "tool_use": FinishReason.TOOL_CALLS,
+    "refusal": FinishReason.CONTENT_FILTER,
+    "limit": FinishReason.LENGTH,  # infill
+}
+_ENDS = ("message_delta", "response.completed", "response.incomplete")  # named events: of the text
+_LASTS = ("message_stop", "response.completed", "response.incomplete")  # of the answer
+_LINE_END = re.compile(rb"\n")
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+
+
+class Passage(NamedTuple):
+    """How a surface passes.
+
+    Args:
+        form: of its streams: chunks of choices, then [DONE]; events with names; or, of servers of our own alone, parts
+            without an id, the last with what was used, as events or on lines.
+        prefix: of its answers' ids.
+    """
+
+    path: bytes
+    form: Literal["chunks", "names", "parts", "lines"]
+    prefix: str = ""
+
+    @property
+    def is_parts(self) -> bool:
+        return self.form in ("parts", "lines")
+
+    def error(self, error: ServiceError, request_id: str) -> bytes:
+        """The end of a stream that breaks off."""
+        if self.prefix == messages.ID_PREFIX:
+            return sse.event(messages.ERRORS.body(error, request_id), "error")
+        return ollama.ERRORS.body(error, "") + b"\n" if self.form == "lines" else error_event(error)
+
+
+PASSAGES = {
+    chat.SURFACE: Passage(b"/v1/chat/completions", "chunks", "chatcmpl-"),
+    completions.SURFACE: Passage(b"/v1/completions", "chunks", "cmpl-"),
+    responses.SURFACE: Passage(b"/v1/responses", "names", "resp_"),
+    messages.SURFACE: Passage(b"/v1/messages", "names", messages.ID_PREFIX),
+    ollama.CHAT: Passage(b"/api/chat", "lines"),
+    ollama.GENERATE: Passage(b"/api/generate", "lines"),
+    infill.SURFACE: Passage(b"/infill", "parts"),
+}
+
+
+# What is read.
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: int = 0
+    delta: dict[str, Any] | None = None
+    text: Any = None
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.text) or any(value for name, value in (self.delta or {}).items() if name != "role")
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True):
+    """An event or a document, of any surface, or what is within it."""
+
+    type: str | None = None
+    choices: list[_Choice] = []
+    usage: dict[str, Any] | None = None
+    error: Any = None
+    response: "_Message | str | None" = None
+    message: "_Message | str | None" = None
+    delta: "_Message | str | None" = None
+    done: bool = False  # Ollama's lines
+    stop: Any = None  # infill
+    # Why it ended: of responses, messages, Ollama's lines, infill
+    reason: str | None = None
+    incomplete_details: "_Message | None" = None
+    stop_reason: str | None = None
+    done_reason: str | None = None
+    stop_type: str | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        if self.incomplete_details is not None:
+            return REASONS.get(self.incomplete_details.reason or "", FinishReason.LENGTH)
+        return REASONS.get(self.stop_reason or self.done_reason or self.stop_type or "", FinishReason.STOP)
+
+    @property
+    def inner(self) -> "_Message | None":
+        """The response or message that an event is about."""
+        return next((one for one in (self.response, self.message) if isinstance(one, _Message)), None)
+
+
+_encode = msgspec.json.encode
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_read_message = msgspec.json.Decoder(_Message, strict=False).decode
+
+
+def usage_of(told: Mapping[str, Any]) -> Usage:
+    """Of chat and completions, responses, messages, Ollama's and infill. Raises UpstreamFault."""
+    counts = dict(told)
+    for part in ("prompt", "completion", "input", "output"):
+        if isinstance(details := told.get(f"{part}_tokens_details"), dict):
+            counts |= details
+
+    def count(*names: str) -> int:
+        value = next((value for name in names if (value := counts.get(name))), 0)
+        if not isinstance(value, int | float) or value > MOST_TOKENS:
+            raise UpstreamFault(f"its usage cannot be read: {names[0]} is {str(value)[:50]}")
+        return max(0, int(value))
+
+    read = count("cache_read_input_tokens")  # of messages, beside input_tokens
+    beside = read + count("cache_creation_input_tokens")
+    prompt = count("prompt_tokens", "input_tokens", "prompt_eval_count", "tokens_evaluated") + beside
+    completion = count("completion_tokens", "output_tokens", "eval_count", "tokens_predicted")
+    cached = min(count("cached_tokens", "tokens_cached") or read, prompt)
+    return Usage(prompt, completion, cached, min(count("reasoning_tokens"), completion))
+
+
+class Part(NamedTuple):
+    """An event or a document.
+
+    Args:
+        data: as it goes on.
+        texts: choices of which it has text.
+        ends: choices that end with it, and why.
+        is_last: it is written once the answer is settled.
+    """
+
+    data: bytes
+    texts: tuple[int, ...] = ()
+    ends: Mapping[int, FinishReason] = {}
+    is_last: bool = False
+
+
+class UpstreamAnswer:
+    """
+    Args:
+        request_id: ours, that the answer's id is made of.
+        num_choices: that were asked for.
+        shown_fields: of a document, those that pass; None: all.
+
+    Attributes:
+        usage: as it has been told.
+        is_done: the last event has come; later ones are dropped.
+    """
+
+    def __init__(
+        self,
+        passage: Passage,
+        call: GenerationCall,
+        request_id: str,
+        num_choices: int,
+        shown_fields: list[str] | None = None,
+    ) -> None:
+        self.usage: Usage | None = None
+        self.is_done = False
+        self._passage = passage
+        self._call = call
+        self._num_choices = num_choices
+        self._shown_fields = shown_fields
+        own = {"id": passage.prefix + request_id, "model": call.model}
+        self._names = {name: msgspec.Raw(sse.json_string(value)) for name, value in own.items()}
+        self._buffer = bytearray()
+
+    def push(self, data: bytes) -> Iterator[Part]:
+        """Take a piece of a stream. Raises UpstreamFault, as document() does."""
+        for name, event in self._split(data):
+            part = None if self.is_done else self._read(name, event)
+            if part is not None:
+                yield part
+
+    def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes]]:
+        """Events' names and data, or lines; comments are dropped."""
+        buffer, are_lines = self._buffer, self._passage.form == "lines"
+        searched = max(0, len(buffer) - 3)
+        buffer += data
+        while (end := (_LINE_END if are_lines else _EVENT_END).search(buffer, searched)) is not None:
+            raw = bytes(buffer[: end.start()])
+            del buffer[: end.end()]
+            searched = 0
+            if are_lines:
+                yield None, raw
+            elif raw.startswith(b"data: ") and b"\n" not in raw and b"\r" not in raw:  # most are
+                yield None, raw[6:]
+            else:
+                fields = [line.partition(b":") for line in raw.splitlines()]
+                name = next((value.removeprefix(b" ") for key, _, value in fields if key == b"event"), None)
+                lines = [value.removeprefix(b" ") for key, _, value in fields if key == b"data"]
+                if lines:
+                    yield name, b" ".join(lines)  # in JSON, a line break is but space
+        if len(buffer) > MAX_EVENT_BYTES:
+            raise UpstreamFault(f"an event is larger than {MAX_EVENT_BYTES} bytes")
+
+    def _read(self, name: bytes | None, data: bytes) -> Part | None:
+        """None: it does not pass."""
+        if data == b"[DONE]":
+            self.is_done = True
+            return None
+        message = _decoded(data)
+        if message.error is not None and message.type in (None, "error"):
+            raise UpstreamFault(f"it ended its answer with an error: {_told(message.error)}")
+        self._note_usage(message, data)
+        event_name = None if name is None else name.decode("ascii", "ignore")
+        renamed = self._renamed(data)
+        framed = renamed + b"\n" if self._passage.form == "lines" else sse.event(renamed, event_name)
+        if self._passage.is_parts:
+            self.is_done = message.done or message.stop is True
+            return Part(framed, (), {0: message.finish_reason}, True) if self.is_done else Part(framed, (0,))
+        if self._passage.form == "names":
+            return self._read_named(message, framed)
+        if message.choices:
+            self._check(message.choices)
+            texts = tuple(one.index for one in message.choices if one.has_text)
+            ends = {one.index: _reason(one) for one in message.choices if one.finish_reason is not None}
+            return Part(framed, texts, ends)
+        if message.usage is not None and not self._call.includes_usage:
+            return None
+        return Part(framed, is_last=True)
+
+    def _read_named(self, message: _Message, framed: bytes) -> Part:
+        """Of responses or messages."""
+        kind, inner = message.type or "", message.inner
+        if kind == "response.failed":
+            raise UpstreamFault(f"it ended its answer with an error: {_told(inner and inner.error)}")
+        if (kind.startswith("response.") and inner is None) or kind not in (*_ENDS, *_LASTS):
+            return Part(framed, (0,) if kind.endswith(".delta") or kind == "content_block_delta" else ())
+        self.is_done = kind in _LASTS
+        ended = message.delta if kind == "message_delta" else inner
+        reason = ended.finish_reason if isinstance(ended, _Message) else FinishReason.STOP
+        return Part(framed, (), {0: reason} if kind in _ENDS else {}, True)
+
+    def document(self, data: bytes) -> Part:
+        message = _decoded(data)
+        ends = {0: message.finish_reason}
+        if self._passage.form == "chunks":
+            self._check(message.choices)
+            ends = {one.index: _reason(one) for one in message.choices}
+        if message.error is not None or not ends:
+            raise UpstreamFault("its answer is not one of the kind that was asked for")
+        self._note_usage(message, data)
+        renamed = self._renamed(data)
+        if self._shown_fields is not None:
+            renamed = _encode(infill.shown(msgspec.json.decode(renamed), self._shown_fields))
+        self.is_done = True
+        return Part(renamed, tuple(ends), ends)
+
+    def _check(self, choices: list[_Choice]) -> None:
+        for one in choices:
+            if not 0 <= one.index < self._num_choices:
+                raise UpstreamFault(f"its answer has a choice {one.index}, of {self._num_choices} that were asked for")
+
+    def _note_usage(self, message: _Message, data: bytes) -> None:
+        """The latest counts; messages tell those of the prompt at the start alone."""
+        told = message.usage or (message.inner and message.inner.usage)
+        if self._passage.is_parts:
+            told = msgspec.json.decode(data) if message.done or message.stop is True else None
+        if not told:
+            return
+        usage, before = usage_of(told), self.usage
+        if before is not None and not usage.num_prompt_tokens:
+            counts = {"num_prompt_tokens": before.num_prompt_tokens, "num_cached_tokens": before.num_cached_tokens}
+            usage = msgspec.structs.replace(usage, **counts)
+        self.usage = usage
+
+    def _renamed(self, data: bytes) -> bytes:
+        """With our id and the name that was asked for, also of the response or message in an event."""
+        fields = _read_fields(data)
+        for name in ("response", "message"):
+            if (inner := fields.get(name)) is not None and bytes(inner).startswith(b"{"):
+                fields[name] = msgspec.Raw(_encode(self._with_names(_read_fields(inner))))
+        return _encode(self._with_names(fields))
+
+    def _with_names(self, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+        return fields | {name: own for name, own in self._names.items() if name in fields}
+
+
+def _reason(choice: _Choice) -> FinishReason:
+    return REASONS.get(choice.finish_reason or "stop", FinishReason.STOP)
+
+
+def _decoded(data: bytes) -> _Message:
+    try:
+        return _read_message(data)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise UpstreamFault(f"its answer cannot be read: {error}") from error
+
+
+def _told(error: Any) -> str:
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message)[:500]
+
+
+# What is written.
+
+
+class RelayedDelta(Delta, frozen=True, kw_only=True):
+    """See Part. Args: event: whole events of a stream, or the document."""
+
+    event: bytes = b""
+    is_last: bool = False
+
+
+class PassedStream:
+    """StreamReply of events that an upstream has written."""
+
+    def __init__(self, passage: Passage, call: GenerationCall, context: ReplyContext) -> None:
+        self._passage = passage
+        self._includes_usage = call.includes_usage
+        self._reply_id = context.reply_id
+        self._envelope = {"id": passage.prefix + context.reply_id, "model": context.model}
+        self._last = b""
+
+    def start(self) -> bytes:
+        return b""
+
+    def text(self, choice: int, text: str) -> bytes:
+        raise AssertionError("texts come in deltas")
+
+    def text_frame(self, choice: int) -> None:
+        return None
+
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        assert isinstance(delta, RelayedDelta)
+        if delta.is_last:
+            self._last += delta.event
+            return b""
+        if delta.event or delta.finish_reason is None:
+            return delta.event
+        # The choice was ended here
+        content: dict[str, Any] = {"delta": {}} if self._passage.prefix == "chatcmpl-" else {"text": ""}
+        return self._chunk(choices=[{"index": choice, **content, "finish_reason": delta.finish_reason.value}])
+
+    def _chunk(self, **fields: Any) -> bytes:
+        return sse.event(sse.json_line(self._envelope | fields))
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        if self._passage.form != "chunks":
+            return self._last
+        more = dict(extras)
+        if not self._last and self._includes_usage:  # it was ended here
+            more["usage"] = usage_object(usage)
+        return self._last + (self._chunk(choices=[], **more) if more else b"") + sse.DONE
+
+    def error(self, error: ServiceError) -> bytes:
+        return self._passage.error(error, self._reply_id)
+
+
+class PassedWhole:
+    """Likewise of a document (WholeReply)."""
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self.texts: list[list[str]] = []
+        self._document = b""
+
+    def add(self, choice: int, delta: Delta) -> None:
+        assert isinstance(delta, RelayedDelta)
+        self._document += delta.event
+
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        return self._document
+
+
+def passed(surface: Surface) -> Surface:
+    """That writes what an upstream has answered."""
+    stream: Callable[..., Any] = partial(PassedStream, PASSAGES[surface])
+    return surface._replace(stream=stream, whole=PassedWhole)  # type: ignore[arg-type]  # a WholeReply's methods
+
+
+# Refusals.
+
+
+_PASSED_ON = {  # statuses of which the client is the cause
+    400: ErrorKind.INVALID_REQUEST,
+    413: ErrorKind.BODY_TOO_LARGE,
+    422: ErrorKind.INVALID_REQUEST,
+}
+
+
+def refusal_of(status: int, body: bytes, head: AnswerHead) -> ServiceError:
+    """The error for the client of a request that an upstream has refused."""
+    try:
+        told = parse_object(body)
+    except InvalidRequest:
+        told = {}
+    error = told.get("error") or told
+    fields = error if isinstance(error, dict) else {"message": error}
+    message, code, param = (
+        value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param")
+    )
+    message = message or f"The server behind this one refused the request, with the status {status}."
+    if status in _PASSED_ON:
+        return ServiceError(_PASSED_ON[status], message, code or "invalid_value", param)
+    if status in (429, 503):
+        after = head.field(b"retry-after") or b""
+        retry_s = min(float(after), 60.0) if after.isdigit() else 1.0
+        return ServiceError(ErrorKind.UNAVAILABLE, message, code or "overloaded", retry_after_s=retry_s)
+    logger.error("an upstream refused a request with the status %d: %s", status, message)
+    what = "refused this server's own key" if status in (401, 403) else f"answered with the status {status}"
+    return ServiceError(ErrorKind.UPSTREAM, f"The server behind this one {what}. Tell the operator.", "upstream_error")

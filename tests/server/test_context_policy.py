@@ -1,0 +1,104 @@
+"""Prompts that do not fit, through the whole server: what is left out is told, in the answer and in the ledger."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.context_policy import Policy
+from tests.server.inline_ledger import rows
+from tests.server.simulated_server import (
+    LIMITS,
+    STREAM,
+    as_caller,
+    ask,
+    chat,
+    completion,
+    keyed_tenant,
+    request,
+    serving,
+)
+
+SYSTEM = {"role": "system", "content": "be kind"}
+LAST = {"role": "user", "content": "and now?"}
+HISTORY: Any = [
+    SYSTEM,
+    *({"role": role, "content": f"{i} {'word ' * 6}"} for i in range(12) for role in ("user", "assistant")),
+    LAST,
+]
+OLDEST = {"context_policy": "drop_oldest_turns"}
+
+
+def told(answer: Any) -> Any:
+    if answer.headers["content-type"] == "application/json":
+        return answer.json.get("context")
+    found = [one["context"] for one in answer.events if isinstance(one, dict) and "context" in one]
+    return found[-1] if found else None
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_a_chat_that_does_not_fit_loses_its_oldest_turns(fields: dict[str, Any], tmp_path: Path) -> None:
+    with serving(ledger=tmp_path / "ledger.db") as server:
+        refused = server.ask(chat(messages=HISTORY))
+        assert (refused.status, refused.json["error"]["code"]) == (400, "context_length_exceeded")
+        answer = server.ask(chat(messages=HISTORY, **OLDEST, **fields))
+        context = told(answer)
+        gone = [one["message"] for one in context["dropped"]]
+        assert gone == list(range(1, 1 + len(gone)))
+        assert (context["policy"], context["kept_tokens"]) == ("drop_oldest_turns", answer.usage["prompt_tokens"])
+        assert context["kept_tokens"] <= LIMITS.max_model_len - 12
+        kept = [one for i, one in enumerate(HISTORY) if i not in gone]
+        same = server.ask(chat(messages=kept))
+        assert (same.text(), same.usage["prompt_tokens"], told(same)) == (answer.text(), context["kept_tokens"], None)
+        short = server.ask(chat(**OLDEST))
+        assert told(short) == {
+            "policy": "drop_oldest_turns",
+            "dropped": [],
+            "kept_tokens": short.usage["prompt_tokens"],
+        }
+    noted = [row.context and json.loads(row.context) for row in rows(tmp_path / "ledger.db")]
+    assert noted == [context, None, told(short)]
+
+
+def test_a_tenants_policy_holds_where_a_request_has_none_and_responses_truncation_is_one() -> None:
+    tenant = keyed_tenant("acme", "key", context_policy=Policy.MIDDLE)
+    with serving(tenants=(tenant,)) as server:
+        first = told(server.ask(as_caller(chat(messages=HISTORY), "key")))
+        assert first["policy"] == "middle"
+        assert first["dropped"][0]["message"] == 3  # behind the first turn
+        assert server.ask(as_caller(chat(messages=HISTORY, context_policy="error"), "key")).status == 400
+        for truncation, policy in (("auto", "drop_oldest_turns"), ("disabled", None)):
+            body = {"model": "small", "input": HISTORY, "truncation": truncation, "max_output_tokens": 12}
+            answer = server.ask(as_caller(request("POST", "/v1/responses", body | {"ignore_eos": True}), "key"))
+            assert answer.status == (200 if policy else 400)
+            if policy is not None:
+                assert (answer.json["context"]["policy"], answer.json["truncation"]) == (policy, "auto")
+        long, short = list(range(40, 140)) * 3, list(range(40, 50))
+        answer = server.ask(as_caller(completion(prompt=[long, short]), "key"))
+        (cut,) = told(answer)["dropped"]
+        assert (cut["prompt"], cut["tokens"][0]) == (0, (LIMITS.max_model_len - 12) // 2)
+        start, end = cut["tokens"]
+        assert answer.usage["prompt_tokens"] == len(long) - (end - start) + len(short) == told(answer)["kept_tokens"]
+        same = server.ask(as_caller(completion(prompt=[long[:start] + long[end:], short]), "key"))
+        assert same.text() == answer.text()
+
+
+@pytest.mark.parametrize(
+    ("policy", "param"),
+    [
+        ("oldest", "context_policy"),
+        ({"type": "middle", "keep": 3}, "context_policy.keep"),
+        ({"type": "middle", "budgets": {"turns": -1}}, "context_policy.budgets.turns"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused(policy: Any, param: str) -> None:
+    answer = ask(chat(context_policy=policy))
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_what_no_policy_can_make_fit_is_refused() -> None:
+    long = [SYSTEM, *HISTORY[1:3], {"role": "user", "content": "word " * 400}]
+    for policy in Policy:
+        answer = ask(chat(messages=long, context_policy=policy))
+        assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
