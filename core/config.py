@@ -53,6 +53,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
 }
 
+# Ends of architectures without a head that generates
+SCORING, HEADLESS = "ForSequenceClassification", "Model"
+MAX_SCORES = 1024
+
 # Of a model of texts and images, where text_config does not have them
 _SHARED_FIELDS = "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"
 
@@ -114,6 +118,10 @@ class EngineConfig:
     deterministic: bool = False
     max_loras: int = 0
     max_lora_rank: int = 16
+
+
+# Settings that may change what tokens an answer has
+CHANGE_TOKENS = ("max_model_len", "quantize", "activations", "tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +289,7 @@ class ModelConfig(Traits):
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
         recurrence: of its recurrent layers; None: all attend.
+        num_scores: of a classification head in the generating one's place; 0: it has none.
         num_draft_layers: further layers of the checkpoint, which predict later tokens; they are left out.
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
         eos_token_ids: from config.json (generation_config.json may name more).
@@ -315,6 +324,7 @@ class ModelConfig(Traits):
     packed: PackedConfig | None = None
     fp8: Fp8Config | None = None
     num_draft_layers: int = 0
+    num_scores: int = 0
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -444,6 +454,7 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
     config = text_config(config)
     family = _family(config)
     config = _renamed({**family.defaults, **config}, family)
+    name = architecture_of(config)
     _refuse_output_changing_fields(config, family)
     sizes = _sizes(config, family)
     max_position = positive_int(config, "max_position_embeddings", DEFAULT_POSITIONS)
@@ -466,7 +477,8 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
         recurrence=_recurrence(config, family, "recurrence" in biased),
         activation=_activation(config, family),
         **_scales(config, family, latent),
-        tie_embeddings=read_bool(config, "tie_word_embeddings"),
+        tie_embeddings=read_bool(config, "tie_word_embeddings") or _generating(name) != name,
+        num_scores=num_scores_of(config),
         packed=parse_packed(config),
         fp8=parse_fp8(config),
         num_draft_layers=count(config, "num_nextn_predict_layers"),
@@ -593,12 +605,34 @@ def _family(config: Mapping[str, Any]) -> Family:
     if not isinstance(names, list):
         raise bad_field(f"architectures={names!r} is not a list.")
     for family in FAMILIES:
-        if names[0] in (family.architecture, family.model_type):
+        if _generating(names[0]) in (family.architecture, family.model_type):
             if config.get("model_type") not in (family.model_type, None):  # by which transformers computes
                 raise bad_field(f"model_type={config['model_type']!r} contradicts architectures={names!r}.")
             return family
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise UnsupportedModel(f"Architecture {names[0]!r} is not supported.", f"use a model of one of: {supported}.")
+
+
+def _generating(architecture: str | None) -> str | None:
+    """The name of the architecture with a head that generates, whichever head it has."""
+    for end in (SCORING, HEADLESS):
+        if architecture is not None and architecture.endswith(end) and not architecture.endswith("TextModel"):
+            return architecture.removesuffix(end) + "ForCausalLM"
+    return architecture
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Its name by config.json; "" where it has none."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def num_scores_of(config: Mapping[str, Any]) -> int:
+    """What a classification head tells of a prompt; 0: it has none."""
+    if not architecture_of(config).endswith(SCORING):
+        return 0
+    labels = config.get("id2label")
+    return positive_int(config, "num_labels", len(labels) if isinstance(labels, Mapping) else 2, at_most=MAX_SCORES)
 
 
 def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) -> None:

@@ -27,9 +27,10 @@ failed step loses copies, but no lookup finds what was not copied.
 
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ONLINE_RATE = 0.1  # weight of the newest copies in the measured time of one
 _UNPUBLISHED = 0  # serials are larger
@@ -49,6 +50,20 @@ class BlockLabel:
 
     serial: int
     key: BlockKey
+
+
+class BlockChange(NamedTuple):
+    """What can be found on the device, or no more.
+
+    Args:
+        serial: of the block; 0: of all, which are forgotten.
+        parent: the block before it; None: its chain begins with it.
+        content: its token ids as int32; empty: it can be found no more.
+    """
+
+    serial: int
+    parent: int | None = None
+    content: bytes = b""
 
 
 @dataclass(slots=True)
@@ -373,6 +388,9 @@ class BlockPool:
         has_prefix_cache: False: nothing is published, so nothing is found.
         host: where evicted blocks go.
         states: None: the model has no recurrent layers.
+
+    Attributes:
+        on_change: is told what can be found, or no more.
     """
 
     def __init__(
@@ -397,6 +415,7 @@ class BlockPool:
         self._keys: list[BlockKey | None] = [None] * num_blocks  # by block
         self._serials = [_UNPUBLISHED] * num_blocks  # by block
         self._last_serial = max(_UNPUBLISHED, self._host.last_serial)
+        self.on_change: Callable[[BlockChange], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -533,7 +552,11 @@ class BlockPool:
     def clear(self) -> None:
         """Forget all blocks."""
         self._host.clear()
+        tell, self.on_change = self.on_change, None
         self.forget(list(self._blocks.values()))
+        self.on_change = tell
+        if tell is not None:
+            tell(BlockChange(_UNPUBLISHED))
 
     def _parent(self, table: BlockTable) -> int | Domain:
         position = table.num_published
@@ -547,10 +570,14 @@ class BlockPool:
         block = table.blocks[table.num_published]
         self._blocks[key], self._keys[block], self._serials[block] = block, key, serial
         table.num_published += 1
+        if self.on_change is not None:
+            self.on_change(BlockChange(serial, key[0] if isinstance(key[0], int) else None, key[1]))
 
     def _unpublish(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
+            if self.on_change is not None:
+                self.on_change(BlockChange(self._serials[block]))
             del self._blocks[key]
             self._keys[block] = None
             self._serials[block] = _UNPUBLISHED

@@ -183,6 +183,7 @@ class RunnerLimits:
     few_tokens: int = 0  # about so many tokens of a step are multiplied in the time that reading the weights takes
     max_drafts: int = 0  # tokens of a step
     num_kept_states: int | None = None  # of recurrent layers, at block borders; None: the model has no such layers
+    takes_whole_prompts: bool = False  # a prompt is one row of one step, of max_batch_tokens at most
     timed_rows: tuple[TimedRow, ...] = ()  # so that the first requests' steps are predicted
 
 

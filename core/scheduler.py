@@ -641,6 +641,8 @@ class Scheduler:
             length = min(length, len(sequence.token_ids) + sequence.num_pending - start)
         if allowance is not None:
             length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
+            if self.limits.takes_whole_prompts:
+                length = len(sequence.token_ids) if len(sequence.token_ids) <= builder.budget else 0
             if length == 0:
                 return
             if self.states.kept is not None:

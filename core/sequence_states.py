@@ -245,12 +245,14 @@ class SequenceStates:
         group.num_live -= 1
         is_last = group.num_live == 0
         answer_ids = tuple(sequence.answer_ids) if group.request.tells_answer else ()
+        has_stopped = group.request.tells_answer and len(answer_ids) < sequence.num_own_tokens
         self.outbox.chunks.append(
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 stop_logprobs=stop_logprobs,
                 answer_ids=answer_ids,
+                stop_id=sequence.token_ids[-1] if has_stopped else None,
                 pooled=pooled,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,

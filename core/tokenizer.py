@@ -128,6 +128,34 @@ class Tokenizer:
         """
         return self._encoded(text, lambda: _ids(self._backend, [text], add_special_tokens)[0])
 
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[tuple[int, ...], int]:
+        """The ids of two texts as the model wants them together, and where the second begins; 0 if it is not told.
+
+        Args:
+            most: of the ids; of the longer text the end is left out, of texts that are still too long both. None: all.
+
+        Raises:
+            InvalidRequest: as encode.
+        """
+        lengths: list[int] = []
+
+        def ids() -> list[int]:
+            encoding = self._backend.encode_batch([(first, second)])[0]
+            parts = encoding.sequence_ids
+            places = [[at for at, part in enumerate(parts) if part == index] for index in (0, 1)]
+            over = 0 if most is None else len(parts) - most
+            if over > 0:
+                kept = _kept_of_pair(len(places[0]), len(places[1]), over)
+                cut = {at for place, num in zip(places, kept, strict=True) for at in place[num:]}
+            else:
+                cut = set()
+            types = [encoding.type_ids[at] for at in range(len(parts)) if at not in cut]
+            lengths.append(types.index(1) if 1 in types else 0)
+            return [token_id for at, token_id in enumerate(encoding.ids) if at not in cut]
+
+        found = tuple(self._encoded(first + second, ids))
+        return found, lengths[-1]
+
     def encode_around(
         self, prefix: str, suffix: str, add_special_tokens: bool = True, extra: Sequence[tuple[str, str]] = ()
     ) -> list[int] | None:
@@ -304,6 +332,15 @@ class Tokenizer:
     def text_of(self, token_id: int) -> str:
         """The token's bytes as text, U+FFFD for parts of characters: what logprobs show."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
+
+
+def _kept_of_pair(num_first: int, num_second: int, over: int) -> tuple[int, int]:
+    """How many tokens of each text are kept: the longer one gives first."""
+    most = max(0, num_first + num_second - over)
+    shorter = min(num_first, num_second)
+    if most - shorter >= shorter:
+        return (shorter, most - shorter) if num_first <= num_second else (most - shorter, shorter)
+    return most - most // 2, most // 2
 
 
 class ControlToken(NamedTuple):
@@ -608,6 +645,9 @@ def _read_decoder(parts: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], 
     types = [part["type"] for part in parts]
     if types == ["ByteLevel"]:
         return _byte_level_bytes, 0
+    if types == ["WordPiece"]:
+        prefix = parts[0].get("prefix", "##")
+        return (lambda token: (token[len(prefix) :] if token.startswith(prefix) else f" {token}").encode()), 1
     if not {"Replace", "Metaspace"} & set(types):
         raise UnsupportedTokenizer(f"decoder {' + '.join(types) or 'null'} is not supported: {_SUPPORTED}")
     strip_start = 0

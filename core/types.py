@@ -317,7 +317,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
         stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
         prompt_logprobs: the next of the request's prompt, whatever the index. All its tokens except the first come once
             and in order, before any generated token, in chunks that contain nothing else.
-        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them.
+        answer_ids: with finish_reason: all of the sequence but the stop id, where the request asks for them ...
+        stop_id: ... and that id.
         pooled: with finish_reason: the vector that the request asks for, float32.
     """
 
@@ -330,6 +331,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: the sequence's part of the usage
     answer_ids: tuple[int, ...] = ()
+    stop_id: int | None = None
     pooled: bytes = b""
     usage: Usage | None = None
     cost: Cost = Cost()  # with usage

@@ -73,7 +73,7 @@ class Layer:
 
 
 class Model:
-    """Takes the weights over: it deletes layers and a tied embedding from them as packed copies replace them.
+    """Takes the weights over: their layers, which may be read only then, and a tied embedding.
 
     Args:
         takes_adapters: rows may have adapters (Batch.adapted).
@@ -90,12 +90,12 @@ class Model:
         self.config = config
         self.norm = weights.norm  # [hidden]
         self._embed, self.lm_head = _ends(weights, self.operators)
+        self.score = None if weights.score is None else make_linear(weights.score, None)  # hidden -> scores
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.rope_head_dim, device) for rope in used]
-        self.layers = [
-            _layer(config, weights.layers.pop(0), index, used, self.operators) for index in range(config.num_layers)
-        ]
+        layers = iter(weights.layers)
+        self.layers = [_layer(config, next(layers), index, used, self.operators) for index in range(config.num_layers)]
         self.adapted = StepAdapters() if takes_adapters else None
         if self.adapted is not None:
             for index, one in enumerate(self.layers):
@@ -281,7 +281,7 @@ def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Bl
         if mlp.shared_gate_up is None or mlp.shared_down is None:
             return experts
         shared = Mlp(operators.linear(mlp.shared_gate_up, None), operators.linear(mlp.shared_down, None), gated)
-        gate = None if mlp.shared_gate is None else make_linear(mlp.shared_gate, None, None)
+        gate = None if mlp.shared_gate is None else make_linear(mlp.shared_gate, None)
         return WithSharedExpert(experts, shared, gate)
     gate_up = operators.linear(weights.mlp.gate_up, weights.mlp.gate_up_bias)
     return Mlp(gate_up, operators.linear(weights.mlp.down, weights.mlp.down_bias), gated)

@@ -4,7 +4,7 @@ One pass allocates a layer's parameters and says where each tensor of the checkp
 way; it knows how the families name and store layers and experts. Thread: engine (at start).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ MXFP4_BLOCK = 32  # numbers that share a scale
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 MXFP4_SCALE_BIAS = 127  # a scale is 2 ** (byte - 127): section 5.4.1, E8M0
 HEAD = "lm_head.weight"
+SCORE = "score.weight"
 EMBEDDING = "model.embed_tokens.weight"
 # May be quantised; routers stay: their choices matter more than bytes.
 ATTENTION_MATRICES = ("qkv", "output")
@@ -241,21 +242,22 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class ModelWeights:
-    """All parameters; the layers' matrices may be quantised."""
+    """All parameters; the layers' matrices may be quantised, and are taken once, in order."""
 
     embedding: Tensor | BlockWeight  # [vocab, hidden]
-    layers: list[LayerWeights]
+    layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden]; see LayerWeights
     lm_head: Tensor | BlockWeight  # [vocab, hidden]; the embedding itself when tied
+    score: Tensor | None = None  # [scores, hidden]: of a model that scores
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[ModelWeights, Targets]:
     """Allocate all parameters."""
     weights, targets = empty_ends(config, dtype, device, config.vocab_size)
-    for index in range(config.num_layers):
-        layer, layer_targets = empty_layer(config, index, dtype, device)
-        weights.layers.append(layer)
+    found = [empty_layer(config, index, dtype, device) for index in range(config.num_layers)]
+    for _, layer_targets in found:
         targets.update(layer_targets)
+    weights.layers = [layer for layer, _ in found]
     return weights, targets
 
 
@@ -272,7 +274,11 @@ def empty_ends(
     if not config.tie_embeddings:
         lm_head = empty((num_head_rows, config.hidden_size))
         targets[HEAD] = Target(lm_head)
-    return ModelWeights(embedding, [], norm, lm_head), targets
+    score = None
+    if config.num_scores:
+        score = empty((config.num_scores, config.hidden_size))
+        targets[SCORE] = Target(score)
+    return ModelWeights(embedding, (), norm, lm_head, score), targets
 
 
 def _own_name(config: ModelConfig, name: str) -> str:

@@ -75,7 +75,7 @@ class Pooler:
                 if vector is not None:
                     found[index] = vector
         if self._head is not None and ending:
-            scores = self._head(torch.stack([found[index] for index in ending]))
+            scores = self._head(torch.stack([found[index] for index in ending]).to(hidden.dtype))
             found = dict(zip(ending, scores, strict=True))
         rows = [plan.pooled_rows[index].row for index in ending]
         return Pooled(rows, plan.slots[rows].tolist(), [found[index].to("cpu", torch.float32) for index in ending])

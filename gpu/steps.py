@@ -285,7 +285,7 @@ class Steps:
         max_rows, max_tokens = shapes.decodes[-1], engine.max_batch_tokens
         self.tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
         self._adapters = SlotAdapters(device)
-        self._pooler = Pooler(model.normed, model.logits)
+        self._pooler = Pooler(model.normed, model.logits, model.score)
         self._is_host = streams.is_host
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:

@@ -14,7 +14,6 @@ imported unless it serves. Descriptions and forget_measured may run on any threa
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -22,6 +21,7 @@ from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -50,7 +50,10 @@ MAX_DEVICE_VOCABULARY = 1 << 20  # 8,192 segments, whose maxima one program hold
 MIN_PARAMETERS = 64_000_000
 SMALL_MODEL_TOKENS = 128
 LOOKS = 2  # at the first start
-IDLE_LOOKS = 6  # of a process, while it idles: counts that are equally fast never settle
+IDLE_LOOKS = 6  # quiet ones of a process, while it idles: counts that are equally fast never settle
+MOST_SKIPS = 63  # idle phases without a look, where others compute
+MOST_WAITING = 0.02  # share of a quiet look that its threads waited for a core
+TASKS = Path("/proc/self/task")
 MEASURED_TOKENS = (1, 4, 8, 32)  # of a step
 PREFILL_TOKENS = 128  # bound by arithmetic: all threads from here on, whatever was measured
 ROUNDS = 3  # the best one counts, and the first warms up
@@ -235,15 +238,21 @@ class Measured:
     is_settled: bool = True
 
     def __str__(self) -> str:
-        return f"threads {self.threads}{'' if self.is_settled else '; not settled yet'}"
+        return f"threads {self.threads}{'' if self.is_settled else '; not settled yet: measured again while idle'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Look(Generic[Found]):
-    """One measurement. is_clear: it would be the same with times that differ by NOISE."""
+    """One measurement.
+
+    Args:
+        is_clear: it would be the same with times that differ by NOISE.
+        is_quiet: no other process took the cores.
+    """
 
     found: Found
     is_clear: bool
+    is_quiet: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +272,7 @@ class Tuning:
     """Measures what is to be measured: at start, unless an earlier start did, and while the server idles.
 
     A result is settled once two looks in a row agree by more than the noise, while no other process computes. Until
-    then the first look's result serves, and more looks follow while the server idles, in later starts too.
+    then the first look's result serves, or the first quiet one's, and more looks follow while the server idles.
 
     Args:
         probes: the model's matmuls; None: nothing is measured.
@@ -281,6 +290,9 @@ class Tuning:
         self._probes = probes or ()
         self._idle_looks_left = IDLE_LOOKS
         self._last: Look[StepThreads] | None = None
+        self._under_way: Measurement[None] | None = None  # a look that a request has interrupted
+        self._is_quiet = False  # the look whose result is in use
+        self._num_skipped = self._num_skips = 0  # idle phases, after looks that were not quiet
         self.measured = Measured(_unmeasured(choice))  # in use
         is_measured = probes is not None and config.num_parameters >= MIN_PARAMETERS
         if operators.matmuls is not None and is_measured:
@@ -301,28 +313,39 @@ class Tuning:
             at_once(self._look(is_starting=True))
         self._keep()
         if not self.measured.is_settled:
-            logger.info(
-                "two looks did not settle the threads; they are measured again while idle: %s",
-                self.measured,
-            )
+            logger.info("two looks did not settle the threads: %s", self.measured)
 
     @torch.inference_mode()
     def look_again(self) -> Generator[None]:
-        """Measure until the result is settled, IDLE_LOOKS have begun, or other processes compute.
+        """Measure until the result is settled, after IDLE_LOOKS quiet looks, or for now because others compute.
 
-        Closed between two slices, it leaves the result in use as it was. A settled result is used at once.
+        Closed between two slices, it leaves the result in use as it was, and the next idle phase goes on there. Beside
+        others the next look is at first one, then ever more idle phases away. A settled result is used at once.
         """
-        while not self.measured.is_settled and self._idle_looks_left and load_average() <= self._choice.threads:
-            self._idle_looks_left -= 1
-            yield from self._look(is_starting=False)
-            self._keep()
+        if self._num_skipped < self._num_skips:
+            self._num_skipped += 1
+            return
+        threads = torch.get_num_threads()
+        try:
+            while not self.measured.is_settled and self._idle_looks_left:
+                self._under_way = self._under_way or self._look(is_starting=False)
+                for _ in self._under_way:
+                    yield
+                self._under_way = None
+                self._keep()
+                if self._last is not None and not self._last.is_quiet:
+                    self._num_skipped, self._num_skips = 0, min(2 * self._num_skips + 1, MOST_SKIPS)
+                    return
+                self._idle_looks_left -= 1
+        finally:
+            torch.set_num_threads(threads)
 
     def _look(self, is_starting: bool) -> Measurement[None]:
         look = yield from measure_threads(self._probes, self._choice.threads, self._choice.dtype)
         last, self._last = self._last, look
-        is_settled = last == look and look.is_clear and load_average() <= self._choice.threads
-        if is_settled or (is_starting and last is None):
-            self.measured = Measured(look.found, is_settled)
+        is_settled = last == look and look.is_clear and look.is_quiet
+        if is_settled or (is_starting and last is None) or (look.is_quiet and not self._is_quiet):
+            self.measured, self._is_quiet = Measured(look.found, is_settled), look.is_quiet
 
     def _keep(self) -> None:
         machine, shape = self._place
@@ -364,12 +387,11 @@ def measure_threads(probes: Sequence[Probe], max_threads: int, dtype: torch.dtyp
     before = torch.get_num_threads()
     counts = sorted({2**power for power in range(max_threads.bit_length())} | {max_threads})
     by_tokens: list[tuple[int, int]] = []
-    is_clear = True
+    is_clear = is_quiet = True
     try:
         for num_tokens in MEASURED_TOKENS:
-            seconds = []
-            for count in counts:
-                seconds.append((yield from seconds_of(probes, num_tokens, count, dtype)))
+            seconds, waiting = yield from seconds_of(probes, num_tokens, counts, dtype)
+            is_quiet &= waiting <= MOST_WAITING
             threads = fewest(counts, seconds)
             others = {fewest(counts, seconds, WORTH_A_THREAD + error) for error in (-NOISE, NOISE)}
             is_clear &= others == {threads}
@@ -379,7 +401,7 @@ def measure_threads(probes: Sequence[Probe], max_threads: int, dtype: torch.dtyp
         torch.set_num_threads(before)
     if by_tokens[-1][1] != max_threads:
         by_tokens.append((PREFILL_TOKENS, max_threads))
-    return Look(StepThreads(tuple(by_tokens)), is_clear)
+    return Look(StepThreads(tuple(by_tokens)), is_clear, is_quiet)
 
 
 def fewest(counts: Sequence[int], seconds: Sequence[float], worth: float = WORTH_A_THREAD) -> int:
@@ -388,31 +410,40 @@ def fewest(counts: Sequence[int], seconds: Sequence[float], worth: float = WORTH
     return next(count for count, taken in zip(counts, seconds, strict=True) if taken <= limit)
 
 
-def seconds_of(probes: Sequence[Probe], num_tokens: int, threads: int, dtype: torch.dtype) -> Measurement[float]:
-    """The best round of all matmuls. Changes torch's number of threads."""
-    torch.set_num_threads(threads)
+def seconds_of(
+    probes: Sequence[Probe], num_tokens: int, counts: Sequence[int], dtype: torch.dtype
+) -> Measurement[tuple[list[float], float]]:
+    """(the best round of all matmuls with each count of threads, the share of the time that these waited for a core).
+
+    The counts take turns, so that what else is computed meanwhile holds them all up. Changes torch's number of threads.
+    """
     inputs = {width: torch.zeros(num_tokens, width, dtype=dtype) for _, width in probes}
-    best_s, slice_s = float("inf"), 0.0
+    best_s, slice_s, all_s, waiting_s = [float("inf")] * len(counts), 0.0, 0.0, 0.0
     for _ in range(ROUNDS):
-        round_s = 0.0
-        for linear, width in probes:
-            started_s = time.perf_counter()
-            linear(inputs[width])
-            took_s = time.perf_counter() - started_s
-            round_s, slice_s = round_s + took_s, slice_s + took_s
-            if slice_s >= SLICE_S:
-                yield
-                slice_s = 0.0
-        best_s = min(best_s, round_s)
+        for index, count in enumerate(counts):
+            torch.set_num_threads(count)
+            round_s, before_s = 0.0, waited_s()
+            for linear, width in probes:
+                started_s = time.perf_counter()
+                linear(inputs[width])
+                took_s = time.perf_counter() - started_s
+                round_s, slice_s = round_s + took_s, slice_s + took_s
+                if slice_s >= SLICE_S:
+                    waiting_s += waited_s() - before_s
+                    yield
+                    torch.set_num_threads(count)
+                    slice_s, before_s = 0.0, waited_s()
+            waiting_s += waited_s() - before_s
+            best_s[index], all_s = min(best_s[index], round_s), all_s + round_s
     yield
-    return best_s
+    return best_s, waiting_s / max(all_s, 1e-9)
 
 
-def load_average() -> float:
-    """Threads that computed or waited for a core in the last minute; 0 where the system does not say."""
+def waited_s() -> float:
+    """How long this process's threads have been ready to compute, and had no core; 0 where the system does not say."""
     try:
-        return os.getloadavg()[0]
-    except OSError:
+        return sum(int((task / "schedstat").read_text().split()[1]) for task in TASKS.iterdir()) / 1e9
+    except (OSError, IndexError, ValueError):  # a thread that has just ended, too
         return 0.0
 
 

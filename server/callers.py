@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ExitCode, StartupError
+from server.batches.store import Credential
 from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.identity import (
@@ -77,6 +78,16 @@ class Gate:
             if self._source is None or not await self._source.wait_fetched(KEY_WAIT_S):
                 raise
         return identify(request, client.certificate, client.network)
+
+    def identify_again(self, credential: Credential) -> Caller:
+        """The caller who made a batch, for one of its lines.
+
+        Raises:
+            ServiceError: see Authenticator.again.
+        """
+        digest = None if credential.digest is None else bytes.fromhex(credential.digest)
+        caller = self.authenticator.again(credential.tenant, digest, credential.key_id, credential.subject)
+        return replace(caller, is_background=True)
 
     @property
     def directory(self) -> Directory:

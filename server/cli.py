@@ -30,6 +30,7 @@ COMMANDS = {
     "doctor": ("say what is installed, what the machine has, and what would be served", "doctor"),
     "keys": ("create, list and revoke API keys", "keys"),
     "models": ("list the models that are here, what they need and whether they fit", "models"),
+    "replay": ("run recorded requests again, and compare their tokens", "replay"),
     "usage": ("say what the ledger has: tokens, prices and device time by day, model, key or tenant", "usage"),
 }
 ANSWERED_AT_ONCE = ("-h", "--help", "--version")

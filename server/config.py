@@ -216,7 +216,8 @@ _ENGINE, _RARE_ENGINE = _Section("engine"), _Section("engine", is_rare=True)
 _SERVER = _Section("server")
 _LISTENING, _RARE_LISTENING = _Section("listening"), _Section("listening", is_rare=True)
 _ACCESS, _RARE_ACCESS = _Section("access"), _Section("access", is_rare=True)
-_LEDGER = _Section("ledger")
+_LEDGER, _RARE_LEDGER = _Section("ledger"), _Section("ledger", is_rare=True)
+_FILES, _RARE_FILES = _Section("files and batches"), _Section("files and batches", is_rare=True)
 _LIMITS, _RARE_LIMITS = _Section("limits"), _Section("limits", is_rare=True)
 _CONNECTION = _Section("limits of a connection", is_rare=True)
 _ONE_REQUEST = _Section("limits of a request", is_rare=True)
@@ -281,7 +282,7 @@ class ServerConfig:
     )
     models_memory_bytes: int | None = _RARE_MODEL(
         None,
-        _size(MiB, 2**50),
+        _size(KiB, 2**50),
         "memory for the models that are started when they are asked for, together: the one that was used least lately"
         " gives way (default: what is free at the first start of one)",
     )
@@ -381,7 +382,7 @@ class ServerConfig:
     )
     kv_offload_dir_bytes: int | None = _RARE_ENGINE(
         None,
-        _size(MiB, 2**50),
+        _size(KiB, 2**50),
         "most that the files of --kv-offload-dir take (default: as much as --kv-offload-memory)",
         name="kv-offload-dir-bytes",
     )
@@ -456,6 +457,15 @@ class ServerConfig:
         _Kind(tcp_address, "HOST:PORT"),
         "answer haproxy's agent-check there: which part of its weight this server wants, by the wait that it expects",
     )
+    kv_events: TcpAddress | None = _RARE_LISTENING(
+        None,
+        _Kind(tcp_address, "HOST:PORT"),
+        "publish there, by ZeroMQ and as vLLM does, which blocks of prompts are cached: their token ids, to all who ask"
+        " (needs the extra kv-events)",
+    )
+    kv_events_replay: TcpAddress | None = _RARE_LISTENING(
+        None, _Kind(tcp_address, "HOST:PORT"), "answer there who has missed some of these"
+    )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
         "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"
         " the requests. HTTP/2 by prior knowledge or ALPN needs no switch",
@@ -489,7 +499,9 @@ class ServerConfig:
     jwt_audience: str | None = _ACCESS(
         None, _Kind(text_value, "TEXT"), "the aud that a JWT must have, perhaps among others"
     )
-    jwt_tenant_claim: str = _ACCESS("tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]")
+    jwt_tenant_claim: str = _RARE_ACCESS(
+        "tenant", _Kind(text_value, "NAME"), "claim of a JWT that names one of [[tenants]]"
+    )
     jwt_leeway_s: float = _RARE_ACCESS(
         30.0, _duration(0, 600), "how far the clocks of this machine and the JWT issuer may differ"
     )
@@ -514,21 +526,50 @@ class ServerConfig:
         "record durably what each request used: steploop usage shows it, and a restart continues the day's quotas"
         " from it (default: nothing is recorded)",
     )
-    ledger_keep_s: float = _LEDGER(
+    ledger_keep_s: float = _RARE_LEDGER(
         400 * DAY_S, _duration(DAY_S, 36_500 * DAY_S), "delete records of requests that ended longer ago"
     )
 
+    record: Path | None = _LEDGER(
+        None,
+        _Kind(directory_value, "DIR"),
+        "keep what repeats each request's answer (its seed, digests of model and settings) in files of this directory,"
+        " that only their owner can read; steploop replay runs them again",
+    )
+    record_bodies: bool = _RARE_LEDGER.switch(
+        "record the bodies of requests and the tokens of answers too, which a replay needs: they are what users wrote"
+    )
+    record_size_bytes: int = _RARE_LEDGER(
+        GiB, _size(64 * KiB, 2**50), "most that the files of --record take; the oldest are deleted", name="record-size"
+    )
+    record_keep_s: float = _RARE_LEDGER(
+        7 * DAY_S, _duration(60, 36_500 * DAY_S), "delete recorded requests that are older"
+    )
     store_responses_s: float | None = _LEDGER(
         None,
         _duration(60, 3650 * DAY_S),
         "keep what /v1/responses answers in the ledger, for previous_response_id and GET and DELETE by id, unless a"
         " request says store: false; older ones are deleted (default: none are kept)",
     )
-    store_responses_bytes: int = _LEDGER(
+    store_responses_bytes: int = _RARE_LEDGER(
         GiB,
-        _size(MiB, 2**50),
+        _size(KiB, 2**50),
         "room of stored responses; beyond it the tenant that has most of them loses its oldest",
         name="store-responses-size",
+    )
+
+    # Files, and batches of requests.
+
+    files: Path | None = _FILES(
+        None,
+        _Kind(file_value, "DIR"),
+        "serve /v1/files and /v1/batches, and keep the files there, in a directory of its own (default: they are not"
+        " served)",
+    )
+    max_file_bytes: int = _RARE_FILES(100 * MiB, _size(KiB, 2 * GiB), "size of an uploaded file", name="max-file-size")
+    max_files: int = _RARE_FILES(1000, _count(1, 1_000_000), "files of one tenant, those that batches write included")
+    max_files_bytes: int = _RARE_FILES(
+        2 * GiB, _size(KiB, 2**50), "bytes of one tenant's files; beyond it uploads are refused", name="max-files-size"
     )
 
     # How much is taken, and for how long.
@@ -824,6 +865,8 @@ class ServerConfig:
         if self.no_prefix_cache and self.kv_offload_bytes:
             cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
             found.append((cause, "leave one of them out"))
+        if self.record_bodies and self.record is None:
+            found.append(("--record-bodies adds to what --record keeps, which is nothing", "--record DIR"))
         if self.deterministic and self.tensor_parallel > 1:
             cause = "--deterministic cannot be kept by several devices: they add their sums in an order of their own"
             found.append((cause, "leave one of them out"))

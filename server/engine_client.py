@@ -136,6 +136,7 @@ class RequestSequence:
         mark: the number of kept tokens at which to call the sink's on_mark.
         num_tokens: received and kept.
         num_unreported: of these, those whose text is held back: half a character, or the beginning of a stop string.
+        sampled_ids: once it has ended, where its request tells them; some may be later than its end.
         last_s: when its last text came.
         discounted_s: later than that, if its last token had no text, or time until then does not count as waiting.
         write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
@@ -148,6 +149,7 @@ class RequestSequence:
     mark: int
     num_tokens: int = 0
     num_unreported: int = 0
+    sampled_ids: tuple[int, ...] = ()
     is_finished: bool = False
     last_s: float = NOT_YET
     discounted_s: float = NOT_YET
@@ -244,6 +246,11 @@ class RequestHandle:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     @property
+    def token_ids(self) -> list[list[int]]:
+        """Of its completions, once it has ended and if it tells them: those kept, ids that end them included."""
+        return [list(sequence.sampled_ids[: sequence.num_tokens]) for sequence in self.sequences]
+
+    @property
     def num_thought_tokens(self) -> int:
         """Of these."""
         return sum(sequence.detokenizer.num_thought_tokens for sequence in self.sequences)
@@ -285,6 +292,9 @@ class RequestHandle:
         """Tokens with logprobs, the prompt's logprobs, or the end of a sequence."""
         if chunk.error is not None:
             self._error = chunk.error
+        if chunk.answer_ids or chunk.stop_id is not None:
+            stop = () if chunk.stop_id is None else (chunk.stop_id,)
+            self.sequences[chunk.index].sampled_ids = (*chunk.answer_ids, *stop)
         if chunk.prompt_logprobs:  # for every sequence: they have one prompt
             delta = Delta(text="", num_tokens=0, prompt_logprobs=chunk.prompt_logprobs)
             for sequence in self.sequences:

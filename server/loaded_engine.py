@@ -11,7 +11,6 @@ from typing import Any
 from msgspec import structs
 
 from core.chat_template import ChatTemplate
-from core.config import stated_context
 from core.engine import Engine
 from core.grammar import GrammarCompiler, Vocabulary
 from core.marked_text import MarkedText
@@ -23,14 +22,14 @@ from core.tool_formats import ANY_FORMAT
 from core.turns import TurnMemory
 from core.types import Adapter, EngineStats, StepDelivery
 from server import __version__
-from server.api.fields import GenerationDefaults, RequestLimits
+from server.api.fields import GenerationDefaults, RequestLimits, tasks_of
 from server.api.models import ServedModel, ServerCard, adapter_card
 from server.api.replies import Surface
 from server.backend import CountTokens
 from server.clock import Clock
 from server.engine_thread import Inbox
 from server.grammar_guard import GuardedCompiler
-from server.model_files import ModelFiles, read_model_files
+from server.model_files import ModelFiles, context_of, read_model_files
 from server.prompts import PromptReader
 
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
@@ -38,7 +37,12 @@ DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What was loaded, for the banner and the API."""
+    """What was loaded, for the banner and the API.
+
+    Args:
+        model_digest: of its weights.
+        settings: that an answer's tokens may depend on.
+    """
 
     model_name: str
     is_demonstration: bool
@@ -49,6 +53,9 @@ class EngineFacts:
     kv_size_bytes: int
     context_origin: str
     limits: RunnerLimits
+    tasks: tuple[str, ...] = ("generate",)
+    model_digest: str = ""
+    settings: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +90,15 @@ def prompt_reader(
 ) -> PromptReader:
     """The reader of prompts for the model that is served."""
     facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
+    style, max_model_len = files.pooling, limits.max_model_len
+    if style is not None and style.max_tokens is not None:
+        max_model_len = min(max_model_len, style.max_tokens)
     card = ServedModel(
         id=facts.model_name,
         created_s=int(clock.unix()),
-        max_model_len=limits.max_model_len,
+        max_model_len=max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
-        tasks=("generate",) if files.pooling is None else files.pooling.tasks,
+        tasks=tasks_of(style),
     )
     adapters = [adapter_card(card, *one) for one in loaded.adapters]
     # Made now: the library keeps the GIL for half a second with a vocabulary of 152,000, and requests would wait
@@ -98,14 +108,14 @@ def prompt_reader(
         cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases), *adapters),
         tokenizer=files.tokenizer,
         chat_template=files.chat_template,
-        max_model_len=limits.max_model_len,
+        max_model_len=max_model_len,
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
         defaults=GenerationDefaults(
             vocab_size=limits.vocab_size,
             limits=request_limits,
             tool_style=tools,
             thought_style=thought,
-            pooling=files.pooling,
+            pooling=style,
             stores_responses=stores_responses,
             **files.recommended,
         ),
@@ -114,6 +124,7 @@ def prompt_reader(
         eos_ids=files.eos_ids,
         make_compiler=lambda: compiler,
         fingerprint=_fingerprint(loaded),
+        identity=identity_of(loaded, tool_format),
         turns=TurnMemory(files.tokenizer),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
@@ -140,7 +151,7 @@ def token_counter(path: Path, context: int | None, clock: Clock, request_limits:
         thought_style=styles[1],
         **files.recommended,
     )
-    most = context or stated_context(files.config)
+    most = context or context_of(files.config)
     reader = PromptReader((), files.tokenizer, files.chat_template, most, 1, defaults, clock.unix, _no_grammar)
 
     def count(surface: Surface, body: bytes) -> list[tuple[int, ...]]:
@@ -204,6 +215,17 @@ def _fingerprint(loaded: LoadedEngine) -> str:
     facts, files = loaded.facts, loaded.files
     parts = (__version__, facts.model_name, facts.num_parameters, facts.dtype, facts.device, files.config)
     return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+
+def identity_of(loaded: LoadedEngine, tool_format: str = ANY_FORMAT) -> dict[str, str]:
+    """What an answer's tokens depend on beside its request and its seed, as `timings` and records tell it."""
+    facts, files = loaded.facts, loaded.files
+    settings = facts.dtype, facts.settings, files.chat_template.sources, files.recommended, files.eos_ids, tool_format
+    return {
+        "model_digest": sha256(repr((facts.model_digest, files.config)).encode()).hexdigest()[:16],
+        "settings_digest": sha256(repr(settings).encode()).hexdigest()[:16],
+        "version": __version__,
+    }
 
 
 def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]) -> ServerCard:

@@ -17,8 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
-from core.config import ModelConfig, parse_model_config, stated_context, stated_fields, text_config
-from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX, positive_int
+from core.config import (
+    HEADLESS,
+    ModelConfig,
+    architecture_of,
+    num_scores_of,
+    parse_model_config,
+    stated_context,
+    stated_fields,
+    text_config,
+)
+from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX
+from core.encoders import EncoderConfig, is_encoder, parse_encoder_config
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
@@ -34,6 +44,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 MODULES_FILE = "modules.json"
+_RERANKER = re.compile("qwen3.*reranker", re.IGNORECASE)  # directories that say no more
 _POOLING_MODES: dict[str, PoolingKind] = {
     "lasttoken": "last",
     "mean": "mean",
@@ -121,7 +132,7 @@ def read_model_files(
     """
     contents = _gguf_contents(path) if is_gguf(path) else _directory_contents(path, template_file is None)
     try:
-        limit = context_limit or stated_context(contents.config)
+        limit = context_limit or context_of(contents.config)
     except StartupError as error:
         raise _told_of(path, error, contents.keys) from error
     sources = contents.template_sources if template_file is None else {"default": _read_text(template_file)}
@@ -143,24 +154,47 @@ def read_model_files(
         fix = "download it again, or serve a model with a supported tokenizer"
         raise BadModelFile(f"{where}: {error}", fix) from error
     eos_ids = contents.eos_ids(tokenizer.eos_id)
-    style = read_pooling(path, contents.config, pooling)
+    style = read_pooling(path, contents.config, tokenizer, pooling)
     return ModelFiles(path, contents.config, tokenizer, template, contents.recommended(), eos_ids, style)
 
 
-def read_pooling(path: Path, config: Mapping[str, Any], asked: str | None) -> PoolingStyle | None:
-    """What a model makes of prompts, by the files of sentence-transformers beside it, or as --pooling asks.
+def read_pooling(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer, asked: str | None) -> PoolingStyle | None:
+    """What a model makes of prompts, by its head, the files of sentence-transformers beside it, or as --pooling asks.
 
     Raises:
         StartupError: they ask for what is not supported.
     """
     modules = [] if is_gguf(path) else _read_modules(path)
-    if not modules and asked is None:
-        return None
-    num_dims = positive_int(stated_fields(config), "hidden_size")
-    if not modules:
-        assert asked is not None
-        return PoolingStyle(pooling=Pooling(POOLINGS[asked]), num_dims=num_dims, generates=True)
     kinds = {module.kind: module for module in modules}
+    name, num_scores = architecture_of(config), num_scores_of(config)
+    is_reranker = _RERANKER.search(path.resolve().name) is not None
+    encodes = is_encoder(config)
+    if asked == "cls" and not encodes:
+        cause = "--pooling cls is for encoders: the first token of this model sees no other"
+        raise BadModelFile(cause, "--pooling last, or mean")
+    usual: dict[str, Any] = {"num_dims": (config if encodes else stated_fields(config)).get("hidden_size") or 1}
+    usual["max_tokens"] = None if is_gguf(path) else _most_tokens(path)
+    if num_scores:
+        if num_scores > 1:
+            cause = f"{path} sorts texts into {num_scores} classes, which is not served"
+            raise BadModelFile(cause, "serve a model with one score: num_labels 1")
+        usual |= {"is_sigmoid": _has_sigmoid(path, config), "has_template": is_reranker}
+        kind: PoolingKind = "last"
+        if encodes:
+            kind = "mean" if encoder_of(config).head_pooling == "mean" else "cls"
+        return PoolingStyle(pooling=Pooling(kind), **usual, scores="head")
+    if "LogitScore" in kinds or (is_reranker and name.endswith("ForCausalLM") and not modules):
+        ids = _answer_ids(path, kinds.get("LogitScore"), tokenizer)
+        return PoolingStyle(pooling=Pooling("last", ids), **usual, scores="tokens", has_template=True)
+    if not modules and asked is None:
+        if encodes or name.endswith(HEADLESS):
+            cause = f"{path} has no head that generates, and does not say how it is pooled"
+            raise BadModelFile(cause, "--pooling last, or mean, as the model was trained")
+        return None
+    if not modules:
+        assert asked is not None, "it was looked at"
+        is_alone = encodes or name.endswith(HEADLESS)
+        return PoolingStyle(pooling=Pooling(POOLINGS[asked]), **usual, generates=not is_alone)
     if (unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize"}) or "Pooling" not in kinds:
         cause = f"{path / MODULES_FILE} has {', '.join(sorted(unknown)) or 'no Pooling'}, which is not supported"
         raise BadModelFile(cause, "serve a model of a transformer, its pooling and a norm")
@@ -168,11 +202,38 @@ def read_pooling(path: Path, config: Mapping[str, Any], asked: str | None) -> Po
     prompts = _read_json(path / "config_sentence_transformers.json", is_optional=True)
     return PoolingStyle(
         pooling=Pooling(POOLINGS[asked] if asked else _pooling_kind(path / kinds["Pooling"].path, given)),
-        num_dims=num_dims,
+        **usual,
         is_normalized="Normalize" in kinds,
         prompts={name: text for name, text in (prompts.get("prompts") or {}).items() if isinstance(text, str)},
         default_prompt=prompts.get("default_prompt_name"),
     )
+
+
+def _answer_ids(path: Path, module: "_Module | None", tokenizer: Tokenizer) -> tuple[int, int]:
+    """Of yes and no: the tokens that a reranker's score comes from."""
+    given = {} if module is None else _read_json(path / module.path / CONFIG_FILE)
+    yes: Any = given.get("true_token_id", tokenizer.id_of("yes"))
+    no: Any = given.get("false_token_id", tokenizer.id_of("no"))
+    if not (_is_id(yes, tokenizer.vocab_size) and _is_id(no, tokenizer.vocab_size)):
+        raise BadModelFile(f"{path} has no tokens for yes and no, from which a reranker's score comes", "name another")
+    return yes, no
+
+
+def _most_tokens(directory: Path) -> int | None:
+    """What sentence-transformers cuts texts to."""
+    most = _read_json(directory / "sentence_bert_config.json", is_optional=True).get("max_seq_length")
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def _has_sigmoid(path: Path, config: Mapping[str, Any]) -> bool:
+    """Whether sentence-transformers' CrossEncoder applies it, as it does unless the model says otherwise."""
+    given = config.get("sentence_transformers")
+    named = given.get("activation_fn") if isinstance(given, Mapping) else None
+    named = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"
+    kind = str(named).rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise BadModelFile(f"{path} asks for {named} of its scores, which is not supported", "Sigmoid, or Identity")
+    return kind == "Sigmoid"
 
 
 def _pooling_kind(directory: Path, given: Mapping[str, Any]) -> PoolingKind:
@@ -211,8 +272,27 @@ def read_model_config(path: Path) -> dict[str, Any]:
         StartupError: it is missing or broken.
     """
     if not is_gguf(path):
-        return _read_json(_existing_directory(path) / CONFIG_FILE)
+        return _read_config(path)
     return _gguf_config(path)[1]
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """config.json; a model of sentence-transformers that embeds has no head, whatever it says."""
+    config = _read_json(_existing_directory(directory) / CONFIG_FILE)
+    if any(module.kind == "Pooling" for module in _read_modules(directory)):
+        name = architecture_of(config)
+        config["architectures"] = [name.replace("ForCausalLM", HEADLESS)]
+    return config
+
+
+def context_of(config: Mapping[str, Any]) -> int:
+    """Tokens of context, as config.json states it."""
+    return encoder_of(config).max_position if is_encoder(config) else stated_context(config)
+
+
+def encoder_of(config: Mapping[str, Any]) -> EncoderConfig:
+    """As parse_config, of an encoder."""
+    return parse_encoder_config(config, num_scores_of(config))
 
 
 def parse_config(path: Path, config: Mapping[str, Any], context: int | None = None) -> ModelConfig:
@@ -261,7 +341,7 @@ class _Contents:
     def num_embeddings(self) -> int | None:
         """None: parse_config reports what is wrong with it."""
         try:
-            found = stated_fields(self.config).get("vocab_size")
+            found = (self.config if is_encoder(self.config) else stated_fields(self.config)).get("vocab_size")
         except StartupError:
             return None
         return found if isinstance(found, int) else None
@@ -349,7 +429,7 @@ def _is_id(value: Any, limit: int) -> bool:
 
 
 def _directory_contents(directory: Path, has_template: bool) -> _Contents:
-    config = _read_json(_existing_directory(directory) / CONFIG_FILE)
+    config = _read_config(directory)
     generation = _read_json(directory / GENERATION_FILE, is_optional=True)
     tokenizer_config = _read_json(directory / TOKENIZER_CONFIG_FILE, is_optional=True)
     if "added_tokens_decoder" not in tokenizer_config:  # older models: special_tokens_map.json overrides it

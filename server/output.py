@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 from core.errors import ServiceError
 from core.types import Delta, Usage
@@ -24,7 +25,7 @@ class StreamedOutput:
         self._reply = surface.stream(call, context)
         self._media_type = surface.media_type
         self._stream = stream
-        self._timings_shown = partial(_timings_of, call, context, timings)
+        self._with_extras = partial(_with_extras, call, context, timings)
         self._timings = timings
 
     def add_text(self, choice: int, text: str) -> None:
@@ -45,7 +46,7 @@ class StreamedOutput:
 
     def complete(self, usage: Usage, extras: Extras) -> bytes:
         """Returns the last events."""
-        last = self._reply.end(usage, extras | self._timings_shown())
+        last = self._reply.end(usage, self._with_extras(extras))
         self._opened().send(last)
         counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
         shown = b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts  # RFC 9651 §3.2: a dictionary
@@ -86,7 +87,7 @@ class WholeOutput:
         self._call = call
         self._reply = surface.whole(call, context)
         self._stream = stream
-        self._timings_shown = partial(_timings_of, call, context, timings)
+        self._with_extras = partial(_with_extras, call, context, timings)
         self._timings = timings
         self.add = self._reply.add
 
@@ -101,7 +102,7 @@ class WholeOutput:
 
     def complete(self, usage: Usage, extras: Extras) -> bytes:
         """Returns the document."""
-        body = self._reply.end(usage, extras | self._timings_shown())
+        body = self._reply.end(usage, self._with_extras(extras))
         self._stream.send_document(200, body, answer_headers(self._timings))
         return body
 
@@ -155,13 +156,16 @@ def _mean_logprob(pieces: list[str | Delta]) -> float:
     return sum(token.logprob for token in tokens) / len(tokens) if tokens else -math.inf
 
 
-def _timings_of(call: GenerationCall, context: ReplyContext, timings: StageClock) -> Extras:
-    """What was left out of the prompt; where the time went, if that is asked for, and what repeats the answer."""
-    told = {} if context.context is None else {"context": context.context}
+def _with_extras(call: GenerationCall, context: ReplyContext, timings: StageClock, extras: Extras) -> Extras:
+    """With what was left out of the prompt; where the time went, if that is asked for, and what repeats the answer."""
+    if context.context is not None:
+        extras = extras | {"context": context.context}
     if not call.wants_timings:
-        return told
-    repeats = {} if call.sampling.seed is None else {"seed": call.sampling.seed, "fingerprint": context.fingerprint}
-    return told | {"timings": timings.details() | repeats}
+        return extras
+    told: dict[str, Any] = timings.details()
+    if call.sampling.seed is not None:
+        told |= {"seed": call.sampling.seed, "fingerprint": context.fingerprint, **context.identity}
+    return extras | {"timings": told | extras.get("timings", {})}
 
 
 Output = StreamedOutput | WholeOutput

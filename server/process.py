@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -25,15 +26,17 @@ from server.api.models import ServerCard
 from server.app import App, Readiness
 from server.backend import Backend
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
+from server.batches.runner import Batches
+from server.batches.store import FileLimits, Quota, Store
 from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.engine_thread import EngineThread
+from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.quota import DAY_S, UsedTokens
-from server.generation import Generations, OwnBackend
+from server.generations import Generations, OwnBackend
 from server.grammar_guard import MAX_AT_ONCE
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Journal, LedgerThread, Writer, open_journal
@@ -46,9 +49,11 @@ from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, Listene
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
 from server.local_models import LocalModels, LocalPool, Processes, home_of_sockets
+from server.observing.kv_events import kv_events_at
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
+from server.observing.recorder import Recorder
 from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
@@ -99,9 +104,15 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
         self._clock = Clock(time.monotonic, time.time)
+        self._files = ThreadPoolExecutor(1, "files")
         self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
         self._metrics.standing = self._standing
+        self._recorder: Recorder | None = None
+        if config.record is not None:
+            bounds = config.record_size_bytes, config.record_keep_s
+            self._recorder = Recorder(config.record, config.record_bodies, *bounds, self._clock.unix)
+        self._metrics.recorder = self._recorder
         self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             find_route,
@@ -119,6 +130,8 @@ class Server:
         self._local = (
             LocalModels(config, Processes(home_of_sockets(), self._loop), self._loop) if config.own_models else None
         )
+        if config.files is not None:
+            self._app.batches = self._open_batches(config.files)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
         self._app.listener = self.listener
@@ -126,9 +139,8 @@ class Server:
         self._app.local_models = self._local
         self._metrics.local_models = {} if self._local is None else self._local.models
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
-        self._engine_thread = EngineThread(
-            lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
-        )
+        self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
+        self._engine_thread = EngineThread(partial(self._load, load), self, self._loop)
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
@@ -185,6 +197,8 @@ class Server:
         self._gate.start()
         if self._ledger is not None:
             self._ledger.start()
+        if self._recorder is not None:
+            self._recorder.watch_age(self._loop)
         for pool in self._pools:
             pool.start()
         if self._local is not None:
@@ -220,6 +234,13 @@ class Server:
         self._readiness.stage = stage
         self._supervision.on_stage()
 
+    def _load(self, load: LoadEngine, inbox: Inbox, deliver: Callable[[StepDelivery], None]) -> LoadedEngine:
+        """Thread: engine."""
+        loaded = load(inbox, deliver, self._report_stage)
+        if self._kv_events is not None:
+            loaded.engine.tell_blocks(self._kv_events.put)
+        return loaded
+
     def on_ready(self, loaded: LoadedEngine) -> None:
         """The engine is loaded: serve generations."""
         if self._stopping.done():
@@ -241,6 +262,7 @@ class Server:
         reader = prompt_reader(loaded, self._clock, config.request_limits, config.tool_format, config.aliases, stores)
         if config.deterministic:  # the ids of a chat are those of its text, whatever was answered before
             reader.turns = None
+        reader.records = self._recorder is not None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
         self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
         self._compiling.submit(reader.make_compiler().prepare)
@@ -295,10 +317,14 @@ class Server:
             idempotency=self._idempotency,
             ledger=self._ledger,
             others=self._backends(own),
+            recorder=self._recorder,
         )
         if self._ledger is not None and config.store_responses_s is not None:
             most = config.store_responses_bytes, config.max_body_bytes
             self._app.responses = Responses(self._ledger, *most, self._offload)
+        if self._app.batches is not None:
+            generations.on_awaited = self._app.batches.give_way
+            self._app.batches.start()
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -319,6 +345,29 @@ class Server:
             self._needs_certificate,
         )
         self._announce(banner_lines(shown))
+
+    def _open_batches(self, directory: Path) -> Batches:
+        """
+        Raises:
+            StartupError: the directory cannot be used.
+        """
+        config, app = self._config, self._app
+
+        def num_slots() -> int | None:
+            return None if app.served.own is None else app.served.reader.max_sequences
+
+        return Batches(
+            Store(directory),
+            FileLimits(config.max_file_bytes, Quota(config.max_files, config.max_files_bytes)),
+            lambda work: self._loop.run_in_executor(self._files, work),
+            app.handle,
+            self._gate.identify_again,
+            lambda: self._readiness.is_ready and not self._readiness.is_draining,
+            num_slots,
+            lambda: app.served.is_awaited,
+            self._clock.unix,
+            self._loop,
+        )
 
     def _offload_compiling(self, work: Callable[[], T], /) -> Awaitable[T]:
         return self._loop.run_in_executor(self._compiling, work)
@@ -458,6 +507,8 @@ class Server:
             self._loop_lag.close()
             if self._tracing is not None:
                 await self._tracing.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
@@ -478,10 +529,14 @@ class Server:
         self._compiling.shutdown(wait=False, cancel_futures=True)
         for pool in self._pools:
             await pool.close()
+        if self._app.batches is not None:
+            await self._app.batches.close()
         if self._local is not None:
             await self._local.close()
         if self._ledger is not None:
             self._ledger.close()
+        if self._recorder is not None:
+            self._recorder.close()
         if not self._config.has_engine:
             return
         self._engine_thread.stop()

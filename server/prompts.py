@@ -22,6 +22,7 @@ from core.context_policy import Budgets, Document, Message, Policy, select
 from core.detokenizer import TokenTable
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.grammar import Grammar, GrammarCompiler
+from core.marked_text import MarkedText
 from core.repetition import Breakers
 from core.thought_grammar import AfterThought, ThoughtVocabulary
 from core.thoughts import ThoughtFollower, ThoughtStart, follower, thought_start
@@ -30,7 +31,7 @@ from core.tool_detection import ThoughtStyle, ToolStyle
 from core.tool_formats import HARMONY, THOUGHTS, markers_of, thought_markers_of
 from core.tool_grammar import harmony_answers
 from core.turns import Begun, Domain, TurnMemory
-from core.types import Adapter, Request, SamplingParams
+from core.types import Adapter, Pooling, Request, SamplingParams
 from server.api.fields import (
     UNLIMITED_TOKENS,
     ChatPrompt,
@@ -38,6 +39,7 @@ from server.api.fields import (
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
+    PairPrompt,
     Prompt,
     TextPrompt,
 )
@@ -49,6 +51,14 @@ from server.gate.tenants import ANY_TIME, Tenant
 from server.gate.text_rules import rule_book
 from server.observing.timing import Stage, StageMarks
 
+# Qwen3-Reranker's, as its model card has them: around a pair, and what counts as an answer
+RERANK_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
+    ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+IDENTITY = ("model_digest", "settings_digest", "version")
 UNASKED_TOKENS = 1024  # of an answer whose length is not asked for, that a prompt which is cut leaves free
 _END_MARK = "\ufdd0"  # behind a message that is continued, to find where it ends; no text has it
 
@@ -63,6 +73,7 @@ class Prepared:
     Args:
         context: what was left out of its prompts; None: there is no policy for that.
         remember: called with the ids of each of its answers, and the end of its text that a stop string has cut off.
+        poolings: of each prompt, where the call asks for vectors.
     """
 
     call: GenerationCall
@@ -73,6 +84,7 @@ class Prepared:
     remember: Callable[[Sequence[int], str], None] | None = None
     adapter: Adapter | None = None
     breakers: Breakers | None = None
+    poolings: tuple[Pooling, ...] = ()
     context: dict[str, Any] | None = None
 
     @property
@@ -96,7 +108,9 @@ class PromptReader:
         max_sequences: run by the engine at once.
         make_compiler: for the model's vocabulary; takes a while at the first call.
         thoughts: of that vocabulary; None: the model writes none.
-        fingerprint: of the model and of what computes it.
+        fingerprint: of the model and of what computes it ...
+        identity: ... by its parts: see identity_of.
+        records: requests are recorded, which takes a seed to tell.
         turns: of chats, with the ids that they were computed as; None: each chat is tokenized by its text alone.
     """
 
@@ -111,8 +125,11 @@ class PromptReader:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
     fingerprint: str = "fp_steploop"
+    identity: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(IDENTITY, ""))
+    records: bool = False
     thoughts: ThoughtVocabulary | None = None
     turns: TurnMemory | None = None
+    _template_ids: list[list[int]] | None = None  # of RERANK_TEMPLATE
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that the tenant may use."""
@@ -157,11 +174,16 @@ class PromptReader:
         if call.beams is not None:
             _check_beams(call)
         domain = tenant.cache_salt_domain, call.cache_salt
+        poolings: tuple[Pooling, ...] = ()
         compute = partial(self._computed, marks=marks, domain=domain)
         wishes, context = call.context or ContextWishes(type=tenant.context_policy), None
         if call.pooling is not None:
             marks.enter(Stage.TOKENIZE)
-            computed: list[Computed] = [(None, self._encode_pooled(*one, call)) for one in prompts]
+            made, pooling = [self._encode_pooled(*one, call) for one in prompts], call.pooling.pooling
+            computed: list[Computed] = [(None, ids) for ids, _ in made]
+            poolings = tuple(
+                msgspec.structs.replace(pooling, second_from=second) if second else pooling for _, second in made
+            )
         elif wishes == ContextWishes():
             computed = [compute(*one) for one in prompts]
         else:
@@ -181,7 +203,7 @@ class PromptReader:
         adapter, sampling = find_model(cards, call.model).adapter, call.sampling
         breakers = self.tokenizer.breakers(sampling.dry_sequence_breakers) if sampling.dry_multiplier > 0 else None
         table, predicted = self._table_of(call), self._predicted(call)
-        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers, context)
+        return Prepared(call, ids, table, None, predicted, remember, adapter, breakers, poolings, context)
 
     def _computed(self, prompt: Prompt, param: str, marks: StageMarks, domain: Domain) -> Computed:
         """Raises: as _rendered and _encode_checked."""
@@ -266,8 +288,8 @@ class PromptReader:
         return self.tokenizer.table_showing(names if thought is None else names | thought_markers_of(thought.name))
 
     def _seeded(self, call: GenerationCall) -> GenerationCall:
-        """With a seed to tell, where the answer tells it and the request names none."""
-        if not call.wants_timings or call.sampling.seed is not None:
+        """With a seed to tell, where the answer or a record tells it and the request names none."""
+        if not (call.wants_timings or self.records) or call.sampling.seed is not None:
             return call
         sampling = msgspec.structs.replace(call.sampling, seed=secrets.randbits(63))
         return msgspec.structs.replace(call, sampling=sampling)
@@ -296,6 +318,8 @@ class PromptReader:
         """
         if isinstance(prompt, IdsPrompt):
             return prompt.ids
+        if isinstance(prompt, PairPrompt):
+            return self._encode_pair(prompt, param)[0]
         if isinstance(prompt, TextPrompt):
             self._check_length("".join([prompt.text, prompt.suffix or "", *chain(*prompt.extra)]), param)
             if prompt.suffix is not None:
@@ -364,25 +388,28 @@ class PromptReader:
             raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
         return ids
 
-    def _encode_pooled(self, prompt: Prompt, param: str, call: GenerationCall) -> tuple[int, ...]:
+    def _encode_pooled(self, prompt: Prompt, param: str, call: GenerationCall) -> tuple[tuple[int, ...], int]:
         """The ids of a prompt that may fill the context, cut at its end if the call asks for that.
+
+        Returns: also Pooling.second_from.
 
         Raises:
             InvalidRequest: it has no token, or is too long.
         """
         context, asked = self.max_model_len, call.truncate_to
-        if asked is None:
-            ids = self.encode(prompt, param)
-            if len(ids) > context:
-                but = f"{param} has {len(ids)} tokens"
-                fix = "Shorten it, or send truncate_prompt_tokens: -1."
-                raise InvalidRequest(context_overflow(context, but, fix), param, "context_length_exceeded")
+        most = None if asked is None else context if asked < 0 else min(asked, context)
+        second_from = 0
+        if isinstance(prompt, PairPrompt):
+            ids, second_from = self._encode_pair(prompt, param, most)
         else:
-            most = context if asked < 0 else min(asked, context)
-            ids = self._encode_cut(prompt, most)
+            ids = self.encode(prompt, param) if most is None else self._encode_cut(prompt, most)
+        if len(ids) > context:
+            but = f"{param} has {len(ids)} tokens"
+            fix = "Shorten it, or send truncate_prompt_tokens: -1."
+            raise InvalidRequest(context_overflow(context, but, fix), param, "context_length_exceeded")
         if not ids:
             raise InvalidRequest(f"{param} has no token. Send at least one.", param)
-        return ids
+        return ids, second_from
 
     def _encode_cut(self, prompt: Prompt, most: int) -> tuple[int, ...]:
         """As encode, with so many tokens at most: the model's special tokens around a text stay."""
@@ -398,6 +425,31 @@ class PromptReader:
         kept = max(0, most - num_added)
         return tuple((whole[: first + kept] + whole[first + len(plain) :])[:most])
 
+    def _encode_pair(self, prompt: PairPrompt, param: str, most: int | None = None) -> tuple[tuple[int, ...], int]:
+        """The ids of two texts, and where the second one begins, if the model tells them apart.
+
+        Args:
+            most: of the ids: of a pair that has more, the longer text is cut; None: it is not.
+        """
+        style = self.defaults.pooling
+        assert style is not None, "only models that score are given pairs"
+        limit = max_text_chars(self.max_model_len)
+        first, second = prompt.first, prompt.second
+        if most is None:
+            self._check_length(first + second, param)
+        else:
+            first, second = first[:limit], second[:limit]
+        if not style.has_template:
+            return self.tokenizer.encode_pair(first, second, most)
+        if self._template_ids is None:
+            self._template_ids = [self.tokenizer.encode(part, add_special_tokens=False) for part in RERANK_TEMPLATE]
+        before, after = self._template_ids
+        told = RERANK_INSTRUCTION if prompt.instruction is None else prompt.instruction
+        text = f"<Instruct>: {told}\n<Query>: {first}\n<Document>: {second}"
+        ids = self.tokenizer.encode_chat(MarkedText(text))
+        room = len(ids) if most is None else max(0, most - len(before) - len(after))
+        return (*before, *ids[:room], *after), 0
+
     def _check_length(self, text: str, param: str) -> None:
         limit = max_text_chars(self.max_model_len)
         if len(text) > limit:
@@ -411,6 +463,8 @@ class PromptReader:
             texts = [text for message in prompt.messages for name, text in message.items() if name != "role"]
             texts += prompt.documents
             return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts]
+        if isinstance(prompt, PairPrompt):
+            return [prompt.first, prompt.second, prompt.instruction or ""]
         if isinstance(prompt, TextPrompt):
             return [prompt.text, *([prompt.suffix] if prompt.suffix else ()), *chain(*prompt.extra)]
         return [self.tokenizer.decode(prompt.ids)]
@@ -434,7 +488,7 @@ class PromptReader:
                 beams=call.beams,
                 tenant=caller.sharing_name,
                 share=tenant.share,
-                priority=tenant.priority_of(call.priority),
+                priority=caller.priority_of(call.priority),
                 deadline_s=arrived_s + asked_ttft_s if asked_ttft_s < math.inf else None,
                 tells_progress=call.is_stream and call.tells_queue and i == 0,
                 cache_domain=tenant.cache_salt_domain,
@@ -444,8 +498,8 @@ class PromptReader:
                 breakers=prepared.breakers,
                 speculates=call.speculates,
                 prediction_ids=prepared.prediction_ids,
-                tells_answer=prepared.remember is not None,
-                pooling=None if call.pooling is None else call.pooling.pooling,
+                tells_answer=prepared.remember is not None or self.records or call.tokens.tells_sampled,
+                pooling=prepared.poolings[i] if prepared.poolings else None,
             )
             for i, ids in enumerate(prepared.prompts)
         ]
@@ -508,7 +562,9 @@ class PromptReader:
 
     def reply_context(self, prepared: Prepared, request_id: str) -> ReplyContext:
         call, prompts, tokenizer = prepared.call, tuple(prepared.prompts), self.tokenizer
-        adapter = prepared.adapter
+        adapter, identity = prepared.adapter, dict(self.identity)
+        if adapter is not None:
+            identity["model_digest"] += f"+{adapter.digest[:16]}"
         hides_special = call.sampling.skip_special_tokens
 
         def text_of(prompt: Prompt, ids: tuple[int, ...]) -> str:
@@ -527,6 +583,7 @@ class PromptReader:
             prompt_texts=texts,
             prompt_ids=prompts if call.echo or call.tokens.returns_ids else (),
             special_ids=tokenizer.special_ids if hides_special else frozenset(),
+            identity=identity,
             context=prepared.context,
         )
 

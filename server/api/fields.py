@@ -78,7 +78,19 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     continues_last: bool = False
 
 
-Prompt = TextPrompt | IdsPrompt | ChatPrompt
+class PairPrompt(msgspec.Struct, frozen=True):
+    """Two texts to be scored together: a query and a document.
+
+    Args:
+        instruction: what counts as an answer, for models that are told; None: their usual one.
+    """
+
+    first: str
+    second: str
+    instruction: str | None = None
+
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt | PairPrompt
 
 
 class TokenWishes(msgspec.Struct, frozen=True):
@@ -88,12 +100,14 @@ class TokenWishes(msgspec.Struct, frozen=True):
         num_logprobs: of the likeliest tokens, beside each sampled one; None: no logprobs.
         num_prompt_logprobs: the same for the prompt's tokens, in vLLM's form.
         returns_ids: of the prompt and of the completion.
+        tells_sampled: the ids of all tokens, at the end.
         counts_usage: in each chunk of a stream.
     """
 
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     returns_ids: bool = False
+    tells_sampled: bool = False
     counts_usage: bool = False
 
     @property
@@ -103,12 +117,13 @@ class TokenWishes(msgspec.Struct, frozen=True):
             "logprobs": self.num_logprobs is not None,
             "prompt_logprobs": self.num_prompt_logprobs is not None,
             "return_token_ids": self.returns_ids,
+            "timings.tokens": self.tells_sampled,
             "stream_options.continuous_usage_stats": self.counts_usage,
         }
         return next((name for name, is_asked in asked.items() if is_asked), None)
 
 
-POOLINGS: dict[str, PoolingKind] = {"last": "last", "mean": "mean"}  # that --pooling may ask for
+POOLINGS: dict[str, PoolingKind] = {"last": "last", "mean": "mean", "cls": "cls"}  # that --pooling may ask for
 
 
 class PoolingStyle(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +134,11 @@ class PoolingStyle(msgspec.Struct, frozen=True, kw_only=True):
         is_normalized: vectors are brought to the length 1.
         prompts: what comes before a text, by name; default_prompt: the name of the usual one.
         generates: it answers, too.
+        scores: a vector is a score, by the checkpoint's head, or the logits of the tokens for yes and no, from which it
+            is told; None: it is an embedding.
+        is_sigmoid: the score is brought between 0 and 1 by a sigmoid.
+        has_template: pairs are put into Qwen3-Reranker's chat.
+        max_tokens: of a prompt, where that is less than the context; None: the context.
     """
 
     pooling: Pooling
@@ -127,11 +147,22 @@ class PoolingStyle(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Mapping[str, str] = {}
     default_prompt: str | None = None
     generates: bool = False
+    scores: Literal["head", "tokens"] | None = None
+    is_sigmoid: bool = True
+    has_template: bool = False
+    max_tokens: int | None = None
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What surfaces ask for."""
-        return ("generate", "embed") if self.generates else ("embed",)
+        """What surfaces ask for; the first is what the model is for."""
+        if self.scores is not None:
+            return ("score",)
+        return (*(("generate",) if self.generates else ()), "embed", "score")
+
+
+def tasks_of(style: PoolingStyle | None) -> tuple[str, ...]:
+    """What a model does; without a style it generates alone."""
+    return ("generate",) if style is None else style.tasks
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -214,6 +245,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingStyle | None = None  # of its vectors; None: it asks for answers
     truncate_to: int | None = None  # tokens of a longer prompt; -1: as the context has; None: a longer one is refused
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
+    is_resumable: bool = False  # its stream, by a client that comes back
     speculates: bool = True  # see core.types.Request
     prediction: str = ""  # of the answer's text
     unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
@@ -242,6 +274,7 @@ class TimingsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """As `true`, and more."""
 
     queue: bool = False
+    tokens: bool = False
 
 
 class SamplingFields(StructuredFields, frozen=True, kw_only=True):
@@ -274,6 +307,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
     context_policy: Policy | ContextWishes | None = None
+    resumable: bool | None = None
     priority: Annotated[int, Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     beam_width: Annotated[int, Meta(ge=0, le=MOST_BEAMS)] | None = None
     use_beam_search: bool | None = None
@@ -342,6 +376,8 @@ def generation_call(
         wishes = TokenWishes(
             num_logprobs, fields.prompt_logprobs, bool(fields.return_token_ids), counts_usage=wishes.counts_usage
         )
+    asked = fields.timings if isinstance(fields.timings, TimingsFields) else TimingsFields()
+    wishes = msgspec.structs.replace(wishes, tells_sampled=asked.tokens)
     check_hidden(own.get("thought"), wishes.param)
     if fields.n is not None:
         check_range("n", fields.n, 1, limits.num_choices)
@@ -364,11 +400,12 @@ def generation_call(
         constraint=constraint,
         includes_usage=includes_usage,
         wants_timings=bool(fields.timings),
-        tells_queue=isinstance(fields.timings, TimingsFields) and fields.timings.queue,
+        tells_queue=asked.queue,
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
         context=ContextWishes(type=policy) if isinstance(policy := fields.context_policy, Policy) else policy,
+        is_resumable=bool(fields.resumable),
         speculates=fields.speculation is not False and beams is None,
         priority=fields.priority,
         **own,

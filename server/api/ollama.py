@@ -36,6 +36,7 @@ from server.wire import sse
 RULES = rules_of("ollama")
 LATEST = ":latest"  # the tag that clients add to a name without one
 _MS_NS = 1_000_000
+_CAPABILITIES = {"generate": "completion", "embed": "embedding"}
 _REASONS = {FinishReason.LENGTH: "length"}
 
 
@@ -147,7 +148,7 @@ def _own(wire: OllamaFields, unknown_fields: tuple[str, ...]) -> dict[str, Any]:
 
 def _call(wire: OllamaFields, call: GenerationCall) -> GenerationCall:
     """A stream unless it says otherwise, and with the times that a last line has."""
-    return msgspec.structs.replace(call, is_stream=wire.stream is not False, wants_timings=True)
+    return msgspec.structs.replace(call, is_stream=wire.stream is not False, wants_timings=True, wire=wire)
 
 
 def _name(model: str | None) -> str | None:
@@ -180,6 +181,7 @@ class _Lines:
         prompt = call.prompts[0]
         self.is_chat = isinstance(prompt, ChatPrompt) and prompt.param == "messages"
         self._context = context
+        self._shows_timings = bool(call.wire.timings)
         self._parser = answer_parser(call.thought, call.tools, call.constraint)
         self._name = ""
         self._arguments: list[str] | None = None
@@ -229,6 +231,7 @@ class _Lines:
     def last(self, fields: Mapping[str, Any], reason: FinishReason, usage: Usage, extras: Extras) -> dict[str, Any]:
         """The line that ends an answer."""
         timings = extras.get("timings", {})
+        shown = {"timings": timings} if self._shows_timings else {}
         times = {name: timings.get(name, 0.0) for name in ("total", "prefill", "decode", "detokenize")}
         return self.line(fields, is_done=True) | {
             "done_reason": _REASONS.get(reason, "stop"),
@@ -238,6 +241,7 @@ class _Lines:
             "prompt_eval_duration": round(times["prefill"] * _MS_NS),
             "eval_count": usage.num_completion_tokens,
             "eval_duration": round((times["decode"] + times["detokenize"]) * _MS_NS),
+            **shown,
         }
 
 
@@ -353,7 +357,7 @@ def show_reply(model: ServedModel, card: ServerCard, template: str | None, capab
             "template": template or "",
             "details": _details(card),
             "model_info": {"general.architecture": kind, f"{kind}.context_length": model.max_model_len},
-            "capabilities": ["completion", *capabilities],
+            "capabilities": [*(_CAPABILITIES[task] for task in model.tasks if task in _CAPABILITIES), *capabilities],
             "modified_at": _time(model.created_s),
         }
     )

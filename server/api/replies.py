@@ -129,6 +129,7 @@ class ReplyContext(msgspec.Struct, frozen=True):
         created_s: unix time.
         unix_clock: for the time of completion.
         fingerprint: identifies what computes the answer: another one may give other tokens for the same seed.
+        identity: likewise, by its parts, as `timings` has them.
         token_str, token_bytes: the text and the bytes of a token id, for logprobs.
         prompt_lengths: in tokens, one per prompt.
         prompt_texts: one per prompt, for completions with echo.
@@ -148,6 +149,7 @@ class ReplyContext(msgspec.Struct, frozen=True):
     prompt_texts: tuple[str, ...] = ()
     prompt_ids: tuple[tuple[int, ...], ...] = ()
     special_ids: Set[int] = frozenset()
+    identity: Mapping[str, str] = MappingProxyType({})
     context: dict[str, Any] | None = None
 
 

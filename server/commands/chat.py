@@ -317,7 +317,7 @@ class ChatClient:
     def model(self) -> str:
         """The first model that the server lists."""
         if self._model is None:
-            with self._exchange("GET", "/v1/models", None, PROBE_TIMEOUT_S) as response:
+            with self.exchange("GET", "/v1/models", None, PROBE_TIMEOUT_S) as response:
                 body = response.read()
             if response.status_code != 200:
                 raise self._refusal(response.status_code, body)
@@ -335,7 +335,7 @@ class ChatClient:
         """
         reported = None
         while True:
-            with self._exchange("GET", "/ready", None, PROBE_TIMEOUT_S) as response:
+            with self.exchange("GET", "/ready", None, PROBE_TIMEOUT_S) as response:
                 body = response.read()
             if response.status_code != 503:
                 return
@@ -358,7 +358,7 @@ class ChatClient:
             **params,
         }
         self.stats = stats = AnswerStats(self._clock())
-        with self._exchange("POST", "/v1/chat/completions", question, ANSWER_TIMEOUT_S) as response:
+        with self.exchange("POST", "/v1/chat/completions", question, ANSWER_TIMEOUT_S) as response:
             if response.status_code != 200:
                 raise self._refusal(response.status_code, response.read())
             for event in self._events(response):
@@ -384,7 +384,9 @@ class ChatClient:
         raise self._unreachable("broke off the answer")
 
     @contextlib.contextmanager
-    def _exchange(self, method: str, path: str, body: Any, timeout_s: float) -> Generator[httpx2.Response, None, None]:
+    def exchange(
+        self, method: str, path: str, body: Any = None, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> Generator[httpx2.Response, None, None]:
         """One request on its own connection, which is closed at the end."""
         with contextlib.ExitStack() as stack:
             try:

@@ -3,6 +3,7 @@
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from core.errors import ExitCode, StartupError
@@ -51,6 +52,14 @@ examples:
   steploop models pull Qwen/Qwen3-0.6B            fetch one into the cache
   steploop models load qwen3-4b                   of a running server that starts models when they are asked for
   steploop models unload qwen3-4b --url https://host:8443 --api-key KEY""",
+    "replay": """\
+examples:
+  steploop serve --model DIR --deterministic --record records --record-bodies
+  steploop replay records --model DIR             with the model in this process, by the same settings as the server's
+  steploop replay records --url http://host:8000 --api-key KEY
+  steploop replay records --model DIR --anyway    would another version, or other settings, say the same?
+
+Exit codes: 0: all tokens are the same; 1: some differ; 9: none differ, but some requests cannot be compared.""",
     "usage": """\
 examples:
   steploop usage --ledger ledger.db               by day, all tenants
@@ -98,6 +107,7 @@ def add_flags(by_command: Mapping[str, argparse.ArgumentParser], shows_all: bool
     _add_models(by_command["models"])
     _add_keys(by_command["keys"])
     _add_usage(by_command["usage"])
+    _add_replay(by_command["replay"])
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
     )
@@ -188,6 +198,17 @@ def _add_usage(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--csv", action="store_true", help="print CSV: prices in millionths, times in microseconds")
     form.add_argument("--json", action="store_true", help="print JSON, likewise")
     _add_options(parser, [option for option in OPTIONS if option.field_name in USAGE_FIELDS])
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("records", nargs="+", type=Path, metavar="FILE", help="of --record, or its directory")
+    parser.add_argument("--request", metavar="ID", help="replay this request alone")
+    parser.add_argument("--url", help="server to ask (default: the model is served in this process)")
+    parser.add_argument(
+        "--anyway", action="store_true", help="compare although the model, the settings or the version differ"
+    )
+    add_trust_flags(parser)
+    _add_options(parser, [option for option in OPTIONS if option.field_name in CHAT_FIELDS])
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

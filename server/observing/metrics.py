@@ -20,6 +20,7 @@ from core.types import EngineStats, Usage
 from server import __version__
 from server.gate.identity import mask_keys
 from server.observing.logs import num_lines_dropped
+from server.observing.recorder import Recorder
 from server.observing.slo import NO_PROMISES, SloMonitor, SloRules
 from server.observing.timing import S_NS, Stage, StageClock
 
@@ -172,6 +173,7 @@ class Metrics:
         self.pools: Callable[[], Mapping[str, Any]] = dict
         self.local_models: Mapping[str, Any] = {}
         self.adapters: Callable[[], Mapping[tuple[str, ...], float]] = dict
+        self.recorder: Recorder | None = None
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_reasoning_tokens = 0
@@ -293,6 +295,7 @@ class Metrics:
             "kv_copied_bytes": {name: num * stats.block_bytes for name, num in copied_blocks.items()},
             "step_cost_errors": {"0.5": stats.step_cost_error_p50, "0.9": stats.step_cost_error_p90},
             "num_lines_dropped": num_lines_dropped(),
+            "recorder": self.recorder,
             "resident_bytes": memory_bytes,
             "cpu_s": sum(os.times()[:2]),
             "build": {__version__: 1},
@@ -356,6 +359,8 @@ steploop_connections gauge num_connections | Open connections, handshakes includ
 steploop_connections_accepted_total counter num_accepted | Connections accepted.
 steploop_connections_refused_total counter connections_refused[reason] | Connections turned away.
 steploop_log_lines_dropped_total counter num_lines_dropped | Lines that the log's reader did not take.
+steploop_records_total counter recorder.num_written | Requests written into the files of --record.
+steploop_records_dropped_total counter recorder.num_dropped | Requests that could not be.
 steploop_disconnects_total counter metrics.num_disconnects | Generations whose clients left before the end. Responses
     of status 499 also count clients that left while their body was still coming, and answers that DELETE cancelled.
 steploop_requests_active gauge num_active | Generations in progress, waiting ones included.

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import count, repeat
 from random import Random
 
 import numpy as np
@@ -145,18 +145,18 @@ def test_idle_work_settles_the_threads_of_the_next_step_and_gives_memory_back(
     model_directory, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real measurement, put down and begun anew, with a step in between."""
-    load, trims = 9.0, list[str]()
+    waiting, trims = count(0, 1000), list[str]()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("gpu.device.num_physical_cores", lambda: 2)
     monkeypatch.setattr("gpu.tune.MIN_PARAMETERS", 0)
-    monkeypatch.setattr("gpu.tune.load_average", lambda: load)
+    monkeypatch.setattr("gpu.tune.waited_s", lambda: next(waiting))
     monkeypatch.setattr("gpu.runner.trim_heap", lambda: trims.append("trimmed"))
     monkeypatch.setattr("gpu.tune.fewest", lambda counts, seconds, worth=1.0: 2)
     runner = open_runner(model_directory("llama3"), dataclasses.replace(ENGINE, threads=None))
     assert not runner.measured.is_settled
     driver = Driver(runner)
     sequence = driver.add(PROMPT)
-    begun, load = runner.idle_work(), 0.0
+    begun, waiting = runner.idle_work(), repeat(0)
     next(begun)
     begun.close()
     driver.step(None, sequence)

@@ -1,7 +1,7 @@
 """What computes what: known for a machine and a model, or measured, kept and served; and its description."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ LARGE = ModelConfig(
 )
 SMALL = dataclasses.replace(LARGE, num_layers=1, vocab_size=300)
 VAST = dataclasses.replace(LARGE, vocab_size=2_000_000)
-PROBES = [(make_linear(torch.ones(8, 4), None, None), 4), (make_linear(torch.ones(4, 8), None, None), 8)]
+PROBES = [(make_linear(torch.ones(8, 4), None), 4), (make_linear(torch.ones(4, 8), None), 8)]
 FEW_THEN_ALL = StepThreads(((1, 1), (8, 2)))
 ONE_THREAD = StepThreads(((1, 1), (PREFILL_TOKENS, 2)))
 
@@ -74,7 +74,6 @@ SIZE = (6, 4)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tune, "load_average", lambda: 1.5)
     return measured_file()
 
 
@@ -82,9 +81,9 @@ def tuning(config: ModelConfig = LARGE, choice: DeviceChoice = TWO_CORES) -> Tun
     return Tuning(config, choice, TORCHS, PROBES)
 
 
-def in_a_slice(seconds: float) -> Measurement[float]:
+def in_a_slice(*seconds: float) -> Measurement[tuple[list[float], float]]:
     yield
-    return seconds
+    return list(seconds), 0.0
 
 
 Measure = Callable[..., list[int]]
@@ -94,13 +93,14 @@ Measure = Callable[..., list[int]]
 def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
     """Have looks find these, the last one again and again; the list returned has an item for each look."""
 
-    def found(*threads: StepThreads, is_clear: bool = True) -> list[int]:
+    def found(*threads: StepThreads, is_clear: bool = True, are_quiet: Sequence[bool] = (True,)) -> list[int]:
         calls: list[int] = []
 
         def measure_threads(probes: object, max_threads: int, dtype: torch.dtype) -> Measurement[Look[StepThreads]]:
             calls.append(max_threads)
             yield
-            return Look(threads[min(len(calls), len(threads)) - 1], is_clear)
+            of_threads, of_quiet = (min(len(calls), len(each)) - 1 for each in (threads, are_quiet))
+            return Look(threads[of_threads], is_clear, are_quiet[of_quiet])
 
         monkeypatch.setattr(tune, "measure_threads", measure_threads)
         return calls
@@ -234,45 +234,77 @@ def test_threads_that_two_looks_agree_on_while_idle_serve_at_once(measure: Measu
 def test_what_stays_within_noise_is_not_measured_for_ever(measure: Measure) -> None:
     calls = measure(FEW_THEN_ALL, is_clear=False)
     measuring_again = tuning()
-    for _ in range(IDLE_LOOKS):
-        interrupted = measuring_again.look_again()
-        next(interrupted)
-        interrupted.close()
+    assert len(list(measuring_again.look_again())) == IDLE_LOOKS
     assert list(measuring_again.look_again()) == []
     assert len(calls) == LOOKS + IDLE_LOOKS
     assert measuring_again.measured == Measured(FEW_THEN_ALL, is_settled=False)
 
 
-def test_beside_others_nothing_settles_and_no_idle_look_is_spent(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, load, unsettled = measure(FEW_THEN_ALL), 2.1, Measured(FEW_THEN_ALL, is_settled=False)
-    monkeypatch.setattr(tune, "load_average", lambda: load)
-    assert [tuning(LARGE).measured for _ in range(2)] == [unsettled] * 2
-    assert list(measured_here(TWO_CORES, LARGE).values()) == [unsettled]
+def test_a_look_that_a_request_interrupts_goes_on_in_the_next_idle_phase(measure: Measure) -> None:
+    calls, threads = measure(FEW_THEN_ALL, ONE_THREAD, FEW_THEN_ALL), torch.get_num_threads()
     measuring_again = tuning()
-    for _ in range(IDLE_LOOKS + 1):
-        assert list(measuring_again.look_again()) == []
-    assert len(calls) == LOOKS
-    load = 1.9
-    assert len(list(measuring_again.look_again())) == 2
+    for _ in range(3 * IDLE_LOOKS):
+        interrupted = measuring_again.look_again()
+        if next(interrupted, True) is True:
+            break
+        torch.set_num_threads(threads + 1)  # as a measurement does
+        interrupted.close()
+        assert torch.get_num_threads() == threads
     assert measuring_again.measured == Measured(FEW_THEN_ALL)
+    assert len(calls) == LOOKS + 2
+
+
+def test_beside_others_nothing_settles_and_looks_become_rare(measure: Measure) -> None:
+    calls = measure(ONE_THREAD, ONE_THREAD, FEW_THEN_ALL, are_quiet=[False] * 6 + [True])
+    measuring_again = tuning()
+    num_phases = [sum(len(list(measuring_again.look_again())) for _ in range(phases)) for phases in (1, 2, 4, 8)]
+    assert num_phases == [1, 1, 1, 1]
+    assert measuring_again.measured == Measured(ONE_THREAD, is_settled=False)
+    for _ in range(16):
+        assert list(measuring_again.look_again()) == [] or len(calls) >= LOOKS + 5
+    assert measuring_again.measured == Measured(FEW_THEN_ALL)  # the first quiet look's serves, the next settles it
+
+
+def test_the_first_quiet_look_replaces_what_was_found_beside_others(measure: Measure) -> None:
+    measure(ONE_THREAD, ONE_THREAD, FEW_THEN_ALL, are_quiet=[False, False, True])
+    measuring_again = tuning()
+    looks = measuring_again.look_again()
+    next(looks), next(looks)
+    assert measuring_again.measured == Measured(FEW_THEN_ALL, is_settled=False)
 
 
 @pytest.mark.parametrize(("two_threads_s", "is_clear"), [(1.0, True), (0.99, True), (0.95, False), (0.9, True)])
 def test_a_thread_that_hardly_repays_itself_is_within_noise(
     monkeypatch: pytest.MonkeyPatch, two_threads_s: float, is_clear: bool
 ) -> None:
-    monkeypatch.setattr(
-        tune, "seconds_of", lambda probes, tokens, count, dtype: in_a_slice(1.0 if count == 1 else two_threads_s)
-    )
+    monkeypatch.setattr(tune, "seconds_of", lambda probes, tokens, counts, dtype: in_a_slice(1.0, two_threads_s))
     assert at_once(measure_threads(PROBES, 2, torch.float32)).is_clear is is_clear
 
 
 def test_matmuls_that_take_long_are_timed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "SLICE_S", 0.0)
-    slices = seconds_of(PROBES, 1, torch.get_num_threads(), torch.float32)
-    assert sum(1 for _ in slices) == tune.ROUNDS * len(PROBES) + 1
+    slices = seconds_of(PROBES, 1, [1, 2], torch.float32)
+    assert sum(1 for _ in slices) == tune.ROUNDS * 2 * len(PROBES) + 1
+
+
+def test_counts_of_threads_take_turns_and_waiting_for_a_core_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_s, counts = 0.0, list[int]()
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        nonlocal waited_s
+        counts.append(torch.get_num_threads())
+        waited_s += 1000.0
+        return x
+
+    monkeypatch.setattr(tune, "waited_s", lambda: waited_s)
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda count: monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    )
+    look = at_once(measure_threads([(multiply, 4)], 2, torch.float32))
+    assert counts == [1, 2] * tune.ROUNDS * len(tune.MEASURED_TOKENS)
+    assert not look.is_quiet
+    monkeypatch.setattr(tune, "waited_s", lambda: 0.0)
+    assert at_once(measure_threads([(multiply, 4)], 2, torch.float32)).is_quiet
 
 
 class Bench:
@@ -379,7 +411,7 @@ def test_a_shape_is_measured_once_per_device(cache: Path) -> None:
 
 def test_what_was_measured_reads_as_a_phrase() -> None:
     assert str(Measured(FEW_THEN_ALL)) == "threads 1; 2 from 8 tokens a step"
-    assert str(Measured(ONE_THREAD, is_settled=False)).endswith("; not settled yet")
+    assert str(Measured(ONE_THREAD, is_settled=False)).endswith("; not settled yet: measured again while idle")
     assert str(Served(True, False)) == "kernel up to 16 rows, torch beyond"
 
 

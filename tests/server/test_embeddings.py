@@ -136,7 +136,7 @@ def test_models_do_what_they_are_for(server: SimulatedServer) -> None:
     assert refusal_of(refused) == (400, "unsupported_model")
     assert "/v1/embeddings" in refused.json["error"]["message"]
     (card,) = server.ask(request("GET", "/v1/models"), "GET").json["data"]
-    assert card["tasks"] == ["embed"]
+    assert card["tasks"] == ["embed", "score"]
 
 
 def test_ollamas_clients_get_their_form(server: SimulatedServer) -> None:
@@ -175,3 +175,39 @@ def test_a_client_that_leaves_and_a_deadline_end_it(server: SimulatedServer) -> 
     late = server.ask(embed(input=[[4] * 200] * 40, deadlines={"total_ms": 50}))
     assert refusal_of(late) == (504, "deadline_exceeded")
     server.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "", "documents": ["b"]}, "query"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"] * 5}, "documents"),
+        ("/v2/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction"),
+        ("/score", {"text_2": "b"}, "text_1"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_by_its_field(
+    server: SimulatedServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    let_pool(server, num_inputs=4)
+    refused = server.ask(request("POST", path, body))
+    assert (refused.status, refused.json["error"]["param"]) == (400, param)
+    server.check_idle()
+
+
+def test_scores_of_embeddings_are_their_cosines(server: SimulatedServer) -> None:
+    let_pool(server)
+    texts = ["hello", "there you are", "hello"]
+    cosines = [float(np.dot(vector_of("hello"), vector_of(text))) for text in texts]
+    ranked = server.ask(request("POST", "/v2/rerank", {"query": "hello", "documents": texts, "top_n": 2})).json
+    assert [one["index"] for one in ranked["results"]] == [0, 2]
+    assert ranked["meta"]["tokens"]["input_tokens"] == ranked["usage"]["prompt_tokens"] > 0
+    for body in ({"text_1": "hello", "text_2": texts}, {"queries": ["hello"] * 3, "documents": texts}):
+        told = server.ask(request("POST", "/score", body)).json
+        assert [one["score"] for one in told["data"]] == pytest.approx(cosines, abs=1e-6)

@@ -12,9 +12,11 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Submit
-from server.generation import KEEP_ALIVE_S, OFFLOAD_BYTES, TABLE, Event, Generation, State
+from server.generation import KEEP_ALIVE_S, TABLE, Event, Generation, State
+from server.generations import OFFLOAD_BYTES
 from server.observing.timing import Stage
 from server.output import StreamedOutput, WholeOutput
+from server.prompts import IDENTITY
 from tests.server.inline_ledger import rows
 from tests.server.simulated_engine import Schedule, at_once, late_by, token_by_token
 from tests.server.simulated_server import (
@@ -241,7 +243,8 @@ def test_timings_are_told_when_asked_for() -> None:
     assert told["total"] > told["ttft"] >= told["prefill"] > 0
     stages = dict(stage.split(";")[:2] for stage in answer.headers["server-timing"].split(", "))
     assert {name: float(ms.removeprefix("dur=")) for name, ms in stages.items()}.items() <= told.items()
-    assert told.keys() - stages.keys() == {"ttft", "prefill_chunks", "cached_tokens", "seed", "fingerprint"}
+    others = {"ttft", "prefill_chunks", "cached_tokens", "seed", "fingerprint", *IDENTITY}
+    assert told.keys() - stages.keys() == others
 
 
 def test_silent_stream_gets_its_head_and_a_comment_every_15_seconds(server: SimulatedServer) -> None:

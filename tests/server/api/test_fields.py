@@ -258,7 +258,9 @@ def test_any_json_in_a_field_is_parsed_or_refused_by_name(name: str, value: obje
     assert named.startswith(name)
 
 
-@pytest.mark.parametrize(("field", "known"), [("deadlines", "ttft_ms, inter_token_ms, total_ms"), ("timings", "queue")])
+@pytest.mark.parametrize(
+    ("field", "known"), [("deadlines", "ttft_ms, inter_token_ms, total_ms"), ("timings", "queue, tokens")]
+)
 def test_an_unknown_name_in_a_field_of_ours_is_told_the_known_ones(field: str, known: str) -> None:
     error = wire.refusal(chat.SURFACE, **ASK, **{field: {"ttft": 5}})
     assert (error.message, error.param) == (f"There is no {field}.ttft. {field} may have {known}.", f"{field}.ttft")

@@ -1,0 +1,175 @@
+"""`steploop replay`: runs recorded requests again and compares their tokens. Thread: main, blocking.
+
+Over HTTP, against the server of --url, or one that is started in this process with the model that is named. A recorded
+request is sent as it came, with its seed, and is asked for its tokens (`timings`).
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from core.errors import ExitCode, StartupError
+from server.commands.chat import ChatClient, private_server, start_in_thread
+from server.commands.console import take_interrupts
+from server.commands.tls_trust import check_trust_flags, client_context
+from server.config import ServerConfig
+from server.engine_loader import served_name
+from server.observing.recorder import RecordedRequest, read_records
+
+DIFFERS = 1  # the exit code
+NAMES = {"model_digest": "model", "settings_digest": "settings", "version": "version"}
+DROPPED = ("deadlines", "response_fields")  # of a body: they may cut the answer, or hide what is compared
+# A body's field for the most tokens, by path: of a request that was cut off, so many are computed again
+MOST_TOKENS = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+ALSO_MOST_TOKENS = "max_completion_tokens"
+
+
+class Incomparable(Exception):
+    """Why a request's tokens cannot be compared."""
+
+
+def run(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    """
+    Raises:
+        StartupError: nothing is recorded there, or the server cannot be reached or started.
+    """
+    if arguments.url is not None and arguments.model is not None:
+        raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
+    check_trust_flags(arguments)
+    records = [record for path in arguments.records for record in read_records(path)]
+    if arguments.request is not None:
+        records = [record for record in records if record.request_id == arguments.request]
+    if not records:
+        raise StartupError("no request is recorded there", "name a file of --record, or its directory", ExitCode.USAGE)
+    take_interrupts()
+    with _client(arguments, config, records) as client:
+        return _replay(client, records, arguments.anyway)
+
+
+@contextmanager
+def _client(
+    arguments: argparse.Namespace, config: ServerConfig, records: Sequence[RecordedRequest]
+) -> Iterator[ChatClient]:
+    if arguments.url is not None:
+        is_asked = arguments.ca_file is not None or arguments.takes_any
+        tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
+        client = ChatClient(arguments.url, config.api_keys[0] if config.api_keys else None, tls=tls)
+        client.wait_ready(print)
+        yield client
+        return
+    if all(record.body is None for record in records):
+        raise StartupError("no body is recorded there", "record with --record-bodies", ExitCode.USAGE)
+    own = {served_name(config), *(lora.name for lora in config.loras)}
+    asked = {record.model for record in records} - own
+    with private_server(replace(config, aliases=tuple(sorted({*config.aliases, *asked}))), start_in_thread) as client:
+        yield client
+
+
+def _replay(client: ChatClient, records: Sequence[RecordedRequest], is_forced: bool) -> int:
+    counts = {"same": 0, "differs": 0, "skipped": 0}
+    others: dict[tuple[str, ...], str] = {}  # what answers of another identity cannot be compared for
+    for record in records:
+        identity = tuple(getattr(record, name) for name in NAMES)
+        try:
+            if record.body is None or record.token_ids is None:
+                raise Incomparable("its body is not recorded: --record-bodies")
+            if identity in others:
+                raise Incomparable(others[identity])
+            told = _told_of(client, record, record.body)
+            wrong = [
+                f"{name}: {was} recorded, {told.get(key)} now"
+                for (key, name), was in zip(NAMES.items(), identity, strict=True)
+                if told.get(key) != was
+            ]
+            if wrong and not is_forced:
+                others[identity] = f"another {', '.join(wrong)} (--anyway compares)"
+                raise Incomparable(others[identity])
+            difference = _difference(record, told)
+        except Incomparable as why:
+            counts["skipped"] += 1
+            print(f"skipped {record.request_id}: {why}")
+            continue
+        counts["same" if difference is None else "differs"] += 1
+        num_tokens = sum(record.num_tokens)
+        print(
+            f"same    {record.request_id}: {num_tokens} tokens"
+            if difference is None
+            else f"differs {record.request_id}: {difference}",
+            flush=True,
+        )
+    print(", ".join(f"{num} {what}" for what, num in counts.items()))
+    if counts["differs"]:
+        return DIFFERS
+    return ExitCode.UNREACHABLE if counts["skipped"] else ExitCode.OK
+
+
+def _told_of(client: ChatClient, record: RecordedRequest, recorded_body: str) -> dict[str, Any]:
+    """The `timings` of another run.
+
+    Raises:
+        Incomparable: the server refuses it, or its answer breaks off.
+    """
+    body = json.loads(recorded_body)
+    body = {name: value for name, value in body.items() if name not in DROPPED}
+    if record.seed is not None and "seed" not in (body.get("options") or {}):
+        body["seed"] = record.seed
+    body["timings"] = {"tokens": True}
+    if record.was_cut and (name := MOST_TOKENS.get(record.path)) is not None:
+        name = ALSO_MOST_TOKENS if ALSO_MOST_TOKENS in body else name
+        body[name] = max(1, *record.num_tokens)
+    with ExitStack() as stack:
+        response = stack.enter_context(client.exchange("POST", record.path, body))
+        answer = response.read().decode(errors="replace")
+    if response.status_code != 200:
+        raise Incomparable(f"refused with {response.status_code}: {answer[:200].strip()}")
+    told: dict[str, Any] | None = None
+    for line in answer.splitlines():  # one document, events, or a document a line
+        event = _parsed(line.removeprefix("data:"))
+        for holder in (event, event.get("response")):
+            if isinstance(holder, dict) and "token_ids" in (holder.get("timings") or {}):
+                told = holder["timings"]
+    if told is None:
+        raise Incomparable(f"its answer broke off, or tells no tokens: {answer[-200:].strip()}")
+    return told
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _difference(record: RecordedRequest, told: dict[str, Any]) -> str | None:
+    """Where the tokens differ first; None: nowhere.
+
+    Raises:
+        Incomparable: the prompt was another.
+    """
+    if told["prompt_digest"] != record.prompt_digest:
+        raise Incomparable(
+            "its prompt became other tokens: it went on from a chat that the server remembered, or its template tells"
+            " the time (--deterministic takes each chat by its text alone)"
+        )
+    assert record.token_ids is not None
+    pairs: Iterable[tuple[list[int], list[int]]] = zip_longest(record.token_ids, told["token_ids"], fillvalue=[])
+    for choice, (was, now) in enumerate(pairs):
+        known = now[: len(was)] if record.was_cut else now
+        for i, (one, other) in enumerate(zip_longest(was, known)):
+            if one != other:
+                return f"choice {choice}, token {i} of {len(was)}: {_shown(one)} recorded, {_shown(other)} now"
+    return None
+
+
+def _shown(token: int | None) -> str:
+    return "none" if token is None else str(token)
