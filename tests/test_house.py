@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_085, 32),
+    "server": (12_175, 32),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
     "server/commands": (2250, 13),
@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (765, 5),
     "bench": (9350, 36),
 }
-TEST_LINES = 63_600
+TEST_LINES = 64_000
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
