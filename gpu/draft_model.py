@@ -246,11 +246,13 @@ def draft_settings(engine: EngineConfig, model: ModelConfig, draft: ModelConfig)
         model: the target's.
 
     Raises:
-        StartupError: the device verifies no drafts.
+        StartupError: the device verifies no drafts, or a model cannot go back to before a wrong one.
     """
     choice = choose_device(engine)
     if choice.device.type != "cpu":
         raise StartupError(f"--draft on {choice.device}: drafts are verified on a CPU", "leave --draft out")
+    if model.recurrence is not None or draft.recurrence is not None:
+        raise StartupError("--draft: recurrent layers cannot go back to before a wrong draft", "leave --draft out")
     longest = min(engine.max_model_len or model.max_position, model.max_position, draft.max_position)
     num_sequences = min(engine.max_sequences, MOST_SEQUENCES)
     num_tokens = min(num_sequences * longest, max(KV_CONTEXTS * longest, KV_TOKENS))
