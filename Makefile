@@ -4,6 +4,7 @@
 # make fuzz         look for bytes that break the protocols, FUZZ_SECONDS (60) for each of the targets in fuzz/;
 #                   ARGS=--save keeps what it learns in fuzz/corpus
 # make bench        measure, against peers where they are installed; results under bench/results/
+# make tables       write the tables of docs/api.md anew, from the code
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
 # make wheels       what bench.gpu_check needs beside torch, triton and transformers, in build/wheels: for a machine with a
@@ -38,7 +39,7 @@ BIT_TESTS := tests/gpu/kernels tests/gpu/cpu_kernels tests/gpu/test_linear.py
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 BUILD_JOBS ?= $(shell nproc)
 
-.PHONY: setup serve test fuzz bench peers clean
+.PHONY: setup serve test fuzz bench peers clean tables
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -69,6 +70,9 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 $(VENV)/.installed-fuzz: $(VENV)/.installed
 	$(PIP_INSTALL) --editable '.[fuzz]'
 	@touch $@
+
+tables: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.server.api.api_tables
 
 test: $(VENV)/.installed-test
 	@(PATH="$$PATH:/usr/sbin"; for program in $(TEST_PROGRAMS); do command -v $$program || exit 1; done) >/dev/null || { \
