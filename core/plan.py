@@ -166,6 +166,7 @@ class RunnerLimits:
     prompt_tile: int = 64  # prompt tokens that attend together: a started tile costs as much as a full one
     few_tokens: int = 0  # about so many tokens of a step are multiplied in the time that reading the weights takes
     max_drafts: int = 0  # tokens of a step
+    takes_whole_prompts: bool = False  # a prompt is one row of one step, of max_batch_tokens at most
     timed_rows: tuple[TimedRow, ...] = ()  # so that the first requests' steps are predicted
 
 

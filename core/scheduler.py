@@ -637,6 +637,8 @@ class Scheduler:
             length = min(length, len(sequence.token_ids) + sequence.num_pending - start)
         if allowance is not None:
             length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
+            if self.limits.takes_whole_prompts:
+                length = len(sequence.token_ids) if len(sequence.token_ids) <= builder.budget else 0
             if length == 0:
                 return
             sequence.progress_s = self.states.now_s

@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (11_945, 31),
+    "server": (12_165, 32),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
     "server/commands": (2250, 13),
@@ -54,6 +54,7 @@ ROOMS = (
         "backend",
         "resumable",
         "generation",
+        "generations",
         "relay",
         "relayed",
         "adapters",

@@ -15,7 +15,7 @@ from core.constraints import GrammarKind, GrammarSpec, regex
 from core.grammar import Grammar, GrammarCache, GrammarCompiler
 from server.api.known_fields import KNOWN, Does
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
-from server.generation import OFFLOAD_BYTES, weight_of
+from server.generations import OFFLOAD_BYTES, weight_of
 from tests.core.hostile_forms import hostile_forms
 from tests.server.simulated_server import STREAM, SimulatedServer, chat, completion, refusal_of
 
@@ -42,8 +42,8 @@ def test_whole_and_streamed_answers_are_the_same_and_valid(server: SimulatedServ
 def test_what_cannot_be_held_is_refused(server: SimulatedServer) -> None:
     scalar = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "strin"}}}
     for ask, param, words in (
-        (completion(guided_regex="(a"), "guided_regex", "guided_regex cannot be used: regex parse error"),
-        (completion(regex="(a"), "regex", "regex cannot be used: regex parse error"),
+        (completion(guided_regex="(a"), "guided_regex", "guided_regex cannot be used: line 1, column 1: unclosed"),
+        (completion(regex="(a"), "regex", "regex cannot be used: line 1, column 1: unclosed"),
         (completion(ebnf='root ::= "a"\n  b ::= "'), "ebnf", "ebnf cannot be read as GBNF: line 2, column 9"),
         (completion(grammar="start: B"), "grammar", "grammar cannot be used: line 1, column 8"),
         (chat(response_format=scalar), "response_format.json_schema.schema", ".schema.type cannot be used"),
