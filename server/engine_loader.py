@@ -338,7 +338,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
-        "drafts": _shown_drafts(config, plan.device.device.type),
+        "recurrent states": _shown_states(plan) if part.recurrence is not None else None,
+        "drafts": _shown_drafts(config, plan),
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
@@ -401,6 +402,11 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
     return f"when asked for, {format_size(plan.needed_bytes)} on {plan.device}, {kv}"
 
 
+def _shown_states(plan: "MemoryPlan") -> str:
+    kept = f"{plan.num_kept_states} kept for later prompts"
+    return f"{format_size(plan.state_bytes)}: two for each of --max-sequences {plan.engine.max_sequences}, {kept}"
+
+
 def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str:
     from gpu.runner import ModelRunner
 
@@ -410,10 +416,12 @@ def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str
     return f"{device.device_reason}; {runner.measured}"
 
 
-def _shown_drafts(config: ServerConfig, device_type: str) -> str:
+def _shown_drafts(config: ServerConfig, plan: "MemoryPlan") -> str:
     if config.speculation == "off":
         return "none: --speculation off"
-    if device_type != "cpu" or config.tensor_parallel > 1:
+    if plan.model.recurrence is not None:
+        return "none: recurrent layers cannot go back to before a wrong one"
+    if plan.device.device.type != "cpu" or config.tensor_parallel > 1:
         return "none: they are verified on a CPU, by one process"
     return DRAFTS
 
