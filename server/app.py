@@ -27,7 +27,7 @@ from server.gate.cross_origin import CrossOrigin
 from server.gate.identity import Caller, Scope, mask_keys
 from server.gate.quota import Ticket
 from server.gate.tenants import OwnDeadlineExceeded
-from server.generation import Generations
+from server.generations import Generations
 from server.ledger.responses import Responses
 from server.listening.clients import DENIED
 from server.listening.listener import Listener

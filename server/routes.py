@@ -31,7 +31,8 @@ from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
-from server.generation import Generation, weight_of
+from server.generation import Generation
+from server.generations import weight_of
 from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, deleted_reply, input_items_reply
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply

@@ -123,7 +123,7 @@ class TokenWishes(msgspec.Struct, frozen=True):
         return next((name for name, is_asked in asked.items() if is_asked), None)
 
 
-POOLINGS: dict[str, PoolingKind] = {"last": "last", "mean": "mean"}  # that --pooling may ask for
+POOLINGS: dict[str, PoolingKind] = {"last": "last", "mean": "mean", "cls": "cls"}  # that --pooling may ask for
 
 
 class PoolingStyle(msgspec.Struct, frozen=True, kw_only=True):
