@@ -25,7 +25,7 @@ BUDGETS = {
     "server/observing": (2205, 9),
     "server/upstream": (1674, 6),
     "server/wire": (4815, 14),
-    "core": (15_320, 40),
+    "core": (15_330, 40),
     "gpu": (10_675, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
