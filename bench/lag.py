@@ -1,4 +1,4 @@
-"""What long bodies, long chat templates and reconnects cost all other clients: `python -m bench.lag`.
+"""What long bodies, long chat templates, forms and reconnects cost all other clients: `python -m bench.lag`.
 
 One server with a null runner decodes STREAMS streams, a step every STEP_S; beside it others post one body after the
 other, each of which is parsed, rendered and refused or answered. Measured in the server's process, in milliseconds:
@@ -15,9 +15,10 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from multiprocessing import get_context
 
 import uvloop
@@ -33,6 +34,7 @@ from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
 from server.process import SWITCH_INTERVAL_S, Server
 from server.wire.http2_frames import PING, PREFACE, SETTINGS
+from tests.core.hostile_forms import hostile_forms
 
 STREAMS = 64
 STEP_S = 0.02
@@ -76,12 +78,22 @@ def many_messages() -> bytes:
     return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1}).encode()
 
 
-CASES: dict[str, tuple[str, Callable[[], bytes]] | None] = {
+def forms(scale: int) -> Iterator[bytes]:
+    """Chats whose answers are to have forms that take long to check and to compile, none of them twice."""
+    for number in count():
+        for fields in hostile_forms(scale, number).values():
+            asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 24, **fields}
+            yield json.dumps(asked).replace("\\\\u", "\\u").encode()
+
+
+CASES: dict[str, tuple[str, Callable[[], Iterator[bytes]]] | None] = {
     "streams alone": None,
-    "8 MiB of text": ("/v1/completions", long_text),
-    "8 MiB of ids": ("/v1/completions", long_ids),
-    "4,080 messages": ("/v1/chat/completions", many_messages),
-    "reconnects ended by GOAWAY": ("", lambda: BROKEN),
+    "8 MiB of text": ("/v1/completions", lambda: repeat(long_text())),
+    "8 MiB of ids": ("/v1/completions", lambda: repeat(long_ids())),
+    "4,080 messages": ("/v1/chat/completions", lambda: repeat(many_messages())),
+    "forms in 8 KiB": ("/v1/chat/completions", lambda: forms(1)),
+    "larger forms": ("/v1/chat/completions", lambda: forms(20)),
+    "reconnects ended by GOAWAY": ("", lambda: repeat(BROKEN)),
 }
 
 
@@ -90,9 +102,11 @@ def send_bodies(port: int, name: str, duration_s: float) -> int:
     if (case := CASES[name]) is None:
         time.sleep(duration_s)
         return 0
-    (path, make_body), num = case, 0
-    body, end_s = make_body(), time.monotonic() + duration_s
-    while time.monotonic() < end_s:
+    (path, make_bodies), num = case, 0
+    bodies, end_s = make_bodies(), time.monotonic() + duration_s
+    for body in bodies:
+        if time.monotonic() >= end_s:
+            break
         if path:
             connection = http.client.HTTPConnection("127.0.0.1", port)
             connection.request("POST", path, body, {"content-type": "application/json"})
@@ -151,12 +165,16 @@ async def measure(name: str, duration_s: float) -> dict[str, Cell]:
 def _measure(arguments: argparse.Namespace) -> Found:
     configure_logging("error", "text")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    rows = [uvloop.run(measure(name, arguments.seconds)) for name in CASES]
+    rows = [uvloop.run(measure(name, arguments.seconds)) for name in arguments.cases]
     config = {"streams": STREAMS, "step_s": STEP_S, "seconds": arguments.seconds}
     return Found([table_of("What long bodies cost the others", rows)], config)
 
 
-main = bench("lag", __doc__, _measure, (Flag("--seconds", 15.0, "of each case", 0.5),))
+FLAGS = (
+    Flag("--seconds", 15.0, "of each case", 0.5),
+    Flag("--cases", tuple(CASES), "to measure", more={"nargs": "+"}),
+)
+main = bench("lag", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
     sys.exit(main())

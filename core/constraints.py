@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Any
 
 from core.errors import InvalidRequest
@@ -33,12 +33,20 @@ MAX_TAGS = 128
 WHITESPACE = r"[ ]|\n[ ]{0,24}|\n\t{0,12}"
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_RULES = 500
+NO_END = "no text of the rule {} has an end, as it needs itself. Give it an alternative that does not."
 MAX_BRACKETS = 64  # open at once, in a grammar
 # Of grammars, where brackets stand for themselves: texts, classes or expressions, and comments. Unclosed ones are found
 # as well, and nothing is tried twice: expressions that backtrack over a client's text would take minutes, with the GIL.
 _GBNF_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*+', re.DOTALL)
 _LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*+')
-_LARK_TOKENS = re.compile(r"<[^>\n]*>?|\btemperature\s*=")  # tokens of the model by name or id, and how to sample
+# Of Lark's: tokens of the model by name or id, other grammars, and attributes of rules that no text shows, or that take
+# text out of the answer
+_LARK_REFUSED = re.compile(
+    r"<[^>\n]*>?|%json\b|@\w+|\b(?:temperature|stop|stop_capture)\s*=|(?<=[\[,])\s*+capture\b"
+    r"|(?<=%llguidance)\s*\{[^}]*[^\s}][^}]*\}?"
+)
+_LARK_HEAD = re.compile(r"^[ \t]*+[?!]?(?P<name>\w++)(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*+:(?!:)", re.MULTILINE)
+_LARK_PARTS = re.compile(r"->\s*\w+|'|\w+|[()\[\]|?*+]|(?:~|\{)\s*\d+")
 _RULE = re.compile(r"^[ \t]*+[?!]?[\w.\-]++[^\n:]*+:", re.MULTILINE)
 _GBNF_ROOT = re.compile(r"^[ \t]*+root\s*+::=", re.MULTILINE)
 MAX_WHOLE = 2**53  # beyond it the library rounds
@@ -183,6 +191,8 @@ def _check_repeats(pattern: str, path: str, param: str) -> None:
     sizes, last = [0], 0  # of the groups that are open, and of what came last
     for part in _REGEX_PARTS.finditer(pattern):
         text = part[0]
+        if text == "\\":  # the library takes it for the end of a text
+            raise InvalidRequest(f"{path} cannot be used: {place_in(pattern, part.start())}: no escape.", param)
         if text == "(":
             sizes.append(0)
             last = 0
@@ -198,7 +208,8 @@ def _check_repeats(pattern: str, path: str, param: str) -> None:
             continue
         sizes[-1] += last
         if last > MAX_REPEATED:
-            raise InvalidRequest(f"{path} repeats more than {MAX_REPEATED} characters by its counts.", param)
+            why = f"repeats more than {MAX_REPEATED} characters by its counts, {place_in(pattern, part.start())}"
+            raise InvalidRequest(f"{path} {why}.", param)
 
 
 def choice(texts: Sequence[str], param: str) -> GrammarSpec:
@@ -271,15 +282,20 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
         raise InvalidRequest(f"{param} has more than {MAX_RULES} rules.", param)
     if source.count("&") + source.count("~") > MAX_INTERSECTED:
         raise InvalidRequest(f"{param} has more than {MAX_INTERSECTED} of & and ~.", param)
-    if "%json" in source:
-        raise InvalidRequest(f"{param} may not have %json. Send a schema by itself.", param)
     is_gbnf = _GBNF_ROOT.search(source) is not None
     texts = _GBNF_TEXTS if is_gbnf else _LARK_TEXTS
-    blanked = texts.sub(lambda text: re.sub(r"[^\n]", " ", text[0]), source)
-    if not is_gbnf and (found := _LARK_TOKENS.search(blanked)):
-        line, column = blanked.count("\n", 0, found.start()) + 1, found.start() - blanked.rfind("\n", 0, found.start())
-        message = f"{param}: line {line}, column {column}: {found[0]!r} cannot be held: answers are text. Leave it out."
-        raise InvalidRequest(message, param)
+    blanked = texts.sub(_blank, source)
+    if not is_gbnf and (found := _LARK_REFUSED.search(blanked)):
+        offset = found.end() - len(found[0].lstrip())
+        word = source[offset : found.end()][:MAX_SHOWN]
+        why = "Send a schema by itself." if word == "%json" else "Leave it out."
+        raise InvalidRequest(
+            f"{param}: {place_in(source, offset)}: {word!r} cannot be held: answers are text. {why}", param
+        )
+    heads = [] if is_gbnf else [*_LARK_HEAD.finditer(blanked)]
+    for name in endless(dict(_lark_rules(blanked, heads))):
+        offset = next(head.start("name") for head in heads if head["name"] == name)
+        raise InvalidRequest(f"{param}: {place_in(source, offset)}: {NO_END.format(name)}", param)
     num_open = deepest = 0
     for bracket in re.findall(r"[(\[{)\]}]", blanked):
         num_open += 1 if bracket in "([{" else -1
@@ -287,6 +303,66 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
     if deepest > MAX_BRACKETS:
         raise InvalidRequest(f"{param} has more than {MAX_BRACKETS} brackets open at once.", param)
     return _bounded(GrammarSpec(GrammarKind.GBNF if is_gbnf else GrammarKind.LARK, source, param))
+
+
+def _blank(text: re.Match[str]) -> str:
+    """As long, without what may look like rules and brackets: ' for a text, nothing for a comment."""
+    first = " " if text[0].startswith(("//", "#")) else "'"
+    return first + re.sub(r"[^\n]", " ", text[0][1:])
+
+
+def place_in(source: str, offset: int) -> str:
+    return f"line {source.count(chr(10), 0, offset) + 1}, column {offset - source.rfind(chr(10), 0, offset)}"
+
+
+def _lark_rules(blanked: str, heads: Sequence[re.Match[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Each rule with its parts, for `endless`; those with what is not understood here have none."""
+    for head, behind in zip_longest(heads, heads[1:]):
+        body = blanked[head.end() : behind.start() if behind else None].partition("\n%")[0]
+        is_known = not re.search("[%@:]|-(?!>)", body)
+        yield head["name"], _LARK_PARTS.findall(body) if is_known else []
+
+
+def endless(rules: Mapping[str, Sequence[str]]) -> list[str]:
+    """Rules that no text satisfies, as each of their alternatives needs one of them.
+
+    Args:
+        rules: by name, with their parts: names, brackets, bars, and counts with the least first. Others are texts.
+    """
+    alternatives: list[tuple[str, list[str]]] = []  # with the rules that they need; a bracket is a rule of its own
+    for name, parts in rules.items():
+        opened: list[tuple[str, list[str]]] = [(name, [])]
+        last = ""  # the rule that came last
+        for i, part in enumerate(parts):
+            rule, needed = opened[-1]
+            if part in ("(", "["):
+                opened.append((f"{name}({i}", []))
+            elif part == "|" or (part in (")", "]") and len(opened) > 1):
+                alternatives.append(opened.pop())
+                if part == "|":
+                    opened.append((rule, []))
+                elif part == ")":
+                    opened[-1][1].append(rule)
+            elif re.match(r"[?*]|[~{]\s*0", part) and needed and needed[-1] == last:
+                needed.pop()
+            elif part in rules:
+                needed.append(part)
+            last = opened[-1][1][-1] if opened[-1][1] and (part in rules or part == ")") else ""
+        alternatives += opened
+    users: dict[str, list[int]] = {}
+    for number, (_, needed) in enumerate(alternatives):
+        for one in needed:
+            users.setdefault(one, []).append(number)
+    missing = [len(needed) for _, needed in alternatives]
+    ready, ended = [rule for rule, needed in alternatives if not needed], set[str]()
+    while ready:
+        if (rule := ready.pop()) not in ended:
+            ended.add(rule)
+            for number in users.get(rule, ()):
+                missing[number] -= 1
+                if not missing[number]:
+                    ready.append(alternatives[number][0])
+    return [name for name in rules if name not in ended]
 
 
 def check_depth(schema: Any, param: str) -> None:

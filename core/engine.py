@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import numpy as np
 
+from core.kv_cache import BlockChange
 from core.plan import BlockStore, DeviceError, Int32Array, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import NO_SLOT, Sequence, SequenceState
@@ -278,6 +279,10 @@ class Engine:
                 return
             self._stop_idling()
             self._sent.send(plan)
+
+    def tell_blocks(self, tell: Callable[[BlockChange], None]) -> None:
+        """Have `tell` called, on the engine thread, with each block that can be found now, or no more."""
+        self._scheduler.pool.on_change = tell
 
     def wait_s(self) -> float | None:
         """How long the caller may wait for a message after step() returned False; None: for ever."""

@@ -19,7 +19,17 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from core.constraints import MAX_REPEATED, WHITESPACE, GrammarKind, GrammarSpec, check_answerable, keywords_of
+from core.constraints import (
+    MAX_REPEATED,
+    NO_END,
+    WHITESPACE,
+    GrammarKind,
+    GrammarSpec,
+    check_answerable,
+    endless,
+    keywords_of,
+    place_in,
+)
 from core.errors import InvalidRequest
 
 Int32Array = npt.NDArray[np.int32]
@@ -49,6 +59,7 @@ MAX_TOKEN_SHOWN = 40  # characters
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
 _MISPLACED = re.compile("doesn't satisfy the grammar|out of range")
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_DRAWN = re.compile(r"regex parse error:\n {4}(?P<shown>.*)\n {4}(?P<before> *)\^+\nerror: (?P<why>.*)")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -324,24 +335,36 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
             " each a required property with a constant of its own."
         )
     if spec.kind is GrammarKind.JSON_SCHEMA:
-        return f"{_place_of(error, spec)} cannot be used: {error}"
+        path, pattern = _place_of(error, spec)
+        return f"{path} cannot be used: {_with_column(error, pattern)}"
     if spec.kind is GrammarKind.LARK:
         error = _PLACE.sub(r"line \1, column \2: ", error)
     else:  # the library was given what is written here: the client's text has no such place
         error = _PLACE.sub("", re.sub(r"\n *\d+ \|.*", "", error, flags=re.DOTALL))
         error = re.sub(r"^invalid regex .* \(in regex\): ", "", error, flags=re.DOTALL)
-    return f"{spec.param} cannot be used: {error}"
+    return f"{spec.param} cannot be used: {_with_column(error, spec.source)}"
 
 
-def _place_of(error: str, spec: GrammarSpec) -> str:
-    """The path of the keyword that the library's words repeat."""
-    shown = {"pattern": "parse error:\n    {}\n", "type": "Invalid type: {}"}
+def _with_column(error: str, pattern: str) -> str:
+    """The library's words about an expression, whose place they draw: with line and column."""
+    found = _DRAWN.search(error)
+    if found is None or found["shown"] != pattern.replace("\n", "\\n"):
+        return error
+    offset = len(found["before"])
+    for at, character in enumerate(pattern[:offset]):
+        offset -= character == "\n" and at < offset
+    return f"{place_in(pattern, offset)}: {found['why']}"
+
+
+def _place_of(error: str, spec: GrammarSpec) -> tuple[str, str]:
+    """The path of the keyword that the library's words repeat, and what they repeat."""
+    shown = {"pattern": ("parse error:\n    {}\n", "in regex /{}/"), "type": ("Invalid type: {}",)}
     for path, keyword, value in keywords_of(json.loads(spec.source), spec.param, 0):
         for one in value if keyword == "patternProperties" else (value,):
-            words = shown.get("pattern" if keyword == "patternProperties" else keyword)
-            if words is not None and words.format(one) in error:
-                return f"{path}.{keyword}"
-    return spec.param
+            for words in shown.get("pattern" if keyword == "patternProperties" else keyword, ()):
+                if words.format(str(one).replace("\n", "\\n")) in error:
+                    return f"{path}.{keyword}", str(one)
+    return spec.param, ""
 
 
 _GBNF_TOKENS = re.compile(
@@ -373,9 +396,11 @@ class _GbnfReader:
                 break
         self._tokens += [("end", "", len(source))] * 2
         self._at = 0
-        self._written: list[str] = []  # of the rule that is read: Lark; references are a name behind a NUL
+        # A rule's name is behind a NUL here
+        self._written: list[str] = []  # of the rule that is read: Lark
         self._rules: dict[str, list[str]] = {}
-        self._used: dict[str, int] = {}  # names, with where they stand first
+        self._defined: dict[str, int] = {}  # with where
+        self._used: dict[str, int] = {}  # with where they stand first
 
     def in_lark(self) -> str:
         """
@@ -385,27 +410,30 @@ class _GbnfReader:
         while self._tokens[self._at][0] != "end":
             _, name, offset = self._take("name")
             self._take("defines")
-            if name in self._rules:
+            if "\0" + name in self._rules:
                 raise self._refusal(f"the rule {name} is there already", offset)
+            self._defined["\0" + name] = offset
             self._written = []
             self._alternatives()
             if self._tokens[self._at][0] != "end" and not self._is_rule():
                 raise self._unexpected("a rule's name and ::=")
-            self._rules[name] = self._written
-        for name, offset in {**self._used, "root": 0}.items():
+            self._rules["\0" + name] = self._written
+        for name, offset in {**self._used, "\0root": 0}.items():
             if name not in self._rules:
-                raise self._refusal(f"there is no rule {name}", offset)
+                raise self._refusal(f"there is no rule {name[1:]}", offset)
+        for name in endless(self._rules):
+            raise self._refusal(NO_END.format(name.removeprefix("\0")).rstrip("."), self._defined[name])
         terminals = self._terminals()
         names = {name: f"{'T' if name in terminals else 't'}{i}" for i, name in enumerate(self._rules)}
-        lines = ["%llguidance {}", f"start: {names['root']}"]
+        lines = ["%llguidance {}", "start: " + names["\0root"]]
         for name, written in self._rules.items():
-            parts = (names[part[1:]] if part.startswith("\0") else part for part in written)
+            parts = (names.get(part, part) for part in written)
             lines.append(f"{names[name]}: {' '.join(parts)}")
         return "\n".join(lines)
 
     def _terminals(self) -> set[str]:
         """Rules that hold neither themselves nor one that does."""
-        holds = {name: {part[1:] for part in written if part[0] == "\0"} for name, written in self._rules.items()}
+        holds = {name: self._rules.keys() & set(written) for name, written in self._rules.items()}
         found: set[str] = set()
         while more := {name for name, held in holds.items() if held <= found} - found:
             found |= more
@@ -427,7 +455,7 @@ class _GbnfReader:
             begin, size = len(self._written), 1
             match kind, token:
                 case "name", _:
-                    self._used.setdefault(token, offset)
+                    self._used.setdefault("\0" + token, offset)
                     self._written.append("\0" + token)
                 case "text", _:
                     text = "".join(self._characters(token[1:-1], offset + 1))
@@ -442,7 +470,7 @@ class _GbnfReader:
                     self._written.append("(")
                     size = self._alternatives()
                     if self._tokens[self._at][1] != ")":
-                        raise self._unexpected(f"the ) of the ( at {self._place(offset)}")
+                        raise self._unexpected(f"the ) of the ( at {place_in(self._source, offset)}")
                     self._written.append(")")
                 case _:
                     break
@@ -523,12 +551,10 @@ class _GbnfReader:
             found += ", which is not closed"
         return self._refusal(f"{found} where {expected} must be", offset)
 
-    def _place(self, offset: int) -> str:
-        before = self._source[:offset]
-        return f"line {before.count(chr(10)) + 1}, column {offset - before.rfind(chr(10))}"
-
     def _refusal(self, why: str, offset: int) -> InvalidRequest:
-        return InvalidRequest(f"{self._param} cannot be read as GBNF: {self._place(offset)}: {why}.", self._param)
+        return InvalidRequest(
+            f"{self._param} cannot be read as GBNF: {place_in(self._source, offset)}: {why}.", self._param
+        )
 
 
 class GrammarCache:

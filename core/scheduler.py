@@ -339,6 +339,10 @@ class Scheduler:
             self._burst.look(builder.sequences if builder.work.own_tokens else (), now)
         num_reserved = len(builder.sequences)  # blocks that the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
+        if self.states.kept is not None:
+            for source in builder.state_reads.values():
+                if source >= 0:
+                    self.states.kept.done(source)
         plan = builder.build()
         if plan is not None:
             assert len(self.in_flight) < self.limits.max_in_flight, "a step has to come back first"
@@ -637,12 +641,17 @@ class Scheduler:
             length = min(length, len(sequence.token_ids) + sequence.num_pending - start)
         if allowance is not None:
             length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
+            if self.limits.takes_whole_prompts:
+                length = len(sequence.token_ids) if len(sequence.token_ids) <= builder.budget else 0
             if length == 0:
                 return
+            if self.states.kept is not None:
+                length = self._to_border(start, length, len(sequence.token_ids), builder.budget)
             sequence.progress_s = self.states.now_s
         end = start + length + len(drafts)
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, end - start, drafts)
+            self.states.save_states(builder, sequence, start, end)
             if allowance is not None:
                 self.states.publish(sequence, end)
             elif drafts:
@@ -650,6 +659,18 @@ class Scheduler:
             elif end > sequence.num_prompt_tokens and _is_plain(sequence):
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
+
+    def _to_border(self, start: int, length: int, num_tokens: int, budget: int) -> int:
+        """A chunk's length such that it ends with its tokens, or else at a block border if the budget permits.
+
+        Recurrent layers compute the blocks of a prompt as wholes, and round tokens otherwise in parts of one.
+        """
+        size = self.limits.block_size
+        past = (start + length) % size
+        if start + length == num_tokens or not past:
+            return length
+        longer = min(length - past + size, num_tokens - start)
+        return length - past if length > past else min(longer, budget)
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Make all blocks it writes up to position `end` its own; False if not yet, or if it was preempted itself."""
@@ -681,6 +702,8 @@ class Scheduler:
             bystanders = self._bystanders_misled([sequences[row] for row in lost], unwritten)
         self.host.on_applied(len(output.failed_rows) < len(sequences), output.host_copy_s)
         self._account(flight, step_s - output.host_copy_s)
+        for save in plan.state_saves:
+            self.states.keep_saved(sequences[save.row], save, not lost)
         self._take_prompt_logprobs(flight, output, lost)
         self._advance_prompts(flight, lost, now)
         refused = self._verify(flight, output, lost, step_s - output.host_copy_s)
@@ -1062,6 +1085,10 @@ class Scheduler:
         found = dict.fromkeys(sequence for flight in self.in_flight for sequence in flight.sequences)
         for sequence in found:
             sequence.num_in_flight = sequence.num_pending = 0
+        if self.states.kept is not None:
+            for flight in self.in_flight:
+                for save in flight.plan.state_saves:
+                    self.states.kept.give_back(save.kept)
         self.in_flight.clear()
         return list(found)
 

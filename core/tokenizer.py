@@ -645,6 +645,9 @@ def _read_decoder(parts: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], 
     types = [part["type"] for part in parts]
     if types == ["ByteLevel"]:
         return _byte_level_bytes, 0
+    if types == ["WordPiece"]:
+        prefix = parts[0].get("prefix", "##")
+        return (lambda token: (token[len(prefix) :] if token.startswith(prefix) else f" {token}").encode()), 1
     if not {"Replace", "Metaspace"} & set(types):
         raise UnsupportedTokenizer(f"decoder {' + '.join(types) or 'null'} is not supported: {_SUPPORTED}")
     strip_start = 0

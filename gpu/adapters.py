@@ -30,7 +30,7 @@ from core.plan import SequenceStart
 from core.types import Adapter
 from gpu.attention import IntArray
 from gpu.checkpoint import text_name
-from gpu.linear import Linear, can_pack, make_linear, packed_linear
+from gpu.linear import Linear, can_pack, make_linear
 from gpu.parameters import EMBEDDING, HEAD, Target, empty_weights, layer_of
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -160,8 +160,7 @@ def _products(
     with torch.inference_mode():
         for index, pairs in by_layer.items():
             for site, (down, up) in _fused(model, index, pairs, dtype).items():
-                packed = packed_linear if can_pack(dtype, device) else None
-                linears = (make_linear(part.to(device), None, packed) for part in (down, up))
+                linears = (make_linear(part.to(device), None, is_packed=can_pack(dtype, device)) for part in (down, up))
                 products[index, site] = LowRank(*linears)
                 size_bytes += down.nbytes + up.nbytes
         if device.type == "cuda":

@@ -5,6 +5,8 @@ memory that only starting needed (trim RSS).
 """
 
 import ctypes
+import math
+import mmap
 import os
 import re
 import sys
@@ -221,8 +223,44 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 PAGE_BYTES = 2 * 1024**2
 LEAST_BYTES = PAGE_BYTES // 2  # less is not worth a call
+CHUNK_BYTES = 64 * 1024**2  # of address space: only what is written to takes memory
+LINE_BYTES = 64  # of a cache
 MADV_COLLAPSE = 25  # Linux 6.1, include/uapi/asm-generic/mman-common.h
-MADV_DONTNEED = 4  # madvise(2)
+MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # madvise(2)
+
+
+class HugePages:
+    """Memory whose pages are large from the first write on: to collapse small ones takes as long as to read a file.
+
+    Tensors share chunks; a chunk is unmapped with the last of them.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """On the CPU. Once it is written, use_huge_pages says whether its pages are large."""
+        advise, size_bytes = _madvise(), math.prod(shape) * dtype.itemsize
+        if advise is None or size_bytes < LEAST_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        if size_bytes > CHUNK_BYTES:
+            return _advised(size_bytes)[:size_bytes].view(dtype).view(shape)
+        if len(self._rest) < size_bytes:
+            self._rest = _advised(CHUNK_BYTES)
+        found, self._rest = self._rest[:size_bytes], self._rest[-(-size_bytes // LINE_BYTES) * LINE_BYTES :]
+        return found.view(dtype).view(shape)
+
+
+def _advised(size_bytes: int) -> Tensor:
+    """At least so many bytes, from a page's start on."""
+    pages_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    mapped = torch.frombuffer(mmap.mmap(-1, pages_bytes + PAGE_BYTES), dtype=torch.uint8)  # owns the mapping
+    first = -mapped.data_ptr() % PAGE_BYTES
+    _madvise()(mapped.data_ptr() + first, pages_bytes, MADV_HUGEPAGE)
+    return mapped[first : first + pages_bytes]
+
+
+huge_pages = HugePages()
 
 
 def use_huge_pages(address: int, size_bytes: int) -> bool:

@@ -93,6 +93,9 @@ class KVCache:
     Args:
         num_blocks: blocks the scheduler may use, 0..num_blocks-1.
         has_padding: batches are padded with rows.
+
+    Attributes:
+        layers: those that attend.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.scratch_block, self.padding_block = num_blocks, num_blocks + 1
         blocks = (num_blocks + 1 + has_padding, BLOCK_SIZE, config.num_kv_heads, _width(config, dtype))
-        self.tensor = zeros((config.num_layers, config.num_cached, *blocks), dtype, device)
+        self.tensor = zeros((config.num_attention_layers, config.num_cached, *blocks), dtype, device)
         if dtype == INT8:
             heads = (blocks[0], config.num_kv_heads, -1)
             self.layers: list[LayerKV] = [
@@ -137,7 +140,9 @@ class KVCache:
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token, all layers."""
-    return config.num_cached * config.num_layers * config.num_kv_heads * _width(config, dtype) * dtype.itemsize
+    return (
+        config.num_cached * config.num_attention_layers * config.num_kv_heads * _width(config, dtype) * dtype.itemsize
+    )
 
 
 def _width(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -181,7 +186,7 @@ def num_blocks_within(memory_bytes: int, config: ModelConfig, dtype: torch.dtype
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros. On a CPU by numpy, whose zeroed pages cost nothing until they are used."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)

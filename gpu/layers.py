@@ -134,7 +134,7 @@ def router_of(config: ExpertsConfig, weights: ExpertWeights, make: MakeLinear) -
     """hidden -> experts."""
     if not config.is_router_float:
         return make(weights.router, weights.router_bias)
-    in_float = make_linear(weights.router, weights.router_bias, None)
+    in_float = make_linear(weights.router, weights.router_bias)
     return lambda x: in_float(x.float())
 
 

@@ -20,13 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.device import cpu_flags, use_huge_pages
+from gpu.device import cpu_flags, huge_pages, use_huge_pages
 
 Linear = Callable[[Tensor], Tensor]
 """[tokens, in] -> [tokens, out]"""
-
-MakeMatmul = Callable[[Tensor, Tensor, Tensor | None], Linear]
-"""(what pack() returned, its weight [out, in], bias [out] or None) -> the matmul, which does not keep the weight"""
 
 Embed = Callable[[Tensor], Tensor]
 """token ids [tokens] -> [tokens, hidden]"""
@@ -112,14 +109,14 @@ class MatmulChoices:
         return matmul
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, matmul: MakeMatmul | None) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None, *, is_packed: bool = False) -> Linear:
     """A matmul with weight [out, in], plus bias [out] or None.
 
     Args:
-        matmul: makes it from a packed copy of the weight; None: the weight is not packed.
+        is_packed: keep a packed copy instead of the weight.
     """
-    if matmul is not None:
-        return matmul(pack(weight), weight, bias)
+    if is_packed:
+        return onednn_linear(pack(weight), bias)
     if weight.dtype == torch.float32 and has_onednn(torch.float32, weight.device):
         return onednn_linear(weight, bias)
     linear = partial(F.linear, weight=weight, bias=bias)
@@ -131,11 +128,6 @@ def pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
-
-
-def packed_linear(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-    """See MakeMatmul."""
-    return onednn_linear(packed, bias)
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -222,23 +214,23 @@ def has_onednn(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-def make_tied(embedding: Tensor, matmul: MakeMatmul | None) -> tuple[Embed, Linear]:
+def make_tied(embedding: Tensor, *, is_packed: bool) -> tuple[Embed, Linear]:
     """Embedding and head of one matrix [vocab, hidden]; its plain form is dropped where rows can be read when packed.
 
     Args:
-        matmul: see make_linear.
+        is_packed: see make_linear.
     """
-    if matmul is None:
-        return _plain(embedding), make_linear(embedding, None, None)
+    if not is_packed:
+        return _plain(embedding), make_linear(embedding, None)
     packed = pack(embedding)
-    rows = PackedRows(packed, embedding.shape) if is_whole(packed, embedding.shape) else None
+    rows = PackedRows(blocks_of(packed, embedding.shape), packed) if is_whole(packed, embedding.shape) else None
     is_same = rows is not None and all(
         torch.equal(
             rows(torch.arange(first, min(first + CHECKED_ROWS, len(embedding)))), embedding[first:][:CHECKED_ROWS]
         )
         for first in range(0, len(embedding), CHECKED_ROWS)
     )
-    return rows if rows is not None and is_same else _plain(embedding), matmul(packed, embedding, None)
+    return rows if rows is not None and is_same else _plain(embedding), onednn_linear(packed, None)
 
 
 def can_gather(shape: torch.Size | tuple[int, ...]) -> bool:
@@ -260,12 +252,21 @@ def blocks_of(packed: Tensor, shape: torch.Size) -> Tensor:
     )
 
 
-class PackedRows:
-    """Rows of a prepacked matrix that is_whole. shape: (out, in)."""
+def in_blocks(weight: Tensor) -> Tensor:
+    """The same layout, packed here. weight: [out, in] that can_gather, bfloat16; returns [out / 64, in / 2, 64, 2]."""
+    num_blocks, num_pairs = weight.shape[0] // BLOCK_OUTPUTS, weight.shape[1] // 2
+    packed = huge_pages.empty((num_blocks, num_pairs, BLOCK_OUTPUTS, 2), weight.dtype)
+    pairs = weight.contiguous().view(torch.int32).view(num_blocks, BLOCK_OUTPUTS, num_pairs)
+    packed.view(torch.int32).squeeze(-1).copy_(pairs.transpose(1, 2))
+    use_huge_pages(packed.data_ptr(), packed.nbytes)
+    return packed
 
-    def __init__(self, packed: Tensor, shape: torch.Size) -> None:
-        self._packed = packed  # owns the memory
-        self._blocks = blocks_of(packed, shape)
+
+class PackedRows:
+    """Rows of a prepacked matrix. blocks: see blocks_of; owner: of their memory."""
+
+    def __init__(self, blocks: Tensor, owner: Tensor | None = None) -> None:
+        self._blocks, self._owner = blocks, owner
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows: [n], integers; returns [n, in]."""

@@ -101,7 +101,7 @@ def load_planned(
         form = MatrixForm(convert, is_prequantized, has_blocks)
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
-    runner = ModelRunner(part, engine, memory, weights, operators)
+        runner = ModelRunner(part, engine, memory, weights, operators)
     trim_heap()
     return runner
 

@@ -16,7 +16,7 @@ from gpu.attention import AttentionKernels, TorchAttention
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Block, Experts, Gated, apply_rope
-from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied, packed_linear
+from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied
 from gpu.parallel.ranks import Ranks
 from gpu.parameters import ExpertWeights
 from gpu.quant import QuantizedWeight, SlabLinear, Weight
@@ -56,15 +56,11 @@ class Operators:
             return self.blocks(weight, bias)
         if isinstance(weight, QuantizedWeight):
             return self.quantized_linear(weight, bias)
-        return make_linear(weight, bias, self.packed_linear if self._is_packed else None)
+        return make_linear(weight, bias, is_packed=self._is_packed)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         blocks = self._blocks_of(weight) if self.has_blocks else None
         return SlabLinear(weight, bias) if blocks is None else self.blocks(blocks, bias)
-
-    def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-        """See MakeMatmul."""
-        return packed_linear(packed, weight, bias)
 
     def blocks(self, weight: BlockWeight, bias: Tensor | None) -> "BlockMatmul":
         """The same with a file's blocks, on any CPU; its rows can be read as well."""
@@ -80,7 +76,7 @@ class Operators:
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         """Embedding and head that share one matrix."""
-        return make_tied(embedding, self.packed_linear if self._is_packed else None)
+        return make_tied(embedding, is_packed=self._is_packed)
 
     def embedding(self, table: Tensor) -> Embed:
         """Embedding with a matrix [vocab, hidden] that is not the head's."""

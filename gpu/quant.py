@@ -264,8 +264,8 @@ class SlabLinear:
         """Scales of whole outputs multiply the result, which saves a pass: the numbers are exact in any format."""
         has_output_scales = weight.zeros is None and weight.scales.shape[-1] == 1
         if has_output_scales and x.dtype != torch.float16:  # float16: unscaled sums would overflow
-            return make_linear(weight.values.to(x.dtype), None, None)(x).mul_(weight.scales.T)
-        return make_linear(dequantize(weight, x.dtype), None, None)(x)
+            return make_linear(weight.values.to(x.dtype), None)(x).mul_(weight.scales.T)
+        return make_linear(dequantize(weight, x.dtype), None)(x)
 
 
 class QuantizeCache:

@@ -6,7 +6,7 @@ they can be; the others become floats while they load.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -88,10 +88,11 @@ def load_weights(
     fill: Fill = Target.fill,
     shard: Shard | None = None,
 ) -> ModelWeights:
-    """Fill the model's parameters from the checkpoint, one layer at a time, converting to dtype.
+    """Fill the model's parameters from the checkpoint, converting to dtype. A layer is read when it is taken.
 
     Args:
         config: the whole checkpoint's, as check_checkpoint returns it.
+        progress: see TensorSource.
         fill: see TensorSource.
         shard: load this part only; None: all.
 
@@ -102,7 +103,8 @@ def load_weights(
     part = config if shard is None else shard.config
     head_rows = slice(0, config.vocab_size) if shard is None else shard.head_rows
     weights, targets = empty_ends(part, dtype, device, head_rows.stop - head_rows.start)
-    with TensorSource(checkpoint, dtype, progress, fill, None if shard is None else shard.cut) as source:
+    cut = None if shard is None else shard.cut
+    with TensorSource(checkpoint, dtype, progress, fill, cut) as source:
         for name in extra_biases:
             if source.tensor(name).any():
                 raise bad_checkpoint(
@@ -111,11 +113,16 @@ def load_weights(
         if form.serves_blocks:
             _load_blocks_of_ends(weights, targets, source, dtype)
         source.fill(targets)
-        for index in range(part.num_layers):
-            weights.layers.append(_load_layer(part, index, source, form, *empty_layer(part, index, dtype, device)))
-        source.finish()
     if shard is not None and config.tie_embeddings:
         weights.lm_head = floats(weights.embedding)[head_rows]
+
+    def layers() -> Iterator[LayerWeights]:
+        with source:
+            for index in range(part.num_layers):
+                yield _load_layer(part, index, source, form, *empty_layer(part, index, dtype, device))
+            source.finish()
+
+    weights.layers = layers()
     return weights
 
 

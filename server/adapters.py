@@ -15,14 +15,13 @@ from core.errors import BadAdapter, ErrorKind, InvalidRequest, ServiceError
 from core.types import Adapter
 from server.api.models import LoadAdapterBody, adapter_card
 from server.clock import Clock
-from server.generation import Generations, State
+from server.generations import Generations
 from server.prompts import PromptReader
 
 logger = logging.getLogger(__name__)
 
 ReadAdapter = Callable[[Path], Adapter]
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-WAITING = (State.RESERVING, State.QUEUED)
 
 
 @dataclass(slots=True)
@@ -105,7 +104,7 @@ class Adapters:
         running, waiting = set[str](), set[str]()
         for one in self.generations.active.values():
             if one.model in names:
-                (waiting if one.state in WAITING else running).add(one.model)
+                (waiting if one.is_queued else running).add(one.model)
         return {(str(self.most), ",".join(sorted(running)), ",".join(sorted(waiting))): self.clock.unix()}
 
     def _path_of(self, asked: str) -> tuple[Path, str]:

@@ -18,6 +18,7 @@ from core.types import EngineStats, Usage
 from server.adapters import Adapters
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, PROTOCOL_CODES, ErrorForm, protocol_error_body
+from server.batches.runner import Batches
 from server.callers import Gate
 from server.clock import Clock
 from server.engine_client import EngineClient
@@ -26,7 +27,7 @@ from server.gate.cross_origin import CrossOrigin
 from server.gate.identity import Caller, Scope, mask_keys
 from server.gate.quota import Ticket
 from server.gate.tenants import OwnDeadlineExceeded
-from server.generation import Generations
+from server.generations import Generations
 from server.ledger.responses import Responses
 from server.listening.clients import DENIED
 from server.listening.listener import Listener
@@ -125,10 +126,12 @@ class Exchange(Account):
     Args:
         argument: what the route's prefix leaves of the path, decoded.
         errors: as the route has them.
+        identify: returns the caller, or raises ServiceError; None: the request's head says who it is.
     """
 
     stream: HttpStream
     server: "App"
+    identify: Callable[[], Caller] | None = None
     ticket: Ticket | None = None
     argument: str = ""
     errors: ErrorForm = OPENAI_ERRORS
@@ -222,6 +225,7 @@ class App:
         drain: ends the process as SIGTERM does; returns the seconds of grace.
         local_models: those that are started on demand; None: there are none.
         responses: those that are stored; None: none are.
+        batches: of files' lines; None: there are none.
     """
 
     def __init__(
@@ -241,7 +245,7 @@ class App:
         self.clock = clock
         self.new_span_id = new_span_id
         self.accounting = Accounting(metrics, clock)
-        self._find_route = find_route
+        self.find_route = find_route
         self._gate = gate
         self._new_request_id = new_request_id
         self._metrics_need_key = metrics_need_key
@@ -254,6 +258,7 @@ class App:
         self.drain: Callable[[], float] | None = None
         self.local_models: LocalModels | None = None
         self.responses: Responses | None = None
+        self.batches: Batches | None = None
 
     # What handlers ask.
 
@@ -317,18 +322,26 @@ class App:
 
     # From head to handler.
 
-    async def handle(self, stream: HttpStream) -> None:
-        """The connection's handler: exactly one answer, whatever happens."""
+    async def handle(
+        self, stream: HttpStream, request_id: str | None = None, identify: Callable[[], Caller] | None = None
+    ) -> None:
+        """The connection's handler: exactly one answer, whatever happens.
+
+        Args:
+            request_id: of a batch's line, which may be asked again.
+            identify: likewise, its caller.
+        """
         now = self.clock.monotonic()
         timings = StageClock(stream.received_s, now)
         timings.enter(Stage.AUTH, now)
         exchange = Exchange(
             request=stream.request,
             client=self._client_of(stream),
-            request_id=self._new_request_id(),
+            request_id=request_id or self._new_request_id(),
             timings=timings,
             stream=stream,
             server=self,
+            identify=identify,
         )
         traceparent = exchange.request.header(b"traceparent")
         if traceparent is not None:
@@ -394,12 +407,13 @@ class App:
             exchange.stream.send_head(ResponseHead(200, ((b"content-length", b"0"), *preflight)))
             exchange.stream.end()
             return
-        route, exchange.argument = self._find_route(exchange.request.path, exchange.request.method)
+        route, exchange.argument = self.find_route(exchange.request.path, exchange.request.method)
         exchange.asks_generation, exchange.errors = route.needs_tokens, route.errors
         if route.errors.id_header is not None:
             exchange.stream.common_headers += ((route.errors.id_header, exchange.request_id.encode()),)
         if route.scope is not None and (self._metrics_need_key or route.scope is not Scope.METRICS):
-            exchange.caller = await self._gate.identify(exchange.request, exchange.client)
+            known = None if exchange.identify is None else exchange.identify()
+            exchange.caller = known or await self._gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
         if route.needs_model:
             self.readiness.check()

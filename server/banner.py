@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from server import __version__
 from server.config import ServerConfig
@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
 SURFACES = "/v1/chat/completions /v1/completions /v1/responses /v1/messages /api/chat /metrics"
 WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-SAMPLE_PATH = "/v1/chat/completions"
 SAMPLE_QUESTION = "What is a KV cache?"
+# By the first of a model's tasks
+SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/chat/completions", {"messages": [{"role": "user", "content": SAMPLE_QUESTION}]}),
+    "embed": ("/v1/embeddings", {"input": SAMPLE_QUESTION}),
+    "score": ("/v1/rerank", {"query": SAMPLE_QUESTION, "documents": ["It keeps keys and values.", "It is a song."]}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +112,20 @@ def _has_drafts(facts: BannerFacts) -> bool:
 def _engine_lines(engine: "EngineFacts") -> list[str]:
     limits = engine.limits
     model = f"{engine.model_name}, {format_count(engine.num_parameters)} parameters, {engine.dtype}"
+    if engine.tasks != ("generate",):
+        model += f": {', '.join(engine.tasks)}"
     if engine.is_demonstration:
         model += " (demonstration model: a memorised LLM glossary)"
     num_tokens, num_host_tokens = limits.num_blocks * limits.block_size, limits.num_host_blocks * limits.block_size
     num_full = num_tokens / limits.max_model_len
     host = f", {num_host_tokens:,} more in host memory" if num_host_tokens else ""
+    kv = (
+        f"{num_tokens:,} tokens = {num_full:.1f} x {limits.max_model_len:,} ({format_size(engine.kv_size_bytes)}){host}"
+    )
     return [
         f"  model    {model}",
         f"  device   {engine.device}: {engine.device_reason}",
-        f"  KV       {num_tokens:,} tokens = {num_full:.1f} x {limits.max_model_len:,}"
-        f" ({format_size(engine.kv_size_bytes)}){host}",
+        *([f"  KV       {kv}"] if engine.kv_size_bytes else []),
         f"  context  {limits.max_model_len:,} tokens: {engine.context_origin}",
     ]
 
@@ -139,7 +148,9 @@ def configured_url(config: ServerConfig) -> str | None:
 
 def sample_curl(facts: BannerFacts) -> str:
     """A command that asks the server. It never shows a key: the environment variable or a placeholder stands for it."""
-    question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
+    tasks = ("generate",) if facts.engine is None else facts.engine.tasks
+    path, question = SAMPLES[tasks[0]]
+    question = {"model": facts.model_name} | question
     endpoint = min(
         facts.endpoints, key=lambda endpoint: (endpoint.takes_proxy, isinstance(endpoint.address, UnixAddress))
     )
@@ -152,7 +163,7 @@ def sample_curl(facts: BannerFacts) -> str:
     key = f' -H "authorization: Bearer {shown_key}"' if facts.num_api_keys or facts.jwt_issuer else ""
     insecure = " --insecure" if endpoint.has_tls else ""  # the certificate is for the public name
     body = shlex.quote(json.dumps(question))
-    return f"curl{insecure}{shown} {_curl_target(endpoint)} -H 'content-type: application/json'{key} -d {body}"
+    return f"curl{insecure}{shown} {_curl_target(endpoint, path)} -H 'content-type: application/json'{key} -d {body}"
 
 
 def _key_command(config: ServerConfig) -> str:
@@ -160,14 +171,14 @@ def _key_command(config: ServerConfig) -> str:
     return f"steploop keys create --keys-file {path} --tenant {'YOUR_TENANT' if config.tenants else LOCAL_NAME}"
 
 
-def _curl_target(endpoint: Endpoint) -> str:
+def _curl_target(endpoint: Endpoint, sample_path: str) -> str:
     if isinstance(endpoint.address, UnixAddress):
         url = base_url("localhost", 443 if endpoint.has_tls else 80, endpoint.has_tls)
         name = endpoint.address.abstract_name
         path = f"--unix-socket {shlex.quote(endpoint.address.path)}"
         option = path if name is None else f"--abstract-unix-socket {shlex.quote(name)}"
-        return f"{option} {url}{SAMPLE_PATH}"
-    return shlex.quote(base_url(endpoint.address.host, endpoint.address.port, endpoint.has_tls) + SAMPLE_PATH)
+        return f"{option} {url}{sample_path}"
+    return shlex.quote(base_url(endpoint.address.host, endpoint.address.port, endpoint.has_tls) + sample_path)
 
 
 def _auth(facts: BannerFacts) -> str:

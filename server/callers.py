@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ExitCode, StartupError
+from server.batches.store import Credential
 from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.identity import (
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Fields of ServerConfig that a reload applies, beside the files of certificates and of JWTs' keys
 RELOADED = ("tenants", "api_keys", "keys_file")
-SILENT = ("origins", *RELOADED)
+SILENT = ("origins", "warnings", "models", "own_models", *RELOADED)
 
 
 class Gate:
@@ -77,6 +78,16 @@ class Gate:
             if self._source is None or not await self._source.wait_fetched(KEY_WAIT_S):
                 raise
         return identify(request, client.certificate, client.network)
+
+    def identify_again(self, credential: Credential) -> Caller:
+        """The caller who made a batch, for one of its lines.
+
+        Raises:
+            ServiceError: see Authenticator.again.
+        """
+        digest = None if credential.digest is None else bytes.fromhex(credential.digest)
+        caller = self.authenticator.again(credential.tenant, digest, credential.key_id, credential.subject)
+        return replace(caller, is_background=True)
 
     @property
     def directory(self) -> Directory:
@@ -125,7 +136,7 @@ class Gate:
             StartupError: the new configuration is invalid.
         """
         # A new CA or issuer takes effect at the next start, and so does not yet count as authentication
-        directory = load_directory(replace(self._config, **{name: getattr(config, name) for name in RELOADED}))
+        directory = load_directory(of_callers(config, self._config))
         if directory.is_open and not self.directory.is_open:
             cause = "the new configuration has no tenants and no keys, and would let everyone in"
             raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)
@@ -178,6 +189,11 @@ class Gate:
             certificates=stated_values(tables, "certificates", certificate_name),
             digests={KeyOrigin.TENANTS: stated_values(tables, "key_sha256", bytes.fromhex), KeyOrigin.FILE: good},
         )
+
+
+def of_callers(config: ServerConfig, others: ServerConfig) -> ServerConfig:
+    """One configuration's callers, with the other settings of another."""
+    return replace(others, **{name: getattr(config, name) for name in RELOADED})
 
 
 def jwt_rules(config: ServerConfig) -> JwtRules | None:

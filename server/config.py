@@ -217,6 +217,7 @@ _SERVER = _Section("server")
 _LISTENING, _RARE_LISTENING = _Section("listening"), _Section("listening", is_rare=True)
 _ACCESS, _RARE_ACCESS = _Section("access"), _Section("access", is_rare=True)
 _LEDGER, _RARE_LEDGER = _Section("ledger"), _Section("ledger", is_rare=True)
+_FILES, _RARE_FILES = _Section("files and batches"), _Section("files and batches", is_rare=True)
 _LIMITS, _RARE_LIMITS = _Section("limits"), _Section("limits", is_rare=True)
 _CONNECTION = _Section("limits of a connection", is_rare=True)
 _ONE_REQUEST = _Section("limits of a request", is_rare=True)
@@ -281,7 +282,7 @@ class ServerConfig:
     )
     models_memory_bytes: int | None = _RARE_MODEL(
         None,
-        _size(MiB, 2**50),
+        _size(KiB, 2**50),
         "memory for the models that are started when they are asked for, together: the one that was used least lately"
         " gives way (default: what is free at the first start of one)",
     )
@@ -387,7 +388,7 @@ class ServerConfig:
     )
     kv_offload_dir_bytes: int | None = _RARE_ENGINE(
         None,
-        _size(MiB, 2**50),
+        _size(KiB, 2**50),
         "most that the files of --kv-offload-dir take (default: as much as --kv-offload-memory)",
         name="kv-offload-dir-bytes",
     )
@@ -461,6 +462,15 @@ class ServerConfig:
         None,
         _Kind(tcp_address, "HOST:PORT"),
         "answer haproxy's agent-check there: which part of its weight this server wants, by the wait that it expects",
+    )
+    kv_events: TcpAddress | None = _RARE_LISTENING(
+        None,
+        _Kind(tcp_address, "HOST:PORT"),
+        "publish there, by ZeroMQ and as vLLM does, which blocks of prompts are cached: their token ids, to all who ask"
+        " (needs the extra kv-events)",
+    )
+    kv_events_replay: TcpAddress | None = _RARE_LISTENING(
+        None, _Kind(tcp_address, "HOST:PORT"), "answer there who has missed some of these"
     )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
         "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"
@@ -549,9 +559,23 @@ class ServerConfig:
     )
     store_responses_bytes: int = _RARE_LEDGER(
         GiB,
-        _size(MiB, 2**50),
+        _size(KiB, 2**50),
         "room of stored responses; beyond it the tenant that has most of them loses its oldest",
         name="store-responses-size",
+    )
+
+    # Files, and batches of requests.
+
+    files: Path | None = _FILES(
+        None,
+        _Kind(file_value, "DIR"),
+        "serve /v1/files and /v1/batches, and keep the files there, in a directory of its own (default: they are not"
+        " served)",
+    )
+    max_file_bytes: int = _RARE_FILES(100 * MiB, _size(KiB, 2 * GiB), "size of an uploaded file", name="max-file-size")
+    max_files: int = _RARE_FILES(1000, _count(1, 1_000_000), "files of one tenant, those that batches write included")
+    max_files_bytes: int = _RARE_FILES(
+        2 * GiB, _size(KiB, 2**50), "bytes of one tenant's files; beyond it uploads are refused", name="max-files-size"
     )
 
     # How much is taken, and for how long.

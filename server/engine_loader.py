@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from core.config import CHANGE_TOKENS, QUANTIZE_SCHEMES, EngineConfig, ModelConfig
+from core.encoders import EncoderConfig, is_encoder
 from core.engine import Engine
-from core.errors import DeviceUnavailable, StartupError
+from core.errors import DeviceUnavailable, ExitCode, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
 from core.types import Adapter, StepDelivery
-from server.api.fields import PoolingStyle
+from server.api.fields import PoolingStyle, tasks_of
 from server.banner import DRAFTS
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
@@ -34,6 +35,7 @@ from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import (
     ModelFiles,
     check_tokenizer,
+    encoder_of,
     is_gguf,
     parse_config,
     read_model_config,
@@ -43,6 +45,7 @@ from server.observing.logs import LoggedLines, LogHandler
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
+    from gpu.encoder import EncoderRunner
     from gpu.memory_plan import MemoryPlan
     from gpu.parallel.runner import ParallelRunner
     from gpu.runner import ModelRunner
@@ -86,10 +89,12 @@ def served_name(config: ServerConfig) -> str:
             return path.stem if is_gguf(path) else path.resolve().name
 
 
-def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig]:
+def _read_model(config: ServerConfig, path: Path) -> tuple[ModelFiles, ModelConfig | EncoderConfig]:
     files = read_model_files(
         path, config.max_model_len, config.chat_template, config.allow_special_in_content, config.pooling
     )
+    if is_encoder(files.config):
+        return files, encoder_of(files.config)
     return files, parse_config(path, files.config, config.max_model_len)
 
 
@@ -124,6 +129,7 @@ def _load(
     check_address_space()
     from gpu.checkpoint import open_checkpoint, sampled_digest
     from gpu.device import arithmetic_of
+    from gpu.encoder import EncoderRunner
     from gpu.parallel.runner import ParallelRunner
 
     report_stage("loading weights")
@@ -133,7 +139,7 @@ def _load(
         runner.limits,
         files.eos_ids,
         seeds=lambda: random.SystemRandom().getrandbits(64),
-        has_prefix_cache=engine.has_prefix_cache,
+        has_prefix_cache=engine.has_prefix_cache and not isinstance(model, EncoderConfig),
         inter_token_target=engine.inter_token_target,
         forces_tokens=engine.forced_tokens == "on",
         speculates=engine.speculation == "auto",
@@ -150,7 +156,10 @@ def _load(
         kv_size_bytes=memory.kv_bytes,
         context_origin=config.context_origin,
         limits=runner.limits,
-        model_digest=sampled_digest(open_checkpoint(files.path, model.packing)),
+        tasks=tasks_of(files.pooling),
+        model_digest=sampled_digest(
+            open_checkpoint(files.path, None if isinstance(model, EncoderConfig) else model.packing)
+        ),
         settings=(
             arithmetic_of(memory.device.device),
             *(getattr(engine, name) for name in CHANGE_TOKENS),
@@ -158,11 +167,15 @@ def _load(
     )
     check = runner.followers.check if isinstance(runner, ParallelRunner) else None
     idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
+    if config.takes_adapters and isinstance(runner, EncoderRunner):
+        raise StartupError(
+            "LoRA adapters are not for encoders", "leave --lora and --lora-dir out", ExitCode.CONFIGURATION
+        )
     computing: Runner[Any] = runner
     loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)
     adapters: tuple[tuple[str, str, Adapter], ...] = ()
     read_adapter: Callable[[Path], Adapter] | None = None
-    if config.takes_adapters and not isinstance(runner, ParallelRunner):
+    if config.takes_adapters and not isinstance(runner, ParallelRunner | EncoderRunner):
         read_adapter = runner.load_adapter
         if config.loras:
             report_stage("loading adapters")
@@ -170,7 +183,10 @@ def _load(
     return LoadedEngine(loaded, files, facts, scheduler.stats(), adapters, read_adapter)
 
 
-def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> "ModelRunner | ParallelRunner":
+def _load_runner(
+    files: ModelFiles, model: ModelConfig | EncoderConfig, engine: EngineConfig
+) -> "ModelRunner | ParallelRunner | EncoderRunner":
+    from gpu.encoder import load_encoder
     from gpu.loading import load_runner
     from gpu.parallel.runner import load_parallel_runner
 
@@ -178,6 +194,8 @@ def _load_runner(files: ModelFiles, model: ModelConfig, engine: EngineConfig) ->
         progress(_progress_stream(), "loading weights", True, MIN_LOADED_BYTES) as report_bytes,
         progress(_progress_stream(), "capturing CUDA graphs") as report_graphs,
     ):
+        if isinstance(model, EncoderConfig):
+            return load_encoder(files.path, model, engine, report_bytes)
         if engine.tensor_parallel == 1:
             return load_runner(files.path, model, engine, report_bytes, report_graphs)
         return load_parallel_runner(files.path, model, engine, report_bytes)
@@ -206,8 +224,15 @@ def local_plan(config: ServerConfig, bounds: Mapping[str, int]) -> Plan:
     from gpu.weights import check_checkpoint
 
     path, engine = model_path(config), config.to_engine_config()
-    model = parse_config(path, read_model_config(path), config.max_model_len)
+    fields = read_model_config(path)
     check_tokenizer(path)
+    if is_encoder(fields):
+        from gpu.encoder import plan_encoder
+
+        encoder = plan_encoder(path, encoder_of(fields), engine)
+        device_type = encoder.device.device.type
+        return Plan(device_type, encoder.needed_bytes, 0, encoder.max_model_len, encoder.free_bytes)
+    model = parse_config(path, fields, config.max_model_len)
     device, checkpoint = choose_device(engine), open_checkpoint(path, model.packing)
     model = check_checkpoint(checkpoint, model)
     free_bytes = free_memory_bytes(device.device)
@@ -286,6 +311,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
 
     files, model = _read_model(config, model_path(config, fetches=False))
     engine = config.to_engine_config()
+    if isinstance(model, EncoderConfig):
+        return (*_encoder_facts(config, files, model), *_upstream_facts(config))
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
     part = part_of(model, engine.tensor_parallel)
     demonstration = " (demonstration model)" if config.model is None else ""
@@ -312,11 +339,29 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
-        "drafts": _shown_drafts(config, plan.device.device.type),
+        "recurrent states": _shown_states(plan) if part.recurrence is not None else None,
+        "drafts": _shown_drafts(config, plan),
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
     return (*(Fact(name, value) for name, value in facts.items() if value is not None), *_upstream_facts(config))
+
+
+def _encoder_facts(config: ServerConfig, files: ModelFiles, model: EncoderConfig) -> tuple[Fact, ...]:
+    from gpu.encoder import plan_encoder
+
+    plan = plan_encoder(files.path, model, config.to_engine_config())
+    facts = {
+        "model": f"{served_name(config)}, an encoder like {model.family}",
+        "parameters": f"{format_count(plan.num_parameters)}, {plan.device.dtype_name}",
+        "device": f"{plan.device.device}: {plan.device.device_reason}",
+        "context": f"{plan.max_model_len:,} tokens: {config.context_origin}",
+        "tasks": _shown_tasks(files.pooling),
+        "weights": format_size(plan.weights_bytes),
+        "activations": f"{format_size(plan.activation_bytes)} at most",
+        "in all": f"{format_size(plan.needed_bytes)} of {format_size(plan.free_bytes)} free",
+    }
+    return tuple(Fact(name, value) for name, value in facts.items() if value is not None)
 
 
 def _shown_tasks(style: PoolingStyle | None) -> str | None:
@@ -358,17 +403,26 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
     return f"when asked for, {format_size(plan.needed_bytes)} on {plan.device}, {kv}"
 
 
-def _shown_device(runner: "ModelRunner | ParallelRunner") -> str:
+def _shown_states(plan: "MemoryPlan") -> str:
+    kept = f"{plan.num_kept_states} kept for later prompts"
+    return f"{format_size(plan.state_bytes)}: two for each of --max-sequences {plan.engine.max_sequences}, {kept}"
+
+
+def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str:
+    from gpu.runner import ModelRunner
+
     device = runner.memory.device
-    if device.device.type != "cpu" or isinstance(runner, ParallelRunner):
+    if device.device.type != "cpu" or not isinstance(runner, ModelRunner):
         return device.device_reason
     return f"{device.device_reason}; {runner.measured}"
 
 
-def _shown_drafts(config: ServerConfig, device_type: str) -> str:
+def _shown_drafts(config: ServerConfig, plan: "MemoryPlan") -> str:
     if config.speculation == "off":
         return "none: --speculation off"
-    if device_type != "cpu" or config.tensor_parallel > 1:
+    if plan.model.recurrence is not None:
+        return "none: recurrent layers cannot go back to before a wrong one"
+    if plan.device.device.type != "cpu" or config.tensor_parallel > 1:
         return "none: they are verified on a CPU, by one process"
     return DRAFTS
 
@@ -434,6 +488,8 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
 
     files, model = _read_model(config, model_path(config, fetches=False))
     context = config.max_model_len or model.max_position
+    if isinstance(model, EncoderConfig):
+        raise StartupError(f"{files.path} is an encoder: it predicts no text", "doctor without --quality")
     tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
     if len(tokens) < 2:
         raise StartupError(f"A context of {context} tokens leaves nothing to predict", "--max-model-len 2048")
@@ -497,6 +553,7 @@ def describe_models(found: Sequence[tuple[str, Path]], engine: EngineConfig) -> 
     """
     from gpu.checkpoint import open_checkpoint
     from gpu.device import choose_device, free_memory_bytes
+    from gpu.encoder import plan_encoder
     from gpu.memory_plan import memory_needed
     from gpu.weights import check_checkpoint
 
@@ -505,11 +562,18 @@ def describe_models(found: Sequence[tuple[str, Path]], engine: EngineConfig) -> 
 
     def describe(name: str, path: Path) -> ModelFacts:
         try:
-            model = parse_config(path, read_model_config(path))
-            checkpoint = open_checkpoint(path, model.packing)
-            model = check_checkpoint(checkpoint, model)
+            fields = read_model_config(path)
+            if is_encoder(fields):
+                plan = plan_encoder(path, encoder_of(fields), engine)
+                checkpoint, needed_bytes = plan.checkpoint, plan.needed_bytes
+                num_parameters, context = plan.num_parameters, plan.max_model_len
+            else:
+                model = parse_config(path, fields)
+                checkpoint = open_checkpoint(path, model.packing)
+                model = check_checkpoint(checkpoint, model)
+                needed_bytes = memory_needed(model, engine, choice, checkpoint)
+                num_parameters, context = model.num_parameters, model.max_position
             check_tokenizer(path)
-            needed_bytes = memory_needed(model, engine, choice, checkpoint)
         except StartupError as error:
             return ModelFacts(name, path, reason=error.cause)
         fits = needed_bytes <= free_bytes
@@ -517,8 +581,8 @@ def describe_models(found: Sequence[tuple[str, Path]], engine: EngineConfig) -> 
             name,
             path,
             size_bytes=checkpoint.size_bytes,
-            num_parameters=model.num_parameters,
-            context=model.max_position,
+            num_parameters=num_parameters,
+            context=context,
             dtype=checkpoint.main_format,
             needed_bytes=needed_bytes,
             fits=fits,

@@ -14,47 +14,39 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
-from core.constraints import GrammarSpec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.grammar import Grammar, GrammarCache
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
-from server.api.decoding import parse_object
-from server.api.models import ServedModel
-from server.api.ollama import LATEST
-from server.api.replies import WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
+from server.api.replies import EVENTS, WIRE_REASONS, ReplyContext, Surface, cut_short, status_of
 from server.backend import Backend, Handle, Prompts, SequenceTimes
-from server.clock import RESOLUTION_S, Clock, DeadlineTimer
-from server.engine_client import NOT_YET, EngineClient, RequestHandle
-from server.gate.admission import Admission, Contender, Place
+from server.clock import RESOLUTION_S, DeadlineTimer
+from server.engine_client import NOT_YET, RequestHandle
+from server.gate.admission import Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
-from server.gate.tenants import Deadlines, OwnDeadlineExceeded, Tenant
+from server.gate.tenants import Deadlines, OwnDeadlineExceeded
 from server.gate.text_rules import rule_book
-from server.grammar_guard import CompileQueue
-from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
-from server.ledger.ledger import End, Entry, EntryState, Ledger, unavailable
+from server.generations import Generations, Turn, weight_of
+from server.ledger.idempotency import MAX_ANSWER_BYTES, Recording, replay
+from server.ledger.ledger import End, Entry, EntryState, unavailable
 from server.ledger.store import LedgerRow
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
-from server.observing.metrics import Metrics
-from server.observing.recorder import RecordedRequest, Recorder, digest_of
+from server.observing.recorder import RecordedRequest, digest_of
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, output_of
-from server.prompts import Prepared, PromptReader, find_model, own_name, usable
+from server.prompts import Prepared, PromptReader, own_name
 from server.wire.messages import TextWriter
 from server.wire.sse import KEEP_ALIVE, comment
 from server.wire.stream import HttpStream
 
 logger = logging.getLogger(__name__)
 
-OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out
 FALLBACK = b"steploop-fallback"
 NEWS_EVERY_S = 0.1  # at most, of a place in the queue
@@ -139,209 +131,6 @@ TABLE: dict[State, Row] = {  # an event that is not in its state's row is a bug
 }
 OPEN = (State.STREAMING, State.RESERVING, State.QUEUED, State.SETTLING)  # a tuple: an Enum's hash is Python code
 
-T = TypeVar("T")
-
-
-class Offload(Protocol):
-    """Runs long work off the loop. The awaiter gets what the work raises."""
-
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
-
-
-class Turn(Protocol):
-    """One request of a conversation that the server keeps (server/ledger/responses.py)."""
-
-    async def begin(self, body: bytes, is_own: bool) -> bytes:
-        """The body with what it goes on from."""
-        ...
-
-    def end(self, last: bytes) -> None:
-        """Store the answer, by what ended it: the document, or a stream's last events."""
-        ...
-
-
-class OwnBackend(NamedTuple):
-    """The engine of this process: see Backend."""
-
-    reader: PromptReader
-    engine: EngineClient
-    admission: Admission
-
-
-@dataclass(slots=True)
-class Generations:
-    """What all generations share.
-
-    Args:
-        own: the engine of this process; None: upstreams answer for every model.
-        deadlines: of requests whose tenants have none of their own.
-        others: who answers for the other models, by the names that clients ask for.
-        active: those that have been prepared, by our request id.
-    """
-
-    own: OwnBackend | None
-    clock: Clock
-    offload: Offload
-    metrics: Metrics
-    max_body_bytes: int
-    deadlines: Deadlines
-    idempotency: Idempotency
-    ledger: Ledger | None = None
-    others: Mapping[str, Backend] = field(default_factory=dict)
-    grammars: GrammarCache = field(default_factory=GrammarCache)
-    compiling: CompileQueue = field(default_factory=CompileQueue)
-    active: dict[str, "Generation"] = field(default_factory=dict)
-    offload_compiling: Offload | None = None  # of grammars; None: as other work
-    recorder: Recorder | None = None
-    _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
-
-    def __post_init__(self) -> None:
-        self.metrics.num_active = self.active.__len__
-
-    @property
-    def known_own(self) -> OwnBackend:
-        """
-        Raises:
-            ServiceError: no model is served by this process.
-        """
-        if self.own is None:
-            message = "This path is about a model that this process computes itself (--model), and it computes none."
-            raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found")
-        return self.own
-
-    @property
-    def reader(self) -> PromptReader:
-        return self.known_own.reader
-
-    @property
-    def engine(self) -> EngineClient:
-        return self.known_own.engine
-
-    @property
-    def admission(self) -> Admission:
-        return self.known_own.admission
-
-    def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
-        """The models that the tenant may use."""
-        own = () if self.own is None else self.own.reader.cards_for(tenant)
-        others = (card for name, one in self.others.items() for card in one.reader.cards if card.id == name)
-        return (*own, *usable(others, tenant))
-
-    @property
-    def backends(self) -> list[Backend]:
-        own = [] if self.own is None else [Backend(*self.own)]
-        return [*own, *self.others.values()]
-
-    def check_room(self, sharing_name: str, num_bytes: int) -> None:
-        """Before the body is read, and with it the model's name.
-
-        Raises:
-            ServiceError: no model has room for such a request.
-        """
-        refusal = None
-        for backend in self.backends:
-            try:
-                backend.admission.check(sharing_name, num_bytes)
-                return
-            except ServiceError as error:
-                refusal = refusal or error
-        if refusal is not None:
-            raise refusal
-
-    async def backend_of(self, body: bytes, tenant: Tenant) -> Backend:
-        """Who answers for the model that the body names.
-
-        Raises:
-            InvalidRequest: the body is no JSON object.
-            ServiceError: see find_model.
-        """
-        if not self.others:
-            return Backend(*self.known_own)
-        name = await self.compute(lambda: parse_object(body).get("model"), len(body))
-        if name is not None and not isinstance(name, str):
-            raise InvalidRequest("model must be a string.", "model", "invalid_type")
-        if name is not None and name not in self.others:
-            name = name.removesuffix(LATEST)
-        card = find_model(self.cards_for(tenant), name)
-        return self.others.get(card.id) or Backend(*self.known_own)
-
-    async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
-        """
-        Args:
-            sharing_name: the caller's.
-            most_bytes: a lower limit than that of all bodies.
-
-        Raises:
-            ServiceError: there is no room for it: before it is read, if its head says how long it is. Or see
-                HttpStream.read_body.
-            ClientDisconnected: the peer left.
-        """
-        declared = stream.request.header(b"content-length")
-        self.check_room(sharing_name, 0 if declared is None else int(declared))
-        return await stream.read_body(round(min(self.max_body_bytes, most_bytes)), sharing_name)
-
-    async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Do work that takes longer the larger the body is: here, or off the loop if it would stall every stream."""
-        if num_bytes < OFFLOAD_BYTES:
-            return work()
-        return await self.offload(work)
-
-    async def grammar_of(self, spec: GrammarSpec, tenant: str) -> Grammar:
-        """Compiled off the loop, unless it was before.
-
-        Raises:
-            InvalidRequest: it cannot be held.
-            ServiceError: too many of the tenant's grammars wait to be compiled.
-        """
-
-        async def compiled() -> Grammar:
-            grammar = self.grammars.find(spec)  # another tenant's turn was earlier
-            if grammar is None:
-                offload = self.offload_compiling or self.offload
-                grammar = await offload(lambda: self.reader.make_compiler().compile(spec))
-                self.grammars.keep(spec, tenant, grammar)
-            return grammar
-
-        return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
-
-    def check_open(self) -> None:
-        """
-        Raises:
-            ServiceError: the process is ending, or the ledger takes no writes.
-        """
-        if self._refusal is not None:
-            raise self._refusal
-        if self.ledger is not None:
-            self.ledger.check()
-
-    def fail(self, request_id: str, error: ServiceError) -> None:
-        """Break off a generation, if it is in progress."""
-        if request_id in self.active:
-            self.active[request_id].fail(error)
-
-    def cancel(self, request_id: str, tenant: str | None) -> bool:
-        """End a generation as its owner or an operator asks.
-
-        Args:
-            tenant: None: any.
-
-        Returns: whether the tenant has one of that id whose answer is still open.
-        """
-        generation = self.active.get(request_id)
-        if generation is None or tenant not in (None, generation.tenant) or generation.state not in OPEN:
-            return False
-        generation.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
-        return True
-
-    def fail_all(self, error: ServiceError) -> None:
-        """Break off every generation in progress, each with an error event or answer, and let none begin."""
-        self._refusal = error
-        for request_id, generation in list(self.active.items()):
-            try:
-                generation.fail(error)
-            except Exception:  # go on with the others
-                logger.exception("an answer cannot be broken off", extra={"request_id": request_id})
-
 
 class Generation:
     """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
@@ -416,6 +205,21 @@ class Generation:
         """By the name that its client asked for, once it is prepared."""
         return self._prepared.call.model
 
+    @property
+    def is_open(self) -> bool:
+        return self.state in OPEN
+
+    @property
+    def is_queued(self) -> bool:
+        """It has no token that its client could have."""
+        return self.state in (State.RESERVING, State.QUEUED)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for its first token."""
+        is_pending = self.is_queued and self._num_pauses == 0
+        return is_pending and self._timings.first_token_s is None and not self._ticket.caller.is_background
+
     async def run(self) -> Outcome:
         """Answer the request.
 
@@ -432,7 +236,7 @@ class Generation:
         sharing_name = self._ticket.caller.sharing_name
         shared.check_open()
         # With the best class and deadline that the body may ask for
-        contender = Contender(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
+        contender = Contender(self._ticket.caller.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
         if not shared.others:
             shared.admission.check_in_time(contender, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
         self._timings.enter(Stage.BODY, self._clock())
@@ -486,7 +290,7 @@ class Generation:
         marks = StageMarks(self._clock)
         self._timings.enter(Stage.OFFLOAD, self._clock())
         try:
-            work = self._shared.compute(lambda: reader.prepare(self._surface, body, tenant, marks), len(body))
+            work = self._shared.compute(lambda: reader.prepare(self._surface, body, tenant, marks), weight_of(body))
             prepared = await work
         finally:
             self._timings.take_over(marks)
@@ -494,13 +298,20 @@ class Generation:
             return prepared
         constraint = prepared.call.constraint
         grammar = None if constraint is None else await self._shared.grammar_of(constraint, tenant.name)
-        return await self._shared.compute(lambda: self._shared.reader.held(prepared, grammar), len(body))
+        return await self._shared.compute(lambda: self._shared.reader.held(prepared, grammar), weight_of(body))
 
     def _open_answer(self) -> None:
         shared, call, stream = self._shared, self._prepared.call, self._stream
         shared.metrics.count_unknown_fields(call.unknown_fields)
         tenants = shared.deadlines.replaced_by(self._ticket.caller.tenant.deadlines)
         self._deadlines = tenants.narrowed_by(call.deadlines)
+        if call.is_resumable:
+            if not call.is_stream or self._surface.media_type != EVENTS:
+                raise InvalidRequest(
+                    "resumable is of streams of events: send stream: true, or leave it out.", "resumable"
+                )
+            if stream.is_open:
+                shared.resumable.hold(stream, self.tenant, self._request_id)
         reader = self._backend.reader
         self._context = context = reader.reply_context(self._prepared, self._request_id)
         self._output = output_of(call)(reader.surface_of(self._surface), call, context, stream, self._timings)
@@ -559,10 +370,13 @@ class Generation:
         ticket.reserve(requests)
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, self._loop)
+        if not ticket.caller.is_background:
+            shared.on_awaited()
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
-            entry = shared.ledger.open(self._ledger_row(own_name(reader.cards, call.model)), ticket.cost)
+            row, is_again = self._ledger_row(own_name(reader.cards, call.model)), ticket.caller.is_background
+            entry = shared.ledger.open(row, ticket.cost, is_again)
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
         if call.is_stream and call.tells_queue:

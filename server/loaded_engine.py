@@ -11,7 +11,6 @@ from typing import Any
 from msgspec import structs
 
 from core.chat_template import ChatTemplate
-from core.config import stated_context
 from core.engine import Engine
 from core.grammar import GrammarCompiler, Vocabulary
 from core.marked_text import MarkedText
@@ -30,7 +29,7 @@ from server.backend import CountTokens
 from server.clock import Clock
 from server.engine_thread import Inbox
 from server.grammar_guard import GuardedCompiler
-from server.model_files import ModelFiles, read_model_files
+from server.model_files import ModelFiles, context_of, read_model_files
 from server.prompts import PromptReader
 
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
@@ -54,6 +53,7 @@ class EngineFacts:
     kv_size_bytes: int
     context_origin: str
     limits: RunnerLimits
+    tasks: tuple[str, ...] = ("generate",)
     model_digest: str = ""
     settings: tuple[object, ...] = ()
 
@@ -151,7 +151,7 @@ def token_counter(path: Path, context: int | None, clock: Clock, request_limits:
         thought_style=styles[1],
         **files.recommended,
     )
-    most = context or stated_context(files.config)
+    most = context or context_of(files.config)
     reader = PromptReader((), files.tokenizer, files.chat_template, most, 1, defaults, clock.unix, _no_grammar)
 
     def count(surface: Surface, body: bytes) -> list[tuple[int, ...]]:

@@ -28,6 +28,7 @@ from core.config import (
     text_config,
 )
 from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX
+from core.encoders import EncoderConfig, is_encoder, parse_encoder_config
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
@@ -131,7 +132,7 @@ def read_model_files(
     """
     contents = _gguf_contents(path) if is_gguf(path) else _directory_contents(path, template_file is None)
     try:
-        limit = context_limit or stated_context(contents.config)
+        limit = context_limit or context_of(contents.config)
     except StartupError as error:
         raise _told_of(path, error, contents.keys) from error
     sources = contents.template_sources if template_file is None else {"default": _read_text(template_file)}
@@ -167,25 +168,32 @@ def read_pooling(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer, as
     kinds = {module.kind: module for module in modules}
     name, num_scores = architecture_of(config), num_scores_of(config)
     is_reranker = _RERANKER.search(path.resolve().name) is not None
-    usual: dict[str, Any] = {"num_dims": stated_fields(config).get("hidden_size") or 1}
+    encodes = is_encoder(config)
+    if asked == "cls" and not encodes:
+        cause = "--pooling cls is for encoders: the first token of this model sees no other"
+        raise BadModelFile(cause, "--pooling last, or mean")
+    usual: dict[str, Any] = {"num_dims": (config if encodes else stated_fields(config)).get("hidden_size") or 1}
     usual["max_tokens"] = None if is_gguf(path) else _most_tokens(path)
     if num_scores:
         if num_scores > 1:
             cause = f"{path} sorts texts into {num_scores} classes, which is not served"
             raise BadModelFile(cause, "serve a model with one score: num_labels 1")
         usual |= {"is_sigmoid": _has_sigmoid(path, config), "has_template": is_reranker}
-        return PoolingStyle(pooling=Pooling("last"), **usual, scores="head")
+        kind: PoolingKind = "last"
+        if encodes:
+            kind = "mean" if encoder_of(config).head_pooling == "mean" else "cls"
+        return PoolingStyle(pooling=Pooling(kind), **usual, scores="head")
     if "LogitScore" in kinds or (is_reranker and name.endswith("ForCausalLM") and not modules):
         ids = _answer_ids(path, kinds.get("LogitScore"), tokenizer)
         return PoolingStyle(pooling=Pooling("last", ids), **usual, scores="tokens", has_template=True)
     if not modules and asked is None:
-        if name.endswith(HEADLESS):
+        if encodes or name.endswith(HEADLESS):
             cause = f"{path} has no head that generates, and does not say how it is pooled"
             raise BadModelFile(cause, "--pooling last, or mean, as the model was trained")
         return None
     if not modules:
         assert asked is not None, "it was looked at"
-        is_alone = name.endswith(HEADLESS)
+        is_alone = encodes or name.endswith(HEADLESS)
         return PoolingStyle(pooling=Pooling(POOLINGS[asked]), **usual, generates=not is_alone)
     if (unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize"}) or "Pooling" not in kinds:
         cause = f"{path / MODULES_FILE} has {', '.join(sorted(unknown)) or 'no Pooling'}, which is not supported"
@@ -273,8 +281,18 @@ def _read_config(directory: Path) -> dict[str, Any]:
     config = _read_json(_existing_directory(directory) / CONFIG_FILE)
     if any(module.kind == "Pooling" for module in _read_modules(directory)):
         name = architecture_of(config)
-        config["architectures"] = [name.removesuffix("ForCausalLM") + HEADLESS if name.endswith("LM") else name]
+        config["architectures"] = [name.replace("ForCausalLM", HEADLESS)]
     return config
+
+
+def context_of(config: Mapping[str, Any]) -> int:
+    """Tokens of context, as config.json states it."""
+    return encoder_of(config).max_position if is_encoder(config) else stated_context(config)
+
+
+def encoder_of(config: Mapping[str, Any]) -> EncoderConfig:
+    """As parse_config, of an encoder."""
+    return parse_encoder_config(config, num_scores_of(config))
 
 
 def parse_config(path: Path, config: Mapping[str, Any], context: int | None = None) -> ModelConfig:
@@ -323,7 +341,7 @@ class _Contents:
     def num_embeddings(self) -> int | None:
         """None: parse_config reports what is wrong with it."""
         try:
-            found = stated_fields(self.config).get("vocab_size")
+            found = (self.config if is_encoder(self.config) else stated_fields(self.config)).get("vocab_size")
         except StartupError:
             return None
         return found if isinstance(found, int) else None

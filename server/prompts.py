@@ -488,7 +488,7 @@ class PromptReader:
                 beams=call.beams,
                 tenant=caller.sharing_name,
                 share=tenant.share,
-                priority=tenant.priority_of(call.priority),
+                priority=caller.priority_of(call.priority),
                 deadline_s=arrived_s + asked_ttft_s if asked_ttft_s < math.inf else None,
                 tells_progress=call.is_stream and call.tells_queue and i == 0,
                 cache_domain=tenant.cache_salt_domain,

@@ -79,6 +79,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     deadlines: DeadlineTable | None = None
     cache_salt: str | None = None
+    resumable: bool | None = None
     timings: dict[str, Any] | bool | None = None
     options: dict[str, Any] | None = None
     keep_alive: str | float | None = None
@@ -198,6 +199,7 @@ class Relay:
             fields["stream_options"] = (fields.get("stream_options") or {}) | {"include_usage": True}
         if asked.priority is not None:
             fields["priority"] = tenant.priority_of(asked.priority)
+        fields.pop("resumable", None)  # this server keeps the stream
         salt = _salt_of(tenant, asked.cache_salt)
         _address_to(settings, fields, salt, asked.cache_salt)
         marks.enter(Stage.OFFLOAD)
@@ -254,6 +256,7 @@ class Relay:
             is_stream=is_stream,
             tells_queue=isinstance(asked.timings, dict) and asked.timings.get("queue") is True,
             includes_usage=bool((asked.stream_options or {}).get("include_usage")),
+            is_resumable=bool(asked.resumable),
         )
         return call, max(n, asked.best_of or 1, asked.beam_width or 1) * num_prompts
 
@@ -268,7 +271,7 @@ class Relay:
             num_sequences=call.num_sequences,
             tenant=caller.sharing_name,
             share=tenant.share,
-            priority=tenant.priority_of(call.priority),
+            priority=caller.priority_of(call.priority),
             deadline_s=arrived_s + asked_s if asked_s < float("inf") else None,
         )
         return [demand]
@@ -306,7 +309,7 @@ class Relay:
             raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found", "model")
         fields = parse_object(body)
         _address_to(pool.settings, fields, _salt_of(tenant, fields.get("cache_salt")), fields.get("cache_salt"))
-        slot = pool.take_slot(leading_blocks("", (), 0), tenant.priority_of(None), caller.sharing_name)
+        slot = pool.take_slot(leading_blocks("", (), 0), caller.priority_of(None), caller.sharing_name)
         try:
             upstream = await slot.granted
             async with asyncio.timeout(ASK_S):

@@ -15,7 +15,7 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, Usage
-from server.api import chat, completions, infill, messages, ollama, responses
+from server.api import chat, completions, llama_server, messages, ollama, responses
 from server.api.decoding import parse_object
 from server.api.fields import GenerationCall
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
@@ -74,7 +74,8 @@ PASSAGES = {
     messages.SURFACE: Passage(b"/v1/messages", "names", messages.ID_PREFIX),
     ollama.CHAT: Passage(b"/api/chat", "lines"),
     ollama.GENERATE: Passage(b"/api/generate", "lines"),
-    infill.SURFACE: Passage(b"/infill", "parts"),
+    llama_server.INFILL: Passage(b"/infill", "parts"),
+    llama_server.COMPLETION: Passage(b"/completion", "parts"),
 }
 
 
@@ -273,7 +274,7 @@ class UpstreamAnswer:
         self._note_usage(message, data)
         renamed = self._renamed(data)
         if self._shown_fields is not None:
-            renamed = _encode(infill.shown(msgspec.json.decode(renamed), self._shown_fields))
+            renamed = _encode(llama_server.shown(msgspec.json.decode(renamed), self._shown_fields))
         self.is_done = True
         return Part(renamed, tuple(ends), ends)
 

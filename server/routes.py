@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from urllib.parse import parse_qs, unquote
@@ -11,15 +11,28 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
+from server import batch_routes
 from server.adapters import Adapters
-from server.api import chat, completions, embeddings, infill, messages, models, ollama, responses, scores, tokenize
-from server.api.decoding import decode
+from server.api import (
+    chat,
+    completions,
+    embeddings,
+    llama_server,
+    messages,
+    models,
+    ollama,
+    responses,
+    scores,
+    tokenize,
+)
+from server.api.decoding import decode, page_of
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
 from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
 from server.generation import Generation
+from server.generations import weight_of
 from server.ledger.ledger import PROBE_S
 from server.ledger.responses import Responses, Turn, deleted_reply, input_items_reply
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
@@ -110,18 +123,6 @@ async def show_response(exchange: Exchange) -> None:
     exchange.send(input_items_reply(response, *page_of(query), is_ascending=order == "asc"))
 
 
-def page_of(query: Mapping[str, list[str]], most: int = 100) -> tuple[str | None, int]:
-    """`after` and `limit` of a list.
-
-    Raises:
-        InvalidRequest: limit is not 1 to `most`.
-    """
-    limit = query.get("limit", ["20"])[0]
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise InvalidRequest(f"limit must be 1 to {most}.", "limit")
-    return query.get("after", [None])[0], int(limit)
-
-
 async def delete_response(exchange: Exchange) -> None:
     await known_responses(exchange).delete(exchange.known_caller.tenant.name, exchange.argument)
     exchange.send(deleted_reply(exchange.argument))
@@ -191,7 +192,7 @@ def computing(
                 return
             cards, domain = exchange.own_cards, (caller.tenant.cache_salt_domain, "")
             own = served.reader
-            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), len(body))
+            reply, unknown_fields = await served.compute(lambda: work(own, cards, domain, body), weight_of(body))
         finally:
             place.leave(exchange.server.clock.monotonic())
         exchange.server.metrics.count_unknown_fields(unknown_fields)
@@ -342,8 +343,15 @@ async def list_requests(exchange: Exchange) -> None:
 
 
 async def show_request(exchange: Exchange) -> None:
-    server = exchange.server
-    request_id, tenant = _plain_id(exchange.argument), _tenant_of(exchange.known_caller)
+    server, (shown, _, what) = exchange.server, exchange.argument.partition("/")
+    request_id, tenant = _plain_id(shown), _tenant_of(exchange.known_caller)
+    if what == "stream":
+        last_id = exchange.request.header(b"last-event-id") or b"0"
+        if not last_id.isdigit() or len(last_id) > 18:
+            raise InvalidRequest("Last-Event-ID must be the number of an event of this stream.", "Last-Event-ID")
+        own = exchange.known_caller.tenant.name  # whatever else the caller may see
+        await server.served.resumable.find(own, request_id).send_to(exchange.stream, int(last_id))
+        return
     exchange.send(timeline_reply(request_id, tenant, server.generating(), server.accounting.recorder, server.clock))
 
 
@@ -381,6 +389,22 @@ def _plain_id(shown: str) -> str:
 
 
 # For other routers.
+
+
+async def show_props(exchange: Exchange) -> None:
+    server = exchange.server
+    assert server.card is not None, "it comes with the model"
+    exchange.send(llama_server.props_reply(server.card, server.served.reader.chat_template.sources.get("default", "")))
+
+
+async def show_slots(exchange: Exchange) -> None:
+    """503 with ?fail_on_no_slot=1 where none is free."""
+    server = exchange.server
+    assert server.card is not None, "it comes with the model"
+    num_running = server.stats.num_running
+    if "fail_on_no_slot" in parse_qs(exchange.request.query) and num_running >= server.card.max_sequences:
+        raise ServiceError(ErrorKind.UNAVAILABLE, "No slot is free. Requests wait in the queue.", "no_slot_available")
+    exchange.send(llama_server.slots_reply(server.card, num_running))
 
 
 async def show_loads(exchange: Exchange) -> None:
@@ -505,7 +529,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _generation(chat.SURFACE)},
     "/v1/completions": {"POST": _generation(completions.SURFACE)},
     "/v1/responses": {"POST": Route(respond, ASKS, is_counted=True, needs_tokens=True)},
-    "/infill": {"POST": _generation(infill.SURFACE)},
+    "/infill": {"POST": _generation(llama_server.INFILL)},
+    "/completion": {"POST": _generation(llama_server.COMPLETION)},
     "/v1/embeddings": {"POST": _generation(embeddings.SURFACE)},
     "/v1/rerank": {"POST": _generation(scores.RERANK)},
     "/v2/rerank": {"POST": _generation(scores.COHERE_RERANK)},
@@ -529,6 +554,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/model_info": {"GET": Route(describing(models.model_info_reply), ASKS)},
     "/server_info": {"GET": Route(describing(models.server_info_reply), ASKS)},
     "/v1/loads": {"GET": Route(show_loads, ASKS)},
+    "/props": {"GET": Route(show_props, ASKS)},
+    "/slots": {"GET": Route(show_slots, ASKS)},
     "/is_sleeping": {"GET": Route(show_sleep, ASKS)},
     "/v1/usage": {"GET": Route(show_usage, Scope.USAGE)},
     "/health": {"GET": Route(show_health, None, needs_model=False)},
@@ -541,6 +568,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/engine": {"GET": Route(show_engine, Scope.ADMIN, needs_model=False)},
     "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
     "/admin/drain": {"POST": Route(drain, Scope.ADMIN, needs_model=False)},
+    **batch_routes.ROUTES,
 }
 _SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # in the error for an unknown path
 _LEAST_SIMILARITY = 0.8  # of a slip; /v1/messages and /v1/usage have 0.75
@@ -571,6 +599,7 @@ PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(get_model, ASKS)},
     "/models/": {"GET": Route(get_model, ASKS)},
     "/v1/responses/": {"GET": Route(show_response, ASKS), "DELETE": Route(delete_response, ASKS)},
+    **batch_routes.PREFIXES,
     "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN)},
     "/admin/requests/": {
         "GET": Route(show_request, Scope.ADMIN, needs_model=False),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.utils import logging
 
 from tests.core.small_tokenizers import byte_level
@@ -54,7 +54,8 @@ def write_model(
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))
-    special = {"pad_token": "<|end|>", "eos_token": "<|end|>"} if tokenizer.token_to_id("<|end|>") else {}
+    named = next((name for name in ("[PAD]", "<pad>", "<|end|>") if tokenizer.token_to_id(name) is not None), None)
+    special = {} if named is None else {"pad_token": named}
     files = {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **special}} | files
     if pooling is not None:
         modules = [("", "models.Transformer"), ("1_Pooling", "models.Pooling"), ("2_Normalize", "models.Normalize")]
@@ -102,3 +103,76 @@ def pooled(states: Float64Array, pooling: str) -> Float64Array:
     """Normalised."""
     vector = {"lasttoken": states[-1], "cls_token": states[0], "mean_tokens": states.mean(0)}[pooling]
     return vector / np.linalg.norm(vector)
+
+
+ENCODER: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 130,
+    "initializer_range": 0.3,
+}
+CORPUS = ["hello there you are", "the queue's head waits for blocks, and then it does not", "what is said, is said?"]
+
+
+def word_pieces() -> Tokenizer:
+    """As BERT's."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=special, show_progress=False)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    tokenizer.enable_truncation(16)  # as all-MiniLM's file has it
+    tokenizer.enable_padding()
+    return tokenizer
+
+
+def unigrams() -> Tokenizer:
+    """As XLM-R's."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")],
+    )
+    return tokenizer
+
+
+def modern_tokenizer() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]", "[PAD]"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer
+
+
+def write_encoder(directory: Path, kind: str, pooling: str | None = None, **fields: Any) -> Path:
+    """kind: transformers' class."""
+    if kind.startswith("ModernBert"):
+        config = transformers.ModernBertConfig(
+            **ENCODER | {"max_position_embeddings": 300, "local_attention": 24}, pad_token_id=0, num_labels=1, **fields
+        )
+        return write_model(directory, kind, modern_tokenizer(), config, pooling)
+    if kind.startswith("XLMRoberta"):
+        config = transformers.XLMRobertaConfig(**ENCODER, type_vocab_size=1, pad_token_id=1, num_labels=1, **fields)
+        return write_model(directory, kind, unigrams(), config, pooling)
+    return write_model(
+        directory, kind, word_pieces(), transformers.BertConfig(**ENCODER, num_labels=1, **fields), pooling
+    )

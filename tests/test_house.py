@@ -15,23 +15,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (11_400, 31),
+    "server": (12_175, 32),
     "server/api": (5600, 18),
+    "server/batches": (1000, 3),
     "server/commands": (2250, 13),
-    "server/gate": (2550, 8),
-    "server/ledger": (2030, 7),
+    "server/gate": (2570, 8),
+    "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
-    "server/observing": (2035, 8),
+    "server/observing": (2200, 9),
     "server/upstream": (1754, 6),
-    "server/wire": (4805, 14),
-    "core": (14_900, 40),
-    "gpu": (10_200, 34),
+    "server/wire": (4815, 14),
+    "core": (15_100, 40),
+    "gpu": (10_390, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
-    "gpu/parallel": (760, 5),
+    "gpu/parallel": (765, 5),
     "bench": (9350, 36),
 }
-TEST_LINES = 62_500
+TEST_LINES = 64_000
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
@@ -42,6 +43,7 @@ ROOMS = (
     ("api",),
     ("ledger", "observing"),
     ("upstream",),
+    ("batches",),
     ("config", "callers"),
     (
         "prompts",
@@ -50,13 +52,15 @@ ROOMS = (
         "engine_thread",
         "grammar_guard",
         "backend",
+        "resumable",
         "generation",
+        "generations",
         "relay",
         "relayed",
         "adapters",
         "local_models",
     ),
-    ("app", "routes"),
+    ("app", "batch_routes", "routes"),
     ("banner", "model_files", "supervision", "loaded_engine", "process"),
     ("memory_limits", "config_sources", "commands", "engine_loader", "cli", "fork_server", "__main__"),
 )

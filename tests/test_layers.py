@@ -155,7 +155,7 @@ def test_what_core_may_not_do_is_found(source: str) -> None:
     assert core_faults(source)
 
 
-def test_only_the_engine_and_three_writers_of_files_start_threads() -> None:
+def test_only_the_engine_three_writers_of_files_and_a_publisher_start_threads() -> None:
     """Of what serves; `steploop chat` serves beside its own loop, and guards a terminal's line.
 
     The process that tries grammars out has one thread, for its stack.
@@ -171,6 +171,7 @@ def test_only_the_engine_and_three_writers_of_files_start_threads() -> None:
     assert starters == [
         "server/engine_thread.py",
         "server/ledger/journal.py",
+        "server/observing/kv_events.py",
         "server/observing/logs.py",
         "gpu/kv_store.py",
     ]
@@ -183,14 +184,14 @@ def project() -> dict[str, Any]:
 def test_what_is_imported_is_declared() -> None:
     """That another dependency brings it along today is no promise."""
     declared = project()["project"]["dependencies"]
-    for extra in ("gpu", "otel"):  # looked for before they are imported
+    for extra in ("gpu", "kv-events", "otel"):  # looked for before they are imported
         declared += project()["project"]["optional-dependencies"][extra]
     names = {distribution_name(requirement) for requirement in declared}
     ours = sys.stdlib_module_names | {"bench", "core", "gpu", "server"}
     found = {
         module.split(".")[0] for layer in ("core", "server", "gpu") for module in modules_imported_in(layer)
     } - ours
-    distributions = packages_distributions()
+    distributions = {"zmq": ["pyzmq"]} | packages_distributions()  # which knows what is installed
     undeclared = {name for name in found if not names & {*map(distribution_name, distributions.get(name, [name]))}}
     assert not undeclared
     assert len(found) > 15

@@ -91,7 +91,7 @@ from gpu.cpu_kernels.vectors import (
     total,
     zeros,
 )
-from gpu.device import cpu_flags, use_huge_pages
+from gpu.device import cpu_flags, huge_pages, use_huge_pages
 from gpu.quant import FP8, QuantizedWeight, unpack_nibbles
 
 GROUP = 32  # inputs of x that share a scale
@@ -621,8 +621,7 @@ def pack_blocks(name: str, stored: Tensor) -> PackedBlocks:
     found, (num_out, row_bytes) = FORMATS[name], stored.shape
     stored, fields = stored.contiguous(), torch.tensor(found.fields)
     per_row, num_wide = row_bytes // found.size_bytes, -(-num_out // BLOCK_OUTPUTS)
-    packed = torch.empty((num_wide, per_row, BLOCK_OUTPUTS * found.size_bytes), dtype=torch.uint8)
-    use_huge_pages(packed.data_ptr(), packed.nbytes)
+    packed = huge_pages.empty((num_wide, per_row, BLOCK_OUTPUTS * found.size_bytes), torch.uint8)
     arguments = PackArguments(
         stored=stored.data_ptr(),
         row_bytes=row_bytes,
@@ -634,6 +633,7 @@ def pack_blocks(name: str, stored: Tensor) -> PackedBlocks:
         num_outputs=num_out,
     )
     _packer()(arguments, torch.get_num_threads())
+    use_huge_pages(packed.data_ptr(), packed.nbytes)
     return PackedBlocks(name, packed, num_out)
 
 

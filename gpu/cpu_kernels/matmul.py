@@ -1,8 +1,8 @@
 """Matmuls with a prepacked bf16 matrix on a CPU, by avx512_bf16. Kernels: any thread, without the GIL; classes: engine.
 
-The kernel reads the memory that oneDNN packed: nothing is stored twice. A matrix lies in blocks of 64 outputs, pairs of
-inputs side by side; a pair's 64 outputs are 256 bytes. That layout is oneDNN's own affair: one matrix of each shape is
-compared with what the kernel expects, and where it differs oneDNN serves.
+A matrix lies in blocks of 64 outputs, pairs of inputs side by side; a pair's 64 outputs are 256 bytes. It is packed
+once its layer has been read, onto large pages; oneDNN packs alike, onto small ones. Where 64 does not divide outputs
+and inputs, oneDNN serves.
 
 A piece of work is some blocks: each is read from memory once, a part of its inputs at a time, and multiplied with all
 rows while that part lies in a core's cache; the next part is prefetched meanwhile. Up to six rows' sums lie in
@@ -44,7 +44,7 @@ from gpu.cpu_kernels.vectors import (
     take_next,
     zeros,
 )
-from gpu.linear import BLOCK_OUTPUTS, Linear, blocks_of, is_whole, packed_linear
+from gpu.linear import BLOCK_OUTPUTS
 
 BLOCK_REGISTERS = BLOCK_OUTPUTS // LANES
 PAIR_BYTES = BLOCK_REGISTERS * REGISTER_BYTES  # of a pair of inputs, all outputs of a block
@@ -253,18 +253,18 @@ class PackedMatmul:
     """A matmul with one matrix, some rows of x at a time. Not for two threads at once: the arguments are its own.
 
     Args:
-        packed, weight: what pack() returned, in the layout that is_layout_known, and for what; weight is not kept.
+        blocks: bf16 [out / 64, in / 2, 64, 2].
         bias: [out], or None.
     """
 
-    def __init__(self, kernel: Kernel, packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._kernel, self._memory = kernel, (packed, bias)
-        self._num_out, self._num_in = weight.shape
-        self._num_blocks = self._num_out // BLOCK_OUTPUTS
+    def __init__(self, kernel: Kernel, blocks: Tensor, bias: Tensor | None) -> None:
+        self._kernel, self._memory = kernel, (blocks, bias)
+        self._num_blocks, num_pairs = blocks.shape[:2]
+        self._num_out, self._num_in = self._num_blocks * BLOCK_OUTPUTS, 2 * num_pairs
         self._arguments = Arguments(
-            weights=torch.ops.mkldnn.data_ptr(packed),
+            weights=blocks.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
-            num_pairs=self._num_in // 2,
+            num_pairs=num_pairs,
             num_blocks=self._num_blocks,
         )
 
@@ -287,27 +287,3 @@ class PackedMatmul:
             return 1
         rounds = -(-self._num_blocks // (num_threads * MOST_PIECE_BLOCKS))
         return -(-self._num_blocks // (num_threads * rounds))
-
-
-class PackedMatmuls:
-    """Makes the matmuls of a model: see MakeMatmul."""
-
-    def __init__(self) -> None:
-        self._kernel = Kernel(multiply_rows)
-        self._is_known: dict[torch.Size, bool] = {}
-
-    def __call__(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-        if weight.shape not in self._is_known:
-            self._is_known[weight.shape] = is_layout_known(packed, weight)
-        if self._is_known[weight.shape]:
-            return PackedMatmul(self._kernel, packed, weight, bias)
-        return packed_linear(packed, weight, bias)
-
-
-def is_layout_known(packed: Tensor, weight: Tensor) -> bool:
-    """Whether it is packed in blocks of 64 outputs, pairs of inputs side by side, bit by bit. weight: [out, in]"""
-    if not is_whole(packed, weight.shape):
-        return False
-    blocks = blocks_of(packed, weight.shape).view(torch.int32).squeeze(-1)  # [out / 64, in / 2, 64]
-    pairs = weight.contiguous().view(torch.int32).view(len(blocks), BLOCK_OUTPUTS, -1)
-    return all(torch.equal(block, pair.T) for block, pair in zip(blocks, pairs, strict=True))

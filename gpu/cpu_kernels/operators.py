@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE, ModelConfig
 from gpu.cpu_kernels.attention import PagedAttention
-from gpu.cpu_kernels.matmul import PackedMatmuls
+from gpu.cpu_kernels.matmul import PackedMatmul, multiply_rows
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     LANES,
@@ -42,8 +42,9 @@ from gpu.cpu_kernels.vectors import (
 )
 from gpu.kv_cache import SCALE_BYTES, LayerKV
 from gpu.layers import Gated
-from gpu.linear import Linear, keeps_rows
+from gpu.linear import Embed, Linear, PackedRows, can_gather, in_blocks, keeps_rows
 from gpu.operators import HeadNorms, Operators
+from gpu.quant import Weight
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A thread is woken for so many numbers: they take a core about as long as waking one.
@@ -266,12 +267,19 @@ class KernelOperators(Operators):
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
         if has_attention:
             self.attention = PagedAttention()
-        self._make_matmul = PackedMatmuls()
+        self._multiply = Kernel(multiply_rows)
         self._norm, self._rotate, self._gate = Kernel(add_and_norm), Kernel(rotate_and_store), Kernel(gate)
 
-    def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-        """With AMX, which the kernel does not use, oneDNN serves: rows come in panels there (gpu/linear.py)."""
-        return self._make_matmul(packed, weight, bias) if keeps_rows() else super().packed_linear(packed, weight, bias)
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        if isinstance(weight, Tensor) and _is_multiplied(weight):
+            return PackedMatmul(self._multiply, in_blocks(weight), bias)
+        return super().linear(weight, bias)
+
+    def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
+        if not _is_multiplied(embedding):
+            return super().tied(embedding)
+        blocks = in_blocks(embedding)
+        return PackedRows(blocks), PackedMatmul(self._multiply, blocks, None)
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:
@@ -351,6 +359,11 @@ class KernelOperators(Operators):
         )
         self._norm(arguments, _threads_for(x.numel()))
         return total, normed
+
+
+def _is_multiplied(weight: Tensor) -> bool:
+    """With AMX, which the kernel does not use, oneDNN serves: rows come in panels there (gpu/linear.py)."""
+    return keeps_rows() and weight.dtype == torch.bfloat16 and can_gather(weight.shape)
 
 
 def _is_supported(x: Tensor, weight: Tensor) -> bool:

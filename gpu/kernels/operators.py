@@ -197,7 +197,7 @@ class TritonOperators(Operators):
         if isinstance(weight, QuantizedWeight):
             return self.quantized_linear(weight, bias)
         weight = floats(weight)
-        return self._chosen(weight, bias, make_linear(weight, bias, None))
+        return self._chosen(weight, bias, make_linear(weight, bias))
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         return self._chosen(weight, bias, SlabLinear(weight, bias))

@@ -100,6 +100,18 @@ def convert(fields: dict[str, Any], shape: type[T], renamed: Mapping[str, str]) 
         raise _field_error(str(error), fields, renamed, shape) from None
 
 
+def page_of(query: Mapping[str, list[str]], most: int = 100, default: int = 20) -> tuple[str | None, int]:
+    """`after` and `limit` of a list's query.
+
+    Raises:
+        InvalidRequest: limit is not 1 to `most`.
+    """
+    limit = query.get("limit", [str(default)])[0]
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
+        raise InvalidRequest(f"limit must be 1 to {most}.", "limit")
+    return query.get("after", [None])[0], int(limit)
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """A JSON object, strictly.
 

@@ -123,7 +123,7 @@ class TokenWishes(msgspec.Struct, frozen=True):
         return next((name for name, is_asked in asked.items() if is_asked), None)
 
 
-POOLINGS: dict[str, PoolingKind] = {"last": "last", "mean": "mean"}  # that --pooling may ask for
+POOLINGS: dict[str, PoolingKind] = {"last": "last", "mean": "mean", "cls": "cls"}  # that --pooling may ask for
 
 
 class PoolingStyle(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,6 +245,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingStyle | None = None  # of its vectors; None: it asks for answers
     truncate_to: int | None = None  # tokens of a longer prompt; -1: as the context has; None: a longer one is refused
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
+    is_resumable: bool = False  # its stream, by a client that comes back
     speculates: bool = True  # see core.types.Request
     prediction: str = ""  # of the answer's text
     unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
@@ -306,6 +307,7 @@ class SamplingFields(StructuredFields, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # enough for any digest
     context_policy: Policy | ContextWishes | None = None
+    resumable: bool | None = None
     priority: Annotated[int, Meta(ge=LOWEST_CLASS, le=TOP_CLASS)] | None = None
     beam_width: Annotated[int, Meta(ge=0, le=MOST_BEAMS)] | None = None
     use_beam_search: bool | None = None
@@ -403,6 +405,7 @@ def generation_call(
         echo=echo,
         cache_salt=fields.cache_salt or "",
         context=ContextWishes(type=policy) if isinstance(policy := fields.context_policy, Policy) else policy,
+        is_resumable=bool(fields.resumable),
         speculates=fields.speculation is not False and beams is None,
         priority=fields.priority,
         **own,

@@ -36,6 +36,7 @@ from server.wire import sse
 RULES = rules_of("ollama")
 LATEST = ":latest"  # the tag that clients add to a name without one
 _MS_NS = 1_000_000
+_CAPABILITIES = {"generate": "completion", "embed": "embedding"}
 _REASONS = {FinishReason.LENGTH: "length"}
 
 
@@ -356,7 +357,7 @@ def show_reply(model: ServedModel, card: ServerCard, template: str | None, capab
             "template": template or "",
             "details": _details(card),
             "model_info": {"general.architecture": kind, f"{kind}.context_length": model.max_model_len},
-            "capabilities": ["completion", *capabilities],
+            "capabilities": [*(_CAPABILITIES[task] for task in model.tasks if task in _CAPABILITIES), *capabilities],
             "modified_at": _time(model.created_s),
         }
     )

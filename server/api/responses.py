@@ -120,7 +120,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         policy = Policy.ERROR if wire.truncation == "disabled" else Policy.DROP_OLDEST_TURNS
         wire = msgspec.structs.replace(wire, context_policy=policy)
     _check_include(wire.include or [])
-    _check_metadata(wire.metadata or {})
+    check_metadata(wire.metadata or {})
     num_logprobs = wire.top_logprobs or 0
     check_range("top_logprobs", num_logprobs, 0, defaults.limits.num_top_logprobs)
     tools = tool_wishes(
@@ -236,7 +236,7 @@ def _check_include(include: list[str]) -> None:
             raise InvalidRequest(f"{name[:64]!r} cannot be included. Choose from: {known}.", f"include[{i}]")
 
 
-def _check_metadata(metadata: dict[str, str]) -> None:
+def check_metadata(metadata: dict[str, str]) -> None:
     """Apply OpenAI's limits: every answer and three events of a stream repeat the metadata."""
     if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
         raise InvalidRequest("metadata must have at most 16 keys of 64 and values of 512 characters.", "metadata")

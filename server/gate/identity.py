@@ -28,6 +28,7 @@ from urllib.parse import unquote
 import msgspec
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
+from core.types import LOWEST_CLASS
 from server.gate.jwt import BadToken, JwtVerifier, KeysUnavailable, looks_like_jwt
 from server.gate.tenants import LOCAL, LOCAL_NAME, Tenant, certificate_name
 from server.values import BadValueError, did_you_mean, readable_fix
@@ -223,6 +224,7 @@ class Caller:
             see subject_id. Tenant.key_limits apply to it. None: it sent neither.
         digest: of its key.
         subject: of its JWT; empty: it has none.
+        is_background: nobody waits for its answers, whatever class its tenant has.
         network: on an open server, the address it came from; of IPv6, the /64.
     """
 
@@ -232,6 +234,11 @@ class Caller:
     network: str | None = field(default=None, compare=False)
     digest: bytes | None = field(default=None, compare=False, repr=False)
     subject: str | None = None
+    is_background: bool = False
+
+    def priority_of(self, asked: int | None) -> int:
+        """Request.priority of a request that asks for one, or None."""
+        return LOWEST_CLASS if self.is_background else self.tenant.priority_of(asked)
 
     @property
     def sharing_name(self) -> str:
@@ -434,6 +441,21 @@ class Authenticator:
             if len(present) == len(callers):
                 return _joined(present)
         raise _refusal(self._what_is_wanted())
+
+    def again(self, tenant: str, digest: bytes | None, key_id: str | None, subject: str | None) -> Caller:
+        """The caller of an earlier request, by what is remembered of it.
+
+        Raises:
+            ServiceError: its key is no longer valid, or its tenant is not there any more.
+        """
+        if self.directory.is_open:
+            return LOCAL_CALLER
+        if digest is not None:
+            return self._by_key(self.directory.keys.get(digest), digest)
+        known = self.directory.tenants.get(tenant)
+        if known is None:
+            raise _refusal("The tenant of this request is not known here any more. Ask the operator.")
+        return Caller(known, frozenset(COMMON_SCOPES), key_id, subject=subject)
 
     def _what_is_wanted(self) -> str:
         missing = set() if self.directory.certificates else {CERTIFICATE}

@@ -94,6 +94,7 @@ class Entry:
         count: what a usage counts against the quotas.
         progress: returns its usage so far: prompts that are being answered, and tokens of their answers.
         end: how it ended, once it has.
+        is_again: see Reserve.
     """
 
     ledger: "Ledger"
@@ -101,6 +102,7 @@ class Entry:
     count: Callable[[Usage], int]
     progress: Callable[[], Usage] | None = None
     end: End | None = None
+    is_again: bool = False
     state: EntryState = EntryState.OPEN
     _on_settled: Callable[[bool], None] = _ignore
 
@@ -265,20 +267,21 @@ class Ledger:
         """Since the database last took a write, or was opened."""
         return self._loop.time() - self._committed_s
 
-    def open(self, row: LedgerRow, count: Callable[[Usage], int]) -> Entry:
+    def open(self, row: LedgerRow, count: Callable[[Usage], int], is_again: bool = False) -> Entry:
         """
         Args:
             row: whose request it is, and for what.
             count: what a usage counts against the quotas.
+            is_again: see Reserve.
         """
         now_us = self.now_us()
-        return Entry(self, msgspec.structs.replace(row, created_us=now_us, updated_us=now_us), count)
+        return Entry(self, msgspec.structs.replace(row, created_us=now_us, updated_us=now_us), count, is_again=is_again)
 
     def now_us(self) -> int:
         return round(self._unix() * MICRO)
 
     def begin(self, entry: Entry, on_reserved: Callable[[bool], None]) -> None:
-        self.write(Reserve(entry.row), on_reserved)
+        self.write(Reserve(entry.row, entry.is_again), on_reserved)
         self.entries[entry] = None
         self._later(CHECKPOINT_S, self._checkpoint)
 

@@ -127,9 +127,14 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """A request has begun."""
+    """A request has begun.
+
+    Args:
+        is_again: perhaps: a line of a batch has one id whenever it is asked.
+    """
 
     row: LedgerRow
+    is_again: bool = False
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -235,6 +240,12 @@ CHECKPOINTED = (
     "price_micro",
 )  # fmt: skip
 _INSERT = f"INSERT INTO requests ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+# What was cut short begins anew, and what was answered stays
+_RESERVE_AGAIN = (
+    f"{_INSERT} ON CONFLICT (request_id) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "request_id")
+    + f" WHERE state != '{RowState.RESERVED}' AND coalesce(status, 0) != 200"
+)
 _SETTLE = (
     f"{_INSERT} ON CONFLICT (request_id) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "request_id")
@@ -392,8 +403,8 @@ class LedgerStore:
     def _apply(self, write: Write) -> None:
         execute = self._database.execute
         match write:
-            case Reserve(row):
-                execute(_INSERT, msgspec.structs.astuple(row))
+            case Reserve(row, is_again):
+                execute(_RESERVE_AGAIN if is_again else _INSERT, msgspec.structs.astuple(row))
             case Settle(row):
                 execute(_SETTLE, msgspec.structs.astuple(row))
             case Amend(row):

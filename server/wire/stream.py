@@ -75,6 +75,7 @@ class HttpStream:
         is_blocked: the peer does not keep up: more than the high mark is unsent. `send` stays legal.
         on_disconnect: called once, when the peer goes before the response has ended. Without it, the handler's task is
             cancelled; with it, the handler ends by itself.
+        on_peer_lost: called first when the peer goes; True: the answer goes on without it.
         on_blocked, on_unblocked: called when is_blocked changes.
     """
 
@@ -94,6 +95,7 @@ class HttpStream:
         "num_body_bytes",
         "on_blocked",
         "on_disconnect",
+        "on_peer_lost",
         "on_unblocked",
         "received_s",
         "request",
@@ -114,6 +116,7 @@ class HttpStream:
         self.task: asyncio.Task[None] | None = None
         self.num_body_bytes = 0
         self.on_disconnect: Callable[[], None] | None = None
+        self.on_peer_lost: Callable[[], bool] | None = None
         self.on_blocked: Callable[[], None] | None = None
         self.on_unblocked: Callable[[], None] | None = None
         self._carrier = carrier
@@ -257,6 +260,8 @@ class HttpStream:
 
     def disconnect(self) -> None:
         """The peer has gone: tell the handler, or cancel it if it does not listen."""
+        if self.on_peer_lost is not None and self.on_peer_lost():
+            return
         self.has_lost_peer |= self.is_open
         self.is_open = False
         is_told = self._waiter is not None or self.on_disconnect is not None

@@ -226,7 +226,10 @@ def _counted(one: Any) -> dict[str, Any]:
         ({"anyOf": []}, "response_format.anyOf must be a list of schemas"),
         ({"$ref": "#/$defs/none"}, "response_format has the $ref '#/$defs/none'"),
         ({"type": "string", "pattern": "(a"}, "unclosed group"),
-        ({"items": {"type": "string", "pattern": "(?=a)b"}}, "response_format.items.pattern cannot be used: regex"),
+        (
+            {"items": {"type": "string", "pattern": "(?=a)b"}},
+            "response_format.items.pattern cannot be used: line 1, column 1: look",
+        ),
         ({"patternProperties": {"(": {}}}, "response_format.patternProperties cannot be used"),
         (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
         (
@@ -280,13 +283,29 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
         (lambda: choice([], PARAM), "must have 1 to 4096 choices"),
         (lambda: choice(["x"] * (MAX_CHOICES + 1), PARAM), "must have 1 to 4096 choices"),
         (lambda: client_grammar("start: (", PARAM), "1 | start: ("),
-        (lambda: client_grammar("start: start", PARAM), "cannot be satisfied"),
-        (lambda: client_grammar("root ::= root", PARAM), "cannot be"),
+        (lambda: client_grammar("start: start", PARAM), "line 1, column 1: no text of the rule start has an end"),
+        (
+            lambda: client_grammar('start: a?\n?a: ("x" a | b)+ -> c\nb: "y" [a] b', PARAM),
+            "line 2, column 2: no text of",
+        ),
+        (lambda: client_grammar('root ::= "a" | b\nb ::= "a" b', PARAM), "line 2, column 1: no text of the rule b has"),
+        (lambda: client_grammar('start: a\na[capture]: "x"', PARAM), "line 2, column 3: 'capture' cannot"),
+        (lambda: client_grammar('start: a\na[lazy, stop="x"]: /.*/', PARAM), "line 2, column 9: 'stop=' cannot"),
+        (
+            lambda: client_grammar('%llguidance {"no_forcing": true}\nstart: "a"', PARAM),
+            "'{\"no_forcing\": true}' cannot",
+        ),
+        (lambda: client_grammar("start: @other", PARAM), "line 1, column 8: '@other' cannot"),
+        (lambda: regex("ab\\", PARAM), "line 1, column 3: no escape"),
+        (lambda: regex("a\nb(", PARAM), "line 2, column 2: unclosed group"),
         (lambda: regex(r"[^\s\S]", PARAM), "cannot be"),
         (lambda: client_grammar(rules("start: r0\n", 'r{}: "x" r{}\n'), PARAM), "more than 500 rules"),
         (lambda: client_grammar(rules("root ::= r0\n", 'r{} ::= "x" r{}\n'), PARAM), "more than 500 rules"),
         (lambda: client_grammar("start: " + "(" * 5000 + '"a"' + ")" * 5000, PARAM), "more than 64 brackets"),
-        (lambda: client_grammar("start: %json {}", PARAM), "may not have %json"),
+        (
+            lambda: client_grammar("start: %json {}", PARAM),
+            "line 1, column 8: '%json' cannot be held: answers are text. Send a schema",
+        ),
         (lambda: client_grammar("start: T\nT: " + " & ".join(["/a*/"] * 20), PARAM), "more than 12 of & and ~"),
         (lambda: client_grammar('start: "' + "a" * 200_000 + '"', PARAM), "is larger than 128 KiB"),
         # Brackets in texts close none
@@ -316,6 +335,24 @@ def test_a_broken_expression_or_grammar_is_refused(make: Any, words: str) -> Non
     with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
         compiler().compile(make())
     assert refused.value.param == PARAM
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ('start: a\na: "x" a | b | c\nb: "y" (a | "z")\nc: "x" [c] "y"', "xxyz"),
+        ('%llguidance {}\nstart: "a" start? // start: start\n  | start~0', "aaa"),
+        ('start: (a)* "b"\na: "/:" start\n%ignore / /', "/:bb"),
+        ('start: t::0\nt::_: "a" t::incr([0:2]) %if lt([0:2], 2) | "b"', "aab"),
+        ('start: "%json <x> @y capture" | e\ne: ', "%json <x> @y capture"),
+        ('root ::= a b?\na ::= ("x" root){0,2} | a "y"\nb ::= "(" [^(]', "x(y"),
+    ],
+)
+def test_a_grammar_whose_texts_end_is_held(source: str, text: str) -> None:
+    state = compiler().compile(client_grammar(source, PARAM)).start()
+    for token_id in tokenizer().encode(text, add_special_tokens=False):
+        state.accept(token_id)
+    assert (state.fault, state.is_complete) == (None, True)
 
 
 GBNF = {
@@ -539,7 +576,7 @@ def test_a_refused_tool_is_named_by_its_keyword() -> None:
     with pytest.raises(InvalidRequest) as refused:
         compiler().compile(GrammarSpec(GrammarKind.TAGGED, source, "tools", schemas=schemas))
     place = f"tools[{len(SCHEMAS)}].function.parameters"
-    assert str(refused.value).startswith(f"{place}.properties.a.pattern cannot be used: regex parse error:")
+    assert str(refused.value).startswith(f"{place}.properties.a.pattern cannot be used: line 1, column 1: unclosed")
     assert (refused.value.param, "call_0" in str(refused.value)) == (place, False)
 
 

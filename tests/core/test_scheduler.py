@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from core.plan import StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.types import Admitted, FinishReason, Prefilled, Request, StepDelivery, TokenLogprobs, Usage
-from tests.fakes import make_request, small_limits
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner
+from core.types import Admitted, FinishReason, Pooling, Prefilled, Request, StepDelivery, TokenLogprobs, Usage
+from tests.fakes import DeliveryLog, make_request, small_limits
 
 
 def make_scheduler(*requests: Request, eos_ids: tuple[int, ...] = (), **limits: int) -> Scheduler:
@@ -322,3 +325,19 @@ def test_mark_of_a_prompt_counts_what_was_cached() -> None:
     step(scheduler)
     scheduler.submit(make_request("b", prompt_ids=prompt, max_tokens=1))
     assert step(scheduler).marks[-1] == Prefilled("b", 0.0, num_chunks=1, num_cached_tokens=8)
+
+
+def test_a_prompt_that_is_taken_whole_waits_for_a_step_with_room() -> None:
+    limits = replace(small_limits(max_batch_tokens=10), takes_whole_prompts=True)
+    scheduler = Scheduler(limits, (), lambda: 0, has_prefix_cache=False)
+    runner, log = SimulatedRunner(limits, CostModel(), SimulatedClock()), DeliveryLog()
+    sizes = {"a": 6, "b": 10, "c": 3, "d": 1}
+    for name, size in sizes.items():
+        scheduler.submit(make_request(name, size, 0, pooling=Pooling("mean")))
+    while (plan := scheduler.plan(0.0)) is not None:
+        assert plan.num_tokens <= 10
+        assert not plan.starts.any()
+        runner.forward(plan)
+        runner.sample(plan)
+        log(scheduler.apply(plan, runner.collect(plan), 0.0))
+    assert all(log.terminal(name).pooled for name in sizes)

@@ -16,6 +16,7 @@ from core.detokenizer import Detokenizer
 from core.errors import InvalidRequest
 from core.tokenizer import MAX_PIECE_CHARS, Tokenizer, UnsupportedTokenizer
 from tests.core import small_tokenizers
+from tests.pooled_models import word_pieces
 
 KINDS = ("byte_level", "sentencepiece")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -187,7 +188,7 @@ def test_lone_surrogate_is_refused() -> None:
 @pytest.mark.parametrize(
     ("decoder", "name"),
     [
-        (decoders.WordPiece(), "WordPiece"),
+        (decoders.BPEDecoder(), "BPEDecoder"),
         (decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()]), "Replace"),
         (decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), r"ByteLevel \+ Strip"),
         (None, "null"),
@@ -232,3 +233,23 @@ def test_a_text_between_two_others_is_asked_for_by_the_models_marks(
     ids = tokenizer.encode_around("a", "b", add_special_tokens=False)
     assert (None if ids is None else list(map(tokenizer.str_of, ids))) == expected
     assert list(map(tokenizer.str_of, tokenizer.fill_end_ids)) == ["<|fim_pad|>"]
+
+
+def test_word_pieces_are_told_as_text_and_pairs_are_cut_at_the_longer_one() -> None:
+    tokenizer = Tokenizer(word_pieces().to_str())
+    ids = tokenizer.encode("Hello, the queue's head")
+    assert len(ids) > 8  # the file's own truncation does not hold
+    assert tokenizer.decode(ids) == "hello , the queue ' s head"
+    shown = b"".join(tokenizer.table.token_bytes[token_id] for token_id in tokenizer.encode("hello waits"))
+    assert shown == b" hello waits"
+    whole, second_from = tokenizer.encode_pair("hello there", "waits and then")
+    names = [tokenizer.str_of(token_id) for token_id in whole]
+    assert names[0] == "[CLS]"
+    assert names[second_from - 1] == names[-1] == "[SEP]"
+    num_first = second_from - 2
+    for most in range(len(whole), 2, -1):
+        cut, at = tokenizer.encode_pair("hello there", "waits and then", most)
+        assert len(cut) == most
+        if most >= 2 * num_first + 3:
+            assert cut[:second_from] == whole[:second_from]
+            assert at == second_from

@@ -1,4 +1,4 @@
-"""The examples for nginx and haproxy, run as they are: only addresses and files are put in their place."""
+"""The examples for nginx, haproxy and Envoy, run as they are: only addresses and files are put in their place."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,12 +33,12 @@ class Proxy:
 
 def find(program: str) -> str | None:
     """Where it is, also where the path of a user does not lead."""
-    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:{Path(sys.executable).parent}")
 
 
 @contextmanager
 def running_proxy(name: str, directory: Path, server_port: int, agent_port: int) -> Iterator[Proxy]:
-    """Start nginx or haproxy with an example, and end it.
+    """Start nginx, haproxy or Envoy with an example, and end it.
 
     Args:
         name: of the example.
@@ -45,7 +46,8 @@ def running_proxy(name: str, directory: Path, server_port: int, agent_port: int)
         server_port, agent_port: that the example is to ask.
     """
     port = _free_port()
-    prepare = _nginx_command if name == "nginx.conf" else partial(_haproxy_command, name, agent_port)
+    others = {"nginx.conf": _nginx_command, "envoy.yaml": _envoy_command}
+    prepare = others.get(name) or partial(_haproxy_command, name, agent_port)
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -77,6 +79,18 @@ def _nginx_command(directory: Path, port: int, server_port: int) -> list[str]:
         f"events {{}} http {{ access_log off; {paths} include {directory}/site.conf; }}"
     )
     return [find("nginx") or "nginx", "-e", "stderr", "-p", str(directory), "-c", str(main)]
+
+
+def _envoy_command(directory: Path, port: int, server_port: int) -> list[str]:
+    changes = {
+        r"port_value: 8000": f"port_value: {server_port}",
+        r"address: 0\.0\.0\.0, port_value: 443": f"address: 127.0.0.1, port_value: {port}",
+        r"/etc/envoy/llm\.pem": f"{directory}/certificate.pem",
+        r"/etc/envoy/llm\.key": f"{directory}/key.pem",
+    }
+    (directory / "envoy.yaml").write_text(_changed(DEPLOY / "envoy.yaml", changes))
+    flags = ["--disable-hot-restart", "--concurrency", "1", "-l", "warning"]
+    return [find("envoy") or "envoy", "-c", str(directory / "envoy.yaml"), *flags]
 
 
 def _haproxy_command(name: str, agent_port: int, directory: Path, port: int, server_port: int) -> list[str]:

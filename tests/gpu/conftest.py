@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from core.config import EngineConfig, parse_model_config
 from gpu.loading import load_runner
+from gpu.parameters import ModelWeights
 from gpu.runner import ModelRunner
+from gpu.weights import load_weights
 from tests.oracle import FAMILIES, Oracle, read_config, save_random_model
 
 ENGINE = EngineConfig(device="cpu", dtype="float32", max_sequences=16, kv_memory_bytes=8 * 1024**2, threads=1)
@@ -16,6 +19,13 @@ ENGINE = EngineConfig(device="cpu", dtype="float32", max_sequences=16, kv_memory
 
 def no_progress(done: int, total: int) -> None:
     """For those who do not look."""
+
+
+def load_whole(*arguments: Any, **named: Any) -> ModelWeights:
+    """As load_weights does, all layers at once."""
+    weights = load_weights(*arguments, **named)
+    weights.layers = list(weights.layers)
+    return weights
 
 
 @pytest.fixture(scope="session")

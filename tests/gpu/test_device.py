@@ -12,7 +12,7 @@ import torch
 from core.config import EngineConfig
 from core.errors import DeviceUnavailable
 from gpu import device, host_memory
-from gpu.device import LEAST_BYTES, MADV_COLLAPSE, PAGE_BYTES, use_huge_pages
+from gpu.device import LEAST_BYTES, LINE_BYTES, MADV_COLLAPSE, PAGE_BYTES, HugePages, use_huge_pages
 
 CPU = torch.device("cpu")
 
@@ -215,6 +215,18 @@ def test_the_bytes_stay_what_they_are() -> None:
         use_huge_pages(numbers.ctypes.data, numbers.nbytes)
         assert np.array_equal(numbers, np.arange(len(numbers)))
         del numbers
+
+
+def test_tensors_share_chunks_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "CHUNK_BYTES", 4 * PAGE_BYTES)
+    pages = HugePages()
+    sizes = (LEAST_BYTES, LEAST_BYTES - 1, LEAST_BYTES + 1, 3 * PAGE_BYTES, 5 * PAGE_BYTES)
+    found = [pages.empty((size,), torch.uint8) for size in sizes] + [pages.empty((3, PAGE_BYTES // 2), torch.bfloat16)]
+    for number, tensor in enumerate(found):
+        tensor.fill_(number)
+    assert [(tensor == number).all().item() for number, tensor in enumerate(found)] == [True] * len(found)
+    assert found[2].data_ptr() == found[0].data_ptr() + LEAST_BYTES
+    assert [tensor.data_ptr() % LINE_BYTES for tensor in found] == [0] * len(found)
 
 
 MAPPED = """\

@@ -20,10 +20,10 @@ from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
 from gpu.parameters import LayerWeights, ModelWeights, Target, matrices
 from gpu.quant import QuantizedWeight, dequantize
 from gpu.streams import StagedCopies
-from gpu.weights import MatrixForm, load_weights, prequantized_scheme
+from gpu.weights import MatrixForm, prequantized_scheme
 from tests import fp8_files, packed_files
 from tests.fp8_files import BLOCKS, SCHEMES, WHOLE
-from tests.gpu.conftest import ENGINE, no_progress, open_runner
+from tests.gpu.conftest import ENGINE, load_whole, no_progress, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.gpu.late_streams import LateStreams
 from tests.gpu.test_memory_plan import BF16, CUDA
@@ -84,7 +84,7 @@ def change_tensors(directory: Path, change: Callable[[Tensors], object]) -> None
 def load(directory: Path, is_kept: bool, dtype: torch.dtype = torch.float32, fill: Any = Target.fill) -> ModelWeights:
     config = parse_model_config(read_config(directory))
     checkpoint = open_checkpoint(directory, config.packing)
-    return load_weights(checkpoint, config, dtype, CPU, no_progress, MatrixForm(serves_prequantized=is_kept), fill)
+    return load_whole(checkpoint, config, dtype, CPU, no_progress, MatrixForm(serves_prequantized=is_kept), fill)
 
 
 def load_as_served(directory: Path) -> ModelWeights:

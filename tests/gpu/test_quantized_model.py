@@ -18,8 +18,8 @@ from gpu.parameters import ModelWeights
 from gpu.quant import QuantizedWeight, can_quantize, dequantize, quantize
 from gpu.runner import ModelRunner
 from gpu.tune import find_operators
-from gpu.weights import MatrixForm, load_weights
-from tests.gpu.conftest import ENGINE, no_progress, open_runner
+from gpu.weights import MatrixForm
+from tests.gpu.conftest import ENGINE, load_whole, no_progress, open_runner
 from tests.gpu.driver import Driver
 from tests.oracle import read_config
 
@@ -45,7 +45,7 @@ def load_rounded(directory: Path, scheme: str) -> ModelWeights:
         return dequantize(quantize(weight, scheme), weight.dtype)
 
     config = parse_model_config(read_config(directory))
-    return load_weights(open_checkpoint(directory), config, torch.float32, CPU, no_progress, MatrixForm(rounded))
+    return load_whole(open_checkpoint(directory), config, torch.float32, CPU, no_progress, MatrixForm(rounded))
 
 
 def quantized(scheme: str) -> EngineConfig:
@@ -111,6 +111,6 @@ def test_the_plan_counts_no_less_than_what_is_loaded(
         saved += weight.nbytes - sum(part.nbytes for part in (made.values, made.scales, made.zeros) if part is not None)
         return made
 
-    load_weights(open_checkpoint(model_directory(family)), config, torch.float32, CPU, no_progress, MatrixForm(convert))
+    load_whole(open_checkpoint(model_directory(family)), config, torch.float32, CPU, no_progress, MatrixForm(convert))
     planned = weights_size_bytes(config, torch.float32, scheme, CPU)
     assert 4 * config.num_parameters - saved <= planned < 0.7 * 4 * config.num_parameters

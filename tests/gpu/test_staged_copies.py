@@ -13,8 +13,7 @@ from core.config import parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.parameters import ModelWeights, Target
 from gpu.streams import BUFFER_BYTES, StagedCopies, fill_on, pinned_for_good, staged_bytes
-from gpu.weights import load_weights
-from tests.gpu.conftest import no_progress
+from tests.gpu.conftest import load_whole, no_progress
 from tests.gpu.late_streams import LateStreams
 from tests.gpu.test_weights import every_tensor
 from tests.oracle import read_config
@@ -26,7 +25,7 @@ BUFFER = 4096
 def load(directory: Path, dtype: torch.dtype, streams: LateStreams | None) -> ModelWeights:
     fill = Target.fill if streams is None else StagedCopies(streams, BUFFER).fill
     config = parse_model_config(read_config(directory))
-    weights = load_weights(open_checkpoint(directory), config, dtype, CPU, no_progress, fill=fill)
+    weights = load_whole(open_checkpoint(directory), config, dtype, CPU, no_progress, fill=fill)
     if streams is not None:
         streams.finish()
     return weights

@@ -62,7 +62,7 @@ LARGE = ModelConfig(
 )
 SMALL = dataclasses.replace(LARGE, num_layers=1, vocab_size=300)
 VAST = dataclasses.replace(LARGE, vocab_size=2_000_000)
-PROBES = [(make_linear(torch.ones(8, 4), None, None), 4), (make_linear(torch.ones(4, 8), None, None), 8)]
+PROBES = [(make_linear(torch.ones(8, 4), None), 4), (make_linear(torch.ones(4, 8), None), 8)]
 FEW_THEN_ALL = StepThreads(((1, 1), (8, 2)))
 ONE_THREAD = StepThreads(((1, 1), (PREFILL_TOKENS, 2)))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from gpu.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from gpu.memory_plan import estimate
 from gpu.parameters import ModelWeights, interleave_halves
 from gpu.weights import check_checkpoint, load_weights
-from tests.gpu.conftest import no_progress
+from tests.gpu.conftest import load_whole, no_progress
 from tests.oracle import read_config, save_random_model
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 def load(directory: Path, dtype: torch.dtype = torch.float32, progress: Any = no_progress) -> ModelWeights:
     checkpoint = open_checkpoint(directory)
     config = check_checkpoint(checkpoint, parse_model_config(read_config(directory)))
-    return load_weights(checkpoint, config, dtype, CPU, progress)
+    return load_whole(checkpoint, config, dtype, CPU, progress)
 
 
 def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
@@ -302,3 +303,15 @@ def test_pages_of_the_file_are_let_go_while_loading(
     seen: list[int] = []
     load(directory, progress=lambda done, total: seen.append(mapped_bytes(file)))
     assert seen[1:].count(0) >= 5
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(
+    tmp_path: Path, model_directory: Callable[[str], Path]
+) -> None:
+    copy = rewrite(model_directory("llama3"), tmp_path, lambda tensors: None)
+    weights = load_weights(
+        open_checkpoint(copy), parse_model_config(read_config(copy)), torch.float32, CPU, no_progress
+    )
+    os.truncate(copy / SINGLE_FILE, (copy / SINGLE_FILE).stat().st_size // 2)
+    with pytest.raises(BadCheckpoint, match="has changed"):
+        list(weights.layers)

@@ -29,6 +29,8 @@ from core.types import EngineStats, FinishReason, StepDelivery
 from server.api.fields import GenerationDefaults
 from server.api.models import ServedModel
 from server.app import App, Readiness
+from server.batches.runner import Batches
+from server.batches.store import FileLimits, Quota, Store
 from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
@@ -36,7 +38,7 @@ from server.engine_client import EngineClient
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.tenants import Deadlines, Tenant
-from server.generation import Generations, OwnBackend
+from server.generations import Generations, OwnBackend
 from server.ledger.idempotency import Idempotency
 from server.ledger.responses import Responses
 from server.ledger.usage import NO_PRICES, Prices
@@ -195,6 +197,7 @@ class SimulatedServer:
         first_id: of requests: r1, r2, ...
         store: of blocks beyond the end of the process.
         store_responses_s: how long responses are kept; None: none are.
+        files: the directory of files and batches; None: there are none.
     """
 
     def __init__(
@@ -219,6 +222,7 @@ class SimulatedServer:
         first_id: int = 1,
         store: BlockStore | None = None,
         store_responses_s: float | None = None,
+        files: Path | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -258,11 +262,31 @@ class SimulatedServer:
             self.app.responses = Responses(opening.ledger, 100_000, 100_000, _inline)
             reader = self.generations.reader
             reader.defaults = structs.replace(reader.defaults, stores_responses=True)
+        if files is not None:
+            self.batches = self._open_batches(files, clock)
 
     def _open_ledger(self, config: ServerConfig, clock: Clock) -> OpenLedger:
         if self.ledger_writer is None:
             return OpenLedger(None, {}, Idempotency(clock.unix))
         return opened(self.ledger_writer.journal, self.ledger_writer, config, clock, self.loop)
+
+    def _open_batches(self, directory: Path, clock: Clock) -> Batches:
+        served = self.generations
+        batches = Batches(
+            Store(directory),
+            FileLimits(100_000, Quota(10, 200_000)),
+            _inline,
+            self.app.handle,
+            self.gate.identify_again,
+            lambda: self.readiness.is_ready,
+            lambda: self.limits.max_sequences,
+            lambda: served.is_awaited,
+            clock.unix,
+            self.loop,
+        )
+        self.app.batches, served.on_awaited = batches, batches.give_way
+        batches.start()
+        return batches
 
     def _new_client(self) -> EngineClient:
         return EngineClient(
@@ -408,6 +432,8 @@ class SimulatedServer:
         self.network.listener.abort()
         self.run()
         self.check_idle()
+        if self.app.batches is not None:
+            self.loop.run_until_complete(self.app.batches.close())
         if self.generations.ledger is not None:
             self.generations.ledger.close()
         self.network.close()

@@ -25,7 +25,7 @@ from server.loaded_engine import prompt_reader
 from server.observing.timing import StageMarks
 from server.prompts import RERANK_INSTRUCTION, RERANK_TEMPLATE
 from tests.fakes import DeliveryLog
-from tests.pooled_models import pooled, states_of, write_qwen3
+from tests.pooled_models import pooled, states_of, write_encoder, write_qwen3
 
 TEXTS = ["hello", "the queue's head waits for blocks, and then it does not", "a", "what is said " * 9]
 QUERY, DOCUMENTS = TEXTS[0], TEXTS[1:]
@@ -139,3 +139,56 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, change: dict[st
         (directory / name).write_text(json.dumps(content))
     with pytest.raises(StartupError, match=cause):
         Served(directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [("BertModel", "cls_token"), ("XLMRobertaModel", "mean_tokens"), ("ModernBertModel", "mean_tokens")],
+)
+def test_an_encoder_embeds(tmp_path: Path, kind: str, pooling: str) -> None:
+    served = check_embeddings(write_encoder(tmp_path / "model", kind, pooling), pooling)
+    assert served.reader.cards[0].tasks == ("embed", "score")
+    together = served.ask(embeddings.SURFACE, input=TEXTS * 3)["data"]
+    assert [one["index"] for one in together] == list(range(12))
+    alone = served.ask(embeddings.SURFACE, input=TEXTS[1])["data"][0]["embedding"]
+    assert together[5]["embedding"] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "XLMRoberta", "ModernBert"])
+@pytest.mark.parametrize("is_identity", [False, True])
+def test_an_encoders_head_scores_pairs(tmp_path: Path, kind: str, is_identity: bool) -> None:
+    """BERT tells the texts of a pair apart; the others only by what is between them."""
+    told = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}} if is_identity else {}
+    directory = write_encoder(tmp_path / "model", f"{kind}ForSequenceClassification", **told)
+    served = Served(directory)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float64).eval()
+    wanted = []
+    for text in DOCUMENTS:
+        first, second = served.ids(QUERY), served.ids(text)
+        ids = first + (second if kind == "XLMRoberta" else second[1:])
+        if kind == "XLMRoberta":
+            ids[len(first)] = first[-1]  # two ends between them
+        types = [0] * len(first) + [int(kind == "Bert")] * (len(ids) - len(first))
+        given = {"token_type_ids": torch.tensor([types])} if kind == "Bert" else {}
+        with torch.inference_mode():
+            logit = model(torch.tensor([ids]), **given).logits[0, 0]
+        wanted.append(float(logit if is_identity else logit.sigmoid()))
+    answer = served.ask(scores.SCORE, text_1=QUERY, text_2=DOCUMENTS)
+    assert [one["score"] for one in answer["data"]] == pytest.approx(wanted, abs=1e-4)
+    cut = served.ask(scores.SCORE, text_1=QUERY, text_2=DOCUMENTS, truncate_prompt_tokens=9)
+    assert cut["usage"]["prompt_tokens"] <= 27
+
+
+def test_encoders_refuse_what_they_cannot_do(tmp_path: Path) -> None:
+    directory = write_encoder(tmp_path / "model", "BertModel")
+    with pytest.raises(StartupError, match="does not say how it is pooled"):
+        Served(directory)
+    assert Served(directory, pooling="cls").reader.cards[0].tasks == ("embed", "score")
+    with pytest.raises(StartupError, match="not for encoders"):
+        Served(directory, pooling="mean", quantize="int8")
+    with pytest.raises(StartupError, match="is for encoders"):
+        Served(write_qwen3(tmp_path / "decoder", "Qwen3ForCausalLM"), pooling="cls")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"position_embedding_type": "relative_key"}))
+    with pytest.raises(StartupError, match="position_embedding_type"):
+        Served(directory, pooling="mean")

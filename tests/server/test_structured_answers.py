@@ -2,7 +2,10 @@
 
 import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -10,7 +13,10 @@ import pytest
 
 from core.constraints import GrammarKind, GrammarSpec, regex
 from core.grammar import Grammar, GrammarCache, GrammarCompiler
+from server.api.known_fields import KNOWN, Does
 from server.api.structured import ResponseFormat, StructuredFields, constraint_of
+from server.generations import OFFLOAD_BYTES, weight_of
+from tests.core.hostile_forms import hostile_forms
 from tests.server.simulated_server import STREAM, SimulatedServer, chat, completion, refusal_of
 
 SCHEMA = {
@@ -36,8 +42,8 @@ def test_whole_and_streamed_answers_are_the_same_and_valid(server: SimulatedServ
 def test_what_cannot_be_held_is_refused(server: SimulatedServer) -> None:
     scalar = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "strin"}}}
     for ask, param, words in (
-        (completion(guided_regex="(a"), "guided_regex", "guided_regex cannot be used: regex parse error"),
-        (completion(regex="(a"), "regex", "regex cannot be used: regex parse error"),
+        (completion(guided_regex="(a"), "guided_regex", "guided_regex cannot be used: line 1, column 1: unclosed"),
+        (completion(regex="(a"), "regex", "regex cannot be used: line 1, column 1: unclosed"),
         (completion(ebnf='root ::= "a"\n  b ::= "'), "ebnf", "ebnf cannot be read as GBNF: line 2, column 9"),
         (completion(grammar="start: B"), "grammar", "grammar cannot be used: line 1, column 8"),
         (chat(response_format=scalar), "response_format.json_schema.schema", ".schema.type cannot be used"),
@@ -59,12 +65,61 @@ def test_a_grammar_is_compiled_once_and_off_the_loop(server: SimulatedServer) ->
         offloaded.append(work)
         return work()
 
-    server.generations.offload = offload
+    server.generations.offload_compiling = offload
     for _ in range(3):
         assert re.fullmatch("[ab]{3}", server.ask(completion(guided_regex="[ab]{3}")).text())
     assert len(offloaded) == 1
     server.ask(completion(guided_regex="[ab]{4}"))
     assert len(offloaded) == 2
+
+
+FORMS = hostile_forms()
+CHECKING = ("core/constraints.py", "core/shortest_answer.py", "core/tool_grammar.py")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_nothing_of_a_form_is_checked_or_compiled_on_the_loop(server: SimulatedServer, name: str) -> None:
+    """However short it is: 1 KB may take 100 ms. By counts of calls."""
+    is_off, on_loop = False, Counter[str]()
+
+    async def offload(work: Callable[[], Any]) -> Any:
+        nonlocal is_off
+        is_off = True
+        try:
+            return work()
+        finally:
+            is_off = False
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and not is_off:
+            on_loop[code.co_qualname] += code.co_filename.endswith(CHECKING) or "Compiler" in code.co_qualname
+
+    server.generations.offload = offload
+    body = chat(max_tokens=4, **FORMS[name]).replace(b"gu\\\\u", b"gu\\u")
+    head, _, text = body.partition(b"\r\n\r\n")
+    assert len(text) < OFFLOAD_BYTES
+    sys.setprofile(count)
+    try:
+        answer = server.ask(re.sub(rb"(?i)(content-length: )\d+", rb"\g<1>%d" % len(text), head) + b"\r\n\r\n" + text)
+    finally:
+        sys.setprofile(None)
+    assert answer.status in (200, 400), answer.text()
+    assert sum(on_loop.values()) < 20, on_loop.most_common(5)
+
+
+def test_every_field_that_asks_for_a_form_is_known_by_its_name() -> None:
+    asked = {name for name in StructuredFields.__struct_fields__ if name != "sent_as"} | {
+        "response_format",
+        "functions",
+    }
+    aliases = {
+        known.name for rows in KNOWN.values() for known in rows if known.does is Does.ALIAS and known.target in asked
+    }
+    assert len(aliases) >= 5
+    for name in asked | aliases | {"tools", "text.format", "output_config.format"}:
+        assert weight_of(f'{{"{name}": 1}}'.encode()) == OFFLOAD_BYTES, name
+    assert weight_of(b'{"messages": [{"role": "user", "content": "x"}]}') < 100
 
 
 def test_a_tag_that_begins_is_held(server: SimulatedServer) -> None:

@@ -5,17 +5,19 @@ import torch
 import torch.nn.functional as F
 
 from gpu.device import cpu_flags
-from gpu.linear import can_pack, make_linear, pack
+from gpu.linear import blocks_of, can_pack, in_blocks, pack
 
 if "avx512_bf16" not in cpu_flags() or not can_pack(torch.bfloat16, torch.device("cpu")):
     pytest.skip("needs a CPU with avx512_bf16, and a torch with oneDNN's packed matmuls", allow_module_level=True)
 
-from gpu.cpu_kernels.matmul import PackedMatmul, PackedMatmuls, is_layout_known
+from gpu.cpu_kernels.matmul import PackedMatmul
+from gpu.cpu_kernels.operators import KernelOperators
+from tests.gpu.operator_cases import CONFIG
 
 
 @pytest.fixture(scope="module")
-def make() -> PackedMatmuls:
-    return PackedMatmuls()
+def make() -> KernelOperators:
+    return KernelOperators(CONFIG, has_attention=False)
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -27,7 +29,7 @@ def noise(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (192, 1024), (128, 2176), (320, 1088)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_matmuls_are_torchs(
-    make: PackedMatmuls,
+    make: KernelOperators,
     monkeypatch: pytest.MonkeyPatch,
     num_threads: int,
     num_rows: int,
@@ -38,7 +40,7 @@ def test_matmuls_are_torchs(
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     weight, x = noise(num_out, num_in), noise(num_rows, num_in)
     bias = noise(num_out) if has_bias else None
-    matmul = make_linear(weight, bias, make)
+    matmul = make.linear(weight, bias)
     assert isinstance(matmul, PackedMatmul)
     want = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert torch.allclose(matmul(x).float(), want, rtol=2.0**-8, atol=1e-3)
@@ -46,9 +48,9 @@ def test_matmuls_are_torchs(
 
 @pytest.mark.bits
 @pytest.mark.parametrize(("num_out", "num_in"), [(192, 2176), (896, 4864), (1152, 896), (64, 4096)])
-def test_a_row_is_rounded_the_same_in_any_company(make: PackedMatmuls, num_out: int, num_in: int) -> None:
+def test_a_row_is_rounded_the_same_in_any_company(make: KernelOperators, num_out: int, num_in: int) -> None:
     """With one thread or two, of a panel and of several, of a piece of one block and of several."""
-    matmul = make_linear(noise(num_out, num_in), None, make)
+    matmul = make.linear(noise(num_out, num_in), None)
     x = noise(600, num_in)
     whole = matmul(x)
     before = torch.get_num_threads()
@@ -63,19 +65,19 @@ def test_a_row_is_rounded_the_same_in_any_company(make: PackedMatmuls, num_out: 
         torch.set_num_threads(before)
 
 
-def test_rows_may_lie_apart(make: PackedMatmuls) -> None:
+def test_rows_may_lie_apart(make: KernelOperators) -> None:
     weight, x = noise(64, 128), noise(5, 192)[:, 64:]
-    assert torch.equal(make_linear(weight, None, make)(x), make_linear(weight, None, make)(x.contiguous()))
+    assert torch.equal(make.linear(weight, None)(x), make.linear(weight, None)(x.contiguous()))
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), [(48, 72), (64, 72), (100, 64)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_matrix_that_is_padded_is_left_to_onednn(
-    make: PackedMatmuls, num_out: int, num_in: int, has_bias: bool
+    make: KernelOperators, num_out: int, num_in: int, has_bias: bool
 ) -> None:
     weight, x = noise(num_out, num_in), noise(40, num_in)
     bias = noise(num_out) if has_bias else None
-    matmul = make_linear(weight, bias, make)
+    matmul = make.linear(weight, bias)
     assert not isinstance(matmul, PackedMatmul)
     whole = matmul(x)
     assert torch.allclose(
@@ -85,9 +87,7 @@ def test_a_matrix_that_is_padded_is_left_to_onednn(
         assert torch.equal(matmul(x[:num_rows]), whole[:num_rows])
 
 
-def test_another_layout_than_the_one_known_is_noticed() -> None:
-    weight = noise(128, 64)
-    assert is_layout_known(pack(weight), weight)
-    assert not is_layout_known(pack(weight.flip(0)), weight)
-    weight[127, 63] += 1
-    assert not is_layout_known(pack(noise(128, 64)), weight)
+def test_the_layout_is_onednns_own() -> None:
+    weight = noise(128, 192)
+    packed = pack(weight)
+    assert torch.equal(in_blocks(weight), blocks_of(packed, weight.shape))

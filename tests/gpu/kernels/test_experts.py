@@ -63,7 +63,7 @@ def one_by_one(config: ExpertsConfig, weights: ExpertWeights, x: torch.Tensor, a
 
 
 def grouped(config: ExpertsConfig, weights: ExpertWeights, activation: str = "silu") -> GroupedExperts:
-    router = make_linear(weights.router, weights.router_bias, None)
+    router = make_linear(weights.router, weights.router_bias)
     return GroupedExperts(config, weights, GATED[activation], router)
 
 

@@ -18,9 +18,9 @@ from gpu.parallel.ranks import Shard, check_shards, part_of
 from gpu.parallel.runner import find_room, plan_rank
 from gpu.parameters import ModelWeights
 from gpu.quant import dequantize, quantize
-from gpu.weights import AS_THEY_ARE, MatrixForm, load_weights
+from gpu.weights import AS_THEY_ARE, MatrixForm
 from tests import fp8_files, packed_files
-from tests.gpu.conftest import ENGINE, no_progress, open_runner
+from tests.gpu.conftest import ENGINE, load_whole, no_progress, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.gpu.parallel.lockstep import Lockstep
 from tests.gpu.test_memory_plan import MODEL
@@ -100,7 +100,7 @@ def plan_of(directory: Path, engine: EngineConfig = ENGINE) -> MemoryPlan:
 def loaded(directory: Path, shard: Shard | None, form: MatrixForm = AS_THEY_ARE) -> ModelWeights:
     config = parse_model_config(read_config(directory))
     checkpoint = open_checkpoint(directory, config.packing)
-    return load_weights(checkpoint, config, torch.float32, torch.device("cpu"), no_progress, form, shard=shard)
+    return load_whole(checkpoint, config, torch.float32, torch.device("cpu"), no_progress, form, shard=shard)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])

@@ -1,8 +1,6 @@
 """The table of fields: the surfaces do what it says, docs/api.md shows it, and the SDKs have no field beyond it."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,22 +9,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from server.api import chat, completions, known_fields, messages, ollama, responses
-from server.api.fields import StreamOptions
-from server.api.known_fields import KNOWN, Does, Known, Name
+from server.api import chat, completions, messages, ollama, responses
+from server.api.known_fields import Does, Known, Name
 from server.api.replies import Surface
-from server.api.tokenize import TokenizeBody
 from tests.server.api import wire
+from tests.server.api.api_tables import BODIES, DOCS, ROWS, served, written
 
-DOCS = Path(__file__).parents[3] / "docs" / "api.md"
-BODIES: dict[Name, Any] = {
-    "chat": chat.ChatBody,
-    "completions": completions.CompletionBody,
-    "responses": responses.ResponsesBody,
-    "messages": messages.MessagesBody,
-    "ollama": ollama.ChatBody,
-    "tokenize": TokenizeBody,
-}
 PARSERS: dict[Name, tuple[Surface, dict[str, Any]]] = {
     "chat": (chat.SURFACE, {"messages": [{"role": "user", "content": "Hi"}]}),
     "completions": (completions.SURFACE, {"prompt": "Hi"}),
@@ -34,7 +22,6 @@ PARSERS: dict[Name, tuple[Surface, dict[str, Any]]] = {
     "messages": (messages.SURFACE, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
     "ollama": (ollama.CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
 }
-ROWS = [(surface, row) for rows in KNOWN.values() for row in rows for surface in sorted(row.surfaces)]
 OF_GENERATION = [(surface, row) for surface, row in ROWS if surface in PARSERS]
 
 
@@ -48,13 +35,6 @@ ALIAS_VALUES: dict[str, Any] = {  # of what is no number
 
 def names(surface: Name) -> set[str]:
     return {row.name for one, row in ROWS if one == surface}
-
-
-def served(surface: Name) -> set[str]:
-    """The fields of its body, less those that are there to be refused."""
-    options = StreamOptions.__struct_fields__ if surface in ("chat", "completions") else ()
-    declared = {*BODIES[surface].__struct_fields__, *(f"stream_options.{name}" for name in options)}
-    return {str(name) for name in declared} - {row.name for one, row in ROWS if one == surface} - {"sent_as"}
 
 
 def fields_of(name: str, value: object) -> dict[str, Any]:
@@ -117,21 +97,6 @@ def test_true_is_no_number() -> None:
         assert (error.param, error.code) == (name, "unsupported_parameter")
 
 
-def docs_row(owner: str, row: Known) -> str:
-    """The row as docs/api.md has it."""
-    what = f"{row.does} `{row.target}`" if row.target else str(row.does)
-    if row.neutral:
-        shown = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
-        what += f", but for {shown}" if not row.target else f"; {shown} asks for nothing"
-    if row.unless is not None:
-        what += f", and beside `{row.unless[0]}: {json.dumps(row.unless[1])}`"
-    return f"| `{row.name}` | {', '.join(sorted(row.surfaces))} | {owner} | {what} |"
-
-
-def test_the_docs_show_the_table_and_what_is_served() -> None:
-    shown = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
-    expected = [docs_row(owner, row) for owner, rows in KNOWN.items() for row in rows]
-    assert [line for line in shown if not line.endswith("| served |")] == expected, known_fields.__name__
-    cells = [line.strip("| ").split(" | ") for line in shown if line.endswith("| served |")]
-    told = [(surface, name.strip("`")) for name, surfaces, *_ in cells for surface in surfaces.split(", ")]
-    assert sorted(told) == sorted((surface, name) for surface in BODIES for name in served(surface))
+def test_the_docs_have_the_tables_of_the_code() -> None:
+    docs = DOCS.read_text()
+    assert written(docs) == docs, "make tables"

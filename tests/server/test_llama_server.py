@@ -1,11 +1,13 @@
-"""Texts between two others, through the whole server: the model's own marks around them, and its own ends."""
+"""llama-server's surfaces, and texts between two others: the model's own marks around them, and its own ends."""
 
 import json
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from core.tokenizer import Tokenizer
-from server.generation import Generations
+from server.api.models import ServerCard
+from server.generations import Generations
 from tests.core.small_tokenizers import byte_level
 from tests.server.simulated_server import SimulatedServer, completion, refusal_of, request
 
@@ -70,3 +72,43 @@ def test_files_come_under_the_models_marks(server: SimulatedServer) -> None:
     expected = "<repo_name>myproject\n<file_sep>a.py\nx<file_sep>b.py\ny<file_sep>filename\n"
     expected += "<fim_prefix>p<fim_suffix>s<fim_middle>"
     assert marked.decode(found, skip_special_tokens=False).endswith(expected)
+
+
+def test_a_completion_says_what_llama_servers_does(server: SimulatedServer) -> None:
+    """Each token with its id and its likeliest neighbours, where they are asked for: the same streamed and whole."""
+    plain = server.ask(completion(prompt="The engine", max_tokens=5)).json
+    ids = server.ask(request("POST", "/tokenize", {"prompt": "The engine"})).json["tokens"]
+    for prompt in ("The engine", ids):
+        asked = {"prompt": prompt, "n_predict": 5, "seed": 7, "ignore_eos": True, "n_probs": 2, "return_tokens": True}
+        whole = server.ask(request("POST", "/completion", asked)).json
+        assert (whole["content"], whole["tokens_predicted"]) == (plain["choices"][0]["text"], 5)
+        assert [one["id"] for one in whole["completion_probabilities"]] == whole["tokens"]
+        assert [len(one["top_logprobs"]) for one in whole["completion_probabilities"]] == [2] * 5
+        lines = server.ask(request("POST", "/completion", asked | {"stream": True})).body.decode().split("\n\n")[:-1]
+        events = [json.loads(line[6:]) for line in lines]
+        for field in ("content", "tokens", "completion_probabilities"):
+            told = [one[field] for one in events if field in one]
+            assert ("".join(told) if field == "content" else list(chain.from_iterable(told))) == whole[field]
+    for bad, param in (
+        ({"prompt": ["a", "b"]}, "prompt[0]"),
+        ({"n_probs": 99}, "n_probs"),
+        ({"prompt": [-1]}, "prompt[0]"),
+    ):
+        assert server.ask(request("POST", "/completion", {"prompt": "a"} | bad)).json["error"]["param"] == param
+
+
+def test_props_and_slots_tell_what_clients_look_for(server: SimulatedServer) -> None:
+    (model,) = server.generations.reader.cards
+    numbers = {"max_sequences": 8, "max_batch_tokens": 16, "num_kv_tokens": 256}
+    server.app.card = ServerCard(model=model, model_type=None, architectures=(), version="1", **numbers)
+    props = server.ask(request("GET", "/props"), "GET").json
+    assert props["default_generation_settings"]["n_ctx"] == server.limits.max_model_len
+    assert "<|im_start|>" in props["chat_template"]
+    assert "/" not in props["model_path"]
+    transport = server.send(completion(max_tokens=30))
+    server.step()
+    slots = server.ask(request("GET", "/slots"), "GET").json
+    assert len(slots) == props["total_slots"]
+    assert [one["id"] for one in slots if one["is_processing"]] == [0]
+    transport.feed_eof()
+    server.loop.settle()

@@ -1,31 +1,41 @@
-"""/infill: llama-server's surface for editors, which ask for the text between two others. Thread: loop."""
+"""llama-server's own surfaces: /completion, and /infill for editors, which ask for the text between two others.
 
+https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md. Thread: loop.
+"""
+
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from core.errors import InvalidRequest, ServiceError
-from core.types import Delta, FinishReason, Usage
+from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api.completions import RULES as COMPLETION_RULES
 from server.api.decoding import decode
 from server.api.fields import (
     DefaultsOf,
     GenerationCall,
+    GenerationDefaults,
+    IdsPrompt,
     MaxTokens,
+    Prompt,
     SamplingFields,
     TextPrompt,
     check_range,
+    checked_ids,
     generation_call,
 )
 from server.api.known_fields import COMPLETIONS, Does, Known
-from server.api.replies import Extras, ReplyContext, Surface, WholeReply, error_event
+from server.api.models import ServerCard
+from server.api.replies import Extras, ReplyContext, Surface, WholeReply, error_event, logprob_entries
 from server.wire import sse
 
 # What editors send that steers llama-server's own ways: its cache, its chain of samplers, its patience.
 _IGNORED = "samplers t_max_prompt_ms t_max_predict_ms n_indent"
 RULES = COMPLETION_RULES | {name: Known(name, COMPLETIONS, Does.IGNORED) for name in _IGNORED.split()}
-del RULES["response_fields"]
+for _own in ("response_fields", "n_probs", "return_tokens"):
+    del RULES[_own]
 _REPEATS = ("seed", "fingerprint", "model_digest", "settings_digest", "version", "prompt_digest", "token_ids")
 _STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit"}
 
@@ -37,33 +47,60 @@ class Chunk(msgspec.Struct, frozen=True):
     filename: str = "tmp"
 
 
-class InfillBody(SamplingFields, frozen=True, kw_only=True):
+class _Body(SamplingFields, frozen=True, kw_only=True):
+    max_tokens: MaxTokens | None = None
+    response_fields: Annotated[list[str], Meta(max_length=64)] | None = None
+    n_probs: int | None = None
+    return_tokens: bool | None = None
+
+
+class CompletionBody(_Body, frozen=True, kw_only=True):
+    prompt: str | list[int]
+
+
+class InfillBody(_Body, frozen=True, kw_only=True):
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[Chunk], Meta(max_length=256)] | None = None
     prompt: str | None = None  # the beginning of the line that is edited: it follows the prefix
-    max_tokens: MaxTokens | None = None
-    response_fields: Annotated[list[str], Meta(max_length=64)] | None = None
 
 
-def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
+def parse_completion(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
+    wire, unknown_fields = decode(body, CompletionBody, RULES)
+    model, defaults = defaults_of(wire.model)
+    if isinstance(wire.prompt, str):
+        return _call(wire, model, defaults, TextPrompt(wire.prompt), unknown_fields)
+    return _call(
+        wire, model, defaults, IdsPrompt(checked_ids(wire.prompt, "prompt", defaults.vocab_size)), unknown_fields
+    )
+
+
+def parse_infill(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     wire, unknown_fields = decode(body, InfillBody, RULES)
     model, defaults = defaults_of(wire.model)
-    if wire.n is not None:
-        check_range("n", wire.n, 1, 1)
-    if wire.stream and wire.response_fields:
-        raise InvalidRequest("response_fields are of a whole answer. Leave out stream.", "response_fields")
     extra = tuple((chunk.filename, chunk.text) for chunk in wire.input_extra or ())
     prompt = TextPrompt(
         wire.input_prefix + (wire.prompt or ""), suffix=wire.input_suffix, extra=extra, suffix_param="input_suffix"
     )
+    return _call(wire, model, defaults, prompt, unknown_fields)
+
+
+def _call(
+    wire: _Body, model: str, defaults: GenerationDefaults, prompt: Prompt, unknown_fields: tuple[str, ...]
+) -> GenerationCall:
+    if wire.n is not None:
+        check_range("n", wire.n, 1, 1)
+    if wire.n_probs is not None:
+        check_range("n_probs", wire.n_probs, 0, defaults.limits.num_top_logprobs)
+    if wire.stream and wire.response_fields:
+        raise InvalidRequest("response_fields are of a whole answer. Leave out stream.", "response_fields")
     call = generation_call(
         wire,
         model,
         defaults,
         (prompt,),
         max_tokens=wire.max_tokens,
-        num_logprobs=None,
+        num_logprobs=wire.n_probs or (0 if wire.return_tokens else None),
         wire=wire,
         unknown_fields=unknown_fields,
     )
@@ -72,6 +109,19 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 
 def _part(context: ReplyContext, content: str, is_last: bool) -> dict[str, Any]:
     return {"index": 0, "content": content, "tokens": [], "id_slot": 0, "stop": is_last, "model": context.model}
+
+
+def _tokens(wire: _Body, context: ReplyContext, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """What single tokens are told of."""
+    told: dict[str, Any] = {"tokens": [one.token_id for one in logprobs]} if wire.return_tokens else {}
+    if not wire.n_probs:
+        return told
+    entries = logprob_entries(logprobs, context)
+    for entry, one in zip(entries, logprobs, strict=True):
+        entry |= {"id": one.token_id}
+        for likely, (token_id, _) in zip(entry["top_logprobs"], one.top, strict=True):
+            likely |= {"id": token_id}
+    return told | {"completion_probabilities": entries}
 
 
 def _end(usage: Usage, reason: FinishReason, stop_string: str | None, extras: Extras) -> dict[str, Any]:
@@ -103,13 +153,14 @@ def _rate(name: str, count: int, took_ms: float) -> dict[str, float]:
     }
 
 
-class InfillStream:
+class PartsStream:
     """Implements replies.StreamReply: events with `content`, the last with `stop`."""
 
-    __slots__ = ("_context", "_reason", "_stop_string")
+    __slots__ = ("_context", "_reason", "_stop_string", "_wire")
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self._context = context
+        self._wire = call.wire
         self._reason = FinishReason.STOP
         self._stop_string: str | None = None
 
@@ -124,7 +175,10 @@ class InfillStream:
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         self._reason, self._stop_string = delta.finish_reason or self._reason, delta.stop_string or self._stop_string
-        return self.text(choice, delta.text) if delta.text else b""
+        told = _tokens(self._wire, self._context, delta.logprobs or ())
+        if not delta.text and not told.get("tokens"):
+            return b""
+        return sse.event(sse.json_line(_part(self._context, delta.text, is_last=False) | told))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         last = _part(self._context, "", is_last=True) | _end(usage, self._reason, self._stop_string, extras)
@@ -134,12 +188,19 @@ class InfillStream:
         return error_event(error)
 
 
-class InfillDocument(WholeReply):
+class Document(WholeReply):
     _stop_string: str | None = None
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        super().__init__(call, context)
+        self._told: list[TokenLogprobs] = []
 
     def add(self, choice: int, delta: Delta) -> None:
         super().add(choice, delta)
         self._stop_string = delta.stop_string or self._stop_string
+
+    def add_logprobs(self, choice: int, delta: Delta) -> None:
+        self._told += delta.logprobs or ()
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         self._extras = extras
@@ -148,6 +209,7 @@ class InfillDocument(WholeReply):
     def document(self, usage: Usage) -> dict[str, Any]:
         text = "".join(self.texts[0])
         answer = _part(self._context, text, is_last=True) | {"has_new_line": "\n" in text}
+        answer |= _tokens(self._call.wire, self._context, self._told)
         answer |= _end(usage, self._reasons[0], self._stop_string, self._extras)
         return shown(answer, self._call.wire.response_fields)
 
@@ -164,4 +226,35 @@ def _at(answer: Any, path: str) -> Any:
     return answer
 
 
-SURFACE = Surface(parse, InfillStream, InfillDocument)
+COMPLETION = Surface(parse_completion, PartsStream, Document)
+INFILL = Surface(parse_infill, PartsStream, Document)
+
+
+def props_reply(card: ServerCard, template: str) -> bytes:
+    """The fields of llama-server's /props that do not depend on how it computes.
+
+    Args:
+        template: the chat template.
+    """
+    settings = {"n_ctx": card.model.max_model_len, "params": {"n_predict": -1, "stream": True}}
+    return sse.json_line(
+        {
+            "default_generation_settings": settings,
+            "total_slots": card.max_sequences,
+            "model_alias": card.model.id,
+            "model_path": card.model.id,
+            "chat_template": template,
+            "modalities": {"vision": False, "audio": False},
+            "is_sleeping": False,
+            "build_info": f"steploop {card.version}",
+        }
+    )
+
+
+def slots_reply(card: ServerCard, num_running: int) -> bytes:
+    """One for each sequence that may run at once. Whose they are is not told."""
+    slots = [
+        {"id": i, "n_ctx": card.model.max_model_len, "speculative": False, "is_processing": i < num_running}
+        for i in range(card.max_sequences)
+    ]
+    return sse.json_line(slots)

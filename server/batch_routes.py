@@ -1,0 +1,327 @@
+"""/v1/files and /v1/batches: bodies and queries in, documents out. Thread: loop; the disk has its own.
+
+What is done with them: server/batches.
+"""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
+
+import msgspec
+
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from server.api.decoding import decode, page_of
+from server.api.responses import check_metadata
+from server.app import Exchange, Route
+from server.batches.runner import Batches
+from server.batches.store import Batch, Credential, File, Purpose, new_file_id
+from server.gate.identity import Caller, Scope
+from server.observing.timing import Stage, answer_headers
+from server.values import DURATION_UNITS
+from server.wire import sse
+from server.wire.messages import ResponseHead
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+MOST_UNFINISHED = 100  # batches of a tenant
+MOST_LISTED = 10_000  # files
+FORM_BYTES = 64 * 1024  # of a form, beside its file
+PIECE_BYTES = 64 * 1024
+MOST_NAME_CHARS = 255
+LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 86_400
+BODY_BYTES = 64 * 1024
+_BOUNDARY = re.compile(rb'multipart/form-data\s*;.*?boundary="?([^";,\s]{1,70})"?', re.IGNORECASE | re.DOTALL)
+_FIELD = re.compile(rb'\bname="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
+_FILENAME = re.compile(rb'\bfilename="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
+_WINDOW = re.compile(r"([1-9]\d{0,3})(min|h|d)")
+
+
+class Part(NamedTuple):
+    """One field of a form.
+
+    Args:
+        filename: None: it is no file.
+    """
+
+    filename: str | None
+    content: memoryview
+
+
+def parse_form(body: bytes, content_type: bytes) -> dict[str, Part]:
+    """The fields of a multipart/form-data body (RFC 7578), by their names.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    found = _BOUNDARY.match(content_type.strip())
+    if found is None:
+        message = "Send the file as multipart/form-data: curl -F purpose=batch -F file=@requests.jsonl"
+        raise InvalidRequest(message, "content-type", "invalid_form")
+    mark, parts, whole = b"--" + found[1], dict[str, Part](), memoryview(body)
+    at = body.find(mark)
+    while at >= 0 and body[at + len(mark) : at + len(mark) + 2] == b"\r\n" and len(parts) < 16:
+        head = at + len(mark) + 2
+        start, at = body.find(b"\r\n\r\n", head, head + 4096), body.find(b"\r\n" + mark, head)
+        if start < 0 or at < start:
+            break
+        fields = body[head:start]
+        name, filename = _FIELD.search(fields), _FILENAME.search(fields)
+        if name is None:
+            break
+        shown = None if filename is None else filename[1].decode("utf-8", "replace")
+        parts[name[1].decode("utf-8", "replace")] = Part(shown, whole[start + 4 : at])
+        at += 2
+    if at < 0 or body[at + len(mark) : at + len(mark) + 2] != b"--":
+        raise InvalidRequest("The form is cut off, or a field of it has no name.", code="invalid_form")
+    return parts
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True):
+    anchor: str
+    seconds: int
+
+
+class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+def known_batches(exchange: Exchange) -> Batches:
+    if (batches := exchange.server.batches) is None:
+        message = "This server keeps no files. Its operator can let it: --files DIR."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "files_disabled")
+    return batches
+
+
+# Files.
+
+
+async def upload(exchange: Exchange) -> None:
+    batches, caller = known_batches(exchange), exchange.known_caller
+    exchange.enter(Stage.BODY)
+    limits = batches.limits
+    body = await exchange.stream.read_body(limits.max_file_bytes + FORM_BYTES, caller.sharing_name)
+    exchange.enter(Stage.ANSWER)
+    content_type, now_s = exchange.request.header(b"content-type") or b"", batches.now_s()
+
+    def store() -> File:
+        form = parse_form(body, content_type)
+        file = _file_of(form, caller.tenant.name, now_s)
+        if file.bytes > limits.max_file_bytes:
+            message = f"The file has {file.bytes:,} bytes, and at most {limits.max_file_bytes:,} are taken."
+            raise ServiceError(ErrorKind.BODY_TOO_LARGE, message, "file_too_large", "file")
+        batches.store.add_file(file, form["file"].content, limits.quota)
+        return file
+
+    exchange.send(sse.json_line(file_document(await batches.offload(store))))
+
+
+def _file_of(form: Mapping[str, Part], tenant: str, now_s: int) -> File:
+    part, purpose = form.get("file"), _text(form, "purpose")
+    if part is None or part.filename is None:
+        raise InvalidRequest("The form has no file: curl -F purpose=batch -F file=@requests.jsonl", "file")
+    if purpose != Purpose.BATCH:
+        raise InvalidRequest("purpose must be 'batch': files are kept for batches alone.", "purpose")
+    if len(part.filename) > MOST_NAME_CHARS or not part.filename:
+        raise InvalidRequest(f"The file's name must have 1 to {MOST_NAME_CHARS} characters.", "file")
+    if not len(part.content):
+        raise InvalidRequest("The file is empty.", "file")
+    expires_at = None
+    if (seconds := _text(form, "expires_after[seconds]")) is not None:
+        given = int(seconds) if seconds.isdecimal() and len(seconds) < 9 else 0
+        after = ExpiresAfter(_text(form, "expires_after[anchor]") or "created_at", given)
+        expires_at = now_s + checked_expiry(after, "expires_after")
+    return File(
+        id=new_file_id(),
+        tenant=tenant,
+        purpose=Purpose.BATCH,
+        filename=part.filename,
+        bytes=len(part.content),
+        created_at=now_s,
+        expires_at=expires_at,
+    )
+
+
+def _text(form: Mapping[str, Part], name: str) -> str | None:
+    part = form.get(name)
+    return None if part is None else bytes(part.content[:256]).decode("utf-8", "replace").strip()
+
+
+def checked_expiry(after: ExpiresAfter, param: str) -> int:
+    """In seconds from the creation. Raises InvalidRequest."""
+    if after.anchor != "created_at":
+        raise InvalidRequest("anchor must be 'created_at'.", f"{param}.anchor")
+    if not LEAST_EXPIRY_S <= after.seconds <= MOST_EXPIRY_S:
+        message = f"seconds must be {LEAST_EXPIRY_S} to {MOST_EXPIRY_S}."
+        raise InvalidRequest(message, f"{param}.seconds")
+    return after.seconds
+
+
+async def list_files(exchange: Exchange) -> None:
+    batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
+    query = parse_qs(exchange.request.query)
+    after, limit = page_of(query, MOST_LISTED, MOST_LISTED)
+    purpose, is_ascending = query.get("purpose", [None])[0], query.get("order", ["desc"])[0] == "asc"
+    found, has_more = await batches.offload(lambda: batches.store.files(tenant, purpose, after, limit, is_ascending))
+    exchange.send(list_document([file_document(file) for file in found], has_more))
+
+
+async def show_file(exchange: Exchange) -> None:
+    """A file, or its content: /v1/files/ID/content."""
+    batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
+    file_id, _, what = exchange.argument.partition("/")
+    if what not in ("", "content"):
+        message = "Ask for /v1/files/ID or /v1/files/ID/content."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found")
+    file = await batches.offload(lambda: batches.store.file(tenant, file_id))
+    if what:
+        await send_content(exchange, batches, file)
+    else:
+        exchange.send(sse.json_line(file_document(file)))
+
+
+async def send_content(exchange: Exchange, batches: Batches, file: File) -> None:
+    """In pieces, as fast as the client reads."""
+    stream, unblocked = exchange.stream, asyncio.Event()
+    opened = await batches.offload(batches.store.path_of(file).open("rb").__enter__)
+    try:
+        exchange.enter(Stage.LAST_FLUSH)
+        headers = ((b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % file.bytes))
+        stream.send_head(ResponseHead(200, (*headers, *answer_headers(exchange.timings))))
+        stream.on_unblocked = unblocked.set
+        while piece := await batches.offload(lambda: opened.read(PIECE_BYTES)):
+            while stream.is_blocked:
+                unblocked.clear()
+                await unblocked.wait()
+            stream.send(piece)
+        stream.end()
+        stream.call_once_written(exchange.timings.finish)
+    finally:
+        stream.on_unblocked = None
+        opened.close()
+
+
+async def delete_file(exchange: Exchange) -> None:
+    batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
+    await batches.offload(lambda: batches.store.delete_file(tenant, exchange.argument))
+    exchange.send(sse.json_line({"id": exchange.argument, "object": "file", "deleted": True}))
+
+
+def file_document(file: File) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(file) | {
+        "object": "file",
+        "status": "processed",
+        "status_details": None,
+    }
+    del shown["tenant"]
+    return shown
+
+
+def list_document(data: list[dict[str, Any]], has_more: bool) -> bytes:
+    ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return sse.json_line({"object": "list", "data": data, **ids, "has_more": has_more})
+
+
+# Batches.
+
+
+async def create_batch(exchange: Exchange) -> None:
+    batches, caller = known_batches(exchange), exchange.known_caller
+    body = await exchange.stream.read_body(BODY_BYTES, caller.sharing_name)
+    wire, unknown_fields = decode(body, BatchBody, {})
+    exchange.server.metrics.count_unknown_fields(unknown_fields)
+    if wire.endpoint not in ENDPOINTS:
+        raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}.", "endpoint")
+    exchange.server.find_route(wire.endpoint, "POST")
+    check_metadata(wire.metadata or {})
+    file = await batches.offload(lambda: batches.store.file(caller.tenant.name, wire.input_file_id, "input_file_id"))
+    if file.purpose != Purpose.BATCH:
+        message = f"{file.id} is of the purpose {file.purpose!r}: send a file that was uploaded for a batch."
+        raise InvalidRequest(message, "input_file_id")
+    now_s, after = batches.now_s(), wire.output_expires_after
+    batch = Batch(
+        id=f"batch_{secrets.token_hex(16)}",
+        credential=_credential(caller),
+        endpoint=wire.endpoint,
+        input_file_id=file.id,
+        completion_window=wire.completion_window,
+        created_at=now_s,
+        expires_at=now_s + window_s(wire.completion_window),
+        metadata=wire.metadata,
+        output_expires_s=None if after is None else checked_expiry(after, "output_expires_after"),
+    )
+    await batches.create(batch, MOST_UNFINISHED)
+    exchange.send(batch_document(batch))
+
+
+def _credential(caller: Caller) -> Credential:
+    digest = None if caller.digest is None else caller.digest.hex()
+    return Credential(caller.tenant.name, digest, caller.key_id, caller.subject)
+
+
+def window_s(text: str) -> int:
+    """Raises InvalidRequest."""
+    found = _WINDOW.fullmatch(text)
+    seconds = 0 if found is None else int(found[1]) * int(DURATION_UNITS[found[2]])
+    if not 60 <= seconds <= MOST_EXPIRY_S:
+        message = "completion_window must be a time from 1min to 30d, such as 24h."
+        raise InvalidRequest(message, "completion_window")
+    return seconds
+
+
+async def list_batches(exchange: Exchange) -> None:
+    batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
+    after, limit = page_of(parse_qs(exchange.request.query))
+    found, has_more = await batches.offload(lambda: batches.store.batches(tenant, after, limit))
+    exchange.send(list_document([batch_fields(batches.latest(one)) for one in found], has_more))
+
+
+async def show_batch(exchange: Exchange) -> None:
+    batches = known_batches(exchange)
+    exchange.send(batch_document(await batches.find(exchange.known_caller.tenant.name, exchange.argument)))
+
+
+async def cancel_batch(exchange: Exchange) -> None:
+    batch_id, _, action = exchange.argument.partition("/")
+    if action != "cancel":
+        raise ServiceError(ErrorKind.NOT_FOUND, "POST /v1/batches/ID/cancel is the only one.", "not_found")
+    batches = known_batches(exchange)
+    exchange.send(batch_document(await batches.cancel(exchange.known_caller.tenant.name, batch_id)))
+
+
+def batch_document(batch: Batch) -> bytes:
+    return sse.json_line(batch_fields(batch))
+
+
+def batch_fields(batch: Batch) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(batch) | {"object": "batch"}
+    for name in ("credential", "output_expires_s"):
+        del shown[name]
+    counts = {name: shown.pop(name) for name in ("total", "completed", "failed")}
+    errors = {"object": "list", "data": shown["errors"]} if shown["errors"] else None
+    return shown | {"request_counts": counts, "errors": errors}
+
+
+_ASKS = Scope.INFERENCE
+ROUTES: dict[str, dict[str, Route]] = {
+    "/v1/files": {"POST": Route(upload, _ASKS, needs_model=False), "GET": Route(list_files, _ASKS, needs_model=False)},
+    "/v1/batches": {
+        "POST": Route(create_batch, _ASKS, needs_model=False),
+        "GET": Route(list_batches, _ASKS, needs_model=False),
+    },
+}
+PREFIXES: dict[str, dict[str, Route]] = {
+    "/v1/files/": {
+        "GET": Route(show_file, _ASKS, needs_model=False),
+        "DELETE": Route(delete_file, _ASKS, needs_model=False),
+    },
+    "/v1/batches/": {
+        "GET": Route(show_batch, _ASKS, needs_model=False),
+        "POST": Route(cancel_batch, _ASKS, needs_model=False),
+    },
+}

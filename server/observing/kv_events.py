@@ -1,0 +1,164 @@
+"""Which prompts are cached here, told to routers: vLLM's KV events over ZeroMQ (its distributed/kv_events.py).
+
+Each message is a topic (empty), a number of 8 bytes, and a KVEventBatch in MessagePack: what can be found on the device
+since the last. The first says that nothing can, and whoever misses some asks the other socket, a ROUTER, for all from a
+number on, of the last NUM_KEPT. Needs pyzmq, which the extra `kv-events` installs. Threads: `put` is the engine's; the
+sockets are of a thread of their own. A subscriber that is too slow loses messages, and holds nobody up.
+"""
+
+import contextlib
+import logging
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+
+from core.errors import ExitCode, StartupError
+from core.kv_cache import BlockChange
+from server.listening.sockets import TcpAddress
+
+logger = logging.getLogger(__name__)
+
+NUM_KEPT = 10_000  # batches
+LOOK_S = 0.1  # for those who ask for them
+MOST_CHANGES = 1_000  # of one batch
+CLOSE_S = 2.0
+ALL_TOLD = (-1).to_bytes(8, "big", signed=True)
+
+
+class BlockStored(msgspec.Struct, array_like=True, tag=True):
+    """One after another in a chain, which begins where the parent ends."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = "GPU"
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
+    block_hashes: list[int]
+    medium: str | None = "GPU"
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[KVCacheEvent]
+
+
+def events_of(changes: Iterable[BlockChange]) -> list[KVCacheEvent]:
+    """Neighbours of one kind, and of one chain, are one event."""
+    events: list[KVCacheEvent] = []
+    for serial, parent, content in changes:
+        last = events[-1] if events else None
+        token_ids = [one for (one,) in struct.iter_unpack("i", content)]
+        if not serial:
+            events.append(AllBlocksCleared())
+        elif not token_ids and isinstance(last, BlockRemoved):
+            last.block_hashes.append(serial)
+        elif not token_ids:
+            events.append(BlockRemoved([serial]))
+        elif isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
+            last.block_hashes.append(serial)
+            last.token_ids.extend(token_ids)
+        else:
+            events.append(BlockStored([serial], parent, token_ids, len(token_ids)))
+    return events
+
+
+def kv_events_at(address: TcpAddress | None, replay: TcpAddress | None, has_engine: bool) -> "KvEvents | None":
+    """What the settings ask for. Raises StartupError: they contradict each other; or see KvEvents."""
+    if address is not None and has_engine:
+        return KvEvents(address, replay)
+    if address is not None or replay is not None:
+        cause = "--kv-events-replay needs --kv-events" if has_engine else "--kv-events is about a model of this process"
+        raise StartupError(cause, "give --kv-events and --model, or leave both out", ExitCode.CONFIGURATION)
+    return None
+
+
+class KvEvents:
+    """
+    Attributes:
+        endpoints: of the publisher, and of the other socket if there is one, as they are bound.
+    """
+
+    def __init__(self, address: TcpAddress, replay: TcpAddress | None) -> None:
+        """Raises StartupError: pyzmq is not installed, or an address cannot be listened on."""
+        try:
+            import zmq
+        except ImportError as error:
+            cause = "--kv-events needs pyzmq, which is not installed"
+            raise StartupError(cause, f"{sys.executable} -m pip install pyzmq", ExitCode.VERSION) from error
+        self._context, self._zmq = zmq.Context(), zmq
+        self._sockets = [self._bind(zmq.PUB, address)]
+        self._sockets += [] if replay is None else [self._bind(zmq.ROUTER, replay)]
+        self.endpoints = [one.getsockopt_string(zmq.LAST_ENDPOINT) for one in self._sockets]
+        self._changes: SimpleQueue[BlockChange | None] = SimpleQueue()
+        self.put = self._changes.put
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=NUM_KEPT)
+        self._num_sent = 0
+        self.put(BlockChange(0))
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def _bind(self, kind: int, address: TcpAddress) -> Any:
+        socket = self._context.socket(kind)
+        socket.setsockopt(self._zmq.IPV6, ":" in address.host)
+        try:
+            socket.bind(f"tcp://{address}")
+        except self._zmq.ZMQError as error:
+            self._context.destroy(0)
+            fix = "name an address of this machine and a free port: --kv-events, --kv-events-replay"
+            raise StartupError(f"{address} cannot be listened on: {error}", fix, ExitCode.TRANSIENT) from error
+        return socket
+
+    def close(self) -> None:
+        self._changes.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            changes: list[BlockChange | None] = []
+            with contextlib.suppress(Empty):
+                changes.append(self._changes.get(timeout=LOOK_S))
+                while len(changes) < MOST_CHANGES:
+                    changes.append(self._changes.get_nowait())
+            is_open = None not in changes
+            try:
+                self._publish([one for one in changes if one is not None])
+                for router in self._sockets[1:]:
+                    self._replay(router)
+            except Exception:  # of one batch or one who asks: the others are told
+                logger.exception("KV events cannot be told")
+        self._context.destroy(0)
+
+    def _publish(self, changes: list[BlockChange]) -> None:
+        if changes:
+            number, batch = self._num_sent.to_bytes(8, "big"), KVEventBatch(time.time(), events_of(changes))
+            self._num_sent += 1
+            self._kept.append((number, msgspec.msgpack.encode(batch)))
+            self._sockets[0].send_multipart((b"", *self._kept[-1]))
+
+    def _replay(self, router: Any) -> None:
+        with contextlib.suppress(self._zmq.Again):
+            while True:
+                who, *_, first = router.recv_multipart(self._zmq.NOBLOCK)
+                for number, batch in self._kept:
+                    if number >= first and len(first) == len(number):
+                        router.send_multipart((who, b"", number, batch))
+                router.send_multipart((who, b"", ALL_TOLD, b""))

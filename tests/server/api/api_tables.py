@@ -1,0 +1,78 @@
+"""The tables of docs/api.md, made of the code: `make tables` writes them, test_known_fields.py holds them to it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from server.api import chat, completions, messages, ollama, responses
+from server.api.fields import StreamOptions
+from server.api.known_fields import KNOWN, Known, Name
+from server.api.tokenize import TokenizeBody
+from server.app import Route
+from server.routes import PREFIXES, ROUTES
+
+DOCS = Path(__file__).parents[3] / "docs" / "api.md"
+BODIES: dict[Name, Any] = {
+    "chat": chat.ChatBody,
+    "completions": completions.CompletionBody,
+    "responses": responses.ResponsesBody,
+    "messages": messages.MessagesBody,
+    "ollama": ollama.ChatBody,
+    "tokenize": TokenizeBody,
+}
+ROWS = [(surface, row) for rows in KNOWN.values() for row in rows for surface in sorted(row.surfaces)]
+OURS = "steploop"  # whose a served field is that no row of the docs names
+_ROUTES, _FIELDS = "| Route | Methods | Right |", "| Field | Surface | Of | Here |"
+
+
+def served(surface: Name) -> set[str]:
+    """The fields of its body, less those that are there to be refused."""
+    options = StreamOptions.__struct_fields__ if surface in ("chat", "completions") else ()
+    declared = {*BODIES[surface].__struct_fields__, *(f"stream_options.{name}" for name in options)}
+    return {str(name) for name in declared} - {row.name for one, row in ROWS if one == surface} - {"sent_as"}
+
+
+def written(docs: str) -> str:
+    """The page with its tables as the code has them. Whose a served field is, and the order of these, stay."""
+    lines = docs.splitlines()
+    for head, rows in ((_ROUTES, _routes()), (_FIELDS, _fields(docs))):
+        start = lines.index(head) + 2
+        end = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
+        lines[start:end] = rows
+    return "\n".join(lines) + "\n"
+
+
+def _routes() -> list[str]:
+    shown: dict[str, dict[str, Route]] = dict(ROUTES) | {f"{prefix}…": route for prefix, route in PREFIXES.items()}
+    rights = {
+        path: {str(one.scope.value) if one.scope else "none" for one in route.values()} for path, route in shown.items()
+    }
+    return [
+        f"| `{path}` | {', '.join(sorted(shown[path]))} | {', '.join(sorted(rights[path]))} |" for path in sorted(shown)
+    ]
+
+
+def _fields(docs: str) -> list[str]:
+    old = [line.strip("| ").split(" | ") for line in docs.splitlines() if line.endswith("| served |")]
+    owners = {name.strip("`"): owner for name, _, owner, _ in old}
+    where: dict[str, list[str]] = {}
+    for surface in sorted(BODIES):
+        for name in served(surface):
+            where.setdefault(name, []).append(surface)
+    names = [name for name in owners if name in where] + sorted(where.keys() - owners.keys())
+    rows = [f"| `{name}` | {', '.join(where[name])} | {owners.get(name, OURS)} | served |" for name in names]
+    return rows + [_row(owner, row) for owner, known in KNOWN.items() for row in known]
+
+
+def _row(owner: str, row: Known) -> str:
+    what = f"{row.does} `{row.target}`" if row.target else str(row.does)
+    if row.neutral:
+        shown = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
+        what += f", but for {shown}" if not row.target else f"; {shown} asks for nothing"
+    if row.unless is not None:
+        what += f", and beside `{row.unless[0]}: {json.dumps(row.unless[1])}`"
+    return f"| `{row.name}` | {', '.join(sorted(row.surfaces))} | {owner} | {what} |"
+
+
+if __name__ == "__main__":
+    DOCS.write_text(written(DOCS.read_text()))
