@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (765, 5),
     "bench": (9350, 36),
 }
-TEST_LINES = 63_700
+TEST_LINES = 64_400
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
