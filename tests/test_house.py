@@ -26,13 +26,13 @@ BUDGETS = {
     "server/upstream": (1674, 6),
     "server/wire": (4815, 14),
     "core": (15_330, 40),
-    "gpu": (10_675, 34),
+    "gpu": (10_780, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (765, 5),
     "bench": (9350, 36),
 }
-TEST_LINES = 63_700
+TEST_LINES = 64_400
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
