@@ -29,6 +29,9 @@ class KVCache:
     Args:
         num_blocks: blocks the scheduler may use, 0..num_blocks-1.
         has_padding: batches are padded with rows.
+
+    Attributes:
+        layers: those that attend.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.scratch_block, self.padding_block = num_blocks, num_blocks + 1
         blocks = (num_blocks + 1 + has_padding, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.tensor = zeros((config.num_layers, config.num_cached, *blocks), dtype, device)
+        self.tensor = zeros((config.num_attention_layers, config.num_cached, *blocks), dtype, device)
         value_dim = config.head_dim if config.latent is None else config.latent.rank
         self.layers = [
             LayerKV(layer, layer[0].flatten(0, 1), layer[-1].flatten(0, 1)[..., :value_dim])
@@ -61,7 +64,7 @@ class KVCache:
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token, all layers."""
-    return config.num_cached * config.num_layers * config.kv_size * dtype.itemsize
+    return config.num_cached * config.num_attention_layers * config.kv_size * dtype.itemsize
 
 
 def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -80,7 +83,7 @@ def num_blocks_within(memory_bytes: int, config: ModelConfig, dtype: torch.dtype
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros. On a CPU by numpy, whose zeroed pages cost nothing until they are used."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)

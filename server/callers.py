@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Fields of ServerConfig that a reload applies, beside the files of certificates and of JWTs' keys
 RELOADED = ("tenants", "api_keys", "keys_file")
-SILENT = ("origins", *RELOADED)
+SILENT = ("origins", "warnings", "models", "own_models", *RELOADED)
 
 
 class Gate:
@@ -136,7 +136,7 @@ class Gate:
             StartupError: the new configuration is invalid.
         """
         # A new CA or issuer takes effect at the next start, and so does not yet count as authentication
-        directory = load_directory(replace(self._config, **{name: getattr(config, name) for name in RELOADED}))
+        directory = load_directory(of_callers(config, self._config))
         if directory.is_open and not self.directory.is_open:
             cause = "the new configuration has no tenants and no keys, and would let everyone in"
             raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)
@@ -189,6 +189,11 @@ class Gate:
             certificates=stated_values(tables, "certificates", certificate_name),
             digests={KeyOrigin.TENANTS: stated_values(tables, "key_sha256", bytes.fromhex), KeyOrigin.FILE: good},
         )
+
+
+def of_callers(config: ServerConfig, others: ServerConfig) -> ServerConfig:
+    """One configuration's callers, with the other settings of another."""
+    return replace(others, **{name: getattr(config, name) for name in RELOADED})
 
 
 def jwt_rules(config: ServerConfig) -> JwtRules | None:

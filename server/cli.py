@@ -151,15 +151,15 @@ def _serve(arguments: argparse.Namespace, config: "ServerConfig") -> int:
         logger.warning(warning)
     flags = flags_given(arguments)
     try:
-        return run_server(config, lambda: load_config(flags, os.environ))
+        return run_server(config, lambda finds_models: load_config(flags, os.environ, finds_models))
     finally:
         log.close()
 
 
-def run_server(config: "ServerConfig", read_config: "Callable[[], ServerConfig]") -> ExitCode:
+def run_server(config: "ServerConfig", read_config: "Callable[[bool], ServerConfig]") -> ExitCode:
     """
     Args:
-        read_config: reads the configuration again, for SIGHUP.
+        read_config: see Server.
 
     Raises:
         StartupError: the server cannot start.

@@ -133,7 +133,7 @@ def _serve(order: Order, line: socket.socket) -> int:
     log = configure_logging(config.log_level, config.log_format)
     log_everything()
     try:
-        return int(run_server(config, lambda: config))
+        return int(run_server(config, lambda finds_models: config))
     except Exception as error:
         told = as_startup_error(error)
         refusal = _refusal(told)

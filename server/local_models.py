@@ -129,6 +129,7 @@ class News(NamedTuple):
 class LocalModel:
     """
     Args:
+        entry: what the list says of it, but for keep_alive.
         config: of its process.
         keep_alive_s: after its last request; requests may change it.
         stays: it gives way to no other.
@@ -144,6 +145,7 @@ class LocalModel:
     """
 
     settings: ModelSettings
+    entry: tuple[ModelSettings, ServerConfig]
     config: ServerConfig
     keep_alive_s: float
     stays: bool
@@ -187,6 +189,10 @@ class LocalModel:
     @property
     def is_awake(self) -> bool:
         return self.state is ModelState.AWAKE
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.state is ModelState.ASLEEP
 
     @property
     def last_load_s(self) -> float:
@@ -234,13 +240,15 @@ class LocalUpstream(Upstream):
 class LocalPool(Pool):
     """Of one local model. Nobody probes it: its process tells when it is ready, and when it has ended."""
 
-    def __init__(self, models: "LocalModels", settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(settings, loop)
         (plain,) = self.upstreams
         upstream = LocalUpstream(plain.settings, plain.address, is_healthy=True, has_been_asked=True, why_out="")
         self.upstreams = (upstream,)
-        self._models = models
         self.on_planned: Callable[[int], None] = lambda max_model_len: None
+
+    def belong(self, models: "LocalModels", model: LocalModel) -> None:
+        self._models, self._model = models, model
 
     def start(self) -> None:
         pass
@@ -256,10 +264,6 @@ class LocalPool(Pool):
             self._model.keep_alive_s = keep_alive_s
 
     # Loading of server/gate/admission.py.
-
-    @property
-    def _model(self) -> LocalModel:
-        return self._models.models[self.settings.name]
 
     @property
     def stage(self) -> str:
@@ -319,32 +323,67 @@ class LocalModels:
         self._is_closing = False
         self._turn_timer = loop.call_soon(lambda: None)
         self._ended: asyncio.Event = asyncio.Event()
+        self._num_added = 0
+        self._gone: set[LocalModel] = set()  # that the list no longer has, until their requests have ended
         self.models: dict[str, LocalModel] = {}  # by name
-        self.pools: list[LocalPool] = []
-        of_processes = iter(config.own_models)
-        for i, settings in enumerate(one for one in config.models if one.path is not None):
-            keep_alive = config.keep_alive_s if settings.keep_alive is None else keep_alive_of(settings.keep_alive)
-            self._add(i, settings, next(of_processes), keep_alive)
+        self.take(config)
 
-    def _add(self, number: int, settings: ModelSettings, process: ServerConfig, keep_alive_s: float) -> None:
-        path = self._processes.home / f"{number}.sock"
+    def take(self, config: ServerConfig) -> None:
+        """Take the list's models. One whose entry has changed is another, which is loaded once the old one has ended.
+
+        Those that the list no longer has end with their requests.
+        """
+        of_processes, before = iter(config.own_models), self.models
+        self.models = {}
+        for settings in (one for one in config.models if one.path is not None):
+            process, known = next(of_processes), before.get(settings.name)
+            keep_alive_s = config.keep_alive_s if settings.keep_alive is None else keep_alive_of(settings.keep_alive)
+            if known is None or known.entry != (structs.replace(settings, keep_alive=None), process):
+                self._add(settings, process, keep_alive_s)
+                continue
+            self.models[settings.name] = before.pop(settings.name)
+            if known.settings.keep_alive != settings.keep_alive:
+                known.settings, known.keep_alive_s, known.stays = settings, keep_alive_s, keep_alive_s == math.inf
+                self._set_timer(known)
+        for model in before.values():
+            model.keep_alive_s, model.stays, model.is_asked = 0.0, False, False
+            if model.state is not ModelState.ASLEEP or model.requests:
+                self._gone.add(model)
+                self._set_timer(model)
+
+    @property
+    def pools(self) -> list[LocalPool]:
+        return [model.pool for model in self.models.values()]
+
+    @property
+    def _all(self) -> list[LocalModel]:
+        return [*self.models.values(), *self._gone]
+
+    def _add(self, settings: ModelSettings, process: ServerConfig, keep_alive_s: float) -> None:
+        path = self._processes.home / f"{self._num_added}.sock"
+        self._num_added += 1
+        entry = structs.replace(settings, keep_alive=None), process
         at = UpstreamSettings(url=f"unix:{path}")
         there = structs.replace(
             settings, path=None, keep_alive=None, settings={}, upstreams=(at,), trusted=True, protocol="h2"
         )
-        pool = LocalPool(self, there, self._loop)
+        pool = LocalPool(there, self._loop)
         (upstream,) = pool.upstreams
         assert isinstance(upstream, LocalUpstream)
         process = replace(process, binds=(Bind(UnixAddress(str(path))),))
-        model = LocalModel(settings, process, keep_alive_s, keep_alive_s == math.inf, pool, path)
+        model = LocalModel(settings, entry, process, keep_alive_s, keep_alive_s == math.inf, pool, path)
+        pool.belong(self, model)
         upstream.wait_awake = lambda: self._wait(model, model.requests)
         upstream.wait_ended = lambda: self._wait_ended(model)
         upstream.is_awake = lambda: model.is_awake
         self.models[settings.name] = model
-        self.pools.append(pool)
 
     def start(self) -> None:
         self._processes.start(self)
+        self.begin()
+
+    def begin(self) -> None:
+        """Load those that always stay."""
         for model in self.models.values():
             if model.stays:
                 self.want(model)
@@ -466,6 +505,8 @@ class LocalModels:
                 del self._wanted[model]
                 model.is_leaving = False
                 self._wake(model, None)
+            elif model.name in (one.name for one in self._all if one is not model and not one.is_asleep):
+                continue  # the one of that name before it still runs
             elif model.plan is None:
                 if model.serial not in self._by_serial:
                     self._processes.plan(self._next_serial(model), model.config, self._bounds)
@@ -478,7 +519,7 @@ class LocalModels:
     def _has_room(self, model: LocalModel, plan: Plan) -> bool:
         """Whether it may be loaded now. If not, others are made to give way."""
         bound = self._bounds[plan.device]
-        beside = [one for one in self.models.values() if one.state is not ModelState.ASLEEP and one is not model]
+        beside = [one for one in self._all if one.state is not ModelState.ASLEEP and one is not model]
         beside = [one for one in beside if one.plan is not None and one.plan.device == plan.device]
         missing = plan.needed_bytes + sum(one.needed_bytes for one in beside) - bound
         if missing <= 0:
@@ -615,6 +656,8 @@ class LocalModels:
                 self._fail(model, Refusal(f"its process dies again and again: {_shown(status)}", SEE_LOG))
         if model.requests or model.others:
             self._want(model)
+        else:
+            self._gone.discard(model)
 
     def _fail(self, model: LocalModel, refusal: Refusal) -> None:
         """It cannot be loaded: those who wait are told, and it is not tried again for a while."""
@@ -638,19 +681,20 @@ class LocalModels:
             refusal,
         )
         model.backoff_s = min(MOST_BACKOFF_S, 2 * model.backoff_s)
+        self._gone.discard(model)
         self._wake(model, model.failure)
 
     async def close(self) -> None:
         """End all processes, and wait for that."""
         self._is_closing = True
-        for model in self.models.values():
+        for model in self._all:
             if model.timer is not None:
                 model.timer.cancel()
             if model.state in (ModelState.AWAKE, ModelState.LOADING):
                 self._end(model)
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
-                while any(one.state is not ModelState.ASLEEP for one in self.models.values()):
+                while any(one.state is not ModelState.ASLEEP for one in self._all):
                     self._ended.clear()
                     await self._ended.wait()
         self._turn_timer.cancel()

@@ -28,7 +28,7 @@ from server.backend import Backend
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
 from server.batches.runner import Batches
 from server.batches.store import FileLimits, Quota, Store
-from server.callers import Gate
+from server.callers import Gate, of_callers
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
@@ -83,7 +83,8 @@ class Server:
         load: makes the engine; runs on the engine's thread.
         announce: takes the banner's lines when the server is ready.
         passed: listening sockets from systemd.
-        read_config: reads the configuration again, for SIGHUP; None: it cannot change.
+        read_config: reads the configuration again, for SIGHUP: with models, or without those settings; None: it cannot
+            change.
     """
 
     def __init__(
@@ -92,14 +93,14 @@ class Server:
         load: LoadEngine,
         announce: Callable[[list[str]], None],
         passed: Sequence[PassedSocket] = (),
-        read_config: Callable[[], ServerConfig] | None = None,
+        read_config: Callable[[bool], ServerConfig] | None = None,
     ) -> None:
         """
         Raises:
             StartupError: a file of the configuration cannot be used, or an extra that it needs is missing.
         """
         self._config = config
-        self._read_config = read_config or (lambda: config)
+        self._read_config = read_config or (lambda finds_models: config)
         self._announce = announce
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
@@ -137,7 +138,7 @@ class Server:
         self._app.listener = self.listener
         self._app.drain = self._drain
         self._app.local_models = self._local
-        self._metrics.local_models = {} if self._local is None else self._local.models
+        self._metrics.local_models = lambda: {} if self._local is None else self._local.models
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
         self._engine_thread = EngineThread(partial(self._load, load), self, self._loop)
@@ -149,8 +150,8 @@ class Server:
             for one in config.models
             if one.tokenizer is not None
         }
-        self._pools = [Pool(one, self._loop) for one in config.models if one.path is None]
-        self._pools += () if self._local is None else self._local.pools
+        self._upstream_pools = [Pool(one, self._loop) for one in config.models if one.path is None]
+        self._relays: dict[Pool, Relay] = {}
         self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
         self._metrics.upstreams = lambda: {
             f"{pool.settings.name} {one.place}": one for pool in self._pools for one in pool.upstreams
@@ -289,20 +290,28 @@ class Server:
         )
         return Admission(limits, stats, time.monotonic)
 
+    @property
+    def _pools(self) -> list[Pool]:
+        return [*self._upstream_pools, *(() if self._local is None else self._local.pools)]
+
     def _backends(self, own: OwnBackend | None) -> dict[str, Backend]:
         """Of the models that upstreams answer for, by each name."""
         found: dict[str, Backend] = {}
         pools = {pool.settings.name: pool for pool in self._pools}
-        for pool in self._pools:
-            count = self._token_counters.get(pool.settings.name)
-            relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
-            relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks)
-            if isinstance(pool, LocalPool):
-                relay.admission.loading, pool.on_planned = pool, relay.note_length
+        self._relays = {pool: self._relays.get(pool) or self._relay(pool) for pool in pools.values()}
+        for pool, relay in self._relays.items():
+            relay.fallbacks = tuple(pools[name] for name in pool.settings.fallbacks if name in pools)
             found |= dict.fromkeys(pool.settings.names, Backend(relay, relay, relay.admission))
         if own is not None:
             refuse_same_names([*(card.id for card in own.reader.cards), *found], "the configuration")
         return found
+
+    def _relay(self, pool: Pool) -> Relay:
+        count = self._token_counters.get(pool.settings.name)
+        relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
+        if isinstance(pool, LocalPool):
+            relay.admission.loading, pool.on_planned = pool, relay.note_length
+        return relay
 
     def _serve(self, own: OwnBackend | None, facts: EngineFacts | None) -> None:
         config = self._config
@@ -456,18 +465,27 @@ class Server:
             self._supervision.reload(self._reload)
 
     def _reload(self) -> None:
-        """Read certificates, tenants and keys again.
+        """Read certificates, tenants, keys, and the models of this machine again.
 
         Raises:
-            StartupError: one of them cannot be used. Everything stays as it was, but revocations hold.
+            StartupError: one of them cannot be used. Everything stays as it was, but revocations hold; where only
+                models cannot be used, they alone stay.
         """
+        unread: StartupError | None = None
         try:
-            config = self._read_config()
+            try:
+                config = self._read_config(True)
+            except StartupError as error:
+                config, unread = of_callers(self._read_config(False), self._config), error
             apply = self._gate.prepare(config)
             if self._tls is not None:
                 self._tls.reload()
                 logger.info("the certificate is reloaded")
             apply()
+            if unread is not None:
+                logger.error("the models stay as they were: %s; %s", unread.cause, unread.fix)
+            else:
+                self._take_models(config)
             if self._served:
                 warn_of_models(config, self._served)
         except StartupError:
@@ -475,6 +493,31 @@ class Server:
             raise
         finally:
             self._app.end_revoked()
+
+    def _take_models(self, config: ServerConfig) -> None:
+        """The list's models of this machine; those elsewhere, and a model of this process, wait for the next start.
+
+        Raises:
+            StartupError: a name is that of the model of this process.
+        """
+        before, local, generations = self._config, self._local, self._app.generations
+        is_other = config.has_engine != before.has_engine or (local is None and bool(config.own_models))
+        elsewhere = [[one for one in of.models if one.path is None] for of in (config, before)]
+        if is_other or elsewhere[0] != elsewhere[1]:
+            logger.warning("[[models]] has other upstreams, or a first or no path: that takes effect at the next start")
+        if local is None or is_other:
+            return
+        own = None if generations is None else generations.own
+        if own is not None:
+            names = (name for one in config.models if one.path is not None for name in one.names)
+            refuse_same_names([*(card.id for card in own.reader.cards), *names], "the configuration")
+        local.take(config)
+        local.begin()
+        if generations is not None:
+            generations.others = self._backends(own)
+            self._served = {card.id for backend in generations.backends for card in backend.reader.cards}
+            if own is None:
+                self._app.card = gateway_card(self._pools, generations.backends, self._endpoints)
 
     # Drain and end.
 
@@ -557,7 +600,7 @@ class Server:
 
 
 async def serve(
-    config: ServerConfig, load: LoadEngine, read_config: Callable[[], ServerConfig] | None = None
+    config: ServerConfig, load: LoadEngine, read_config: Callable[[bool], ServerConfig] | None = None
 ) -> ExitCode:
     """Run a server until it is told to stop. Arguments: see Server.
 

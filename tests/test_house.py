@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_085, 32),
+    "server": (12_250, 32),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
     "server/commands": (2250, 13),
@@ -25,14 +25,14 @@ BUDGETS = {
     "server/observing": (2200, 9),
     "server/upstream": (1754, 6),
     "server/wire": (4815, 14),
-    "core": (14_900, 40),
-    "gpu": (10_200, 34),
+    "core": (15_320, 40),
+    "gpu": (10_675, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
-    "gpu/parallel": (760, 5),
+    "gpu/parallel": (765, 5),
     "bench": (9350, 36),
 }
-TEST_LINES = 63_200
+TEST_LINES = 63_700
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -171,7 +171,7 @@ class Metrics:
         self.standing: Callable[[], Standing] = Standing
         self.upstreams: Callable[[], Mapping[str, Any]] = dict
         self.pools: Callable[[], Mapping[str, Any]] = dict
-        self.local_models: Mapping[str, Any] = {}
+        self.local_models: Callable[[], Mapping[str, Any]] = dict
         self.adapters: Callable[[], Mapping[tuple[str, ...], float]] = dict
         self.recorder: Recorder | None = None
         self.num_prompt_tokens = 0
@@ -280,7 +280,7 @@ class Metrics:
             "upstreams": upstreams,
             "version_requests": version_requests,
             "pools": self.pools(),
-            "local_models": self.local_models,
+            "local_models": self.local_models(),
             "adapters": self.adapters(),
             "devices": self._devices.states(),
             "slo": slo,

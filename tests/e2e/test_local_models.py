@@ -46,8 +46,8 @@ def chat(server: ServerProcess, model: str, **more: object) -> RawAnswer:
     return post(server, "/v1/chat/completions", model=model, messages=QUESTION, max_tokens=4, **more)
 
 
-def children(pid: int) -> list[int]:
-    """All below it."""
+def children(pid: int, num_generations: int = 4) -> list[int]:
+    """All below it: fork server, model, its process for grammars."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -57,15 +57,15 @@ def children(pid: int) -> list[int]:
         if fields[0] != "Z":
             parents[int(path.parent.name)] = int(fields[1])
     below = {pid}
-    for _ in range(4):  # server, fork server, model, its process for grammars
+    for _ in range(num_generations):
         below |= {child for child, parent in parents.items() if parent in below}
     return sorted(below - {pid})
 
 
 def models_of(server: ServerProcess) -> list[int]:
     """The processes of its models."""
-    (forks,) = [one for one in children(server.process.pid) if os.getpgid(one) == one]
-    return [one for one in children(forks) if os.path.exists(f"/proc/{one}")]
+    (forks,) = [one for one in children(server.process.pid, 1) if os.getpgid(one) == one]
+    return [one for one in children(forks, 1) if os.path.exists(f"/proc/{one}")]
 
 
 def loaded(server: ServerProcess) -> list[str]:
@@ -106,6 +106,36 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_the_list_is_read_again_and_keys_do_not_wait_for_a_missing_model(tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys.json"
+    keys = [create_key(keys_file, datetime.now(UTC), "local", scopes=(Scope.INFERENCE,))[0]]
+
+    def listed(key: str) -> list[str]:
+        answer = ask(server.port, "GET", "/v1/models", api_key=key)
+        return [card["id"] for card in answer.json["data"]] if answer.status == 200 else [str(answer.status)]
+
+    def answered(model: str) -> int:
+        return raw_http.post(
+            server.port, "/v1/completions", {"model": model, "prompt": "a", "max_tokens": 2}, keys[0]
+        ).status
+
+    with serving(tmp_path, entry("one"), entry("two"), flags=("--keys-file", str(keys_file))) as server:
+        assert [answered(name) for name in ("one", "two")] == [200, 200]
+        first, second = models_of(server)
+        (tmp_path / "models.toml").write_text(
+            "\n".join((entry("two", DEMO_DIRECTORY, 'aliases = ["zwei"]'), entry("three")))
+        )
+        server.send_signal(signal.SIGHUP)
+        wait_for(lambda: listed(keys[0]) == ["two", "zwei", "three"], lambda: listed(keys[0]))
+        wait_for(lambda: not {first, second} & set(models_of(server)), lambda: "the end of those that are gone")
+        assert [answered(name) for name in ("one", "zwei", "three")] == [404, 200, 200]
+        (tmp_path / "models.toml").write_text(entry("two", tmp_path / "away.gguf"))
+        keys.append(create_key(keys_file, datetime.now(UTC), "local", scopes=(Scope.INFERENCE,))[0])
+        server.send_signal(signal.SIGHUP)
+        wait_for(lambda: listed(keys[1]) == ["two", "zwei", "three"], lambda: listed(keys[1]))
+        assert answered("three") == 200
 
 
 def test_why_a_model_cannot_be_loaded_is_told_to_the_operator(tmp_path: Path) -> None:

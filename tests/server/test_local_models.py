@@ -5,6 +5,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ class SimulatedProcesses:
 
     def kill(self, pid: int, number: signal.Signals) -> None:
         assert self.models is not None
-        model = self.models.models[self.running[pid]]
+        model = self.models._by_serial[pid]
         assert number is signal.SIGTERM
         assert not model.num_inside, "a model with requests in it"
         self.loop.call_later(END_S, self._end, pid, 0)
@@ -112,13 +113,16 @@ class SimulatedProcesses:
             self.models.on_news(News(serial, status=status))
 
 
+def listed(paths: Mapping[str, str], keep: Mapping[str, float] = {}) -> ServerConfig:
+    settings = tuple(ModelSettings(name=name, path=path, keep_alive=keep.get(name)) for name, path in paths.items())
+    return ServerConfig(models=settings, own_models=tuple(ServerConfig(served_model_name=name) for name in paths))
+
+
 def models_of(
     loop: VirtualTimeLoop, sizes: dict[str, int], bound: int, failing: float = 0.0, seed: int = 0, **keep: float
 ) -> tuple[LocalModels, SimulatedProcesses]:
-    settings = tuple(ModelSettings(name=name, path="/m", keep_alive=keep.get(name)) for name in sizes)
-    own = tuple(ServerConfig(served_model_name=name) for name in sizes)
     processes = SimulatedProcesses(loop, sizes, bound, failing, seed)
-    config = ServerConfig(models=settings, own_models=own, models_memory_bytes=bound * MIB)
+    config = replace(listed(dict.fromkeys(sizes, "/m"), keep), models_memory_bytes=bound * MIB)
     models = LocalModels(config, processes, loop)  # type: ignore[arg-type]
     models.start()
     return models, processes
@@ -148,9 +152,15 @@ def run_history(seed: int, num_requests: int = NUM_REQUESTS) -> Counter[str]:
     models, processes = models_of(loop, sizes, 100, dice.choice((0.0, 0.1, 0.4)), seed)
     ends: Counter[str] = Counter()
 
+    async def list_anew() -> None:
+        """Entries change and go; the first stays, so that there is one to ask for."""
+        await asyncio.sleep(60 * dice.random())
+        names = [name for name in sizes if name == "m0" or dice.random() < 0.8]
+        models.take(listed({name: f"/{dice.randrange(3)}" for name in names}))
+
     async def request() -> None:
         await asyncio.sleep(60 * dice.random())
-        asking = loop.create_task(ask(models, dice.choice(list(sizes)), 8 * dice.random() ** 3))
+        asking = loop.create_task(ask(models, dice.choice(list(models.models)), 8 * dice.random() ** 3))
         if dice.random() < 0.1:
             loop.call_later(3 * dice.random(), asking.cancel)
         try:
@@ -159,9 +169,11 @@ def run_history(seed: int, num_requests: int = NUM_REQUESTS) -> Counter[str]:
             ends["left"] += 1
 
     async def run() -> None:
-        await asyncio.gather(*(request() for _ in range(num_requests)))
+        changes = [list_anew() for _ in range(dice.randrange(4))]
+        await asyncio.gather(*(request() for _ in range(num_requests)), *changes)
         await asyncio.sleep(400)
-        assert all(one.state is ModelState.ASLEEP for one in models.models.values())
+        assert all(one.is_asleep for one in models.models.values())
+        assert not processes.running
         await models.close()
 
     try:
@@ -189,6 +201,28 @@ def test_the_least_recently_used_idle_model_gives_way_and_one_that_always_stays_
         assert sorted(processes.running.values()) == ["a", "c", "stays"]
         assert await ask(models, "large", 0.0) == "refused"
         assert "always stay" in str(models.models["large"].failure)
+        await models.close()
+
+    loop.run(run())
+    loop.close()
+
+
+def test_a_changed_entry_is_another_model_once_the_old_one_has_answered() -> None:
+    loop = VirtualTimeLoop()
+    models, processes = models_of(loop, {"a": 30, "b": 30}, 100)
+
+    async def run() -> None:
+        old = loop.create_task(ask(models, "a", 9.0))
+        await asyncio.sleep(2)
+        assert await ask(models, "b", 0.0) == "served"
+        models.take(listed({"a": "/new", "b": "/m"}))
+        new = loop.create_task(ask(models, "a", 0.0))
+        await asyncio.sleep(5)
+        assert (list(processes.running.values()), new.done()) == (["a", "b"], False)
+        assert (await old, await new, processes.starts) == ("served", "served", ["a", "b", "a"])
+        models.take(listed({"a": "/new"}))
+        await asyncio.sleep(5)
+        assert (list(processes.running.values()), list(models.models)) == (["a"], ["a"])
         await models.close()
 
     loop.run(run())

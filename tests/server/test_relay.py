@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import random
 import weakref
 from collections.abc import AsyncIterator
@@ -13,10 +14,12 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.errors import StartupError
-from core.types import Pooling
-from server.api.fields import PoolingStyle
+from core.types import Pooling, SamplingParams
+from server.api.fields import GenerationCall, PoolingStyle
 from server.api.replies import status_of
 from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
@@ -26,8 +29,8 @@ from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
 from server.process import Server
 from server.relay import Relay, RelayHandle
-from server.relayed import PASSAGES, refusal_of
-from server.upstream.exchange import AnswerHead
+from server.relayed import PASSAGES, Part, Passage, UpstreamAnswer, refusal_of
+from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import UpstreamSettings
 from server.wire.http2_frames import FRAME_HEADER, HEADERS, PREFACE
@@ -40,7 +43,7 @@ from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, ur
 from tests.server.inline_ledger import rows
 from tests.server.running_server import LIMITS, ask, closing, load_with, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
-from tests.server.test_fill_in import mark
+from tests.server.test_llama_server import mark
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings")
 
@@ -912,6 +915,51 @@ async def test_anothers_usage_is_billed_as_far_as_it_can_be_true(
             assert (await ask(front.server, closing(SURFACES["chat"](**fields)))).status == 200
             (line,) = (await ask(front.server, closing(request("GET", "/v1/usage?by=model")))).json["data"]
             assert (line["prompt_tokens"], line["completion_tokens"]) == billed
+
+
+# Any bytes, without a connection.
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just("stop")
+NAMES = (
+    *("type", "choices", "usage", "error", "response", "message", "delta", "done", "stop", "incomplete_details"),
+    *("stop_reason", "index", "text", "finish_reason", "prompt_tokens", "input_tokens_details", "id", "model"),
+)
+KINDS = ("error", "message_delta", "message_stop", "response.completed", "response.failed", "response.x.delta")
+OBJECTS = st.recursive(
+    st.dictionaries(st.sampled_from(NAMES), VALUES | st.sampled_from(KINDS), max_size=4),
+    lambda inner: st.dictionaries(st.sampled_from(NAMES), VALUES | inner | st.lists(inner, max_size=2), max_size=4),
+    max_leaves=6,
+)
+EVENTS = st.lists(
+    OBJECTS.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=9) | st.just(b"[DONE]"), max_size=6
+)
+ENDS_OF_EVENTS = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r", b"\nevent: \xff\n\n", b"\n: comment\n\n"])
+
+
+@pytest.mark.parametrize("passage", PASSAGES.values(), ids=lambda passage: passage.path.decode())
+@given(events=EVENTS, end=ENDS_OF_EVENTS)
+@settings(max_examples=60, deadline=None)
+def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
+    passage: Passage, events: list[bytes], end: bytes
+) -> None:
+    call = GenerationCall(model="big", prompts=(), sampling=SamplingParams(max_tokens=5), is_stream=True)
+
+    def read(pieces: list[bytes]) -> tuple[list[Part], str]:
+        answer, parts = UpstreamAnswer(passage, call, "r1", 2), list[Part]()
+        try:
+            for piece in pieces:
+                parts += answer.push(piece)
+        except UpstreamFault as fault:
+            return parts, str(fault)
+        return parts, str(answer.usage)
+
+    begin, end = (b"", b"\n") if passage.form == "lines" else (b"data: ", end)
+    data = b"".join(begin + event + end for event in events)
+    whole = read([data])
+    assert read([data[i : i + 1] for i in range(len(data))]) == whole
+    assert all(choice in (0, 1) for part in whole[0] for choice in (*part.texts, *part.ends))
+    with contextlib.suppress(UpstreamFault):
+        UpstreamAnswer(passage, call, "r1", 2).document(b"".join(events))
 
 
 async def test_embeddings_and_scores_pass_with_their_usage(tmp_path: Path) -> None:
