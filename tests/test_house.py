@@ -22,8 +22,8 @@ BUDGETS = {
     "server/gate": (2570, 8),
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
-    "server/observing": (2200, 9),
-    "server/upstream": (1754, 6),
+    "server/observing": (2205, 9),
+    "server/upstream": (1674, 6),
     "server/wire": (4815, 14),
     "core": (15_320, 40),
     "gpu": (10_675, 34),
@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (765, 5),
     "bench": (9350, 36),
 }
-TEST_LINES = 63_700
+TEST_LINES = 64_400
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
