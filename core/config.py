@@ -78,6 +78,8 @@ class EngineConfig:
             step; "int8": they stay as stored, and rows become 8-bit integers to multiply them; "auto": int8 where the
             CPU has kernels for it.
         quantize_cache_bytes: limit of quantised weights kept on disk; 0: none are.
+        kv_dtype: "auto": keys and values are stored in dtype; "int8": as 8-bit integers, with a scale for each head of
+            a token.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: a step with prompts may take so many times as long as its decodes alone, by the step-cost
             model, unless the prompts arrived together with all that decode (core/queue.py); None: no limit.
@@ -105,6 +107,7 @@ class EngineConfig:
     quantize: str | None = None
     activations: str = "auto"
     quantize_cache_bytes: int = 0
+    kv_dtype: str = "auto"
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
     forced_tokens: str = "on"
@@ -168,11 +171,53 @@ class LayerConfig:
         rope: None: q and k are not rotated.
         window: how many tokens a token attends to, itself included; None: all before it.
         is_sparse: its MLP is the model's experts.
+        is_recurrent: it has the model's recurrence instead of attention.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     is_sparse: bool = False
+    is_recurrent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """What recurrent layers compute: a token reads and changes a state, whose size does not grow with the sequence.
+
+    Args:
+        kind: "conv" (LFM2's gated short convolution) or "linear_attention" (gated delta rule, arXiv:2412.06464).
+        taps: tokens that the convolution sees, the token itself included; the state has those before it.
+        channels: that are convolved.
+        num_heads, num_key_heads, key_dim, value_dim: of linear attention; several heads may share a key head.
+        has_bias: matrices and convolution have biases.
+        is_grouped: the checkpoint stores linear attention's matrices by key head.
+    """
+
+    kind: str
+    taps: int
+    channels: int
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    has_bias: bool = False
+    is_grouped: bool = False
+
+    @property
+    def input_size(self) -> int:
+        """What the hidden state is first multiplied to: gates and convolved channels."""
+        if self.kind == "conv":
+            return 3 * self.channels
+        return self.channels + self.output_size + 2 * self.num_heads
+
+    @property
+    def output_size(self) -> int:
+        return self.channels if self.kind == "conv" else self.num_heads * self.value_dim
+
+    @property
+    def memory_shape(self) -> tuple[int, int, int]:
+        """Of the state beside the convolution's."""
+        return self.num_heads, self.key_dim, self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +291,7 @@ class ModelConfig(Traits):
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
+        recurrence: of its recurrent layers; None: all attend.
         num_scores: of a classification head in the generating one's place; 0: it has none.
         num_draft_layers: further layers of the checkpoint, which predict later tokens; they are left out.
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
@@ -269,6 +315,7 @@ class ModelConfig(Traits):
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    recurrence: RecurrentConfig | None = None
     activation: str = "silu"
     attention_scale: float | None = None
     attention_cap: float | None = None
@@ -296,7 +343,20 @@ class ModelConfig(Traits):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of its layers."""
-        return tuple(dict.fromkeys(self.layer(index).window for index in range(self.num_layers)))
+        return tuple(dict.fromkeys(layer.window for layer in self.all_layers if not layer.is_recurrent))
+
+    @property
+    def all_layers(self) -> tuple[LayerConfig, ...]:
+        return self.layers or (LayerConfig(self.rope),) * self.num_layers
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return sum(layer.is_recurrent for layer in self.layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Those that cache keys and values."""
+        return self.num_layers - self.num_recurrent_layers
 
     @property
     def query_size(self) -> int:
@@ -329,7 +389,9 @@ class ModelConfig(Traits):
         num_sparse = sum(self.layer(index).is_sparse for index in range(self.num_layers))
         mlps = num_sparse * self._expert_parameters + (self.num_layers - num_sparse) * self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * self._attention_parameters + mlps + embeddings + self.hidden_size
+        mixers = self.num_attention_layers * self._attention_parameters
+        mixers += self.num_recurrent_layers * self._recurrent_parameters
+        return mixers + mlps + embeddings + self.hidden_size
 
     @property
     def _attention_parameters(self) -> int:
@@ -341,6 +403,15 @@ class ModelConfig(Traits):
         if self.latent is not None:
             return self._latent_parameters + norms
         return (qkv + self.query_size) * self.hidden_size + norms + qk_norms + biases + sinks
+
+    @property
+    def _recurrent_parameters(self) -> int:
+        if self.recurrence is None:
+            return 0
+        own = self.recurrence
+        matrices = (own.input_size + own.output_size) * self.hidden_size + own.taps * own.channels
+        biases = own.has_bias * (own.input_size + self.hidden_size + own.channels)
+        return matrices + biases + 2 * own.num_heads + own.value_dim + sum(map(bool, self.norms)) * self.hidden_size
 
     @property
     def _latent_parameters(self) -> int:
@@ -385,7 +456,8 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
     """
     config = text_config(config)
     family = _family(config)
-    config, name = {**family.defaults, **config}, architecture_of(config)
+    config = _renamed({**family.defaults, **config}, family)
+    name = architecture_of(config)
     _refuse_output_changing_fields(config, family)
     sizes = _sizes(config, family)
     max_position = positive_int(config, "max_position_embeddings", DEFAULT_POSITIONS)
@@ -405,6 +477,7 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
         mlp_bias="mlp" in biased,
         **_traits(config, family),
         experts=_experts(config, family),
+        recurrence=_recurrence(config, family, "recurrence" in biased),
         activation=_activation(config, family),
         **_scales(config, family, latent),
         tie_embeddings=read_bool(config, "tie_word_embeddings") or _generating(name) != name,
@@ -441,7 +514,13 @@ def stated_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedModel, BadCheckpoint: as parse_model_config.
     """
     config = text_config(config)
-    return {**_family(config).defaults, **config}
+    family = _family(config)
+    return _renamed({**family.defaults, **config}, family)
+
+
+def _renamed(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """With the usual names of what the family calls otherwise."""
+    return {**config, **{usual: config[own] for own, usual in family.aliases.items() if config.get(own) is not None}}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -483,13 +562,37 @@ def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {
         "vocab_size": positive_int(config, "vocab_size", at_most=MAX_WIDTH),
         "hidden_size": hidden_size,
-        "intermediate_size": positive_int(config, "intermediate_size", at_most=MAX_WIDTH),
+        "intermediate_size": _intermediate_size(config, family),
         "num_layers": positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "latent": latent,
     }
+
+
+def _intermediate_size(config: Mapping[str, Any], family: Family) -> int:
+    """LFM2's MLP has two thirds of it, times a factor, rounded up."""
+    size = positive_int(config, "intermediate_size", at_most=MAX_WIDTH)
+    if "block_auto_adjust_ff_dim" not in family.defaults or not read_bool(config, "block_auto_adjust_ff_dim"):
+        return size
+    size, multiple = int(2 * size / 3), positive_int(config, "block_multiple_of", at_most=MAX_WIDTH)
+    size = int(positive_float(config, "block_ffn_dim_multiplier", 1.0) * size)
+    return -(-size // multiple) * multiple
+
+
+def _recurrence(config: Mapping[str, Any], family: Family, has_bias: bool) -> RecurrentConfig | None:
+    if not family.recurrence:
+        return None
+    width = positive_int(config, "hidden_size", at_most=MAX_WIDTH)
+    return RecurrentConfig("conv", _taps(config, "conv_L_cache"), width, has_bias=has_bias)
+
+
+def _taps(config: Mapping[str, Any], name: str) -> int:
+    taps = positive_int(config, name, at_most=BLOCK_SIZE)
+    if taps < 2:
+        raise bad_field(f"{name}={taps}: a convolution sees 2 tokens at least.")
+    return taps
 
 
 def _latent(config: Mapping[str, Any]) -> LatentConfig:
@@ -646,13 +749,33 @@ def _layers(
     is_rotated = _rotated_layers(config, family, num_layers)
     is_windowed = _windowed_layers(config, family, is_rotated)
     window = positive_int(config, "sliding_window") if any(is_windowed) else None
+    is_recurrent = _recurrent_layers(config, family, num_layers)
     layers = []
-    for rotated, windowed, is_sparse in zip(
-        is_rotated, is_windowed, _sparse_layers(config, family, num_layers), strict=True
+    for rotated, windowed, is_sparse, recurrent in zip(
+        is_rotated, is_windowed, _sparse_layers(config, family, num_layers), is_recurrent, strict=True
     ):
         own_rope = local_rope if windowed else rope
-        layers.append(LayerConfig(own_rope if rotated else None, window if windowed else None, is_sparse))
+        is_turned = rotated and not recurrent
+        layers.append(LayerConfig(own_rope if is_turned else None, window if windowed else None, is_sparse, recurrent))
     return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
+
+
+def _recurrent_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """By layer_types, or else the older full_attn_idxs (LFM2) or full_attention_interval (Qwen)."""
+    if not family.recurrence:
+        return [False] * num_layers
+    kinds, listed = (family.recurrence, "full_attention"), config.get("layer_types")
+    attending = config.get("full_attn_idxs")
+    if listed is None and isinstance(attending, list):
+        listed = [kinds[index in attending] for index in range(num_layers)]
+    elif listed is None and "full_attention_interval" in family.defaults:
+        interval = positive_int(config, "full_attention_interval")
+        listed = [kinds[(index + 1) % interval == 0] for index in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) != num_layers or any(kind not in kinds for kind in listed):
+        raise unsupported_field("layer_types", listed, kinds)
+    if "full_attention" not in listed:
+        raise unsupported_field("layer_types", listed, ("some full_attention",))
+    return [kind == family.recurrence for kind in listed]
 
 
 def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
@@ -673,7 +796,7 @@ def _windowed_layers(config: Mapping[str, Any], family: Family, is_rotated: list
     num_layers = len(is_rotated)
     by_family = _windowed_by_family(config, family, is_rotated)
     listed = config.get("layer_types")
-    if listed is None:
+    if listed is None or family.recurrence:
         return by_family
     if not isinstance(listed, list) or len(listed) != num_layers or any(kind not in LAYER_TYPES for kind in listed):
         raise unsupported_field("layer_types", listed, LAYER_TYPES)

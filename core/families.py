@@ -21,6 +21,7 @@ class Traits:
         has_gate: the MLP multiplies its activated half by the other; False: it activates all of one matrix.
         has_fused_qkv, has_fused_gate_up: the checkpoint stores these as one matrix.
         are_pairs_adjacent: RoPE rotates neighbouring numbers of a head; False: those half its rotated part apart.
+        renamed: parts of tensors' names that the checkpoint has instead of the usual ones, usual name first.
     """
 
     qk_norm: str = "none"
@@ -31,6 +32,7 @@ class Traits:
     has_fused_qkv: bool = False
     has_fused_gate_up: bool = False
     are_pairs_adjacent: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,8 @@ class Family(Traits):
 
     Args:
         defaults: of fields that a config.json may leave out.
-        biases: optional fields, and what has biases where they are true: "qkv", "output", "mlp"; "": always.
+        biases: optional fields, and what has biases where they are true: "qkv", "output", "mlp", "recurrence"; "":
+            always.
         neutral: further fields that change the output, and the values under which they do not.
         has_partial_rope: partial_rotary_factor is computed.
         has_latent: attention's keys and values come from one vector per token: see core.config.LatentConfig.
@@ -86,6 +89,9 @@ class Family(Traits):
         experts: None: no experts.
         qk_norm_field: whether q and k are normed as qk_norm says; "": always.
         activation_field: which field names the activation; `activation`: where no field does.
+        aliases: this family's own names of fields, which go before the usual ones, and those.
+        recurrence: what layers that layer_types calls by this name compute instead of attention: "conv",
+            "linear_attention"; "": all attend.
     """
 
     architecture: str
@@ -104,6 +110,8 @@ class Family(Traits):
     qk_norm_field: str = ""
     activation_field: str = "hidden_act"
     activation: str | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    recurrence: str = ""
 
 
 _ATTENTION_BIAS = {"attention_bias": ("qkv", "output")}
@@ -159,6 +167,35 @@ _DEEPSEEK_DEFAULTS = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+_LFM2_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+}
+_LFM2: dict[str, Any] = {
+    "biases": {"conv_bias": ("recurrence",)},
+    "qk_norm": "head",
+    "norms": ("operator_norm", "", "ffn_norm", ""),
+    "renamed": (
+        ("model.norm.", "model.embedding_norm."),
+        ("self_attn.q_norm.", "self_attn.q_layernorm."),
+        ("self_attn.k_norm.", "self_attn.k_layernorm."),
+        ("self_attn.o_proj.", "self_attn.out_proj."),
+        ("mlp.gate_proj.", "feed_forward.w1."),
+        ("mlp.up_proj.", "feed_forward.w3."),
+        ("mlp.down_proj.", "feed_forward.w2."),
+    ),
+    "aliases": {
+        "norm_eps": "rms_norm_eps",
+        "tie_embedding": "tie_word_embeddings",
+        "block_ff_dim": "intermediate_size",
+    },
+    "activation": "silu",
+    "recurrence": "conv",
 }
 _DEEPSEEK_NEUTRAL = {
     "rope_interleave": (True, None),
@@ -549,6 +586,38 @@ FAMILIES = (
             is_router_float=True,
             dense="ernie",
         ),
+    ),
+    Family(
+        architecture="Lfm2ForCausalLM",
+        model_type="lfm2",
+        defaults={
+            **_LFM2_DEFAULTS,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+        **_LFM2,
+    ),
+    Family(
+        architecture="Lfm2MoeForCausalLM",
+        model_type="lfm2_moe",
+        defaults={
+            **_LFM2_DEFAULTS,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+        },
+        neutral={"use_expert_bias": (True, None)},
+        experts=ExpertFields(
+            normalized="norm_topk_prob",
+            scale="routed_scaling_factor",
+            scoring="sigmoid",
+            has_choice_bias=True,
+            dense="first",
+        ),
+        **{**_LFM2, "aliases": {**_LFM2["aliases"], "num_dense_layers": "first_k_dense_replace"}},
     ),
     Family(
         architecture="GptOssForCausalLM",

@@ -16,6 +16,9 @@ A block is published when the row that fills it is planned: later rows of the sa
 writes all its keys and values before it reads any. If the row fails, the scheduler has the block forgotten, and the
 sequences that share it compute it themselves.
 
+With recurrent layers, some published blocks have a kept state: what these layers have left after the block's last
+token. A sequence can go on from nowhere else, so a lookup finds no blocks behind the last one with a state.
+
 For host copies this file only does the accounting; the runner copies, in the order of the plans. A host slot holds one
 block under the key and serial that it had on the device, so a chain may lie partly here and partly there. What a plan
 copies out can be found once the plan was applied, and a slot that a plan copies from keeps its content until then: a
@@ -96,12 +99,14 @@ class BlockTable:
         domain: which blocks it may share.
         num_sent: leading entries that the runner knows.
         num_published: leading entries that other sequences can find.
+        num_matched: entries that the last lookup would have found, were there a kept state behind them.
     """
 
     domain: Domain = ("", "")
     blocks: list[int] = field(default_factory=list)
     num_sent: int = 0
     num_published: int = 0
+    num_matched: int = 0
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -121,6 +126,74 @@ class BlockTable:
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold so many tokens."""
     return -(-num_tokens // block_size)
+
+
+class KeptStates:
+    """The places for recurrent states, each of a published block; the least recently used one gives way to a new one.
+
+    Args:
+        num_places: 0: none are kept.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self._free = list(range(num_places))
+        self._blocks: OrderedDict[int, int] = OrderedDict()  # place -> its block, least recently used first
+        self._places: dict[int, int] = {}  # by block
+        self._num_readers = [0] * num_places
+        self._dropped: set[int] = set()  # places without a block that are still to be read
+
+    @property
+    def num_used(self) -> int:
+        return self.num_places - len(self._free)
+
+    def has(self, block: int) -> bool:
+        return block in self._places
+
+    def take(self) -> int | None:
+        """A place to write to in the plan that is being made; None: all are to be read in it."""
+        if self._free:
+            return self._free.pop()
+        for place, block in self._blocks.items():
+            if not self._num_readers[place]:
+                del self._blocks[place], self._places[block]
+                return place
+        return None
+
+    def give_back(self, place: int) -> None:
+        """A taken place was not written, or nothing can be found in it."""
+        self._free.append(place)
+
+    def keep(self, place: int, block: int) -> None:
+        """A taken place holds the state at the end of this published block, if none does yet."""
+        if block in self._places:
+            self.give_back(place)
+        else:
+            self._blocks[place], self._places[block] = block, place
+
+    def read(self, block: int) -> int:
+        """Protect the state of a block until done(), as a row is going to start from it."""
+        place = self._places[block]
+        self._blocks.move_to_end(place)
+        self._num_readers[place] += 1
+        return place
+
+    def done(self, place: int) -> None:
+        """A plan with the row was made, or there will be none. Later plans may write to the place."""
+        self._num_readers[place] -= 1
+        if not self._num_readers[place] and place in self._dropped:
+            self._dropped.remove(place)
+            self._free.append(place)
+
+    def drop(self, block: int) -> None:
+        """The block cannot be found any more."""
+        place = self._places.pop(block, None)
+        if place is not None:
+            del self._blocks[place]
+            if self._num_readers[place]:
+                self._dropped.add(place)
+            else:
+                self._free.append(place)
 
 
 class HostBlocks:
@@ -314,14 +387,21 @@ class BlockPool:
     Args:
         has_prefix_cache: False: nothing is published, so nothing is found.
         host: where evicted blocks go.
+        states: None: the model has no recurrent layers.
 
     Attributes:
         on_change: is told what can be found, or no more.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, has_prefix_cache: bool = True, host: HostBlocks | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        has_prefix_cache: bool = True,
+        host: HostBlocks | None = None,
+        states: KeptStates | None = None,
     ) -> None:
+        self.states = states
         self.num_blocks = num_blocks
         self.num_evictions = 0  # since the start
         self.has_prefix_cache = has_prefix_cache
@@ -407,22 +487,33 @@ class BlockPool:
 
     # Which can be found
 
-    def extend(self, table: BlockTable, token_ids: Seq[int]) -> int:
+    def extend(self, table: BlockTable, token_ids: Seq[int], num_computed: int = 0) -> int:
         """Continue a table, from its last published block, with as many published blocks as match.
 
         The last token is left to compute, because its logits are not cached. Blocks of the table's own that a found
         one replaces are released.
 
+        Args:
+            num_computed: of these tokens, which need no kept state.
+
         Returns:
             How many tokens the table's published blocks hold now.
         """
-        size = self._block_size
+        size, parent, found = self._block_size, self._parent(table), list[int]()
         limit = (len(token_ids) - 1) // size  # blocks
-        while table.num_published < limit:
-            position = table.num_published
-            block = self._blocks.get((self._parent(table), self._content_at(position, token_ids)))
+        while table.num_published + len(found) < limit:
+            block = self._blocks.get((parent, self._content_at(table.num_published + len(found), token_ids)))
             if block is None:
                 break
+            found.append(block)
+            parent = self._serials[block]
+        if self.states is not None:
+            table.num_matched = table.num_published + len(found)
+            num_own = num_computed // size - table.num_published
+            while len(found) > max(num_own, 0) and not self.states.has(found[-1]):
+                found.pop()
+        for block in found:
+            position = table.num_published
             self.share((block,))
             if position < len(table):
                 self.release((table.replace(position, block),))
@@ -490,6 +581,8 @@ class BlockPool:
             del self._blocks[key]
             self._keys[block] = None
             self._serials[block] = _UNPUBLISHED
+            if self.states is not None:
+                self.states.drop(block)
 
     # To the host and back
 

@@ -10,7 +10,7 @@ plan continues after those tokens before they are known. Its slot and blocks sta
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -67,6 +67,18 @@ class PromptTargets:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSave:
+    """A sequence's recurrent state after its first `position` tokens goes to this place among those kept.
+
+    Its row starts at this position, a block border, or comes past it within the prompt.
+    """
+
+    row: int
+    position: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
 class PooledRow:
     """A row of a prompt that ends with a vector. is_last: with this row, which then fails or has it in the output."""
 
@@ -104,6 +116,10 @@ class StepPlan:
     penalties: list[TokenPenalties] = field(default_factory=list)  # of rows that sample
     # Row -> how many of its last tokens are drafts: a token is sampled after each of them, too, and all are reported.
     num_drafts: dict[int, int] = field(default_factory=dict)
+    # Slot -> the recurrent state that its row starts from: a kept one, or ~slot: that of this slot at the row's start.
+    # By default it is the slot's own, or zeros at position 0.
+    state_reads: dict[int, int] = field(default_factory=dict)
+    state_saves: list[StateSave] = field(default_factory=list)
     pooled_rows: list[PooledRow] = field(default_factory=list)  # ascending; they sample nothing
 
     @property
@@ -166,6 +182,7 @@ class RunnerLimits:
     prompt_tile: int = 64  # prompt tokens that attend together: a started tile costs as much as a full one
     few_tokens: int = 0  # about so many tokens of a step are multiplied in the time that reading the weights takes
     max_drafts: int = 0  # tokens of a step
+    num_kept_states: int | None = None  # of recurrent layers, at block borders; None: the model has no such layers
     takes_whole_prompts: bool = False  # a prompt is one row of one step, of max_batch_tokens at most
     timed_rows: tuple[TimedRow, ...] = ()  # so that the first requests' steps are predicted
 
@@ -238,6 +255,7 @@ class PlanBuilder:
         sequences: of the rows, in order.
         other_rows: rows that are not plain decodes (Sequence.plain_end).
         sources: blocks that are copied on write.
+        state_reads, state_saves: see StepPlan.
     """
 
     def __init__(self, budget: int, prompt_tile: int = PROMPT_TILE) -> None:
@@ -260,6 +278,8 @@ class PlanBuilder:
         self._masked_rows: list[int] = []
         self._penalties: list[TokenPenalties] = []
         self._num_drafts: dict[int, int] = {}
+        self.state_reads: dict[int, int] = {}
+        self.state_saves: list[StateSave] = []
         self._pooled_rows: list[PooledRow] = []
 
     def add_row(self, sequence: Sequence, start: int, length: int, drafts: Seq[int] = ()) -> None:
@@ -271,6 +291,8 @@ class PlanBuilder:
         end = start + length
         samples = sequence.pooling is None and end - len(drafts) == len(sequence.token_ids) + sequence.num_pending
         self.repeat_row(sequence, start, length, samples, drafts)
+        if sequence.state_source is not None:
+            self.state_reads[sequence.slot], sequence.state_source = sequence.state_source, None
         sequence.num_computed_tokens = end
         sequence.num_in_flight += 1
         sequence.num_pending += samples
@@ -362,6 +384,8 @@ class PlanBuilder:
             masked_rows=self._masked_rows,
             penalties=self._penalties,
             num_drafts=self._num_drafts,
+            state_reads=self.state_reads,
+            state_saves=self.state_saves,
             pooled_rows=self._pooled_rows,
         )
 
@@ -411,6 +435,9 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
     starts, lengths, samples = plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist()
     for row, sequence in zip(rows, sequences, strict=True):
         sequence.is_started = False
+        if sequence.slot in plan.state_reads:
+            builder.state_reads[sequence.slot] = plan.state_reads[sequence.slot]
+        builder.state_saves += [replace(save, row=row - rows.start) for save in plan.state_saves if save.row == row]
         builder.repeat_row(sequence, starts[row], lengths[row], samples[row], plan.drafts_of(row))
         for block in sequence.table.blocks:
             if block in copies:
@@ -448,6 +475,7 @@ class Flight:
         sequences: of the plan's rows, in order.
         other_rows: rows that are not plain decodes (PlanBuilder).
         planned_s: monotonic.
+        drafting_s: what a draft model took, before the step.
         has_suspects: a sequence in it was lost with a step that raised: nothing is sent behind this step, so that its
             rows can be computed again one by one.
     """
@@ -458,6 +486,7 @@ class Flight:
     work: StepWork
     planned_s: float
     has_suspects: bool
+    drafting_s: float = 0.0
 
 
 _FORMATS: dict[Any, type[np.generic]] = {Int32Array: np.int32, BoolArray: np.bool_}

@@ -115,6 +115,7 @@ class Sequence:
         plain_end: up to this position it decodes without any check: in a block that it owns and the runner knows,
             before its last token, neither paused nor cancelled nor lost. 0: check.
         num_computed_tokens: whose keys and values are computed, or will be by a plan in flight.
+        state_source: where its next row reads its recurrent state (StepPlan.state_reads); None: its slot's own.
         num_scored_tokens: how many leading logits the prompt's logprobs have been told of, where they are asked for:
             the cache may give no more tokens than these. ALL_SCORED: none are left to tell.
         pooling: what it ends with; None: with its answer.
@@ -158,6 +159,7 @@ class Sequence:
     num_scored_tokens: int
     pooling: Pooling | None
     num_computed_tokens: int = 0
+    state_source: int | None = None
     state: SequenceState = SequenceState.WAITING
     slot: int = NO_SLOT
     is_started: bool = False

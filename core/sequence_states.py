@@ -9,8 +9,8 @@ import heapq
 from collections.abc import Hashable, Iterable
 
 from core.drafter import RecentAnswers
-from core.kv_cache import BlockLabel, BlockPool, HostBlocks, num_blocks_for
-from core.plan import PlanBuilder, RunnerLimits
+from core.kv_cache import BlockLabel, BlockPool, HostBlocks, KeptStates, num_blocks_for
+from core.plan import PlanBuilder, RunnerLimits, StateSave
 from core.queue import Charges, TenantShares, WaitingQueue
 from core.sequence import ALL_SCORED, NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.step_cost import StepCostModel
@@ -76,6 +76,7 @@ class SequenceStates:
         suspects: were in a step that raised, and have not sampled since.
         now_s: when the last plan was made; sequences that begin to wait or run age from then on.
         mean_answer_tokens: of finished sequences.
+        kept: recurrent states; None: the model has no recurrent layers.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class SequenceStates:
         stored: Iterable[tuple[int, BlockLabel]],
     ) -> None:
         self.host = HostBlocks(limits.num_host_blocks, limits.host_copy_s, stored)
-        self.pool = BlockPool(limits.num_blocks, limits.block_size, has_prefix_cache, self.host)
+        self.kept = None if limits.num_kept_states is None else KeptStates(limits.num_kept_states)
+        self.pool = BlockPool(limits.num_blocks, limits.block_size, has_prefix_cache, self.host, self.kept)
         self.charges = Charges(step_cost, limits.num_blocks)
         self.shares = TenantShares()
         self.outbox = Outbox()
@@ -132,10 +134,14 @@ class SequenceStates:
 
         They share the parent's blocks; the first to write into a shared one copies it. A full block is never written
         to: where the last token fills one, the child computes that block's tokens again. The child also computes the
-        positions whose prompt logprobs have not been told.
+        positions whose prompt logprobs have not been told, and with recurrent layers those after the last kept state.
         """
         assert not parent.plain_end, "it would continue in a block that is no longer its own"
         child.num_scored_tokens = parent.num_scored_tokens
+        if self.kept is not None:
+            child.level, child.num_computed_tokens = parent.level, 0
+            self._start_running(child)
+            return
         child.num_computed_tokens = min(
             parent.num_computed_tokens, child.num_prompt_tokens, len(child.token_ids) - 1, child.num_scored_tokens
         )
@@ -157,6 +163,8 @@ class SequenceStates:
         child.table.blocks = parent.table.blocks[:num_blocks]
         child.table.num_published = min(parent.table.num_published, child.num_computed_tokens // self._block_size)
         self.pool.share(child.table.blocks)
+        if self.kept is not None:
+            self._start_from(child, ~parent.slot)
         child.is_started = False
         if child.state is SequenceState.WAITING:
             child.level = parent.level
@@ -262,6 +270,7 @@ class SequenceStates:
         if sequence.num_in_flight or sequence.slot == NO_SLOT:
             return
         self.publish(sequence, min(sequence.num_computed_tokens, len(sequence.token_ids)))
+        self._start_from(sequence, None)
         self.pool.release(sequence.table.take())
         self.occupants[sequence.slot] = None
         heapq.heappush(self.free_slots, sequence.slot)
@@ -347,7 +356,7 @@ class SequenceStates:
             self.pool.release(table.take())
             return False
         self._restore(sequence)
-        sequence.num_computed_tokens = self.pool.extend(table, _cacheable(sequence))
+        self.skip_cached(sequence)
         table.blocks += self.pool.allocate(self.num_blocks_to_admit(sequence) - len(table))
         sequence.num_free_blocks_needed = 0
         return True
@@ -361,9 +370,62 @@ class SequenceStates:
 
     def skip_cached(self, sequence: Sequence) -> int:
         """Advance it past what other sequences have published by now. Returns its first position to compute."""
-        num_cached_tokens = self.pool.extend(sequence.table, _cacheable(sequence))
-        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
+        table, num_computed = sequence.table, sequence.num_computed_tokens
+        num_cached_tokens = self.pool.extend(table, _cacheable(sequence), num_computed)
+        if self.kept is not None and num_cached_tokens > num_computed:
+            self._start_from(sequence, self.kept.read(table.blocks[table.num_published - 1]))
+        sequence.num_computed_tokens = max(num_computed, num_cached_tokens)
         return sequence.num_computed_tokens
+
+    # Recurrent states
+
+    def _start_from(self, sequence: Sequence, source: int | None) -> None:
+        """Where its next row reads its state (Sequence.state_source)."""
+        if self.kept is not None and sequence.state_source is not None and sequence.state_source >= 0:
+            self.kept.done(sequence.state_source)
+        sequence.state_source = source
+
+    def save_states(self, builder: PlanBuilder, sequence: Sequence, start: int, end: int) -> None:
+        """Keep states of the row that was added last.
+
+        Those at the last block border of its prompt, and where a lookup has left the path of another prompt; of an
+        answer that at its latest border.
+        """
+        if self.kept is None:
+            return
+        size, blocks, num_prompt_tokens = self._block_size, sequence.table.blocks, sequence.num_prompt_tokens
+        if start < num_prompt_tokens:
+            found = {(num_prompt_tokens - 1) // size * size, sequence.table.num_matched * size}
+            borders = [border for border in found if max(start, 1) <= border < min(end, num_prompt_tokens)]
+        else:
+            borders = [] if start % size else [start]
+            before = start // size - 2
+            if borders and start - size >= num_prompt_tokens and not self.pool.is_shared(blocks[before]):
+                self.kept.drop(blocks[before])
+        for border in sorted(borders):
+            if border == start and self.kept.has(blocks[border // size - 1]):
+                continue
+            if (place := self.kept.take()) is not None:
+                builder.state_saves.append(StateSave(len(builder.sequences) - 1, border, place))
+
+    def keep_saved(self, sequence: Sequence, save: StateSave, are_all_written: bool) -> None:
+        """The step that writes this state has come back: from now on others find it, until its block is forgotten.
+
+        Args:
+            are_all_written: no row failed. Otherwise equal blocks of others may be what it should have written.
+        """
+        assert self.kept is not None, "plans save states of recurrent layers alone"
+        table, position = sequence.table, save.position // self._block_size
+        is_valid = sequence.num_computed_tokens >= save.position  # it was not forgotten meanwhile
+        if is_valid and are_all_written and table.num_published < position:  # equal blocks of others are published
+            self.pool.extend(table, sequence.token_ids[: save.position + 1], save.position)
+            self.publish(sequence, save.position)
+            if table.num_sent < len(table):
+                sequence.plain_end = 0
+        if is_valid and table.num_published >= position and self.pool.is_published(table.blocks[position - 1]):
+            self.kept.keep(save.kept, table.blocks[position - 1])
+        else:
+            self.kept.give_back(save.kept)
 
     def publish(self, sequence: Sequence, end: int) -> bool:
         """Publish the blocks that its first `end` tokens fill. False: an equal block of another is published."""

@@ -19,10 +19,11 @@ from gpu.blocks import why_not_in_place
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
-from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
+from gpu.kv_cache import bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for, num_blocks_within
 from gpu.linear import can_gather, can_pack
 from gpu.parameters import EMBEDDING, LayerWeights, empty_ends, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
+from gpu.recurrence import bytes_per_state
 from gpu.sampler import piece_rows
 from gpu.step_shapes import max_decodes, step_shapes
 from gpu.streams import staged_bytes
@@ -33,6 +34,7 @@ ROUNDING_TOKENS = 100  # of a proposed --max-model-len
 # The KV cache's default share of the room: other processes need the host's memory too; of a GPU's, torch's allocator
 # loses some between blocks.
 SHARED_MEMORY_SHARE, OWN_MEMORY_SHARE = 0.5, 0.95
+KEPT_STATES_SHARE, MOST_KEPT_STATES = 0.15, 4  # of recurrent layers: of the room, and for each sequence
 FIX_MARGIN = 0.02  # of the free memory, left by proposed settings: a minute later there may be less
 
 
@@ -47,6 +49,7 @@ class MemoryPlan:
         free_bytes: on the device, before anything is loaded.
         measured_graph_bytes: of CUDA graphs; None: they are estimated, before loading.
         num_blocks: for sequences; the cache holds one more.
+        num_kept_states: of recurrent layers, kept at block borders for later prompts.
     """
 
     model: ModelConfig
@@ -58,6 +61,7 @@ class MemoryPlan:
     free_bytes: int
     measured_graph_bytes: int | None = None
     num_blocks: int = 0
+    num_kept_states: int = 0
 
     @property
     def max_model_len(self) -> int:
@@ -87,8 +91,18 @@ class MemoryPlan:
         return loading_size_bytes(self.model, self.engine, self.device)
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        return kv_dtype_of(self.model, self.engine, self.device)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of recurrent layers: two states of each sequence that runs, those kept, and zeros."""
+        num_states = 2 * self.engine.max_sequences + self.num_kept_states + 1
+        return num_states * bytes_per_state(self.model, self.device.dtype)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return bytes_per_token(self.model, self.device.dtype)
+        return bytes_per_token(self.model, self.kv_dtype)
 
     @property
     def kv_tokens(self) -> int:
@@ -96,12 +110,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        return (self.num_blocks + 1) * bytes_per_block(self.model, self.device.dtype)
+        return (self.num_blocks + 1) * bytes_per_block(self.model, self.kv_dtype)
 
     @property
     def least_kv_bytes(self) -> int:
         """One sequence of max_model_len, with the scratch block."""
-        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.device.dtype)
+        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.kv_dtype)
 
     @property
     def offload_bytes(self) -> int:
@@ -116,7 +130,8 @@ class MemoryPlan:
     @property
     def beside_kv_bytes(self) -> int:
         """On the device, all but KV."""
-        return self.weights_bytes + self.adapters_bytes + self.activation_bytes + self.graph_bytes + self.shared_bytes
+        on_all = self.weights_bytes + self.adapters_bytes + self.activation_bytes + self.state_bytes
+        return on_all + self.graph_bytes + self.shared_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -143,7 +158,8 @@ class MemoryPlan:
         Raises:
             NotEnoughMemory: one sequence's KV does not fit.
         """
-        plan = replace(self, measured_graph_bytes=measured_bytes)
+        plan = replace(self, measured_graph_bytes=measured_bytes, num_kept_states=0)
+        plan = replace(plan, num_kept_states=_num_kept_states(plan))
         return replace(plan, num_blocks=_num_blocks(plan))
 
     def most(self, setting: str) -> int:
@@ -169,7 +185,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
     device = choose_device(engine)
     checkpoint = open_checkpoint(directory, model.packing)
     model = check_checkpoint(checkpoint, model)
-    offload_slots(model, engine, device.dtype, free_memory_bytes(torch.device("cpu")))
+    offload_slots(model, engine, kv_dtype_of(model, engine, device), free_memory_bytes(torch.device("cpu")))
     return plan_checkpoint(model, engine, device, checkpoint, free_memory_bytes(device.device))
 
 
@@ -197,11 +213,39 @@ def plan_memory(
     Args:
         weights_bytes: None: computed from the model's configuration.
         graph_bytes: None: an estimate.
+
+    Raises:
+        StartupError: recurrent layers do not go with the settings.
     """
     if weights_bytes is None:
         weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
+    _check_recurrence(model, engine)
     given = (model, _with_length(model, engine), device, model.num_parameters, checkpoint_bytes, weights_bytes)
     return MemoryPlan(*given, free_bytes).with_graphs(graph_bytes)
+
+
+def _check_recurrence(model: ModelConfig, engine: EngineConfig) -> None:
+    """
+    Raises:
+        StartupError: a setting does not go with recurrent layers.
+    """
+    if model.recurrence is None:
+        return
+    refused = {
+        "--tensor-parallel": engine.tensor_parallel > 1,
+        "--kv-offload-memory": engine.kv_offload_bytes > 0,
+        "--kv-offload-dir": engine.kv_offload_dir is not None,
+        "--max-loras": engine.max_loras > 0,
+    }
+    for flag, is_set in refused.items():
+        if is_set:
+            raise StartupError(f"{flag} is not supported for models with recurrent layers.", f"start without {flag}.")
+    least = engine.max_sequences + BLOCK_SIZE
+    if engine.deterministic and engine.max_batch_tokens < least:
+        cause = (
+            f"--deterministic: recurrent layers compute prompts by {BLOCK_SIZE} tokens, beside all other sequences'."
+        )
+        raise StartupError(cause, f"--max-batch-tokens {least}, or fewer --max-sequences.")
 
 
 def memory_needed(
@@ -223,6 +267,7 @@ def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, 
     """How many blocks fit in --kv-offload-memory; 0: it is 0.
 
     Args:
+        dtype: of keys and values.
         free_bytes: on the host.
 
     Raises:
@@ -252,14 +297,23 @@ def _with_length(model: ModelConfig, engine: EngineConfig) -> EngineConfig:
     return replace(engine, max_model_len=length)
 
 
+def _num_kept_states(plan: MemoryPlan) -> int:
+    """As many as MOST_KEPT_STATES a sequence, within a share of the room."""
+    size_bytes = bytes_per_state(plan.model, plan.device.dtype)
+    if not size_bytes or not plan.engine.has_prefix_cache:
+        return 0
+    room_bytes = int((plan.kv_room_bytes - (plan.engine.kv_memory_bytes or plan.least_kv_bytes)) * KEPT_STATES_SHARE)
+    return max(0, min(MOST_KEPT_STATES * plan.engine.max_sequences, room_bytes // size_bytes))
+
+
 def _num_blocks(plan: MemoryPlan) -> int:
     """All sequences at full length, by default within a share of the room; at least one sequence."""
     _check(plan)
     one_sequence = num_blocks_for(plan.max_model_len)
     if plan.engine.kv_memory_bytes is not None:
-        return num_blocks_within(plan.engine.kv_memory_bytes, plan.model, plan.device.dtype)
+        return num_blocks_within(plan.engine.kv_memory_bytes, plan.model, plan.kv_dtype)
     share = SHARED_MEMORY_SHARE if plan.device.device.type == "cpu" else OWN_MEMORY_SHARE
-    usual = num_blocks_within(int(plan.kv_room_bytes * share), plan.model, plan.device.dtype)
+    usual = num_blocks_within(int(plan.kv_room_bytes * share), plan.model, plan.kv_dtype)
     return min(plan.engine.max_sequences * one_sequence, max(usual, one_sequence))
 
 
@@ -491,7 +545,7 @@ def _may_have_device_rows(model: ModelConfig, device: DeviceChoice) -> bool:
 
 def graphs_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
     """What graphs share, a block for padding, and the driver's part of each graph."""
-    if engine.graphs == "off" or not _may_have_device_rows(model, device):
+    if engine.graphs == "off" or model.recurrence is not None or not _may_have_device_rows(model, device):
         return 0
     shapes, dtype = step_shapes(model, engine), device.dtype
     rows, tokens = max_decodes(engine), max(shape.num_tokens for shape in shapes.largest)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.config import LayerConfig, ModelConfig
+from core.config import ModelConfig, RopeConfig
 from gpu.adapters import AdaptedLinear, AdaptedRows, StepAdapters
 from gpu.attention import RaggedRows, Scores
 from gpu.blocks import BlockWeight
@@ -19,6 +19,7 @@ from gpu.linear import Embed, Linear, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
+from gpu.recurrence import Recurrence, RecurrentRows, make_recurrence
 from gpu.rows import StepTokens
 
 
@@ -30,12 +31,14 @@ class Batch:
         attending: by a layer's window.
         asked: [some], indexes of the tokens whose logits are wanted; None: all, in order.
         adapted: None: no token has an adapter.
+        recurrent: None: no layer is.
     """
 
     tokens: StepTokens
     attending: dict[int | None, RaggedRows]
     asked: Tensor | None
     adapted: AdaptedRows | None = None
+    recurrent: RecurrentRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class Layer:
     qkv: Linear  # hidden -> query + 2 * kv; see LatentWeights
     head_norms: HeadNorms | None
     latent: Latent | None
+    recurrence: Recurrence | None  # instead of attention, of which only `output` and the norms are then left
+    cached: int  # index among the layers that attend, or among those that are recurrent
     scores: Scores
     output: Linear  # all heads -> hidden
     attention_post_norm: Tensor | None  # [hidden]
@@ -90,10 +95,7 @@ class Model:
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.rope_head_dim, device) for rope in used]
         layers = iter(weights.layers)
-        self.layers = [
-            _layer(config, next(layers), layer, used.index(layer.rope) if layer.rope else None, self.operators)
-            for layer in map(config.layer, range(config.num_layers))
-        ]
+        self.layers = [_layer(config, next(layers), index, used, self.operators) for index in range(config.num_layers)]
         self.adapted = StepAdapters() if takes_adapters else None
         if self.adapted is not None:
             for index, one in enumerate(self.layers):
@@ -113,12 +115,18 @@ class Model:
         adapted, with_adapters = self.adapted, batch.adapted
         if adapted is not None:
             adapted.groups = [] if with_adapters is None else with_adapters.groups
+        if batch.recurrent is not None:
+            batch.recurrent.copy_states()
         positions = batch.tokens.positions
         rotations = [Rotation(rope.rotation(positions), rope.query_scale(positions)) for rope in self.ropes]
         first_norm = self.layers[0].attention_norm
         normed = x if first_norm is None else self.operators.norm(x, first_norm)
-        for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
-            added = self._attention(layer, normed, rotations, batch, kv)
+        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
+            if layer.recurrence is None:
+                added = self._attention(layer, normed, rotations, batch, cache.layers[layer.cached])
+            else:
+                assert batch.recurrent is not None, "the model has recurrent layers"
+                added = layer.output(layer.recurrence(normed, batch.recurrent, layer.cached))
             if layer is self.layers[-1]:  # the other tokens' outputs are not needed from here on
                 if batch.asked is not None:
                     x, added = x.index_select(0, batch.asked), added.index_select(0, batch.asked)
@@ -171,7 +179,7 @@ class Model:
             width = config.intermediate_size
             if isinstance(layer.mlp, Experts) and config.experts is not None:
                 width = config.experts.intermediate_size
-            found += [(layer.qkv, config.hidden_size), (layer.output, config.attended_size)]
+            found += [(layer.qkv, config.hidden_size), (layer.output, _mixed_size(config, layer))]
             for mlp in mlps:
                 found += [(mlp.gate_up, config.hidden_size), (mlp.down, width)]
             size += (
@@ -217,6 +225,13 @@ class Model:
         return self.operators.add_norm(x, added, self._residual_scale, next_norm)
 
 
+def _mixed_size(config: ModelConfig, layer: Layer) -> int:
+    """Width of what the layer's output matrix multiplies."""
+    if layer.recurrence is None or config.recurrence is None:
+        return config.attended_size
+    return config.recurrence.output_size
+
+
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
     """Embedding and head; a tied embedding is deleted where its rows are read from the head."""
     embedding, lm_head = weights.embedding, weights.lm_head
@@ -230,20 +245,25 @@ def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
 
 
 def _layer(
-    config: ModelConfig, weights: LayerWeights, layer: LayerConfig, rope: int | None, operators: Operators
+    config: ModelConfig, weights: LayerWeights, index: int, ropes: list[RopeConfig], operators: Operators
 ) -> Layer:
-    head_norms = None
+    layer, head_norms, recurrence = config.layer(index), None, None
+    taken = operators.linear(weights.qkv, weights.qkv_bias)
+    if weights.recurrent is not None and config.recurrence is not None:
+        recurrence = make_recurrence(config.recurrence, weights.recurrent, taken)
     if weights.query_norm is not None and weights.key_norm is not None:
         head_norms = (weights.query_norm, weights.key_norm)
     return Layer(
-        rope=rope,
+        rope=ropes.index(layer.rope) if layer.rope else None,
         window=layer.window,
         attention_norm=weights.attention_norm,
-        qkv=operators.linear(weights.qkv, weights.qkv_bias),
+        qkv=taken,
         head_norms=head_norms,
         latent=None
         if config.latent is None or weights.latent is None
         else Latent(config.latent, weights.latent, operators.linear),
+        recurrence=recurrence,
+        cached=sum(one.is_recurrent == layer.is_recurrent for one in config.all_layers[:index]),
         scores=Scores(config.attention_scale, config.attention_cap, weights.sinks, config.latent is not None),
         output=operators.linear(weights.output, weights.output_bias),
         attention_post_norm=weights.attention_post_norm,

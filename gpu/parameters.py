@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core.config import ExpertsConfig, LatentConfig, ModelConfig
+from core.config import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
 from gpu.blocks import BlockWeight
 from gpu.quant import Weight, floats
 
@@ -44,6 +44,12 @@ class _ExpertNames:
 _NAMES = {
     "mixtral": _ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
     "qwen2_moe": _ExpertNames(shared="mlp.shared_expert"),
+    "lfm2_moe": _ExpertNames(
+        "feed_forward.gate",
+        "feed_forward.experts.{}.{}",
+        ("w1", "w3", "w2"),
+        choice_bias="feed_forward.expert_bias",
+    ),
     "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
 }
 _USUAL_NAMES = _ExpertNames()
@@ -129,6 +135,11 @@ def part_pairs(rows: Tensor) -> Tensor:
     return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
+def write_taps(into: Tensor, tensor: Tensor) -> None:
+    """into: [taps, channels]; tensor: [channels, 1, taps]."""
+    into.copy_(tensor.squeeze(1).T)
+
+
 def write_transposed(into: Tensor, tensor: Tensor, are_pairs: bool) -> None:
     """into: [experts, out, in]; tensor: [experts, in, out]; are_pairs: its outputs alternate (gate, up)."""
     for rows, expert in zip(into, tensor, strict=True):
@@ -199,6 +210,14 @@ class LatentWeights:
 
 
 @dataclass(slots=True)
+class RecurrentWeights:
+    """Of a recurrent layer, beside its two matrices: `qkv` [RecurrentConfig.input_size, hidden] and `output`."""
+
+    convolution: Tensor  # [taps, channels], float32
+    convolution_bias: Tensor | None  # [channels]
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """One layer; None: the family has no such parameter. Rows of q and k are reordered: see interleave_halves.
 
@@ -218,6 +237,7 @@ class LayerWeights:
     mlp: MlpWeights | ExpertWeights
     mlp_post_norm: Tensor | None  # [hidden]
     latent: LatentWeights | None = None
+    recurrent: RecurrentWeights | None = None
 
 
 @dataclass(slots=True)
@@ -248,7 +268,8 @@ def empty_ends(
     empty = partial(torch.empty, dtype=dtype, device=device)
     embedding = empty((config.vocab_size, config.hidden_size))
     norm = empty((config.hidden_size,), dtype=_norm_dtype(config, dtype))
-    targets = {EMBEDDING: Target(embedding), "model.norm.weight": Target(norm, offset=_norm_offset(config))}
+    targets = {EMBEDDING: Target(embedding)}
+    targets[_own_name(config, "model.norm.weight")] = Target(norm, offset=_norm_offset(config))
     lm_head = embedding
     if not config.tie_embeddings:
         lm_head = empty((num_head_rows, config.hidden_size))
@@ -258,6 +279,13 @@ def empty_ends(
         score = empty((config.num_scores, config.hidden_size))
         targets[SCORE] = Target(score)
     return ModelWeights(embedding, (), norm, lm_head, score), targets
+
+
+def _own_name(config: ModelConfig, name: str) -> str:
+    """What the checkpoint calls a tensor."""
+    for usual, own in config.renamed:
+        name = name.replace(usual, own)
+    return name
 
 
 def empty_layer(
@@ -281,6 +309,9 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
     rotary_dim = config.rope.rotary_dim(head_dim)  # RoPE rotates q and k, not v
     reordered = None if config.are_pairs_adjacent else head_dim
     targets: Targets = {}
+
+    def named(targets: Targets) -> Targets:
+        return {f"model.layers.{index}.{_own_name(config, name)}": target for name, target in targets.items()}
 
     def norm(name: str, *shape: int, head_dim: int | None = None) -> Tensor:
         into = empty_norm(shape)
@@ -349,6 +380,30 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
         targets.update(_expert_targets(config.experts, weights))
         return weights
 
+    def recurrent(own: RecurrentConfig) -> RecurrentWeights:
+        into = empty_norm((own.taps, own.channels)).float()
+        shape = (own.channels, 1, own.taps)
+        targets["conv.conv.weight"] = Target(into, write=write_taps, stored_shape=shape)
+        return RecurrentWeights(into, whole("conv.conv.bias", own.channels) if own.has_bias else None)
+
+    if config.layer(index).is_recurrent and config.recurrence is not None:
+        own, (norm_before, _, norm_between, _) = config.recurrence, config.norms
+        layer = LayerWeights(
+            attention_norm=layer_norm(norm_before),
+            qkv=whole("conv.in_proj.weight", own.input_size, hidden, matrix="qkv"),
+            qkv_bias=whole("conv.in_proj.bias", own.input_size) if own.has_bias else None,
+            query_norm=None,
+            key_norm=None,
+            sinks=None,
+            output=whole("conv.out_proj.weight", hidden, own.output_size, matrix="output"),
+            output_bias=whole("conv.out_proj.bias", hidden) if own.has_bias else None,
+            attention_post_norm=None,
+            mlp_norm=layer_norm(norm_between),
+            mlp=experts() if config.layer(index).is_sparse else mlp(),
+            mlp_post_norm=None,
+            recurrent=recurrent(own),
+        )
+        return layer, named(targets)
     has_head_norms = config.qk_norm != "none"
     query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
     norms = [layer_norm(name) for name in config.norms]
@@ -367,7 +422,7 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
         mlp_post_norm=norms[3],
         latent=None if config.latent is None else of_latent(config.latent),
     )
-    return layer, {f"model.layers.{index}.{name}": target for name, target in targets.items()}
+    return layer, named(targets)
 
 
 def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWeights:

@@ -30,6 +30,7 @@ from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
 from gpu.parameters import ModelWeights
+from gpu.recurrence import States
 from gpu.sampler import PendingTokens, PromptScores, Sampler, TokensToHost
 from gpu.step_graphs import CountedGraphs, Progress, StepGraphs, count_graphs
 from gpu.step_shapes import StepShapes, max_decodes, step_shapes
@@ -87,7 +88,7 @@ class ModelRunner:
         weights: ModelWeights,
         operators: Operators,
     ) -> None:
-        device, dtype = memory.device.device, memory.device.dtype
+        device = memory.device.device
         self.config = config
         self._engine, self.operators = engine, operators
         self.captured = Captured()
@@ -97,17 +98,26 @@ class ModelRunner:
             self._model = Model(config, weights, operators, takes_adapters=engine.max_loras > 0)
             self._streams = open_streams(device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
+            # a recurrent state cannot go back to before a draft that was wrong
             takes_drafts = device.type == "cpu" and operators.ranks is None and not operators.has_device_rows
+            takes_drafts = takes_drafts and config.recurrence is None
             max_drafts = MOST_DRAFTS if takes_drafts else 0
             self._to_host = TokensToHost(engine.max_sequences + max_drafts, self._streams)
             with _device_errors():
                 self._tuning = self._tune(memory)
             if engine.deterministic:
                 self._check_rounding(memory)
-            self._recorder = find_recorder(engine, memory.device, operators)
+            self._recorder = None
+            if config.recurrence is None:
+                self._recorder = find_recorder(engine, memory.device, operators)
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
-            self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=self._recorder is not None)
+            self._cache = KVCache(
+                config, memory.num_blocks, memory.kv_dtype, device, has_padding=self._recorder is not None
+            )
+            self._states = None
+            if config.recurrence is not None:
+                self._states = States(config, engine.max_sequences, memory.num_kept_states, memory.device.dtype, device)
             with _device_errors():
                 self._steps = self._open_steps(self._cache, counted.shapes)
         self._steps.graphs.most_graphs = counted.most_graphs
@@ -118,11 +128,12 @@ class ModelRunner:
             max_batch_tokens=engine.max_batch_tokens,
             max_model_len=memory.max_model_len,
             vocab_size=config.vocab_size,
-            block_bytes=bytes_per_block(config, dtype),
+            block_bytes=bytes_per_block(config, memory.kv_dtype),
             max_in_flight=steps_in_flight(engine.overlap, device),
             prompt_tile=operators.attention.prompt_tile,
             few_tokens=FEW_TOKENS[device.type],
             max_drafts=max_drafts,
+            num_kept_states=None if config.recurrence is None else memory.num_kept_states,
         )
 
     def _tune(self, memory: MemoryPlan) -> Tuning:
@@ -178,7 +189,7 @@ class ModelRunner:
     def _open_steps(self, cache: KVCache, shapes: StepShapes) -> Steps:
         most_rows, most_tokens = max_decodes(self._engine), self.memory.max_model_len
         self.operators.attention.reserve(most_rows, most_tokens, self.config.num_heads, cache.layers[0])
-        return Steps(self._model, self._sampler, self._streams, self.memory, shapes, cache)
+        return Steps(self._model, self._sampler, self._streams, self.memory, shapes, cache, self._states)
 
     @property
     def captures_lazily(self) -> bool:

@@ -37,6 +37,7 @@ from gpu.kv_cache import KVCache, num_blocks_for
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Batch, Model
 from gpu.pooling import Pooled, Pooler, pooled_tokens
+from gpu.recurrence import RecurrentRows, States
 from gpu.rows import NO_SLOT, DeviceTables, StepInputs
 from gpu.sampler import NO_DRAFT, DraftRows, Masked, PromptScores, Sampled, Sampler, score, scored_tokens
 from gpu.step_graphs import StepGraphs
@@ -263,11 +264,20 @@ class Steps:
     Args:
         memory: the plan, with the settings that it was made for.
         shapes: what steps with graphs are padded to.
+        states: of recurrent layers; None: there are none.
     """
 
     def __init__(
-        self, model: Model, sampler: Sampler, streams: Streams, memory: MemoryPlan, shapes: StepShapes, cache: KVCache
+        self,
+        model: Model,
+        sampler: Sampler,
+        streams: Streams,
+        memory: MemoryPlan,
+        shapes: StepShapes,
+        cache: KVCache,
+        states: States | None = None,
     ) -> None:
+        self._states = states
         self._model, self._sampler, self._streams, self._cache = model, sampler, streams, cache
         self._operators = operators = model.operators
         self._windows = model.config.windows
@@ -323,7 +333,10 @@ class Steps:
             work = partial(self._replay, padded)
         else:
             rows = self.tables.rows_of(layout)
-            work = partial(self._send, step, plan, layout, num_logits, rows, adapted)
+            recurrent = None
+            if self._states is not None:
+                recurrent = self._states.rows_of(plan, layout.num_own, layout.tokens, layout.lengths)
+            work = partial(self._send, step, plan, layout, num_logits, rows, adapted, recurrent)
         self._streams.current.run(work)
         return step
 
@@ -364,12 +377,13 @@ class Steps:
         num_logits: int,
         rows: HostRows,
         adapted: AdaptedRows | None,
+        recurrent: RecurrentRows | None,
     ) -> None:
         """Send the step as it is, by Python."""
         shape, num_asked = layout.shape, 0 if layout.asked is None else len(layout.asked)
         inputs, num_blocks = inputs_in(self._inputs, shape, num_asked), num_blocks_for(int(layout.ends.max(initial=1)))
         asked = None if layout.asked is None else inputs.asked
-        hidden = self._hidden(inputs, shape, num_blocks, asked, rows, adapted)
+        hidden = self._hidden(inputs, shape, num_blocks, asked, rows, adapted, recurrent)
         out = self._logits[:num_logits] if self._logits is not None and num_logits == len(step.logits) else None
         step.logits = self._model.logits(hidden[:num_logits], out)
         if step.is_sampled:
@@ -391,6 +405,7 @@ class Steps:
         asked: Tensor | None,
         host: HostRows | None,
         adapted: AdaptedRows | None = None,
+        recurrent: RecurrentRows | None = None,
     ) -> Tensor:
         """
         Args:
@@ -401,7 +416,8 @@ class Steps:
         columns = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
         rows = RaggedRows(*columns, num_decodes=shape.num_decodes, window=None, host=host)
         attending = rows_by_window(rows, self._windows, self.tables.width * BLOCK_SIZE)
-        return self._model.forward(Batch(self._rows.tokens_of(inputs), attending, asked, adapted), self._cache)
+        batch = Batch(self._rows.tokens_of(inputs), attending, asked, adapted, recurrent)
+        return self._model.forward(batch, self._cache)
 
     def _bring_up(self, plan: StepPlan, inputs: Int32Array) -> None:
         """Copy what the plan changes to the device, at once."""

@@ -372,6 +372,27 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeLiteConfig",
         {**_LATENT, "q_lora_rank": 32, "n_routed_experts": 6, "pad_token_id": 0},
     ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {**_HEADS, "num_hidden_layers": 5, "full_attn_idxs": [1, 4], "block_multiple_of": 32, "pad_token_id": 0},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        {
+            **_HEADS,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "pad_token_id": 0,
+        },
+    ),
     "gpt_oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -396,7 +417,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 # Of each kind of rotation, norm, head, window, sink, activation and expert one: for what is the steps', not a family's
 KINDS = ("llama3", "qwen2", "qwen2_late_window_dynamic", "qwen3", "olmo2", "smollm3", "granite", "phi4_longrope")
-KINDS += ("gemma2", "gemma3", "qwen3_moe", "glm4_moe", "gpt_oss")
+KINDS += ("gemma2", "gemma3", "qwen3_moe", "glm4_moe", "gpt_oss", "lfm2")
 
 
 def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB", **sizes: int) -> Path:
@@ -407,7 +428,7 @@ def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB",
     config = getattr(transformers, config_class)(**{**_SMALL, **differences, **sizes})
     model = getattr(transformers, model_class)(config)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith(("bias", "sinks")):
+        if name.endswith(("bias", "sinks", "A_log")):
             torch.nn.init.normal_(parameter, std=0.2)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -223,6 +223,8 @@ def _obstacles(whole: ModelConfig, num_ranks: int, is_prequantized: bool) -> Ite
 
     A rank's part of a prequantized row must be whole groups that share a scale, or parts of groups that kernels accept.
     """
+    if whole.recurrence is not None and num_ranks > 1:
+        yield "its recurrent layers are not split"
     if whole.num_heads % num_ranks:
         yield f"{whole.num_heads} heads do not split into {num_ranks} parts"
     if whole.num_kv_heads % num_ranks and num_ranks % whole.num_kv_heads:

@@ -28,6 +28,8 @@ class ChainCheckingRunner(SimulatedRunner):
         self._host_chains = [[_SPOILED] * limits.block_size for _ in range(limits.num_host_blocks)]
         self._expected: dict[int, list[int]] = {}  # by slot: the hash after each of its tokens
         self.misled_rows: set[int] = set()  # of the last plan that was computed
+        self._live: dict[int, list[list[int]]] = {}  # by slot: its recurrent states, each the tokens before it, a hash
+        self._kept = [_SPOILED] * (limits.num_kept_states or 0)
 
     def forward(self, plan: StepPlan) -> StepPlan:
         ticket = super().forward(plan)
@@ -57,9 +59,34 @@ class ChainCheckingRunner(SimulatedRunner):
             if _SPOILED in found:
                 self.misled_rows.add(row)
             assert all(one in (other, _SPOILED) for one, other in zip(found, expected, strict=True))
+        if self.limits.num_kept_states is not None:
+            self._compute_states(plan, rows)
         for row in self.misled_rows:
             self.spoil(plan, row)
         return ticket
+
+    def _compute_states(self, plan: StepPlan, rows: list[tuple[int, int, int]]) -> None:
+        assert not {save.kept for save in plan.state_saves} & set(plan.state_reads.values())
+        for row, (slot, start, length) in enumerate(rows):
+            source, expected, before = plan.state_reads.get(slot), [0, *self._expected[slot]], list[list[int]]()
+            if source is not None and source >= 0:
+                found = self._kept[source]
+            elif source is None and start == 0:
+                found = 0
+            else:
+                (entry,) = (one for one in self._live[slot if source is None else ~source] if one[0] == start)
+                found, before = entry[1], [entry] if source is None else []
+            assert found in (expected[start], _SPOILED)
+            is_spoiled = found == _SPOILED
+            self._live[slot] = [*before, [start + length, _SPOILED if is_spoiled else expected[start + length]]]
+            if is_spoiled:
+                self.misled_rows.add(row)
+            for save in plan.state_saves:
+                if save.row == row:
+                    assert start <= save.position < start + length
+                    assert save.position % self.limits.block_size == 0 < save.position
+                    assert save.position in (start, min(save.position, self._starts[slot].num_prompt_tokens))
+                    self._kept[save.kept] = _SPOILED if is_spoiled else expected[save.position]
 
     def sample(self, ticket: StepPlan, masks: Int32Array | None = None) -> None:
         super().sample(ticket, masks)
@@ -84,6 +111,11 @@ class ChainCheckingRunner(SimulatedRunner):
         """Whatever the row has written is lost."""
         slot, start, length = (column.tolist()[row] for column in (plan.slots, plan.starts, plan.lengths))
         self._write(slot, start, [_SPOILED] * length)
+        if slot in self._live:
+            self._live[slot][-1][1] = _SPOILED
+        for save in plan.state_saves:
+            if save.row == row:
+                self._kept[save.kept] = _SPOILED
 
     def _write(self, slot: int, start: int, links: list[int]) -> None:
         size, table = self.limits.block_size, self._tables[slot]

@@ -29,6 +29,7 @@ class SchedulerMachine(SchedulerHistory):
 
     num_host_blocks = 0
     max_in_flight = 1
+    num_kept_states: int | None = None
 
     @drawn_start(
         num_blocks=range(3, 15),
@@ -44,7 +45,8 @@ class SchedulerMachine(SchedulerHistory):
             vocab_size=VOCAB_SIZE,
             num_host_blocks=self.num_host_blocks,
         )
-        self.start(replace(limits, max_in_flight=self.max_in_flight), has_prefix_cache)
+        limits = replace(limits, max_in_flight=self.max_in_flight, num_kept_states=self.num_kept_states)
+        self.start(limits, has_prefix_cache)
 
     # Rules
 

@@ -9,7 +9,7 @@ import pytest
 
 from core.config import EngineConfig
 from core.kv_cache import BlockCopies, BlockLabel
-from core.plan import PooledRow, PromptTargets, SequenceStart, StepPlan, decode, encode
+from core.plan import PooledRow, PromptTargets, SequenceStart, StateSave, StepPlan, decode, encode
 from core.repetition import TokenPenalties
 from core.types import Pooling, SamplingParams
 
@@ -35,6 +35,8 @@ PLAN = StepPlan(
     masked_rows=[1],
     pooled_rows=[PooledRow(0, Pooling("last", (4, 5), 2), is_last=True)],
     penalties=[TokenPenalties(3, {5: 1.5}, {7: 2}), TokenPenalties(1, {}, None)],
+    state_reads={3: 0, 1: ~3},
+    state_saves=[StateSave(row=1, position=16, kept=2)],
     host_copies=BlockCopies({1: 2}, {1: BlockLabel(7, (("tenant", "salt"), b"\0\xff"))}, {3: 4}, {4: None}),
 )
 

@@ -45,7 +45,31 @@ class OverlapOffloadMachine(OffloadMachine):
     max_in_flight = 2
 
 
+class RecurrentMachine(SchedulerMachine):
+    """With recurrent layers, whose states are kept in fewer places than there are blocks."""
+
+    num_kept_states = 3
+
+    @invariant()
+    def kept_states_are_conserved(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        kept, pool = self.scheduler.states.kept, self.scheduler.pool
+        assert kept is not None
+        written = [save.kept for sent in self.in_flight for save in sent.plan.state_saves]
+        assert sorted([*kept._free, *kept._blocks, *kept._dropped, *written]) == list(range(kept.num_places))
+        assert kept._places == {block: place for place, block in kept._blocks.items()}
+        assert all(pool.is_published(block) for block in kept._places)
+        sources = [s.state_source for s in self.present if s.state_source is not None and s.state_source >= 0]
+        assert kept._num_readers == [sources.count(place) for place in range(kept.num_places)]
+
+
+class RecurrentOverlapMachine(RecurrentMachine):
+    max_in_flight = 2
+
+
 MACHINES = (SchedulerMachine, OverlapMachine, OffloadMachine, CrampedOffloadMachine, OverlapOffloadMachine)  # by seed
+MACHINES += (RecurrentMachine, RecurrentOverlapMachine)
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SHORT_HISTORIES
@@ -57,3 +81,7 @@ TestOffload = OffloadMachine.TestCase
 TestOffload.settings = settings(SHORT_HISTORIES, max_examples=50)
 TestCrampedOffload = CrampedOffloadMachine.TestCase
 TestCrampedOffload.settings = settings(SHORT_HISTORIES, max_examples=25)
+TestRecurrent = RecurrentMachine.TestCase
+TestRecurrent.settings = settings(SHORT_HISTORIES, max_examples=60)
+TestRecurrentOverlap = RecurrentOverlapMachine.TestCase
+TestRecurrentOverlap.settings = settings(SHORT_HISTORIES, max_examples=40)

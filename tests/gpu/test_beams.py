@@ -105,6 +105,10 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert check(save_random_model(name, tmp_path), 16) > 0
 
 
+def test_answers_of_recurrent_layers_are_those_of_transformers(tmp_path: Path) -> None:
+    check(save_random_model("lfm2", tmp_path), 16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAMILIES)[::5])
 def test_answers_of_hundreds_of_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_greedy_tokens_equal_the_oracles_cached_chunked_batched_and_preempted(
     runner: ModelRunner, oracle: Oracle
 ) -> None:
     limits = runner.limits
+    num_kept_states = None if limits.num_kept_states is None else 4
     runner.limits = RunnerLimits(
         num_blocks=7,
         block_size=limits.block_size,
@@ -34,6 +35,7 @@ def test_greedy_tokens_equal_the_oracles_cached_chunked_batched_and_preempted(
         max_batch_tokens=24,
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
+        num_kept_states=num_kept_states,
     )
     scheduler = Scheduler(runner.limits, (), seeds=lambda: 0)
     inbox: deque[Message] = deque()

@@ -1,0 +1,225 @@
+"""Recurrent layers: the states of all sequences, and what the layers compute with them. Thread: engine.
+
+A slot has two states. A step's row reads the one that was left at the row's first position and writes the other, so
+that a step which failed can be computed again. Beside them lie the states that core/kv_cache.py keeps at block borders,
+and one of zeros, from which sequences start.
+
+A prompt is computed in blocks of 16 tokens that begin at multiples of 16, however it is cut into chunks that end
+there; a sequence's own tokens one by one. So a token is rounded in the same way in any company.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.config import ModelConfig, RecurrentConfig
+from core.plan import StateSave, StepPlan
+from gpu.attention import IntArray
+from gpu.kv_cache import zeros
+from gpu.linear import Linear
+from gpu.parameters import RecurrentWeights
+
+NO_POSITION = -1
+
+
+def bytes_per_state(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of one sequence at one position, all layers; 0: the model has no recurrent layers."""
+    own = config.recurrence
+    if own is None:
+        return 0
+    memory = int(np.prod(own.memory_shape)) * torch.float32.itemsize
+    return config.num_recurrent_layers * ((own.taps - 1) * own.channels * dtype.itemsize + memory)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """One layer's states: the last inputs of its convolution, and its memory."""
+
+    inputs: Tensor  # [states, taps - 1, channels]
+    memory: Tensor  # [states, heads, key_dim, value_dim], float32
+
+
+class States:
+    """All states: two of each slot, then those kept at block borders, then zeros.
+
+    Args:
+        num_kept: at block borders.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_slots: int, num_kept: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        own = config.recurrence
+        assert own is not None, "it has recurrent layers"
+        self._first_kept, self._zero = 2 * num_slots, 2 * num_slots + num_kept
+        shape = (config.num_recurrent_layers, self._zero + 1)
+        self._inputs = zeros((*shape, own.taps - 1, own.channels), dtype, device)
+        self._memory = zeros((*shape, *own.memory_shape), torch.float32, device)
+        self.layers = [LayerStates(*views) for views in zip(self._inputs, self._memory, strict=True)]
+        self._positions = np.full((num_slots, 2), NO_POSITION, np.int64)  # after how many tokens each was left
+
+    def rows_of(self, plan: StepPlan, num_own: int, tokens: IntArray, lengths: IntArray) -> "RecurrentRows":
+        """Which states a step reads and writes; from now on its rows count as computed.
+
+        Args:
+            num_own, lengths: see StepLayout; tokens: [3, tokens], slots and positions first.
+        """
+        slots, starts, ends = plan.slots, plan.starts, plan.starts + plan.lengths
+        is_there = self._positions[slots] == starts[:, None]  # [rows, 2]
+        reads, writes = 2 * slots + is_there.argmax(1), 2 * slots + 1 - is_there.argmax(1)
+        read_by_slot = dict(zip(slots.tolist(), reads.tolist(), strict=True))
+        elsewhere = np.flatnonzero((starts == 0) | ~is_there.any(1) | np.isin(slots, list(plan.state_reads)))
+        for row in elsewhere.tolist():
+            slot = int(slots[row])
+            read_by_slot[slot] = self._found(plan.state_reads.get(slot), int(starts[row]))
+        is_read = set(read_by_slot.values())
+        for row in elsewhere.tolist():  # it may write either; a sequence that had the slot before may have a reader yet
+            writes[row] = next(one for one in (2 * slots[row], 2 * slots[row] + 1) if one not in is_read)
+            left = self._positions[slots[row]]
+            left[left == ends[row]] = NO_POSITION
+        self._positions.reshape(-1)[writes] = ends
+        write_by_slot = dict(zip(slots.tolist(), writes.tolist(), strict=True))
+        rows, saves = RecurrentRows(self), defaultdict[int, list[tuple[StateSave, int]]](list)
+        for save in plan.state_saves:
+            slot, place = int(slots[save.row]), self._first_kept + save.kept
+            saves[slot].append((save, place))
+            if save.position == starts[save.row]:
+                rows.copies.append((read_by_slot[slot], place))
+        first, firsts = num_own, dict(zip(slots.tolist(), starts.tolist(), strict=True))
+        for length in lengths.tolist():
+            slot = int(tokens[0, first])
+            start = firsts[slot]
+            own = [(save.position, kept) for save, kept in saves[slot] if start < save.position <= start + length]
+            rows.runs.append(Run(first, first + length, start, read_by_slot[slot], write_by_slot[slot], own))
+            read_by_slot[slot], firsts[slot] = write_by_slot[slot], start + length
+            first += length
+        own_slots, turns = tokens[0, :num_own], tokens[1, :num_own].astype(np.int64)
+        turns -= np.array([firsts[slot] for slot in own_slots.tolist()], np.int64)
+        for turn in range(int(turns.max(initial=-1)) + 1):
+            places = np.flatnonzero(turns == turn)
+            chosen = own_slots[places].tolist()
+            written = [write_by_slot[slot] for slot in chosen]
+            read = written if turn else [read_by_slot[slot] for slot in chosen]
+            device = self._inputs.device
+            of_tokens = slice(0, num_own) if len(places) == num_own else torch.from_numpy(places).to(device)
+            rows.waves.append(Wave(of_tokens, *(torch.tensor(one, device=device) for one in (read, written))))
+        return rows
+
+    def _found(self, source: int | None, start: int) -> int:
+        """Where a row reads that does not go on from its slot's own state; see StepPlan.state_reads."""
+        if source is not None and source >= 0:
+            return self._first_kept + source
+        if start == 0:
+            return self._zero
+        assert source is not None, "a row starts where its slot has no state"
+        (parity,) = np.flatnonzero(self._positions[~source] == start).tolist()
+        return 2 * ~source + int(parity)
+
+    def copy(self, source: int, target: int) -> None:
+        """All layers."""
+        self._inputs[:, target] = self._inputs[:, source]
+        self._memory[:, target] = self._memory[:, source]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of a prompt, which lie end to end in the step.
+
+    Args:
+        saves: (position, state to write when all before that position is computed).
+    """
+
+    first: int
+    end: int
+    start: int  # the first token's position
+    read: int
+    write: int
+    saves: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Tokens of as many sequences, each computed by itself."""
+
+    tokens: Tensor | slice  # [some], indexes
+    reads: Tensor  # [some]
+    writes: Tensor  # [some]
+
+
+@dataclass(slots=True)
+class RecurrentRows:
+    """A step's tokens, for recurrent layers: runs are computed first, then waves, one after the other.
+
+    Args:
+        copies: (state, place among those kept), to make before anything is computed.
+    """
+
+    states: States
+    runs: list[Run] = field(default_factory=list)
+    waves: list[Wave] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def copy_states(self) -> None:
+        for source, target in self.copies:
+            self.states.copy(source, target)
+
+
+class Convolution:
+    """Each channel's sum of its last `taps` inputs, weighted, in float32. weight: [taps, channels], float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor, rows: RecurrentRows, kept: Tensor) -> Tensor:
+        """
+        Args:
+            x: [tokens, channels].
+            kept: of LayerStates.
+        Returns:
+            [tokens, channels], of x's format.
+        """
+        out = torch.empty_like(x)
+        num_before = kept.shape[1]
+        for run in rows.runs:
+            seen = torch.cat([kept[run.read], x[run.first : run.end]])  # [taps - 1 + tokens, channels]
+            out[run.first : run.end] = self._sum(seen.unfold(0, num_before + 1, 1).movedim(-1, 0))
+            for position, state in [*run.saves, (run.start + run.end - run.first, run.write)]:
+                kept[state] = seen[position - run.start : position - run.start + num_before]
+        for wave in rows.waves:
+            seen = torch.cat([kept[wave.reads], x[wave.tokens].unsqueeze(1)], 1)  # [some, taps, channels]
+            out[wave.tokens] = self._sum(seen.movedim(1, 0))
+            kept[wave.writes] = seen[:, 1:]
+        return out
+
+    def _sum(self, seen: Tensor) -> Tensor:
+        """seen: [taps, some, channels]."""
+        total = seen[0].float() * self._weight[0]
+        for tap in range(1, len(seen)):
+            total = total.add_(seen[tap].float() * self._weight[tap])
+        total = total if self._bias is None else total.add_(self._bias)
+        return total.to(seen.dtype)
+
+
+class ShortConvolution:
+    """LFM2's: two gates around a convolution. `taken`: hidden -> both gates and the channels."""
+
+    def __init__(self, weights: RecurrentWeights, taken: Linear) -> None:
+        self._taken, self._convolve = taken, Convolution(weights.convolution, weights.convolution_bias)
+
+    def __call__(self, x: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        """See Recurrence."""
+        before, after, channels = self._taken(x).chunk(3, 1)
+        return self._convolve(before * channels, rows, rows.states.layers[layer].inputs).mul_(after)
+
+
+Recurrence = Callable[[Tensor, RecurrentRows, int], Tensor]
+"""[tokens, hidden], normed, to what the layer's output matrix multiplies; the number is the layer's in States.layers"""
+
+
+def make_recurrence(config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> Recurrence:
+    """taken: hidden -> RecurrentConfig.input_size."""
+    return ShortConvolution(weights, taken)

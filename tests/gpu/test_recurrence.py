@@ -1,0 +1,118 @@
+"""Models with recurrent layers: states are kept, found, forked and given back, and no answer depends on any of it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from core.errors import StartupError
+from core.scheduler import Scheduler
+from core.types import Request, SamplingParams
+from gpu.runner import ModelRunner
+from tests.fakes import FakeClock
+from tests.gpu.conftest import ENGINE, open_runner
+from tests.gpu.test_overlap import EOS, draw_workload
+from tests.oracle import Oracle
+from tests.workload import Outcome, Workload, WorkloadRun
+
+FAMILIES = ("lfm2", "lfm2_moe")
+SHARED = random.Random(3).choices(range(3, 300), k=50)
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    family: str = request.param
+    return family
+
+
+def run(runner: ModelRunner, workload: Workload, **limits: Any) -> tuple[dict[str, Outcome], Scheduler]:
+    scheduler = Scheduler(replace(runner.limits, **limits), (EOS,), seeds=lambda: 0)
+    found = WorkloadRun(workload, scheduler, runner, FakeClock()).run()
+    assert scheduler.pool.num_used == 0
+    kept = scheduler.states.kept
+    assert kept is not None
+    assert kept.num_used == len(kept._blocks)
+    assert not any(kept._num_readers)
+    return found, scheduler
+
+
+def ask(request_id: str, prompt: list[int], num_tokens: int = 12, num_sequences: int = 1) -> Request:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return Request(
+        request_id=request_id, prompt_ids=tuple(prompt), sampling=sampling, arrival_s=0.0, num_sequences=num_sequences
+    )
+
+
+def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
+    name: str, model_directory: Callable[[str], Path]
+) -> None:
+    """In few blocks and few places for states, with a step in flight and without, beside those that leave and pause."""
+    runner = open_runner(model_directory(name), replace(ENGINE, dtype="bfloat16", deterministic=True))
+    num_preemptions = num_hits = 0
+    for seed, limits in enumerate(({"num_kept_states": 2}, {"num_kept_states": 12, "max_in_flight": 2})):
+        workload = draw_workload(random.Random(seed))
+        found, crowd = run(runner, workload, num_blocks=6, max_batch_tokens=40, timed_rows=(), **limits)
+        num_preemptions += crowd.stats().num_preemptions
+        num_hits += crowd.stats().num_cache_hits
+        for _, request in workload.requests:
+            if (request.request_id, 0) not in {**workload.stops_after, **workload.leaves_after}:
+                expected, _ = run(runner, Workload([(0, request)]), num_kept_states=0)
+                assert found[request.request_id].endings == expected[request.request_id].endings, seed
+    assert num_preemptions > 0
+    assert num_hits > 0
+
+
+def test_prompts_go_on_from_kept_states(name: str, model_directory: Callable[[str], Path]) -> None:
+    """An equal prompt from its last block border; another one, the second time, from where it leaves the path."""
+    runner, oracle = open_runner(model_directory(name)), Oracle(model_directory(name))
+    prompts = {"first": SHARED, "equal": SHARED, "other": SHARED[:40] + [9] * 30, "third": SHARED[:40] + [8] * 30}
+    cached, scheduler = {}, Scheduler(runner.limits, (EOS,), seeds=lambda: 0)
+    for number, (one, prompt) in enumerate(prompts.items()):
+        before = scheduler.stats().num_cache_hits
+        found = WorkloadRun(Workload([(0, ask(one, prompt))]), scheduler, runner, FakeClock()).run()
+        cached[one] = scheduler.stats().num_cache_hits - before
+        assert found[one].endings[0].token_ids == oracle.greedy(prompt, 12), number
+    assert cached == {"first": 0, "equal": 48, "other": 0, "third": 32}
+    turn = [*SHARED, *oracle.greedy(SHARED, 12), 5, 6]  # its answer filled a block, of which a state is kept
+    WorkloadRun(Workload([(0, ask("turn", [*turn, 7, 8]))]), scheduler, runner, FakeClock()).run()
+    WorkloadRun(Workload([(0, ask("turn", turn, 40))]), scheduler, runner, FakeClock()).run()
+    before = scheduler.stats().num_cache_hits
+    answer = oracle.greedy(turn, 40)
+    WorkloadRun(Workload([(0, ask("next", [*turn, *answer, 5]))]), scheduler, runner, FakeClock()).run()
+    assert scheduler.stats().num_cache_hits - before == (len(turn) + 39) // 16 * 16
+
+
+def test_forks_say_what_the_oracle_says(name: str, model_directory: Callable[[str], Path]) -> None:
+    runner = open_runner(model_directory(name))
+    wanted = Oracle(model_directory(name)).greedy(SHARED, 20)
+    for limits in ({}, {"num_kept_states": 0}, {"num_kept_states": 1, "num_blocks": 8}):
+        found, _ = run(runner, Workload([(0, ask("r", SHARED, 20, num_sequences=3))]), **limits)
+        assert [ending.token_ids for ending in found["r"].endings] == [wanted] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"tensor_parallel": 2}, "--tensor-parallel"),
+        ({"kv_offload_bytes": 2**20}, "--kv-offload-memory"),
+        ({"kv_offload_dir": "kv"}, "--kv-offload-dir"),
+        ({"max_loras": 1}, "--max-loras"),
+        ({"deterministic": True, "max_batch_tokens": 20}, "--deterministic"),
+    ],
+)
+def test_what_does_not_go_with_recurrent_layers_is_refused(
+    settings: dict[str, Any], flag: str, model_directory: Callable[[str], Path]
+) -> None:
+    with pytest.raises(StartupError, match=flag):
+        open_runner(model_directory("lfm2"), replace(ENGINE, **settings))
+
+
+def test_no_drafts_are_verified(model_directory: Callable[[str], Path]) -> None:
+    runner = open_runner(model_directory("lfm2"))
+    request = structs.replace(ask("r", [5, 6, 7] * 10), prediction_ids=tuple([5, 6, 7] * 10))
+    _, scheduler = run(runner, Workload([(0, request)]))
+    assert not any(scheduler.stats().draft_tokens.values())
