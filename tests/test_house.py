@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_245, 32),
+    "server": (12_260, 32),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
     "server/commands": (2250, 13),
@@ -23,7 +23,7 @@ BUDGETS = {
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
     "server/observing": (2205, 9),
-    "server/upstream": (1674, 6),
+    "server/upstream": (1668, 6),
     "server/wire": (4815, 14),
     "core": (15_330, 40),
     "gpu": (10_780, 34),
