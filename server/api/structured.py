@@ -130,7 +130,7 @@ def _asked(fields: StructuredFields) -> list[Any]:
     """(param, what makes its constraint) of each that is asked for."""
     outputs = fields.structured_outputs or StructuredOutputs()
     prefixed = "structured_outputs."
-    candidates = [
+    candidates: list[tuple[str, Any, Any]] = [
         (prefixed + "json", outputs.json, _schema),
         (prefixed + "json_object", outputs.json_object or None, _any_object),
         (prefixed + "regex", outputs.regex, constraints.regex),
