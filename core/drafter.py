@@ -29,6 +29,7 @@ FIRST_ACCEPTED = {
     "suffix": (0.3, 0.5, 0.75, 0.85),
     "recent": (0.2, 0.4, 0.7, 0.8),
     "grammar": (1.0, 1.0, 1.0, 1.0),  # tokens that it forces, of sequences that have to sample them
+    "model": (0.6,),  # a draft model
 }
 PRIOR_WEIGHT = 4.0  # tokens that the mean of all sequences counts for, beside a sequence's own
 FADING = 0.9  # of what a sequence has learned, with each draft
@@ -137,6 +138,10 @@ class Acceptance:
         kept, shares = ALL_FADING**num_tried, self.shares[drafter]
         shares[match_class] = kept * shares[match_class] + (1 - kept) * num_right / num_tried
 
+    def turn_back(self, drafter: str, part: float) -> None:
+        """Believe a little less in what was learned of a drafter that is not tried any more."""
+        self.shares[drafter][0] += part * (FIRST_ACCEPTED[drafter][0] - self.shares[drafter][0])
+
 
 @dataclass(slots=True)
 class Draft:
@@ -205,6 +210,10 @@ class Drafter:
                 match_class = sum(length >= least for least in MATCH_CLASSES) - 1
                 self.last = Draft(draft, self._share(name, match_class), name, match_class, len(own.token_ids))
         return self.last
+
+    def expect(self, drafter: str, most: int) -> Draft:
+        """A draft of another origin, whose tokens are not known yet. The caller sets `last` to what becomes of it."""
+        return Draft([END] * most, self._share(drafter, 0), drafter, 0, len(self._own.token_ids))
 
     def _share(self, drafter: str, match_class: int) -> float:
         prior, key = PRIOR_WEIGHT * self._acceptance.shares[drafter][match_class], (drafter, match_class)
@@ -292,13 +301,28 @@ class StepPrice:
         """Whether a token that is certainly right would pay."""
         return self.step_s > LEAST_GAIN * self.num_decodes * (self.within_s if self.num_few else self.beyond_s)
 
-    def lengths(self, shares: list[float], most_each: list[int], most: int, tries: bool = False) -> list[int]:
+    def saved_s(self, share: float, length: int, dearer_s: float) -> float:
+        """What a draft of so many tokens saves of the time of each token."""
+        within = min(length, self.num_few)
+        cost_s = within * self.within_s + (length - within) * self.beyond_s + length * dearer_s
+        num_right = sum(share**i for i in range(1, length + 1))
+        return self.step_s / self.num_decodes - (self.step_s + cost_s) / (self.num_decodes + num_right)
+
+    def lengths(
+        self,
+        shares: list[float],
+        most_each: list[int],
+        most: int,
+        tries: bool = False,
+        dearer: Sequence[float] = (),
+    ) -> list[int]:
         """How many tokens of each draft to compute, so that the step brings the most tokens per second.
 
         Args:
             shares: how likely a token of each draft is right.
             most: in all.
             tries: a likely token is computed even where it does not pay, to see what it costs.
+            dearer: what a token of each draft costs beside the step's time.
         """
         lengths = [0] * len(shares)
         num_tokens, step_s, num_few = float(self.num_decodes), self.step_s, self.num_few
@@ -306,10 +330,13 @@ class StepPrice:
         heapq.heapify(best)
         while best and most:
             chance, index = best[0]
-            cost_s = self.within_s if num_few else self.beyond_s
+            cost_s = (self.within_s if num_few else self.beyond_s) + (dearer[index] if dearer else 0.0)
             pays = -chance * step_s > LEAST_GAIN * num_tokens * cost_s and step_s + cost_s <= self.most_s
             if not pays and not (tries and -chance >= LEAST_TRIED):
-                break
+                if not dearer:
+                    break
+                heapq.heappop(best)
+                continue
             tries = False
             lengths[index] += 1
             most -= 1

@@ -78,7 +78,7 @@ class SentSteps:
     Args:
         runner: anything it raises but DeviceError is attributed to some rows.
         restart: Scheduler.restart.
-        masks: Scheduler.masks.
+        masks: Drafts.masks.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Engine:
         idle_work: Callable[[], Generator[None]] | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._sent = SentSteps(runner, scheduler.restart, scheduler.masks)
+        self._sent = SentSteps(runner, scheduler.restart, scheduler.drafts.masks)
         self._clock = clock
         self._inbox = inbox
         self._deliver = deliver
@@ -404,7 +404,7 @@ class Engine:
                     self._scheduler.resume(request_id)
                 case ClearCache():
                     self._scheduler.pool.clear()
-                    self._scheduler.states.recent.clear()
+                    self._scheduler.drafts.clear()
                     self._drop_forgotten(is_asked=True)
                 case Inspect() as inspect:
                     self._inspect = inspect

@@ -475,6 +475,7 @@ class Flight:
         sequences: of the plan's rows, in order.
         other_rows: rows that are not plain decodes (PlanBuilder).
         planned_s: monotonic.
+        drafting_s: what a draft model took, before the step.
         has_suspects: a sequence in it was lost with a step that raised: nothing is sent behind this step, so that its
             rows can be computed again one by one.
     """
@@ -485,6 +486,7 @@ class Flight:
     work: StepWork
     planned_s: float
     has_suspects: bool
+    drafting_s: float = 0.0
 
 
 _FORMATS: dict[Any, type[np.generic]] = {Int32Array: np.int32, BoolArray: np.bool_}

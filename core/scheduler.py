@@ -9,7 +9,6 @@ sequences (sequence_states.py).
 
 import logging
 import math
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -17,20 +16,18 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
-import numpy as np
 from msgspec import structs
 
 from core.beams import BeamSearch
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
-from core.drafter import FIRST_ACCEPTED, MOST_DRAFT, Acceptance, Draft, DraftBudget, Drafter, num_common, price_of
-from core.grammar import GrammarState
+from core.drafts import DraftModel, Drafts
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
 from core.outlook import Outlook, tokens_left
-from core.plan import Flight, Int32Array, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
+from core.plan import Flight, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
 from core.repetition import Breakers, Repetition, RepetitionRules
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
-from core.sequence_states import SequenceStates, domain_of
+from core.sequence_states import SequenceStates
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import (
     Admitted,
@@ -83,6 +80,7 @@ class Scheduler:
         inter_token_target: see EngineConfig.
         forces_tokens: where a grammar leaves one way to go on, its tokens are appended without being sampled.
         speculates: drafts are computed where the runner can verify them and the step-cost model says that they pay.
+        draft_model: None: drafts come from text alone.
         stored: see HostBlocks.
 
     Attributes:
@@ -99,6 +97,7 @@ class Scheduler:
         inter_token_target: float | None = INTER_TOKEN_TARGET,
         forces_tokens: bool = True,
         speculates: bool = True,
+        draft_model: DraftModel | None = None,
         stored: Iterable[tuple[int, BlockLabel]] = (),
     ) -> None:
         self.limits = limits
@@ -117,9 +116,9 @@ class Scheduler:
         self._num_groups = 0  # since the start
         self._inter_token_target = inter_token_target
         self._forces_tokens = forces_tokens
-        self._speculates = speculates and limits.max_drafts > 0
-        self._acceptance, self._draft_budget = Acceptance(), DraftBudget()
-        self._draft_tokens, self._accepted_tokens = (dict.fromkeys(FIRST_ACCEPTED, 0) for _ in range(2))
+        self.drafts = Drafts(
+            limits, self.states, self.step_cost, inter_token_target, forces_tokens, speculates, draft_model
+        )
         self._searching: dict[str, SequenceGroup] = {}  # by request; some may have ended
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
@@ -200,12 +199,8 @@ class Scheduler:
             rules = RepetitionRules(**asked, breakers=request.breakers or Breakers())
             for sequence in group.sequences:
                 sequence.repetition = Repetition(rules)
-        if self._speculates and request.speculates and request.pooling is None:
-            for sequence in group.sequences:
-                if sequence.repetition is not None or sequence.search is not None:
-                    continue
-                recent = self.states.recent.of(domain_of(request))
-                sequence.drafter = Drafter(sequence.token_ids, self._acceptance, request.prediction_ids, recent)
+        for sequence in group.sequences:
+            sequence.drafter = self.drafts.drafter_of(sequence, request)
         return group
 
     def _max_length_of(self, request: Request) -> int:
@@ -317,7 +312,7 @@ class Scheduler:
         self._make_room(builder, now)
         plain, others, behind = self._ready()
         forced = [s for s in others if len(s.token_ids) - s.num_computed_tokens > 1]
-        drafts = self._draft(plain, others, bool(behind)) if self._speculates else {}
+        drafts = self.drafts.plan(plain, others, bool(behind))
         num_long = len(forced) + 2 * len(drafts)  # a plain one needs no block
         if len(others) + num_long <= self.pool.num_free:  # each needs a block at most, with more tokens two
             if forced or drafts:
@@ -348,7 +343,8 @@ class Scheduler:
             assert len(self.in_flight) < self.limits.max_in_flight, "a step has to come back first"
             plan.host_copies = self.host.take_copies()
             has_suspects = bool(states.suspects) and not states.suspects.isdisjoint(builder.sequences)
-            self.in_flight.append(Flight(plan, builder.sequences, builder.other_rows, builder.work, now, has_suspects))
+            rows = builder.sequences, builder.other_rows, builder.work
+            self.in_flight.append(Flight(plan, *rows, now, has_suspects, self.drafts.drafting_s))
         return plan
 
     def _ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
@@ -447,91 +443,6 @@ class Scheduler:
             start = sequence.num_computed_tokens
             most = min(len(sequence.token_ids) - start, builder.budget - waiting)
             self._add_row(builder, sequence, length=allowance.own_tokens(start, most))
-
-    def _draft(self, plain: list[Sequence], others: list[Sequence], has_prompts: bool) -> dict[Sequence, list[int]]:
-        """What to compute beside the decodes' next tokens, as far as it shortens the time per token."""
-        decodes = [*plain, *others]
-        able = [s for s in decodes if s.drafter is not None and not s.num_in_flight and s.num_own_tokens]
-        if not able:
-            return {}
-        work = StepWork()
-        for sequence in decodes:
-            work.add(sequence.num_computed_tokens, len(sequence.token_ids) + sequence.num_pending, 0)
-        price = price_of(
-            self.step_cost,
-            work,
-            len(decodes),
-            has_prompts or len(self.states.waiting) > 0,
-            self._inter_token_target,
-        )
-        budget = self._draft_budget
-        if budget.is_empty or not (price.allows_any or budget.is_full):
-            return {}
-        drafts: dict[Sequence, Draft] = {}
-        for sequence in able:
-            most = min(MOST_DRAFT, sequence.max_length - len(sequence.token_ids) - 1)
-            draft = sequence.drafter.propose(most, sequence.forced) if sequence.drafter and most > 0 else None
-            if draft is not None:
-                drafts[sequence] = draft
-        lengths = price.lengths(
-            [draft.share for draft in drafts.values()],
-            [len(draft.token_ids) for draft in drafts.values()],
-            min(self.limits.max_drafts, max(0, self.limits.max_batch_tokens - work.own_tokens)),
-            tries=budget.is_full,
-        )
-        found: dict[Sequence, list[int]] = {}
-        for (sequence, draft), length in zip(drafts.items(), lengths, strict=True):
-            if kept := self._held(sequence, draft.token_ids[:length]):
-                found[sequence] = kept
-        budget.plan(price, sum(map(len, found.values())))
-        return found
-
-    def _held(self, sequence: Sequence, draft: list[int]) -> list[int]:
-        """As much of a draft as the sequence's grammar takes; the masks of what is sampled meanwhile are kept."""
-        grammar = sequence.grammar
-        if grammar is None or not draft:
-            return draft
-        masks = self._open_masks(len(draft) + 1)
-        forced, num_before, num_kept = deque(sequence.forced), grammar.num_accepted, 0
-        for mask, token_id in zip(masks, draft, strict=False):
-            _fill_mask(mask, grammar, forced)
-            if not mask.view(np.uint32)[token_id // 32] >> token_id % 32 & 1:
-                break
-            grammar.accept(token_id)
-            if grammar.fault is not None or grammar.has_ended:
-                break
-            num_kept += 1
-            if grammar.is_free:  # the other masks are open
-                num_kept = len(draft)
-                break
-            self._next_forced(forced, grammar)
-        else:
-            _fill_mask(masks[num_kept], grammar, forced)
-        if grammar.fault is None:
-            grammar.roll_back(grammar.num_accepted - num_before)
-        else:  # it cannot be rolled back, and its last mask means nothing
-            num_kept = max(0, num_kept - 1)
-            sequence.grammar = self._grammar_anew(sequence)
-        sequence.draft_masks = masks[: num_kept + 1]
-        return draft[:num_kept]
-
-    def _grammar_anew(self, sequence: Sequence) -> GrammarState:
-        grammar = self.states.groups[sequence.request_id].request.grammar
-        assert grammar is not None, "the sequence has one"
-        state = grammar.start()
-        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
-            state.accept(token_id)
-        return state
-
-    def _next_forced(self, forced: deque[int], grammar: GrammarState) -> None:
-        """After a token, what the grammar forces next."""
-        if forced:
-            forced.popleft()
-        if not forced and self._forces_tokens:
-            forced.extend(grammar.forced())
-
-    def _open_masks(self, num_tokens: int) -> Int32Array:
-        return np.full((num_tokens, -(-self.limits.vocab_size // 32)), -1, np.int32)
 
     def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
         """As _add_decodes, request by request, the first victims last."""
@@ -706,7 +617,7 @@ class Scheduler:
             self.states.keep_saved(sequences[save.row], save, not lost)
         self._take_prompt_logprobs(flight, output, lost)
         self._advance_prompts(flight, lost, now)
-        refused = self._verify(flight, output, lost, step_s - output.host_copy_s)
+        refused = self.drafts.verify(flight, output, lost, step_s - output.host_copy_s)
         self._take_tokens(output, sequences, lost, refused)
         for row, pooled in output.pooled.items():
             sequence = sequences[row]
@@ -746,7 +657,7 @@ class Scheduler:
     def _account(self, flight: Flight, step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         counts, self.last_work = self._counts, flight.work
-        self.step_cost.observe(flight.work, step_s)
+        self.step_cost.observe(flight.work, step_s - flight.drafting_s)
         num_held = self.states.charges.charge_step(flight, self.states.running, step_s)
         counts.num_steps += 1
         counts.num_rows += len(flight.sequences)
@@ -822,33 +733,6 @@ class Scheduler:
             marks.append(Prefilled(request_id, now, group.num_prompt_chunks, group.num_cached_tokens))
         elif group.request.tells_progress:
             marks.append(Prefilling(request_id, end))
-
-    def _verify(self, flight: Flight, output: StepOutput, lost: set[int], step_s: float) -> set[int]:
-        """Which of the sampled tokens follow a wrong draft; what was computed of these does not count as computed."""
-        plan = flight.plan
-        rows, token_ids = (output.rows.tolist(), output.token_ids.tolist()) if plan.num_drafts else ([], [])
-        refused: set[int] = set()
-        num_all_right = 0
-        for row, num_drafts in plan.num_drafts.items():
-            if row in lost:
-                continue
-            first = bisect_left(rows, row)
-            end = bisect_right(rows, row, lo=first)
-            num_right = min(num_common(token_ids[first:end], plan.drafts_of(row)), end - first - 1)
-            refused.update(range(first + num_right + 1, end))
-            sequence = flight.sequences[row]
-            if sequence.num_computed_tokens:  # it was not forgotten meanwhile
-                sequence.num_computed_tokens -= num_drafts - num_right
-            last = None if sequence.drafter is None else sequence.drafter.last
-            assert last is not None, "it has drafts"
-            self._draft_tokens[last.drafter] += num_drafts
-            self._accepted_tokens[last.drafter] += num_right
-            num_all_right += num_right
-            if last.drafter == "prediction":
-                sequence.num_predicted_tokens += num_right
-                sequence.num_mispredicted_tokens += num_drafts - num_right
-        self._draft_budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s)
-        return refused
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int], refused: set[int]) -> None:
         """Append the sampled tokens to their sequences, except those that ended, were lost or are being cancelled.
@@ -995,7 +879,7 @@ class Scheduler:
         forced, grammar, num_taken = sequence.forced, sequence.grammar, 0
         assert grammar is not None
         while sequence.state is SequenceState.RUNNING and sequence.cancel_reason is None:
-            self._next_forced(forced, grammar)
+            self.drafts.next_forced(forced, grammar)
             if not forced or num_taken == most or not sequence.takes_forced:
                 return
             sequence.token_ids.append(forced[0])
@@ -1042,24 +926,6 @@ class Scheduler:
         restarted = restart_rows(plan, rows, flight.sequences[rows.start : rows.stop])
         restarted.host_copies = self.host.on_restart()
         return restarted
-
-    def masks(self, plan: StepPlan) -> Int32Array | None:
-        """What the plan's masked rows may sample, as Runner.sample() takes it: every step before it was applied."""
-        if not plan.masked_rows:
-            return None
-        found: list[Int32Array] = []
-        for row, slot in zip(plan.masked_rows, plan.slots[plan.masked_rows].tolist(), strict=True):
-            sequence, num_drafts = self.states.occupants[slot], plan.num_drafts.get(row, 0)
-            masks = self._open_masks(1 + num_drafts)
-            if sequence is None or sequence.grammar is None or sequence.state is not SequenceState.RUNNING:
-                pass
-            elif num_drafts:
-                assert sequence.draft_masks is not None, "they were made with the plan"
-                masks = sequence.draft_masks
-            else:
-                _fill_mask(masks[0], sequence.grammar, sequence.forced)
-            found.append(masks)
-        return np.concatenate(found)
 
     def lose_in_flight(self, now: float) -> StepDelivery:
         """A step raised when its result was read, with another one behind it: neither may have computed anything.
@@ -1148,8 +1014,8 @@ class Scheduler:
             num_recomputed_blocks=self.host.num_recomputed,
             block_bytes=self.limits.block_bytes,
             outlook=self._outlook,
-            draft_tokens=dict(self._draft_tokens),
-            accepted_tokens=dict(self._accepted_tokens),
+            draft_tokens=dict(self.drafts.computed),
+            accepted_tokens=dict(self.drafts.accepted),
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
             **vars(self._counts),
@@ -1159,12 +1025,3 @@ class Scheduler:
 def _is_plain(sequence: Sequence) -> bool:
     """Whether its next token depends on the last by the model alone."""
     return sequence.grammar is None and sequence.repetition is None and sequence.search is None
-
-
-def _fill_mask(mask: Int32Array, grammar: GrammarState, forced: Seq[int]) -> None:
-    """What may be sampled next: the first forced token, or what the grammar allows."""
-    if forced:
-        mask[:] = 0
-        mask.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
-    else:
-        grammar.fill_mask(mask)

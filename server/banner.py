@@ -97,12 +97,17 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     return [
         f"steploop {__version__}",
         *([] if facts.engine is None else _engine_lines(facts.engine)),
-        *([f"  drafts   {DRAFTS}"] if _has_drafts(facts) else []),
+        *([f"  drafts   {drafts_of(facts.config)}"] if _has_drafts(facts) else []),
         *([f"  relayed  {', '.join(relayed)}"] if relayed else []),
         f"  auth     {_auth(facts)}",
         f"  URL      {', '.join(map(str, facts.endpoints))}  {SURFACES}",
         f"  try      {_key_command(facts.config) if facts.is_shut else sample_curl(facts)}",
     ]
+
+
+def drafts_of(config: ServerConfig) -> str:
+    """What guesses the next tokens."""
+    return DRAFTS if config.draft is None else f"{DRAFTS}; else the model {config.draft}"
 
 
 def _has_drafts(facts: BannerFacts) -> bool:

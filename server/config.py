@@ -323,6 +323,12 @@ class ServerConfig:
     kv_memory_bytes: int | None = _ENGINE(
         None, _size(MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
     )
+    kv_dtype: str = _ENGINE(
+        "auto",
+        _Kind(choice_of("auto", "int8"), "TYPE"),
+        "how keys and values are stored on a CPU: int8, with a scale for each head of a token, takes half of bf16's"
+        " memory, and less time to read; auto is the serving format",
+    )
     kv_offload_bytes: int = _ENGINE(
         0,
         _size(0, 2**44),
@@ -361,6 +367,12 @@ class ServerConfig:
         _Kind(choice_of("auto", "off"), "MODE"),
         "where an answer repeats earlier text, compute a guess of how it goes on with the next token: auto does so"
         " where it saves time, on a CPU. The tokens are the same",
+    )
+    draft: Path | HubId | None = _RARE_ENGINE(
+        None,
+        _Kind(model_source, "MODEL"),
+        "a smaller model of the same vocabulary, which guesses where no earlier text does: directory, GGUF file or"
+        " org/name, on a CPU. The tokens are the same",
     )
     overlap: str = _RARE_ENGINE(
         "auto",
@@ -805,7 +817,7 @@ class ServerConfig:
         Args:
             settings: of the model's entry, parsed.
         """
-        inherited = (option.field_name for option in OPTIONS if option.section in _INHERITED)
+        inherited = (option.field_name for option in OPTIONS if option.section in _INHERITED and option.name != "draft")
         own: dict[str, Any] = {name: getattr(self, name) for name in inherited}
         if self.kv_offload_dir is not None:
             own["kv_offload_dir"] = self.kv_offload_dir / quote(model.name, safe="")
@@ -876,6 +888,9 @@ class ServerConfig:
         if len(self.loras) > self.max_loras:
             cause = f"--lora names {len(self.loras)} adapters, and --max-loras {self.max_loras} has no room for them"
             found.append((cause, f"--max-loras {len(self.loras)}"))
+        if self.draft is not None and (self.speculation == "off" or self.tensor_parallel > 1):
+            other = "--speculation off" if self.speculation == "off" else f"--tensor-parallel {self.tensor_parallel}"
+            found.append((f"--draft and {other}: no drafts are computed", "leave one of them out"))
         if self.tensor_parallel > 1:
             asked = f"--tensor-parallel {self.tensor_parallel}"
             if self.graphs in ("on", "lazy"):

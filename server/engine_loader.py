@@ -24,7 +24,7 @@ from core.scheduler import Scheduler
 from core.tool_formats import ANY_FORMAT
 from core.types import Adapter, StepDelivery
 from server.api.fields import PoolingStyle, tasks_of
-from server.banner import DRAFTS
+from server.banner import drafts_of
 from server.commands.console import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, progress
 from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
@@ -45,6 +45,7 @@ from server.observing.logs import LoggedLines, LogHandler
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:
+    from gpu.draft_model import DraftRunner
     from gpu.encoder import EncoderRunner
     from gpu.memory_plan import MemoryPlan
     from gpu.parallel.runner import ParallelRunner
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 LOCAL_KV_SHARE = 0.25  # of what a model's weights leave of the bound of all local models
 ROWS_IN_8_BITS = "rows in 8 bits"  # doctor --quality: a GGUF file's blocks as stored
+KV_IN_8_BITS = "keys and values in 8 bits"
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
 
@@ -131,8 +133,12 @@ def _load(
     from gpu.encoder import EncoderRunner
     from gpu.parallel.runner import ParallelRunner
 
-    report_stage("loading weights")
     engine = config.to_engine_config()
+    draft_model = None
+    if config.draft is not None:  # before the other, so that its memory is taken
+        report_stage("loading the draft model")
+        draft_model = _load_draft(config, files, model, engine)
+    report_stage("loading weights")
     runner = _load_runner(files, model, engine)
     scheduler = Scheduler(
         runner.limits,
@@ -142,6 +148,7 @@ def _load(
         inter_token_target=engine.inter_token_target,
         forces_tokens=engine.forced_tokens == "on",
         speculates=engine.speculation == "auto",
+        draft_model=draft_model,
         stored=() if runner.offload is None else runner.offload.stored,
     )
     memory = runner.memory
@@ -200,6 +207,45 @@ def _load_runner(
         return load_parallel_runner(files.path, model, engine, report_bytes)
 
 
+def _read_draft(config: ServerConfig, files: ModelFiles, fetches: bool = True) -> tuple[ModelFiles, ModelConfig]:
+    """
+    Raises:
+        StartupError: it is missing or not supported, or has another vocabulary.
+    """
+    from gpu.draft_model import check_vocabulary
+
+    path = model_path(replace(config, model=config.draft), fetches)
+    draft = read_model_files(path, None, None, config.allow_special_in_content)
+    check_vocabulary(files.tokenizer, draft.tokenizer, (served_name(config), str(config.draft)))
+    return draft, parse_config(path, draft.config, None)
+
+
+def _draft_bytes(config: ServerConfig, model: ModelConfig, engine: EngineConfig) -> int:
+    """What the draft model needs; 0: there is none."""
+    from gpu.draft_model import draft_settings
+    from gpu.memory_plan import estimate
+
+    if config.draft is None:
+        return 0
+    path = model_path(replace(config, model=config.draft), fetches=False)
+    draft = parse_config(path, read_model_config(path))
+    return estimate(path, draft, draft_settings(engine, model, draft)).total_bytes
+
+
+def _load_draft(
+    config: ServerConfig, files: ModelFiles, model: ModelConfig | EncoderConfig, engine: EngineConfig
+) -> "DraftRunner":
+    from gpu.draft_model import DraftRunner, draft_settings
+    from gpu.loading import load_runner
+
+    if isinstance(model, EncoderConfig):
+        raise StartupError(f"--draft, and {served_name(config)} generates no text", "leave --draft out")
+    draft, parsed = _read_draft(config, files)
+    with progress(_progress_stream(), "loading the draft model", True, MIN_LOADED_BYTES) as report_bytes:
+        runner = load_runner(draft.path, parsed, draft_settings(engine, model, parsed), report_bytes)
+    return DraftRunner(runner, model.vocab_size)
+
+
 def _progress_stream() -> TextIO:
     """Where progress is shown: a server's log, unless stderr is a terminal."""
     is_logged = any(isinstance(handler, LogHandler) for handler in logging.getLogger().handlers)
@@ -239,7 +285,7 @@ def local_plan(config: ServerConfig, bounds: Mapping[str, int]) -> Plan:
     kv_bytes = plan.kv_bytes
     if engine.kv_memory_bytes is None:
         kv_bytes = min(kv_bytes, max(plan.least_kv_bytes, round(plan.kv_room_bytes * LOCAL_KV_SHARE)))
-    needed_bytes = plan.beside_kv_bytes + max(kv_bytes, plan.loading_bytes)
+    needed_bytes = plan.beside_kv_bytes + max(kv_bytes, plan.loading_bytes) + _draft_bytes(config, model, engine)
     return Plan(device.device.type, needed_bytes, kv_bytes, plan.max_model_len, free_bytes)
 
 
@@ -313,6 +359,10 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     if isinstance(model, EncoderConfig):
         return (*_encoder_facts(config, files, model), *_upstream_facts(config))
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
+    if config.draft is not None:
+        _read_draft(config, files, fetches=False)
+        draft_bytes = _draft_bytes(config, model, engine)
+        plan = replace(plan, free_bytes=plan.free_bytes - draft_bytes).with_graphs(None)
     part = part_of(model, engine.tensor_parallel)
     demonstration = " (demonstration model)" if config.model is None else ""
     scheme = prequantized_scheme(model, config.quantize, plan.device.device) or config.quantize
@@ -340,6 +390,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "matmuls": describe_matmuls(part, plan.device),
         "recurrent states": _shown_states(plan) if part.recurrence is not None else None,
         "drafts": _shown_drafts(config, plan),
+        "draft model": None if config.draft is None else f"{format_size(draft_bytes)} with its KV cache",
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
     }
@@ -423,7 +474,7 @@ def _shown_drafts(config: ServerConfig, plan: "MemoryPlan") -> str:
         return "none: recurrent layers cannot go back to before a wrong one"
     if plan.device.device.type != "cpu" or config.tensor_parallel > 1:
         return "none: they are verified on a CPU, by one process"
-    return DRAFTS
+    return drafts_of(config)
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:
@@ -475,7 +526,7 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
 
 
 def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterator[Fact]:
-    """How well the model predicts the held text: unquantized, then with --quantize's scheme or with each.
+    """How well the model predicts the held text: unquantized, with --kv-dtype, with --quantize's scheme or with each.
 
     A GGUF file's numbers are the reference, multiplied in the serving format; then its blocks are, by rows in 8 bits.
 
@@ -496,12 +547,14 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
     yield Fact("held text", f"{len(tokens):,} tokens of prose, speech and code")
     plain: Predictions | None = None
     schemes = (config.quantize,) if config.quantize is not None else QUANTIZE_SCHEMES
-    in_8_bits = (ROWS_IN_8_BITS,) if is_gguf(files.path) else ()
+    in_8_bits: tuple[str, ...] = (ROWS_IN_8_BITS,) if is_gguf(files.path) else ()
+    in_8_bits += () if config.kv_dtype == "auto" else (KV_IN_8_BITS,)
     for scheme in (None, *in_8_bits, *schemes):
         report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
         is_quantized = scheme in schemes
         asked = replace(engine, quantize=scheme if is_quantized else None)
-        asked = replace(asked, activations={None: "bf16", ROWS_IN_8_BITS: "int8"}.get(scheme, engine.activations))
+        rows = {None: "bf16", KV_IN_8_BITS: "bf16", ROWS_IN_8_BITS: "int8"}.get(scheme, engine.activations)
+        asked = replace(asked, activations=rows, kv_dtype=engine.kv_dtype if scheme == KV_IN_8_BITS else "auto")
         runner = load_runner(files.path, model, asked, lambda done, total: None)
         made, memory = predict(runner, tokens), runner.memory
         del runner  # before the next is loaded

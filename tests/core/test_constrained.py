@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from core.constraints import choice, json_schema, regex
+from core.drafts import Drafts
 from core.grammar import Grammar, GrammarCompiler, GrammarState
 from core.plan import RunnerLimits
-from core.scheduler import Scheduler
 from core.sequence import Sequence
 from core.types import Cancel, FinishReason, Pause, Request, Resume, SamplingParams, Submit
 from tests.core.grammars import compiler, tokenizer
@@ -134,7 +134,7 @@ def test_a_grammar_that_fails_in_a_draft_fails_where_it_would_without(monkeypatc
     wanted, fault = alone(request), GrammarState.fault
     is_looking = False
 
-    def held(self: Scheduler, sequence: Sequence, draft: list[int]) -> list[int]:
+    def held(self: Drafts, sequence: Sequence, draft: list[int]) -> list[int]:
         nonlocal is_looking
         is_looking = True
         try:
@@ -145,8 +145,8 @@ def test_a_grammar_that_fails_in_a_draft_fails_where_it_would_without(monkeypatc
     def fault_while_looking(state: GrammarState) -> str | None:
         return "limits" if is_looking and state.num_accepted % 7 == 6 else fault.fget(state)  # type: ignore[attr-defined,no-any-return]
 
-    found = Scheduler._held
-    monkeypatch.setattr(Scheduler, "_held", held)
+    found = Drafts._held
+    monkeypatch.setattr(Drafts, "_held", held)
     monkeypatch.setattr(GrammarState, "fault", property(fault_while_looking))
     under_test = engine(replace(limits(num_blocks=400, max_batch_tokens=64), few_tokens=8, max_drafts=32))
     under_test.send(Submit(request))

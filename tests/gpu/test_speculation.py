@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from core.constraints import json_schema, regex
-from core.drafter import Acceptance, Draft, Drafter
+from core.drafter import Acceptance, Draft, DraftBudget, Drafter
 from core.grammar import Grammar, GrammarCompiler, Vocabulary
 from core.scheduler import Scheduler
 from core.types import EngineStats, Request, SamplingParams
+from gpu.draft_model import DraftRunner
 from gpu.runner import ModelRunner
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, make_request
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.test_overlap import EOS, draw_workload
 from tests.workload import Names, Outcome, Workload, WorkloadRun
@@ -115,6 +116,73 @@ def opened(directory: Path, dtype: str, quantize: str | None = None) -> ModelRun
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_no_token(model_directory: Callable[[str], Path], dtype: str) -> None:
     check(opened(model_directory("llama3"), dtype), range(3))
+
+
+def check_model(directory: Path, drafting: Path, dtype: str, seeds: range) -> tuple[int, int]:
+    """A draft model with room for few sequences changes nothing; returns how many tokens were right, of how many."""
+    target, draft = opened(directory, dtype), opened(drafting, dtype)
+    draft.limits = replace(draft.limits, num_blocks=9, max_sequences=3, max_batch_tokens=40)
+    num_accepted = num_drafted = num_preempted = 0
+    for seed in seeds:
+        workload = with_every_setting(draw_workload(rng := random.Random(seed)), rng)
+        expected, _ = run(target, workload, None)
+        model = DraftRunner(draft, VOCABULARY)
+        scheduler = Scheduler(target.limits, (EOS,), seeds=lambda: 0, draft_model=model)
+        assert WorkloadRun(workload, scheduler, target, FakeClock()).run() == expected, f"seed {seed}"
+        stats = scheduler.stats()
+        num_accepted += stats.accepted_tokens["model"]
+        num_drafted += stats.draft_tokens["model"]
+        num_preempted += stats.num_preemptions
+        held = {block for one in model._known.values() for block in one.blocks}
+        assert held.isdisjoint(model._free_blocks)
+        assert len(held) + len(model._free_blocks) == 9
+        model.clear()
+        assert (len(model._free_blocks), len(model._free_slots)) == (9, 3)
+    assert num_preempted > 0
+    return num_accepted, num_drafted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_draft_model_changes_no_token_and_the_model_itself_is_right_nearly_always(
+    model_directory: Callable[[str], Path], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftBudget, "is_empty", False)
+    directory = model_directory("llama3")
+    num_accepted, num_drafted = check_model(directory, directory, dtype, range(3))
+    assert 0 < num_accepted < num_drafted
+    check_model(directory, model_directory("qwen2"), dtype, range(1))
+
+
+def test_a_draft_model_samples_as_the_target_does_with_its_noise(model_directory: Callable[[str], Path]) -> None:
+    """The model itself, for siblings that share their prompt, and one more of the same chat."""
+    target, draft = (opened(model_directory("llama3"), "float32") for _ in range(2))
+    target.limits = replace(target.limits, timed_rows=())
+    model = DraftRunner(draft, VOCABULARY)
+    scheduler = Scheduler(target.limits, (EOS,), seeds=lambda: 0, draft_model=model)
+    prompt = tuple(random.Random(1).choices(range(3, 300), k=50))
+    fields = {"temperature": 1.0, "top_p": 0.9, "max_tokens": 40, "ignore_eos": True}
+    requests = [
+        (0, make_request("a", prompt_ids=prompt, num_sequences=3, seed=5, **fields)),
+        (90, make_request("b", prompt_ids=(*prompt, 7, 8), seed=6, **fields)),
+    ]
+    num_computed: list[int] = []
+    forward = draft.forward
+    draft.forward = lambda plan: (num_computed.append(plan.num_tokens), forward(plan))[1]  # type: ignore[assignment,func-returns-value]
+    WorkloadRun(Workload(requests, Names(), Names(), {}), scheduler, target, FakeClock()).run()
+    stats = scheduler.stats()
+    assert stats.accepted_tokens["model"] == stats.draft_tokens["model"] > 100
+    assert num_computed[0] == 51
+    assert max(num_computed[1:]) < 3 * 16  # the others copied what they share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_draft_model_changes_no_token_of_hundreds_of_requests(
+    model_directory: Callable[[str], Path], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftBudget, "is_empty", False)
+    directory = model_directory("llama3")
+    check_model(directory, directory, dtype, range(100, 125))
 
 
 @pytest.mark.slow

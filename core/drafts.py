@@ -1,0 +1,335 @@
+"""Drafts of a step: what is computed beside the next tokens, and how much of it was right. Thread: engine.
+
+core/drafter.py proposes from text; a draft model, if there is one, where that has nothing. A draft is as long as the
+step-cost model says that it pays. Its tokens hold to the sequence's grammar: what each token may be is known with the
+plan.
+"""
+
+import logging
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from core.drafter import (
+    FIRST_ACCEPTED,
+    MOST_DRAFT,
+    Acceptance,
+    Draft,
+    DraftBudget,
+    Drafter,
+    StepPrice,
+    num_common,
+    price_of,
+)
+from core.grammar import GrammarState
+from core.plan import Flight, Int32Array, RunnerLimits, StepOutput, StepPlan
+from core.sequence import Sequence, SequenceState
+from core.sequence_states import SequenceStates, domain_of
+from core.step_cost import StepCostModel, StepWork
+from core.types import Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+FEW_ROWS = 4  # of a draft model's step: they cost what one costs
+TURNED = 0.002  # of a share that is too low to be tried, towards the first one, a step
+
+_PLAIN: dict[str, Any] = {
+    "num_logprobs": None,
+    "num_prompt_logprobs": None,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "typical_p": 1.0,
+    "top_n_sigma": -1.0,
+    "xtc_probability": 0.0,
+    "dry_multiplier": 0.0,
+    "repeat_last_n": -1,
+}
+
+
+class DraftWish(msgspec.Struct, frozen=True):
+    """What a draft model is to continue.
+
+    Args:
+        length: tokens; 0: only compute what it lacks of the sequence.
+    """
+
+    sequence: Sequence
+    domain: Hashable
+    length: int
+
+
+def plain_sampling(sampling: SamplingParams) -> SamplingParams:
+    """For a draft model: without what needs a history or only torch samples; its drafts are right less often then."""
+    return msgspec.structs.replace(sampling, **_PLAIN)
+
+
+class DraftModel(Protocol):
+    """A smaller model of the same vocabulary, which drafts: gpu/draft_model.py.
+
+    Attributes:
+        token_s: a draft's token takes so long.
+        prompt_token_s: a token that it lacks of a sequence, likewise.
+        max_model_len: longer sequences get no drafts.
+    """
+
+    token_s: float
+    prompt_token_s: float
+    max_model_len: int
+
+    def num_behind(self, sequence: Sequence, domain: Hashable) -> int:
+        """How many of the sequence's tokens it lacks; at least the newest."""
+        ...
+
+    def propose(self, wishes: Seq[DraftWish]) -> tuple[list[list[int]], float, float]:
+        """The drafts, some of them shorter than asked for, as the target would sample them with the same noise.
+
+        Returns: them, and the seconds that they took: for what it lacked, and for the rest.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        ...
+
+
+class Drafts:
+    """Those of a scheduler's steps, and the masks of rows under grammars.
+
+    Args:
+        inter_token_target: see EngineConfig.
+        forces_tokens: see Scheduler.
+        speculates: likewise.
+        model: None: text alone is a source of drafts.
+
+    Attributes:
+        computed, accepted: tokens since the start, by drafter.
+    """
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        states: SequenceStates,
+        step_cost: StepCostModel,
+        inter_token_target: float | None,
+        forces_tokens: bool,
+        speculates: bool,
+        model: DraftModel | None = None,
+    ) -> None:
+        self.computed, self.accepted = (dict.fromkeys(FIRST_ACCEPTED, 0) for _ in range(2))
+        self.drafting_s = 0.0  # of the step that is planned: what the draft model took of it ...
+        self._caught_up_s = 0.0  # ... and of that, what it had lacked
+        self._limits, self._states, self._step_cost = limits, states, step_cost
+        self._inter_token_target, self._forces_tokens = inter_token_target, forces_tokens
+        self._speculates = speculates and limits.max_drafts > 0
+        self._acceptance, self._budget = Acceptance(), DraftBudget()
+        self._model = model if self._speculates else None
+
+    def drafter_of(self, sequence: Sequence, request: Request) -> Drafter | None:
+        """Of a new sequence; None: it is not speculated about."""
+        is_excluded = sequence.repetition is not None or sequence.search is not None or request.pooling is not None
+        if not (self._speculates and request.speculates) or is_excluded:
+            return None
+        recent = self._states.recent.of(domain_of(request))
+        return Drafter(sequence.token_ids, self._acceptance, request.prediction_ids, recent)
+
+    def clear(self) -> None:
+        """Forget what was generated."""
+        self._states.recent.clear()
+        if self._model is not None:
+            self._model.clear()
+
+    def plan(self, plain: list[Sequence], others: list[Sequence], has_prompts: bool) -> dict[Sequence, list[int]]:
+        """What to compute beside the decodes' next tokens, as far as it shortens the time per token."""
+        self.drafting_s = self._caught_up_s = 0.0
+        if not self._speculates:
+            return {}
+        decodes = [*plain, *others]
+        able = [s for s in decodes if s.drafter is not None and not s.num_in_flight and s.num_own_tokens]
+        if not able:
+            return {}
+        work = StepWork()
+        for sequence in decodes:
+            work.add(sequence.num_computed_tokens, len(sequence.token_ids) + sequence.num_pending, 0)
+        waits, target = has_prompts or len(self._states.waiting) > 0, self._inter_token_target
+        price, budget = price_of(self._step_cost, work, len(decodes), waits, target), self._budget
+        if budget.is_empty or not (price.allows_any or budget.is_full):
+            return {}
+        drafts: dict[Sequence, Draft] = {}
+        for sequence in able:
+            most = min(MOST_DRAFT, sequence.max_length - len(sequence.token_ids) - 1)
+            draft = sequence.drafter.propose(most, sequence.forced) if sequence.drafter and most > 0 else None
+            if draft is not None:
+                drafts[sequence] = draft
+        modelled = [s for s in able if s not in drafts] if self._model is not None else []
+        for sequence in modelled:
+            most = min(MOST_DRAFT, sequence.max_length - len(sequence.token_ids) - 1)
+            if most > 0 and sequence.drafter is not None:
+                drafts[sequence] = sequence.drafter.expect("model", most)
+        dearer = self._model_s(price)[0] / min(len(modelled), FEW_ROWS) if modelled else 0.0
+        lengths = price.lengths(
+            [draft.share for draft in drafts.values()],
+            [len(draft.token_ids) for draft in drafts.values()],
+            min(self._limits.max_drafts, max(0, self._limits.max_batch_tokens - work.own_tokens)),
+            tries=budget.is_full,
+            dearer=[dearer if draft.drafter == "model" else 0.0 for draft in drafts.values()],
+        )
+        wanted = {sequence: length for sequence, length in zip(drafts, lengths, strict=True) if length}
+        if modelled:
+            self._ask_model({s: wanted.pop(s, 0) for s in modelled if s in drafts}, drafts, price, wanted)
+        found: dict[Sequence, list[int]] = {}
+        for sequence, length in wanted.items():
+            if kept := self._held(sequence, drafts[sequence].token_ids[:length]):
+                found[sequence] = kept
+        budget.plan(price, sum(map(len, found.values())))
+        return found
+
+    def _model_s(self, price: StepPrice) -> tuple[float, float]:
+        """A draft's token, and one that the draft model lacks; nothing where the steps' own time is not known."""
+        model = self._model
+        return (0.0, 0.0) if model is None or not price.is_measured else (model.token_s, model.prompt_token_s)
+
+    def _ask_model(
+        self, lengths: dict[Sequence, int], drafts: dict[Sequence, Draft], price: StepPrice, wanted: dict[Sequence, int]
+    ) -> None:
+        """Replace what is expected of the draft model by what it drafts, and let it catch up where that will pay."""
+        model, wishes = self._model, list[DraftWish]()
+        assert model is not None, "it is asked"
+        for sequence, length in lengths.items():
+            assert sequence.drafter is not None, "it has an expectation"
+            sequence.drafter.last = None
+            if not length:
+                self._acceptance.turn_back("model", TURNED)
+                continue
+            domain = domain_of(self._states.groups[sequence.request_id].request)
+            num_behind = model.num_behind(sequence, domain)
+            if len(sequence.token_ids) + length >= model.max_model_len:
+                continue
+            if num_behind <= MOST_DRAFT + 1:
+                wishes.append(DraftWish(sequence, domain, length))
+                continue
+            num_left = min(self._states.mean_answer_tokens, sequence.max_length - len(sequence.token_ids))
+            token_s, prompt_token_s = self._model_s(price)
+            if num_behind * prompt_token_s < num_left * price.saved_s(drafts[sequence].share, length, token_s):
+                wishes.append(DraftWish(sequence, domain, 0))
+        if not wishes:
+            return
+        try:
+            proposed, self._caught_up_s, drafting_s = model.propose(wishes)
+        except Exception:  # no request depends on it
+            logger.exception("the draft model has failed: from now on there are no drafts by it")
+            self._model = None
+            return
+        self.drafting_s = self._caught_up_s + drafting_s
+        for wish, token_ids in zip(wishes, proposed, strict=True):
+            drafter = wish.sequence.drafter
+            if token_ids and drafter is not None:
+                drafts[wish.sequence] = drafter.last = replace(drafts[wish.sequence], token_ids=token_ids)
+                wanted[wish.sequence] = len(token_ids)
+
+    def _held(self, sequence: Sequence, draft: list[int]) -> list[int]:
+        """As much of a draft as the sequence's grammar takes; the masks of what is sampled meanwhile are kept."""
+        grammar = sequence.grammar
+        if grammar is None or not draft:
+            return draft
+        masks = self.open_masks(len(draft) + 1)
+        forced, num_before, num_kept = deque(sequence.forced), grammar.num_accepted, 0
+        for mask, token_id in zip(masks, draft, strict=False):
+            _fill_mask(mask, grammar, forced)
+            if not mask.view(np.uint32)[token_id // 32] >> token_id % 32 & 1:
+                break
+            grammar.accept(token_id)
+            if grammar.fault is not None or grammar.has_ended:
+                break
+            num_kept += 1
+            if grammar.is_free:  # the other masks are open
+                num_kept = len(draft)
+                break
+            self.next_forced(forced, grammar)
+        else:
+            _fill_mask(masks[num_kept], grammar, forced)
+        if grammar.fault is None:
+            grammar.roll_back(grammar.num_accepted - num_before)
+        else:  # it cannot be rolled back, and its last mask means nothing
+            num_kept = max(0, num_kept - 1)
+            sequence.grammar = self._grammar_anew(sequence)
+        sequence.draft_masks = masks[: num_kept + 1]
+        return draft[:num_kept]
+
+    def _grammar_anew(self, sequence: Sequence) -> GrammarState:
+        grammar = self._states.groups[sequence.request_id].request.grammar
+        assert grammar is not None, "the sequence has one"
+        state = grammar.start()
+        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+            state.accept(token_id)
+        return state
+
+    def next_forced(self, forced: deque[int], grammar: GrammarState) -> None:
+        """After a token, what the grammar forces next."""
+        if forced:
+            forced.popleft()
+        if not forced and self._forces_tokens:
+            forced.extend(grammar.forced())
+
+    def open_masks(self, num_tokens: int) -> Int32Array:
+        return np.full((num_tokens, -(-self._limits.vocab_size // 32)), -1, np.int32)
+
+    def verify(self, flight: Flight, output: StepOutput, lost: set[int], step_s: float) -> set[int]:
+        """Which of the sampled tokens follow a wrong draft; what was computed of these does not count as computed."""
+        plan = flight.plan
+        rows, token_ids = (output.rows.tolist(), output.token_ids.tolist()) if plan.num_drafts else ([], [])
+        refused: set[int] = set()
+        num_all_right = 0
+        for row, num_drafts in plan.num_drafts.items():
+            if row in lost:
+                continue
+            first = bisect_left(rows, row)
+            end = bisect_right(rows, row, lo=first)
+            num_right = min(num_common(token_ids[first:end], plan.drafts_of(row)), end - first - 1)
+            refused.update(range(first + num_right + 1, end))
+            sequence = flight.sequences[row]
+            if sequence.num_computed_tokens:  # it was not forgotten meanwhile
+                sequence.num_computed_tokens -= num_drafts - num_right
+            last = None if sequence.drafter is None else sequence.drafter.last
+            assert last is not None, "it has drafts"
+            self.computed[last.drafter] += num_drafts
+            self.accepted[last.drafter] += num_right
+            num_all_right += num_right
+            if last.drafter == "prediction":
+                sequence.num_predicted_tokens += num_right
+                sequence.num_mispredicted_tokens += num_drafts - num_right
+        self._budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s - self._caught_up_s)
+        return refused
+
+    def masks(self, plan: StepPlan) -> Int32Array | None:
+        """What the plan's masked rows may sample, as Runner.sample() takes it: every step before it was applied."""
+        if not plan.masked_rows:
+            return None
+        found: list[Int32Array] = []
+        for row, slot in zip(plan.masked_rows, plan.slots[plan.masked_rows].tolist(), strict=True):
+            sequence, num_drafts = self._states.occupants[slot], plan.num_drafts.get(row, 0)
+            masks = self.open_masks(1 + num_drafts)
+            if sequence is None or sequence.grammar is None or sequence.state is not SequenceState.RUNNING:
+                pass
+            elif num_drafts:
+                assert sequence.draft_masks is not None, "they were made with the plan"
+                masks = sequence.draft_masks
+            else:
+                _fill_mask(masks[0], sequence.grammar, sequence.forced)
+            found.append(masks)
+        return np.concatenate(found)
+
+
+def _fill_mask(mask: Int32Array, grammar: GrammarState, forced: Seq[int]) -> None:
+    """What may be sampled next: the first forced token, or what the grammar allows."""
+    if forced:
+        mask[:] = 0
+        mask.view(np.uint32)[forced[0] // 32] = 1 << forced[0] % 32
+    else:
+        grammar.fill_mask(mask)
