@@ -42,7 +42,7 @@ from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.relayed import PASSAGES, Part, Passage, RelayedDelta, UpstreamAnswer, passed, refusal_of
 from server.upstream.connection import Connection
-from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
+from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
 from server.upstream.settings import ModelSettings, keep_alive_of
 from server.wire import sse
@@ -536,9 +536,10 @@ class RelayHandle:
             self._exchange.pause()
 
     def _lose(self, fault: UpstreamFault) -> None:
-        """No answer has come."""
+        """No answer has come. What an upstream may be at fault for in the middle of its work is not sent to another."""
         self._pool.note_outcome(self._upstream, False)
-        if not self._move(str(fault)):
+        is_safe = fault.is_untouched or isinstance(fault, ConnectionLost)
+        if not (is_safe and self._move(str(fault))):
             self._fall_back(self._pool.error_of(fault))
 
     def _be_refused(self, head: AnswerHead) -> None:

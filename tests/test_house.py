@@ -23,7 +23,7 @@ BUDGETS = {
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
     "server/observing": (2205, 9),
-    "server/upstream": (1674, 6),
+    "server/upstream": (1668, 6),
     "server/wire": (4815, 14),
     "core": (15_415, 40),
     "gpu": (10_985, 34),

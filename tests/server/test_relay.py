@@ -625,6 +625,7 @@ async def saying(said: bytes | None, ends: bool = False) -> AsyncIterator[str]:
         (b"", 64.0, 200),
         (_LOADING, 64.0, 200),
         (_BROKEN, 64.0, 502),  # it may have done something
+        (b"SSH-2.0-nonsense\r\n\r\n", 64.0, 502),
         (b"", 0.5, 502),
         (_LOADING, 0.5, 503),
     ],
