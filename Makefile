@@ -123,7 +123,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.report
 
 peers: $(VENV)/.installed-bench $(VENV)/bin/llama-server
-	$(PIP_INSTALL) transformers accelerate openai
+	$(PIP_INSTALL) transformers accelerate openai sentence-transformers
 
 $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 	$(PIP_INSTALL) gguf cmake

@@ -61,6 +61,7 @@ ASK_S = 60.0  # for an answer that no generation writes
 PROMPT_FIELDS = (
     *("tools", "system", "instructions", "messages"),
     *("input_extra", "input_prefix", "prompt", "input", "suffix", "input_suffix"),
+    *("query", "documents", "text_1", "text_2"),
 )
 
 
@@ -155,7 +156,9 @@ class Relay:
         self._limits = request_limits
         self._count = count
         settings = pool.settings
-        card = ServedModel(id=settings.name, created_s=int(clock.unix()), max_model_len=settings.max_model_len)
+        card = ServedModel(
+            id=settings.name, created_s=int(clock.unix()), max_model_len=settings.max_model_len, tasks=()
+        )
         self.cards: tuple[ServedModel, ...] = (
             card,
             *(msgspec.structs.replace(card, id=name, alias_of=card.id) for name in settings.aliases),
@@ -246,6 +249,8 @@ class Relay:
             max_tokens = num_predict if isinstance(num_predict, int) and num_predict > 0 else max_tokens
         if is_lines:
             name, is_stream = name.removesuffix(ollama.LATEST), asked.stream is not False
+        if passage.form == "document":
+            name, is_stream, max_tokens = name.removesuffix(ollama.LATEST), False, 0
         call = GenerationCall(
             model=name,
             prompts=(),
