@@ -81,11 +81,10 @@ class MemoryPlan:
 
     @property
     def adapters_bytes(self) -> int:
-        """Of --max-loras adapters, each with --max-lora-rank everywhere."""
+        """Of --max-loras adapters, each with --max-lora-rank everywhere, and of one that replaces another."""
         engine = self.engine
-        return engine.max_loras and engine.max_loras * adapter_bytes(
-            self.model, self.device.dtype, engine.max_lora_rank
-        )
+        one_bytes = adapter_bytes(self.model, self.device.dtype, engine.max_lora_rank) if engine.max_loras else 0
+        return (engine.max_loras + 1) * one_bytes
 
     @property
     def loading_bytes(self) -> int:

@@ -15,10 +15,10 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_260, 32),
+    "server": (12_465, 32),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
-    "server/commands": (2250, 13),
+    "server/commands": (2365, 13),
     "server/gate": (2570, 8),
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
@@ -30,7 +30,7 @@ BUDGETS = {
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (765, 5),
-    "bench": (9350, 36),
+    "bench": (9465, 36),
 }
 TEST_LINES = 64_400
 
