@@ -455,8 +455,8 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
 
 
 def _shown_states(plan: "MemoryPlan") -> str:
-    kept = f"{plan.num_kept_states} kept for later prompts"
-    return f"{format_size(plan.state_bytes)} of recurrent layers: two for each of --max-sequences {plan.engine.max_sequences}, {kept}"
+    size, most, num_kept = format_size(plan.state_bytes), plan.engine.max_sequences, plan.num_kept_states
+    return f"{size} for recurrent layers: two for each of --max-sequences {most}, {num_kept} kept for later prompts"
 
 
 def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str:
