@@ -26,7 +26,7 @@ BUDGETS = {
     "server/upstream": (1668, 6),
     "server/wire": (4815, 14),
     "core": (15_330, 40),
-    "gpu": (10_780, 34),
+    "gpu": (10_795, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (765, 5),
