@@ -131,6 +131,7 @@ def test_a_head_scores_pairs(tmp_path: Path) -> None:
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, "max_tokens"),
         ({"1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}, "mean"),
         ({"modules.json": {"a": 1}}, "no list of modules"),
+        ({"modules.json": [{"type": "x.Pooling", "path": "../1_Pooling"}]}, "no list of modules in this directory"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, change: dict[str, Any], cause: str) -> None:
