@@ -201,12 +201,16 @@ class UpstreamAnswer:
         own = {"id": passage.prefix + request_id, "model": call.model}
         self._names = {name: msgspec.Raw(sse.json_string(value)) for name, value in own.items()}
         self._buffer = bytearray()
+        self._num_held = 0  # bytes of parts that wait for the end
 
     def push(self, data: bytes) -> Iterator[Part]:
         """Take a piece of a stream. Raises UpstreamFault, as document() does."""
         for name, event in self._split(data):
             part = None if self.is_done else self._read(name, event)
             if part is not None:
+                self._num_held += len(part.data) if part.is_last else 0
+                if self._num_held > MAX_EVENT_BYTES:
+                    raise UpstreamFault(f"its last events are larger than {MAX_EVENT_BYTES} bytes")
                 yield part
 
     def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes]]:
@@ -255,7 +259,7 @@ class UpstreamAnswer:
             return Part(framed, texts, ends)
         if message.usage is not None and not self._call.includes_usage:
             return None
-        return Part(framed, is_last=True)
+        return Part(framed, is_last=message.usage is not None)
 
     def _read_named(self, message: _Message, framed: bytes) -> Part:
         """Of responses or messages."""

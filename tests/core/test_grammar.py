@@ -368,6 +368,7 @@ def test_wide_objects_are_held_with_many_words_and_ambiguous_grammars_end_early(
         ('%llguidance {}\nstart: "a" start? // start: start\n  | start~0', "aaa"),
         ('start: (a)* "b"\na: "/:" start\n%ignore / /', "/:bb"),
         ('start: t::0\nt::_: "a" t::incr([0:2]) %if lt([0:2], 2) | "b"', "aab"),
+        ('start: "a" [capture]\ncapture: "b"', "ab"),
         ('start: "%json <x> @y capture" | e\ne: ', "%json <x> @y capture"),
         ('root ::= a b?\na ::= ("x" root){0,2} | a "y"\nb ::= "(" [^(]', "x(y"),
     ],

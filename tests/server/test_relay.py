@@ -963,6 +963,15 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
         UpstreamAnswer(passage, call, "r1", 2).document(b"".join(events))
 
 
+def test_what_waits_for_the_end_is_bounded() -> None:
+    call = GenerationCall(model="m", prompts=(), sampling=SamplingParams(max_tokens=5), includes_usage=True)
+    answer = UpstreamAnswer(next(iter(PASSAGES.values())), call, "r1", 1)
+    last = b'data: {"choices":[],"usage":{"told":"%b"}}\n\n' % (b"x" * 3_000_000)
+    assert [part.is_last for part in answer.push(last * 2)] == [True, True]
+    with pytest.raises(UpstreamFault, match="last events are larger"):
+        list(answer.push(last))
+
+
 async def test_embeddings_and_scores_pass_with_their_usage(tmp_path: Path) -> None:
     style = PoolingStyle(pooling=Pooling("last"), num_dims=8)
     upstream = {"load": load_with(pooling=style)}
