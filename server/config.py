@@ -557,7 +557,7 @@ class ServerConfig:
     record_keep_s: float = _RARE_LEDGER(
         7 * DAY_S, _duration(60, 36_500 * DAY_S), "delete recorded requests that are older"
     )
-    store_responses_s: float | None = _LEDGER(
+    store_responses_s: float | None = _RARE_LEDGER(
         None,
         _duration(60, 3650 * DAY_S),
         "keep what /v1/responses answers in the ledger, for previous_response_id and GET and DELETE by id, unless a"
@@ -574,7 +574,7 @@ class ServerConfig:
 
     files: Path | None = _FILES(
         None,
-        _Kind(file_value, "DIR"),
+        _Kind(directory_value, "DIR"),
         "serve /v1/files and /v1/batches, and keep the files there, in a directory of its own (default: they are not"
         " served)",
     )

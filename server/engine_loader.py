@@ -427,7 +427,8 @@ def _shown_tasks(style: PoolingStyle | None) -> str | None:
 
 def _shown_adapters(config: ServerConfig, plan: "MemoryPlan") -> str:
     named = ", ".join(map(str, config.loras))
-    room = f"{format_size(plan.adapters_bytes)} for {config.max_loras} of rank {config.max_lora_rank}"
+    size = format_size(plan.adapters_bytes)
+    room = f"{size} for {config.max_loras} of rank {config.max_lora_rank} and one that replaces another"
     by_request = f"loaded by request from {config.lora_dir}" if config.lora_dir is not None else "none by request"
     return f"{room}; {named + ' at start, ' if named else ''}{by_request}"
 

@@ -15,22 +15,22 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_245, 32),
+    "server": (12_465, 32),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
-    "server/commands": (2250, 13),
+    "server/commands": (2365, 13),
     "server/gate": (2570, 8),
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
-    "server/observing": (2205, 9),
-    "server/upstream": (1674, 6),
+    "server/observing": (2_265, 9),
+    "server/upstream": (1_680, 6),
     "server/wire": (4815, 14),
-    "core": (15_320, 40),
-    "gpu": (10_780, 34),
+    "core": (15_485, 40),
+    "gpu": (11_049, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (765, 5),
-    "bench": (9350, 36),
+    "bench": (9465, 36),
 }
 TEST_LINES = 64_400
 
