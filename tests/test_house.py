@@ -25,7 +25,7 @@ BUDGETS = {
     "server/observing": (2200, 9),
     "server/upstream": (1754, 6),
     "server/wire": (4815, 14),
-    "core": (15_320, 40),
+    "core": (15_365, 42),
     "gpu": (10_675, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
