@@ -12,7 +12,8 @@
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
 #                   machine (15 minutes on two cores), 100,000 answers with calls, and a day of a gateway before 64 upstreams (2 minutes);
 #                   ARGS="--seed N" one again, --steps and --histories for other numbers
-# make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time
+# make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time; then
+#                   20 times during a batch of 10,000 lines (a minute)
 # make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, with npm also Vercel's AI SDK) in
 #                   .venv/clients, an environment of their own: tests ask a server through them, and are skipped without
 # make storm        clients that misbehave beside 2,500 requests that do not, over real sockets (two minutes), then a million
@@ -123,7 +124,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.report
 
 peers: $(VENV)/.installed-bench $(VENV)/bin/llama-server
-	$(PIP_INSTALL) transformers accelerate openai
+	$(PIP_INSTALL) transformers accelerate openai sentence-transformers
 
 $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 	$(PIP_INSTALL) gguf cmake
@@ -153,6 +154,7 @@ clean:
 .PHONY: crash
 crash: $(VENV)/.installed
 	$(VENV)/bin/python -m bench.crash --kills 10000
+	$(VENV)/bin/python -m bench.batches --rounds 0
 
 .PHONY: storm
 storm: $(VENV)/.installed-test

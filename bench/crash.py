@@ -72,14 +72,14 @@ class Broken(Exception):
     """The ledger has not kept its word."""
 
 
-def fork_server(path: Path) -> tuple[int, int]:
+def fork_server(config: ServerConfig) -> tuple[int, int]:
     """A server that is ready when this returns: its process id and port."""
     told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(told)
         try:
-            uvloop.run(_serve(path, tell))
+            uvloop.run(_serve(config, tell))
         finally:
             os._exit(1)
     os.close(tell)
@@ -90,14 +90,14 @@ def fork_server(path: Path) -> tuple[int, int]:
     return pid, int(port)
 
 
-async def _serve(path: Path, tell: int) -> None:
+async def _serve(config: ServerConfig, tell: int) -> None:
     ledger.CHECKPOINT_S = CHECKPOINT_S
 
     def say_ready(lines: list[str]) -> None:
         os.write(tell, b"%d" % server.listener.port)
 
     server = Server(
-        ServerConfig(port=0, ledger=path, max_queue=SPILL_RECORDS),
+        config,
         lambda inbox, deliver, stage: load(Pace(1 / STEP_RATE).wait, inbox, deliver, stage),
         say_ready,
     )
@@ -106,7 +106,7 @@ async def _serve(path: Path, tell: int) -> None:
 
 def live_and_die(path: Path, rng: random.Random, seen: Seen, is_locked: bool) -> None:
     """One life of a server, from its start to its kill."""
-    pid, port = fork_server(path)
+    pid, port = fork_server(ServerConfig(port=0, ledger=path, max_queue=SPILL_RECORDS))
     try:
         uvloop.run(_ask_until_killed(path, pid, port, rng, seen, is_locked))
     finally:

@@ -53,7 +53,7 @@ from gpu.device import (
     free_memory_bytes,
     num_physical_cores,
 )
-from gpu.kv_cache import bytes_per_token
+from gpu.kv_cache import bytes_per_token, kv_dtype_of
 from gpu.loading import FindOperators, load_runner, warm_up
 from gpu.memory_plan import plan_memory, weights_size_bytes
 from gpu.parameters import empty_weights
@@ -272,13 +272,12 @@ def open_model(arguments: argparse.Namespace, num_kv_tokens: int, **engine: Any)
         StartupError: as load_runner.
     """
     config = model_config(arguments.model)
-    asked = {"device": "cpu", "dtype": arguments.dtype, "threads": arguments.threads}
-    token_bytes = bytes_per_token(config, choose_device(EngineConfig(**asked)).dtype)
+    engine |= {"device": "cpu", "dtype": arguments.dtype, "threads": arguments.threads}
+    asked = EngineConfig(**engine)
+    token_bytes = bytes_per_token(config, kv_dtype_of(config, asked, choose_device(asked)))
     engine["max_model_len"] = min(engine["max_model_len"], config.max_position)
     memory_bytes = (num_kv_tokens + BLOCK_SIZE) * token_bytes
-    return load_runner(
-        arguments.model, config, EngineConfig(**asked, **engine, kv_memory_bytes=memory_bytes), lambda *_: None
-    )
+    return load_runner(arguments.model, config, EngineConfig(**engine, kv_memory_bytes=memory_bytes), lambda *_: None)
 
 
 def shown_model(arguments: argparse.Namespace, runner: ModelRunner) -> dict[str, Any]:
@@ -446,8 +445,10 @@ def _measure(arguments: argparse.Namespace) -> Found:
     probe, before = ReadProbe(), status_bytes("VmRSS")
     config, work = model_config(arguments.model), work_of(arguments.model)
     sizes = {"max_model_len": cases.max_model_len, "max_sequences": max(cases.batches)}
-    runner = open_model(arguments, cases.num_kv_tokens, quantize=arguments.quantize, **sizes)
+    asked = {"quantize": arguments.quantize, "kv_dtype": arguments.kv_dtype}
+    runner = open_model(arguments, cases.num_kv_tokens, **asked, **sizes)
     streams, plan = Streams(runner), runner.memory
+    work = replace(work, kv_width=plan.kv_bytes_per_token // plan.device.dtype.itemsize)
     prefills, decodes = measure_prefills(streams, cases), measure_decodes(streams, cases, probe)
     stats, peak, end = streams.scheduler.stats(), status_bytes("VmHWM"), status_bytes("RssAnon")
     held = before + plan.weights_bytes + plan.kv_bytes  # Linux counts the files that are mapped while loading, too
@@ -468,9 +469,10 @@ def _measure(arguments: argparse.Namespace) -> Found:
             table_of("Memory, MiB", [{name: size / MIB for name, size in memory.items()}]),
             *limit_tables(limits)[:1],
         ],
-        shown_model(arguments, runner) | {"quantize": arguments.quantize or "none"},
+        shown_model(arguments, runner) | {"quantize": arguments.quantize or "none", "KV": arguments.kv_dtype},
         {"prefill": prefills, "decode": msgspec.to_builtins(decodes), "limits": msgspec.to_builtins(limits)},
-        "-".join(["engine", arguments.model.resolve().name, *([arguments.quantize] if arguments.quantize else [])]),
+        "-".join(["engine", arguments.model.resolve().name, *([arguments.quantize] if arguments.quantize else [])])
+        + ("" if arguments.kv_dtype == "auto" else f"-kv-{arguments.kv_dtype}"),
     )
 
 
@@ -478,6 +480,7 @@ _SIZES = {"nargs": "+", "type": int}
 FLAGS = (
     *MODEL_FLAGS,
     Flag("--quantize", None, "the layers' matrices, as the server does", more={"choices": QUANTIZE_SCHEMES}),
+    Flag("--kv-dtype", "auto", "of keys and values, as the server does", more={"choices": ("auto", "int8")}),
     Flag("--prompts", Cases().prompts, "tokens", (32,), _SIZES),
     Flag("--batches", Cases().batches, "rows", (1, 4), _SIZES),
     Flag("--contexts", Cases().contexts, "tokens", (32,), _SIZES),

@@ -78,6 +78,8 @@ class EngineConfig:
             step; "int8": they stay as stored, and rows become 8-bit integers to multiply them; "auto": int8 where the
             CPU has kernels for it.
         quantize_cache_bytes: limit of quantised weights kept on disk; 0: none are.
+        kv_dtype: "auto": keys and values are stored in dtype; "int8": as 8-bit integers, with a scale for each head of
+            a token.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: a step with prompts may take so many times as long as its decodes alone, by the step-cost
             model, unless the prompts arrived together with all that decode (core/queue.py); None: no limit.
@@ -105,6 +107,7 @@ class EngineConfig:
     quantize: str | None = None
     activations: str = "auto"
     quantize_cache_bytes: int = 0
+    kv_dtype: str = "auto"
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
     forced_tokens: str = "on"

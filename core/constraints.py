@@ -42,7 +42,7 @@ _LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\\n])+/?|(?://|
 # Of Lark's: tokens of the model by name or id, other grammars, and attributes of rules that no text shows, or that take
 # text out of the answer
 _LARK_REFUSED = re.compile(
-    r"<[^>\n]*>?|%json\b|@\w+|\b(?:temperature|stop|stop_capture)\s*=|(?<=[\[,])\s*+capture\b"
+    r"<[^>\n]*>?|%json\b|@\w+|\b(?:temperature|stop|stop_capture)\s*=|(?:(?<=\w\[)|(?<=,))\s*+capture\b"
     r"|(?<=%llguidance)\s*\{[^}]*[^\s}][^}]*\}?"
 )
 _LARK_HEAD = re.compile(r"^[ \t]*+[?!]?(?P<name>\w++)(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*+:(?!:)", re.MULTILINE)
@@ -287,11 +287,9 @@ def client_grammar(source: str, param: str) -> GrammarSpec:
     blanked = texts.sub(_blank, source)
     if not is_gbnf and (found := _LARK_REFUSED.search(blanked)):
         offset = found.end() - len(found[0].lstrip())
-        word = source[offset : found.end()][:MAX_SHOWN]
+        word, place = source[offset : found.end()][:MAX_SHOWN], place_in(source, offset)
         why = "Send a schema by itself." if word == "%json" else "Leave it out."
-        raise InvalidRequest(
-            f"{param}: {place_in(source, offset)}: {word!r} cannot be held: answers are text. {why}", param
-        )
+        raise InvalidRequest(f"{param}: {place}: {word!r} cannot be held: answers are text. {why}", param)
     heads = [] if is_gbnf else [*_LARK_HEAD.finditer(blanked)]
     for name in endless(dict(_lark_rules(blanked, heads))):
         offset = next(head.start("name") for head in heads if head["name"] == name)

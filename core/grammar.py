@@ -34,15 +34,22 @@ from core.errors import InvalidRequest
 
 Int32Array = npt.NDArray[np.int32]
 
-# 250 ms to compile, some 10 ms a token: a row of 10,000 items, as ambiguous grammars make, takes seconds
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=4_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+
+def _limits(most_items: int) -> LLParserLimits:
+    """Args: most_items: of the parser, for a mask."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # 250 ms to compile
+        step_lexer_fuel=100_000,  # some 5 ms a token
+        step_max_items=most_items,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+# Objects of 480 optional properties need 40,000 items with 152,000 words, in 1 ms. Where a grammar may be read in many
+# ways, an item costs the more the longer the answer is: 1,500 take 5 ms, 10,000 seconds.
+LIMITS, GRAMMAR_LIMITS = _limits(50_000), _limits(1_500)
 # Beginnings of answers that are tried when a grammar is compiled, to find most of those that become too complex
 NUM_PROBES, PROBE_TOKENS = 3, 24
 MOST_ALONE = 8  # states that have a matcher of their own: each may take a hundred megabytes
@@ -57,6 +64,7 @@ SLICES = [
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
 MAX_TOKEN_SHOWN = 40  # characters
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
+_ITEMS = "Too many items"  # of the parser, which every answer has for itself
 _MISPLACED = re.compile("doesn't satisfy the grammar|out of range")
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _DRAWN = re.compile(r"regex parse error:\n {4}(?P<shown>.*)\n {4}(?P<before> *)\^+\nerror: (?P<why>.*)")
@@ -116,12 +124,12 @@ class GrammarState:
         self._goes_on_alone()
 
     def _goes_on_alone(self) -> bool:
-        """After a fault of the limits: whether it goes on in a matcher of its own.
+        """After a fault of the lexer's limits: whether it goes on in a matcher of its own.
 
         Copies of a matcher share their lexer's states, and the limits count them together: what others have answered
         would end this answer.
         """
-        if self._anew is None or not self.is_too_complex:
+        if self._anew is None or not self.is_too_complex or _ITEMS in (self.fault or ""):
             return False
         make, self._anew = self._anew, None
         if (matcher := make(self)) is None:
@@ -268,7 +276,8 @@ class GrammarCompiler:
             is_lark = spec.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
             inner = {"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]
             text = json.dumps({"grammars": [{"lark_grammar": spec.frame}, {**inner, "name": "answer"}]})
-        make = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=LIMITS)
+        limits = GRAMMAR_LIMITS if spec.kind in (GrammarKind.LARK, GrammarKind.GBNF) else LIMITS
+        make = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=limits)
         matcher = make()
         if matcher.is_error():
             for schema in spec.schemas:
@@ -306,9 +315,10 @@ class GrammarCompiler:
             state = grammar.start()
             for turn in range(first, first + PROBE_TOKENS):
                 state.fill_mask(mask)
-                if not state.num_accepted and (state.fault is not None or not mask.any()):
+                fault = state.fault
+                if not state.num_accepted and (not mask.any() or (fault is not None and _ITEMS not in fault)):
                     raise InvalidRequest(f"{param} cannot be satisfied: no answer begins so.", param)
-                if state.fault is not None:
+                if fault is not None:
                     message = f"{param} is too complex to follow. Use fewer optional properties, or fewer alternatives."
                     raise InvalidRequest(message, param)
                 choices = [token_id for token_id in self._punctuation if mask[token_id >> 5] >> (token_id & 31) & 1]

@@ -194,7 +194,7 @@ class _Search:
         given = [_list(one, "enum") for one in schemas if _list(one, "enum")]
         given += [[one["const"]] for one in schemas if "const" in one]
         if given:
-            self._count(sum(map(len, given)) * len(schemas) // 8)
+            self._count(sum(map(len, given)) * len(schemas) // 2)
             values = given[0]
             for others in given[1:]:
                 known = set(map(_canonical, others))

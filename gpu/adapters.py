@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -320,17 +320,29 @@ def _fused(model: ModelConfig, index: int, pairs: _Pairs, dtype: torch.dtype) ->
 # At each step.
 
 
+class AdapterRows(NamedTuple):
+    """An adapter, and which rows of a step have it.
+
+    Args:
+        written: int64; None: all of them.
+        read: the same; on a CPU a row that is alone comes twice, as its matmuls would make it.
+    """
+
+    adapter: LoadedAdapter
+    written: Tensor | None
+    read: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
     """The rows of a step that have adapters.
 
     Args:
-        groups: an adapter, and its rows, int64; None: all of them.
-        asked: likewise, of the tokens that Batch.asked names.
+        asked: of the tokens that Batch.asked names.
     """
 
-    groups: list[tuple[LoadedAdapter, Tensor | None]]
-    asked: list[tuple[LoadedAdapter, Tensor | None]]
+    groups: list[AdapterRows]
+    asked: list[AdapterRows]
 
 
 class SlotAdapters:
@@ -366,15 +378,16 @@ class SlotAdapters:
         groups = self._groups(found, slots)
         return AdaptedRows(groups, groups if asked is None else self._groups(found, slots[asked]))
 
-    def _groups(
-        self, found: Mapping[LoadedAdapter, list[int]], slots: IntArray
-    ) -> list[tuple[LoadedAdapter, Tensor | None]]:
-        groups: list[tuple[LoadedAdapter, Tensor | None]] = []
+    def _groups(self, found: Mapping[LoadedAdapter, list[int]], slots: IntArray) -> list[AdapterRows]:
+        groups: list[AdapterRows] = []
         for adapter, own in found.items():
             rows = np.flatnonzero(np.isin(slots, own))
-            if len(rows):
-                is_all = len(rows) == len(slots)
-                groups.append((adapter, None if is_all else torch.from_numpy(rows).to(self._device)))
+            if len(rows) == len(slots):
+                groups.append(AdapterRows(adapter, None, None))
+            elif len(rows):
+                written = torch.from_numpy(rows).to(self._device)
+                is_twice = len(rows) == 1 and self._device.type == "cpu"
+                groups.append(AdapterRows(adapter, written, written.repeat(2) if is_twice else written))
         return groups
 
 
@@ -382,7 +395,7 @@ class SlotAdapters:
 class StepAdapters:
     """Which rows of what is computed now have adapters; see AdaptedRows."""
 
-    groups: list[tuple[LoadedAdapter, Tensor | None]] = field(default_factory=list)
+    groups: list[AdapterRows] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,12 +410,13 @@ class AdaptedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
         y = self.linear(x)
-        for adapter, rows in self.step.groups:
+        for adapter, written, read in self.step.groups:
             found = adapter.products.get((self.layer, self.site))
             if found is None:
                 continue
-            if rows is None:
+            if written is None or read is None:
                 y.add_(found.up(found.down(x)))
             else:
-                y.index_add_(0, rows, found.up(found.down(x.index_select(0, rows))))
+                added = found.up(found.down(x.index_select(0, read)))
+                y.index_add_(0, written, added if written is read else added[:1])
         return y

@@ -289,16 +289,9 @@ def _attend_group(query: Tensor, kv: LayerKV, group: DecodeGroup | PromptGroup, 
     return _decode(query, kv, group, scores)
 
 
-def _gather(kv: LayerKV, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks [rows, n], each [rows, kv_heads, n * 16, head_dim]; values: perhaps narrower."""
-    both = kv.both.index_select(1, blocks.flatten())  # [2 or 1, rows * n, 16, kv_heads, head_dim]
-    both = both.view(len(both), blocks.shape[0], -1, *both.shape[3:]).transpose(2, 3)
-    return both[0], both[-1][..., : kv.values.shape[-1]]
-
-
 def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, scores: Scores) -> Tensor:
     """A KV head's query heads, which share its keys, take the place of query tokens."""
-    keys, values = _gather(kv, group.blocks)
+    keys, values = kv.read(group.blocks, query.dtype)
     num_rows, num_kv_heads, _, head_dim = keys.shape
     grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # [rows, kv_heads, heads per kv, head_dim]
     if scores.are_plain:
@@ -311,7 +304,7 @@ def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, scores: Scores) -> T
 
 def _attend_prompt(query: Tensor, kv: LayerKV, group: PromptGroup, scores: Scores) -> Tensor:
     """KV heads take the place of rows, so that keys are shared without a copy."""
-    keys, values = (both[0] for both in _gather(kv, group.blocks.unsqueeze(0)))  # [kv_heads, context, dim]
+    keys, values = (both[0] for both in kv.read(group.blocks.unsqueeze(0), query.dtype))  # [kv_heads, context, dim]
     num_tokens, _, head_dim = query.shape
     query = query.view(num_tokens, keys.shape[0], -1, head_dim).permute(1, 2, 0, 3)  # [kv_heads, per_kv, tokens, dim]
     outputs, first = [], 0

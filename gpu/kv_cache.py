@@ -1,5 +1,9 @@
 """The paged KV cache: keys and values of all sequences, in blocks of 16 tokens. Thread: engine.
 
+In 8 bits (--kv-dtype int8) each token's key and value of a head are integers with a scale of their own, so that they do
+not depend on what else is computed. A block of a head lies as attention reads it: [head_dim / 2, 16 tokens, 2] bytes of
+keys, [8, head_dim, 2] of values, by pairs of tokens, then 16 scales in float32.
+
 The scheduler decides which sequence has which block (core/kv_cache.py). One extra block, the scratch block, stays zero
 for ever: it pads the block tables of shorter rows. Where batches are padded with rows, another extra block takes what
 padding writes, and is never read.
@@ -11,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.config import BLOCK_SIZE, ModelConfig
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from core.errors import StartupError
+from gpu.device import DeviceChoice
+
+INT8 = torch.int8
+SCALE_BYTES = 4
+MOST = 127.0  # of an integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,60 @@ class LayerKV:
     both: Tensor  # [2 or 1, blocks + 1 or 2, 16, kv_heads, head_dim]
     keys: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim]
     values: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim or latent.rank]
+
+    @property
+    def is_int8(self) -> bool:
+        return False
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store tokens. slots: [tokens]; keys and values: [tokens, kv_heads, head_dim]."""
+        self.keys.index_copy_(0, slots, keys)
+        self.values.index_copy_(0, slots, values)
+
+    def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of blocks [rows, n], each [rows, kv_heads, n * 16, head_dim]; values: perhaps narrower."""
+        both = self.both.index_select(1, blocks.flatten())  # [2 or 1, rows * n, 16, kv_heads, head_dim]
+        both = both.view(len(both), blocks.shape[0], -1, *both.shape[3:]).transpose(2, 3)
+        return both[0], both[-1][..., : self.values.shape[-1]]
+
+
+class Int8LayerKV(LayerKV):
+    """The same in 8 bits. keys, values: int8 [blocks + 1 or 2, kv_heads, 16 * (head_dim + 4)], see above."""
+
+    @property
+    def is_int8(self) -> bool:
+        return True
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        blocks, places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        num_tokens, num_heads, head_dim = keys.shape
+        for numbers, into in ((keys.float(), self.keys), (values.float(), self.values)):
+            most = numbers.abs().amax(-1)  # [tokens, kv_heads]
+            integers = (numbers * (MOST / most).nan_to_num_(0, 0, 0).unsqueeze(-1)).round_().to(INT8)
+            scales = into[..., BLOCK_SIZE * head_dim :].view(torch.float32)  # [blocks, kv_heads, 16]
+            scales[blocks, :, places] = most / MOST
+            stored = into[..., : BLOCK_SIZE * head_dim]
+            if into is self.keys:
+                pairs = stored.view(-1, num_heads, head_dim // 2, BLOCK_SIZE, 2)
+                pairs[blocks, :, :, places] = integers.view(num_tokens, num_heads, -1, 2)
+            else:
+                pairs = stored.view(-1, num_heads, BLOCK_SIZE // 2, head_dim, 2)
+                pairs[blocks, :, places // 2, :, places % 2] = integers
+
+    def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        head_dim = self.both.shape[-1] - SCALE_BYTES
+
+        def floats(stored: Tensor, is_key: bool) -> Tensor:
+            found = stored.index_select(0, blocks.flatten())  # [rows * n, kv_heads, bytes]
+            shape = (*found.shape[:2], BLOCK_SIZE, head_dim)
+            integers, scales = found[..., : BLOCK_SIZE * head_dim], found[..., BLOCK_SIZE * head_dim :]
+            sizes = (head_dim // 2, BLOCK_SIZE, 2) if is_key else (BLOCK_SIZE // 2, head_dim, 2)
+            order = (0, 1, 3, 2, 4) if is_key else (0, 1, 2, 4, 3)
+            numbers = integers.reshape(*shape[:2], *sizes).permute(order).reshape(shape)
+            numbers = (numbers * scales.contiguous().view(torch.float32).unsqueeze(-1)).to(dtype)
+            return numbers.view(*blocks.shape, *shape[1:]).transpose(1, 2).flatten(2, 3)
+
+        return floats(self.keys, True), floats(self.values, False)
 
 
 class KVCache:
@@ -44,8 +108,14 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.scratch_block, self.padding_block = num_blocks, num_blocks + 1
-        blocks = (num_blocks + 1 + has_padding, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        blocks = (num_blocks + 1 + has_padding, BLOCK_SIZE, config.num_kv_heads, _width(config, dtype))
         self.tensor = zeros((config.num_attention_layers, config.num_cached, *blocks), dtype, device)
+        if dtype == INT8:
+            heads = (blocks[0], config.num_kv_heads, -1)
+            self.layers: list[LayerKV] = [
+                Int8LayerKV(layer, layer[0].view(heads), layer[1].view(heads)) for layer in self.tensor.unbind(0)
+            ]
+            return
         value_dim = config.head_dim if config.latent is None else config.latent.rank
         self.layers = [
             LayerKV(layer, layer[0].flatten(0, 1), layer[-1].flatten(0, 1)[..., :value_dim])
@@ -59,12 +129,45 @@ class KVCache:
     def make_finite(self, blocks: Tensor) -> None:
         """Zero what is NaN or infinite in these blocks, all layers; other sequences may share the rest."""
         found = self.tensor.index_select(2, blocks)
-        self.tensor.index_copy_(2, blocks, found.nan_to_num_(0.0, 0.0, 0.0))
+        if found.dtype == INT8:
+            head_bytes = BLOCK_SIZE * found.shape[-1]
+            scales = found.view(-1, head_bytes)[:, head_bytes - BLOCK_SIZE * SCALE_BYTES :].view(torch.float32)
+            scales.nan_to_num_(0.0, 0.0, 0.0)
+        else:
+            found.nan_to_num_(0.0, 0.0, 0.0)
+        self.tensor.index_copy_(2, blocks, found)
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token, all layers."""
-    return config.num_cached * config.num_attention_layers * config.kv_size * dtype.itemsize
+    return (
+        config.num_cached * config.num_attention_layers * config.num_kv_heads * _width(config, dtype) * dtype.itemsize
+    )
+
+
+def _width(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of a token's key or value of one head, with its scale."""
+    return config.head_dim + (SCALE_BYTES if dtype == INT8 else 0)
+
+
+def kv_dtype_of(config: ModelConfig, engine: EngineConfig, choice: DeviceChoice) -> torch.dtype:
+    """What keys and values are stored in: int8, or the serving format.
+
+    Raises:
+        StartupError: --kv-dtype cannot be kept.
+    """
+    if engine.kv_dtype == "auto":
+        return choice.dtype
+    why = None
+    if choice.device.type != "cpu":
+        why = "keys and values in 8 bits are for CPUs"
+    elif config.latent is not None:
+        why = "latent attention caches vectors, which it reads in the serving format"
+    elif config.head_dim % 2:
+        why = f"heads of {config.head_dim} numbers are not pairs"
+    if why is not None:
+        raise StartupError(f"--kv-dtype {engine.kv_dtype} cannot be kept: {why}.", "start without --kv-dtype.")
+    return INT8
 
 
 def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -476,9 +476,9 @@ SETTLED_S = 2.0  # since a file's last change
 MAX_DIGESTS = 255  # of files, beside the newest
 
 
-def model_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype_name: str, quantize: str | None) -> str:
+def model_fingerprint(checkpoint: Checkpoint, config: ModelConfig, formats: str, quantize: str | None) -> str:
     """A digest of all that keys and values depend on: weight files, number formats, the layout of blocks."""
-    found = hashlib.sha256(f"{config!r} {dtype_name} {quantize} {BLOCK_SIZE}\0".encode())
+    found = hashlib.sha256(f"{config!r} {formats} {quantize} {BLOCK_SIZE}\0".encode())
     headers = checkpoint.tensors.values()
     files = {header.file for header in headers} | {part.file for header in headers for part in header.parts.values()}
     for file in sorted(files):
@@ -530,8 +530,7 @@ class HostMemory:
         self.block_bytes = bytes_per_block(config, dtype)
         self._num_staged = max(1, STAGING_BYTES // self.block_bytes)
         self._cache, self._stream = cache, streams.current
-        block = (config.num_cached, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        shape = (num_slots, config.num_layers, *block)
+        shape = (num_slots, *cache.tensor.shape[:2], *cache.tensor.shape[3:])
         pinned = streams.pinned_for_good(num_slots * self.block_bytes)
         self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2 or 1, 16, kv_heads, head_dim]
 
@@ -652,7 +651,7 @@ def open_offload(
     """
     if engine.kv_offload_bytes == 0:
         return None
-    num_slots = offload_slots(config, engine, choice.dtype, free_memory_bytes(torch.device("cpu")))
+    num_slots = offload_slots(config, engine, cache.tensor.dtype, free_memory_bytes(torch.device("cpu")))
     try:
         memory = HostMemory(config, num_slots, cache, streams)
     except (OSError, RuntimeError) as error:
@@ -661,7 +660,7 @@ def open_offload(
     offload = KVOffload(memory, memory.measure())
     if engine.kv_offload_dir is not None:
         path = Path(engine.kv_offload_dir)
-        fingerprint = model_fingerprint(checkpoint, config, choice.dtype_name, engine.quantize)
+        fingerprint = model_fingerprint(checkpoint, config, f"{choice.dtype_name} {engine.kv_dtype}", engine.quantize)
         offload.directory = _open_directory(path, engine.kv_offload_dir_bytes, fingerprint, memory.block_bytes)
         try:
             offload.stored = offload.directory.load(num_slots, memory.write)

@@ -19,7 +19,7 @@ from gpu.blocks import why_not_in_place
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention
-from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
+from gpu.kv_cache import bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for, num_blocks_within
 from gpu.linear import can_gather, can_pack
 from gpu.parameters import EMBEDDING, LayerWeights, empty_ends, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
@@ -81,15 +81,18 @@ class MemoryPlan:
 
     @property
     def adapters_bytes(self) -> int:
-        """Of --max-loras adapters, each with --max-lora-rank everywhere."""
+        """Of --max-loras adapters, each with --max-lora-rank everywhere, and of one that replaces another."""
         engine = self.engine
-        return engine.max_loras and engine.max_loras * adapter_bytes(
-            self.model, self.device.dtype, engine.max_lora_rank
-        )
+        one_bytes = adapter_bytes(self.model, self.device.dtype, engine.max_lora_rank) if engine.max_loras else 0
+        return (engine.max_loras + 1) * one_bytes
 
     @property
     def loading_bytes(self) -> int:
         return loading_size_bytes(self.model, self.engine, self.device)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return kv_dtype_of(self.model, self.engine, self.device)
 
     @property
     def state_bytes(self) -> int:
@@ -99,7 +102,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return bytes_per_token(self.model, self.device.dtype)
+        return bytes_per_token(self.model, self.kv_dtype)
 
     @property
     def kv_tokens(self) -> int:
@@ -107,12 +110,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        return (self.num_blocks + 1) * bytes_per_block(self.model, self.device.dtype)
+        return (self.num_blocks + 1) * bytes_per_block(self.model, self.kv_dtype)
 
     @property
     def least_kv_bytes(self) -> int:
         """One sequence of max_model_len, with the scratch block."""
-        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.device.dtype)
+        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.kv_dtype)
 
     @property
     def offload_bytes(self) -> int:
@@ -182,7 +185,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
     device = choose_device(engine)
     checkpoint = open_checkpoint(directory, model.packing)
     model = check_checkpoint(checkpoint, model)
-    offload_slots(model, engine, device.dtype, free_memory_bytes(torch.device("cpu")))
+    offload_slots(model, engine, kv_dtype_of(model, engine, device), free_memory_bytes(torch.device("cpu")))
     return plan_checkpoint(model, engine, device, checkpoint, free_memory_bytes(device.device))
 
 
@@ -264,6 +267,7 @@ def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, 
     """How many blocks fit in --kv-offload-memory; 0: it is 0.
 
     Args:
+        dtype: of keys and values.
         free_bytes: on the host.
 
     Raises:
@@ -307,9 +311,9 @@ def _num_blocks(plan: MemoryPlan) -> int:
     _check(plan)
     one_sequence = num_blocks_for(plan.max_model_len)
     if plan.engine.kv_memory_bytes is not None:
-        return num_blocks_within(plan.engine.kv_memory_bytes, plan.model, plan.device.dtype)
+        return num_blocks_within(plan.engine.kv_memory_bytes, plan.model, plan.kv_dtype)
     share = SHARED_MEMORY_SHARE if plan.device.device.type == "cpu" else OWN_MEMORY_SHARE
-    usual = num_blocks_within(int(plan.kv_room_bytes * share), plan.model, plan.device.dtype)
+    usual = num_blocks_within(int(plan.kv_room_bytes * share), plan.model, plan.kv_dtype)
     return min(plan.engine.max_sequences * one_sequence, max(usual, one_sequence))
 
 

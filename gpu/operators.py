@@ -123,6 +123,5 @@ class Operators:
             query_key = torch.cat([self.norm(query, norms[0]), self.norm(key, norms[1])], 1)
         if rotation is not None:
             query_key = apply_rope(query_key, rotation)
-        kv.keys.index_copy_(0, slots, query_key[:, num_heads:])
-        kv.values.index_copy_(0, slots, qkv[:, num_rotated:])
+        kv.write(slots, query_key[:, num_heads:], qkv[:, num_rotated:])
         return query_key[:, :num_heads]

@@ -88,7 +88,7 @@ class ModelRunner:
         weights: ModelWeights,
         operators: Operators,
     ) -> None:
-        device, dtype = memory.device.device, memory.device.dtype
+        device = memory.device.device
         self.config = config
         self._engine, self.operators = engine, operators
         self.captured = Captured()
@@ -112,10 +112,12 @@ class ModelRunner:
                 self._recorder = find_recorder(engine, memory.device, operators)
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
-            self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=self._recorder is not None)
+            self._cache = KVCache(
+                config, memory.num_blocks, memory.kv_dtype, device, has_padding=self._recorder is not None
+            )
             self._states = None
             if config.recurrence is not None:
-                self._states = States(config, engine.max_sequences, memory.num_kept_states, dtype, device)
+                self._states = States(config, engine.max_sequences, memory.num_kept_states, memory.device.dtype, device)
             with _device_errors():
                 self._steps = self._open_steps(self._cache, counted.shapes)
         self._steps.graphs.most_graphs = counted.most_graphs
@@ -126,7 +128,7 @@ class ModelRunner:
             max_batch_tokens=engine.max_batch_tokens,
             max_model_len=memory.max_model_len,
             vocab_size=config.vocab_size,
-            block_bytes=bytes_per_block(config, dtype),
+            block_bytes=bytes_per_block(config, memory.kv_dtype),
             max_in_flight=steps_in_flight(engine.overlap, device),
             prompt_tile=operators.attention.prompt_tile,
             few_tokens=FEW_TOKENS[device.type],

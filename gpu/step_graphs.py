@@ -251,7 +251,7 @@ def count_graphs(
     Args:
         open_graphs: makes the graphs of steps over a cache.
     """
-    cache = KVCache(memory.model, 1, memory.device.dtype, memory.device.device, has_padding=True)
+    cache = KVCache(memory.model, 1, memory.kv_dtype, memory.device.device, has_padding=True)
     graphs = open_graphs(cache, step_shapes(memory.model, memory.engine))
     graphs.recorder = recorder
     taken, shapes = measure_graphs(graphs), graphs.shapes
@@ -287,7 +287,7 @@ def plan_graphs(taken: GraphBytes, memory: MemoryPlan, shapes: StepShapes) -> Co
     """Plan all graphs, or as many as leave room for KV."""
 
     def planned(num_graphs: int) -> MemoryPlan:
-        padding_bytes = bytes_per_block(memory.model, memory.device.dtype) if num_graphs else 0
+        padding_bytes = bytes_per_block(memory.model, memory.kv_dtype) if num_graphs else 0
         return memory.with_graphs(taken.of(num_graphs) + padding_bytes)
 
     def is_too_much(num_graphs: int) -> bool:

@@ -71,7 +71,7 @@ class Adapters:
         if is_adapter and not asked.load_inplace:
             message = f"An adapter {name!r} is loaded already. Unload it first, or send load_inplace: true."
             raise InvalidRequest(message, "lora_name", "lora_name_taken")
-        self._check_room()
+        self._check_room(is_adapter)
         self._coming.add(name)
         try:
             adapter = await self.generations.offload(lambda: self.read(path))
@@ -123,11 +123,12 @@ class Adapters:
             raise InvalidRequest(message, "lora_path")
         return path, path.relative_to(above).as_posix()
 
-    def _check_room(self) -> None:
-        num_loaded = sum(card.adapter is not None for card in self._reader.cards)
+    def _check_room(self, is_replacing: bool) -> None:
+        """There is memory for one more than `most`, while it replaces another."""
+        num_loaded = sum(card.adapter is not None for card in self._reader.cards) - is_replacing
         if num_loaded + len(self._coming) >= self.most:
             message = f"{num_loaded} adapters are loaded; --max-loras {self.most} has no room for more. Unload one."
             raise ServiceError(ErrorKind.CONFLICT, message, "lora_limit")
-        if len(self.in_memory) + len(self._coming) >= self.most:
+        if len(self.in_memory) + len(self._coming) >= self.most + is_replacing:
             message = "An unloaded adapter still has requests in progress, and its memory is needed. Ask again."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "lora_limit", retry_after_s=1)

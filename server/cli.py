@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 COMMANDS = {
     "serve": ("serve a model over HTTP", None),
     "chat": ("talk to a model in the terminal", "chat"),
+    "batch": ("run a file of requests, and write the answers beside it", "batch"),
     "bench": ("measure a server: steploop bench serve", None),
     "doctor": ("say what is installed, what the machine has, and what would be served", "doctor"),
     "keys": ("create, list and revoke API keys", "keys"),

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 LOCAL_KV_SHARE = 0.25  # of what a model's weights leave of the bound of all local models
 ROWS_IN_8_BITS = "rows in 8 bits"  # doctor --quality: a GGUF file's blocks as stored
+KV_IN_8_BITS = "keys and values in 8 bits"
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
 
@@ -426,7 +427,8 @@ def _shown_tasks(style: PoolingStyle | None) -> str | None:
 
 def _shown_adapters(config: ServerConfig, plan: "MemoryPlan") -> str:
     named = ", ".join(map(str, config.loras))
-    room = f"{format_size(plan.adapters_bytes)} for {config.max_loras} of rank {config.max_lora_rank}"
+    size = format_size(plan.adapters_bytes)
+    room = f"{size} for {config.max_loras} of rank {config.max_lora_rank} and one that replaces another"
     by_request = f"loaded by request from {config.lora_dir}" if config.lora_dir is not None else "none by request"
     return f"{room}; {named + ' at start, ' if named else ''}{by_request}"
 
@@ -525,7 +527,7 @@ def measure_anew(config: ServerConfig, report: Callable[[str], None]) -> None:
 
 
 def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterator[Fact]:
-    """How well the model predicts the held text: unquantized, then with --quantize's scheme or with each.
+    """How well the model predicts the held text: unquantized, with --kv-dtype, with --quantize's scheme or with each.
 
     A GGUF file's numbers are the reference, multiplied in the serving format; then its blocks are, by rows in 8 bits.
 
@@ -546,12 +548,14 @@ def quality_facts(config: ServerConfig, report: Callable[[str], None]) -> Iterat
     yield Fact("held text", f"{len(tokens):,} tokens of prose, speech and code")
     plain: Predictions | None = None
     schemes = (config.quantize,) if config.quantize is not None else QUANTIZE_SCHEMES
-    in_8_bits = (ROWS_IN_8_BITS,) if is_gguf(files.path) else ()
+    in_8_bits: tuple[str, ...] = (ROWS_IN_8_BITS,) if is_gguf(files.path) else ()
+    in_8_bits += () if config.kv_dtype == "auto" else (KV_IN_8_BITS,)
     for scheme in (None, *in_8_bits, *schemes):
         report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
         is_quantized = scheme in schemes
         asked = replace(engine, quantize=scheme if is_quantized else None)
-        asked = replace(asked, activations={None: "bf16", ROWS_IN_8_BITS: "int8"}.get(scheme, engine.activations))
+        rows = {None: "bf16", KV_IN_8_BITS: "bf16", ROWS_IN_8_BITS: "int8"}.get(scheme, engine.activations)
+        asked = replace(asked, activations=rows, kv_dtype=engine.kv_dtype if scheme == KV_IN_8_BITS else "auto")
         runner = load_runner(files.path, model, asked, lambda done, total: None)
         made, memory = predict(runner, tokens), runner.memory
         del runner  # before the next is loaded

@@ -215,10 +215,8 @@ class Generation:
         return self.state in (State.RESERVING, State.QUEUED)
 
     @property
-    def is_awaited(self) -> bool:
-        """Somebody waits for its first token."""
-        is_pending = self.is_queued and self._num_pauses == 0
-        return is_pending and self._timings.first_token_s is None and not self._ticket.caller.is_background
+    def is_background(self) -> bool:
+        return self._ticket.caller.is_background
 
     async def run(self) -> Outcome:
         """Answer the request.
@@ -370,8 +368,8 @@ class Generation:
         ticket.reserve(requests)
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, self._loop)
-        if not ticket.caller.is_background:
-            shared.on_awaited()
+        if not self.is_background:
+            shared.on_request()
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:

@@ -76,7 +76,7 @@ class Active(Protocol):
     def is_queued(self) -> bool: ...
 
     @property
-    def is_awaited(self) -> bool: ...
+    def is_background(self) -> bool: ...
 
     def fail(self, error: ServiceError) -> None: ...
 
@@ -114,7 +114,7 @@ class Generations:
     active: dict[str, Active] = field(default_factory=dict)
     resumable: ResumableStreams = field(init=False)
     offload_compiling: Offload | None = None  # of grammars; None: as other work
-    on_awaited: Callable[[], None] = lambda: None  # called when somebody begins to wait for a first token
+    on_request: Callable[[], None] = lambda: None  # called when somebody begins to wait for an answer
     recorder: Recorder | None = None
     _refusal: ServiceError | None = None  # set by fail_all, for requests and bodies that come later
 
@@ -233,9 +233,9 @@ class Generations:
         return self.grammars.find(spec) or await self.compiling.run(spec, tenant, compiled)
 
     @property
-    def is_awaited(self) -> bool:
-        """Somebody waits for a first token."""
-        return any(one.is_awaited for one in self.active.values())
+    def is_busy(self) -> bool:
+        """Somebody waits for an answer."""
+        return not all(one.is_background for one in self.active.values())
 
     def check_open(self) -> None:
         """

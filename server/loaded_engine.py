@@ -149,6 +149,7 @@ def token_counter(path: Path, context: int | None, clock: Clock, request_limits:
         limits=request_limits,
         tool_style=styles[0],
         thought_style=styles[1],
+        pooling=files.pooling,
         **files.recommended,
     )
     most = context or context_of(files.config)

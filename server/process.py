@@ -332,7 +332,7 @@ class Server:
             most = config.store_responses_bytes, config.max_body_bytes
             self._app.responses = Responses(self._ledger, *most, self._offload)
         if self._app.batches is not None:
-            generations.on_awaited = self._app.batches.give_way
+            generations.on_request = self._app.batches.give_way
             self._app.batches.start()
         gc.collect()
         gc.freeze()
@@ -373,7 +373,7 @@ class Server:
             self._gate.identify_again,
             lambda: self._readiness.is_ready and not self._readiness.is_draining,
             num_slots,
-            lambda: app.served.is_awaited,
+            lambda: app.served.is_busy,
             self._clock.unix,
             self._loop,
         )

@@ -42,7 +42,7 @@ from server.observing.accounting import current_trace
 from server.observing.timing import Stage, StageMarks
 from server.relayed import PASSAGES, Part, Passage, RelayedDelta, UpstreamAnswer, passed, refusal_of
 from server.upstream.connection import Connection
-from server.upstream.exchange import AnswerHead, Exchange, UpstreamFault
+from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, UpstreamFault
 from server.upstream.pool import LeadingBlocks, Pool, Upstream, leading_blocks, leading_token_blocks
 from server.upstream.settings import ModelSettings, keep_alive_of
 from server.wire import sse
@@ -61,6 +61,7 @@ ASK_S = 60.0  # for an answer that no generation writes
 PROMPT_FIELDS = (
     *("tools", "system", "instructions", "messages"),
     *("input_extra", "input_prefix", "prompt", "input", "suffix", "input_suffix"),
+    *("query", "documents", "text_1", "text_2"),
 )
 
 
@@ -155,7 +156,9 @@ class Relay:
         self._limits = request_limits
         self._count = count
         settings = pool.settings
-        card = ServedModel(id=settings.name, created_s=int(clock.unix()), max_model_len=settings.max_model_len)
+        card = ServedModel(
+            id=settings.name, created_s=int(clock.unix()), max_model_len=settings.max_model_len, tasks=()
+        )
         self.cards: tuple[ServedModel, ...] = (
             card,
             *(msgspec.structs.replace(card, id=name, alias_of=card.id) for name in settings.aliases),
@@ -246,6 +249,8 @@ class Relay:
             max_tokens = num_predict if isinstance(num_predict, int) and num_predict > 0 else max_tokens
         if is_lines:
             name, is_stream = name.removesuffix(ollama.LATEST), asked.stream is not False
+        if passage.form == "document":
+            name, is_stream, max_tokens = name.removesuffix(ollama.LATEST), False, 0
         call = GenerationCall(
             model=name,
             prompts=(),
@@ -536,9 +541,10 @@ class RelayHandle:
             self._exchange.pause()
 
     def _lose(self, fault: UpstreamFault) -> None:
-        """No answer has come."""
+        """No answer has come. What an upstream may be at fault for in the middle of its work is not sent to another."""
         self._pool.note_outcome(self._upstream, False)
-        if not self._move(str(fault)):
+        is_safe = fault.is_untouched or isinstance(fault, ConnectionLost)
+        if not (is_safe and self._move(str(fault))):
             self._fall_back(self._pool.error_of(fault))
 
     def _be_refused(self, head: AnswerHead) -> None:

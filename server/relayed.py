@@ -15,7 +15,7 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, Usage
-from server.api import chat, completions, llama_server, messages, ollama, responses
+from server.api import chat, completions, embeddings, llama_server, messages, ollama, responses, scores
 from server.api.decoding import parse_object
 from server.api.fields import GenerationCall
 from server.api.replies import Extras, ReplyContext, Surface, error_event, usage_object
@@ -48,12 +48,12 @@ class Passage(NamedTuple):
 
     Args:
         form: of its streams: chunks of choices, then [DONE]; events with names; or, of servers of our own alone, parts
-            without an id, the last with what was used, as events or on lines.
+            without an id, the last with what was used, as events or on lines. "document": it never streams.
         prefix: of its answers' ids.
     """
 
     path: bytes
-    form: Literal["chunks", "names", "parts", "lines"]
+    form: Literal["chunks", "names", "parts", "lines", "document"]
     prefix: str = ""
 
     @property
@@ -76,6 +76,11 @@ PASSAGES = {
     ollama.GENERATE: Passage(b"/api/generate", "lines"),
     llama_server.INFILL: Passage(b"/infill", "parts"),
     llama_server.COMPLETION: Passage(b"/completion", "parts"),
+    embeddings.SURFACE: Passage(b"/v1/embeddings", "document", "embd-"),
+    embeddings.OLLAMA: Passage(b"/api/embed", "document"),
+    scores.RERANK: Passage(b"/v1/rerank", "document", "rerank-"),
+    scores.COHERE_RERANK: Passage(b"/v2/rerank", "document", "rerank-"),
+    scores.SCORE: Passage(b"/v1/score", "document", "score-"),
 }
 
 
@@ -105,6 +110,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     delta: "_Message | str | None" = None
     done: bool = False  # Ollama's lines
     stop: Any = None  # infill
+    prompt_eval_count: Any = None  # Ollama's embeddings
     # Why it ended: of responses, messages, Ollama's lines, infill
     reason: str | None = None
     incomplete_details: "_Message | None" = None
@@ -195,12 +201,16 @@ class UpstreamAnswer:
         own = {"id": passage.prefix + request_id, "model": call.model}
         self._names = {name: msgspec.Raw(sse.json_string(value)) for name, value in own.items()}
         self._buffer = bytearray()
+        self._num_held = 0  # bytes of parts that wait for the end
 
     def push(self, data: bytes) -> Iterator[Part]:
         """Take a piece of a stream. Raises UpstreamFault, as document() does."""
         for name, event in self._split(data):
             part = None if self.is_done else self._read(name, event)
             if part is not None:
+                self._num_held += len(part.data) if part.is_last else 0
+                if self._num_held > MAX_EVENT_BYTES:
+                    raise UpstreamFault(f"its last events are larger than {MAX_EVENT_BYTES} bytes")
                 yield part
 
     def _split(self, data: bytes) -> Iterator[tuple[bytes | None, bytes]]:
@@ -249,7 +259,7 @@ class UpstreamAnswer:
             return Part(framed, texts, ends)
         if message.usage is not None and not self._call.includes_usage:
             return None
-        return Part(framed, is_last=True)
+        return Part(framed, is_last=message.usage is not None)
 
     def _read_named(self, message: _Message, framed: bytes) -> Part:
         """Of responses or messages."""
@@ -288,6 +298,8 @@ class UpstreamAnswer:
         told = message.usage or (message.inner and message.inner.usage)
         if self._passage.is_parts:
             told = msgspec.json.decode(data) if message.done or message.stop is True else None
+        if message.prompt_eval_count is not None and told is None:
+            told = {"prompt_tokens": message.prompt_eval_count}
         if not told:
             return
         usage, before = usage_of(told), self.usage

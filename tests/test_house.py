@@ -15,24 +15,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_245, 32),
+    "server": (12_465, 32),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
-    "server/commands": (2250, 13),
+    "server/commands": (2365, 13),
     "server/gate": (2570, 8),
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
-    "server/observing": (2200, 9),
-    "server/upstream": (1754, 6),
+    "server/observing": (2205, 9),
+    "server/upstream": (1668, 6),
     "server/wire": (4815, 14),
     "core": (15_365, 42),
-    "gpu": (10_675, 34),
+    "gpu": (10_790, 34),
     "gpu/cpu_kernels": (3800, 10),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (765, 5),
-    "bench": (9350, 36),
+    "bench": (9465, 36),
 }
-TEST_LINES = 63_700
+TEST_LINES = 64_400
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

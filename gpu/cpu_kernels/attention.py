@@ -3,8 +3,9 @@
 A piece of work is some new tokens of a row with the query heads of some KV heads. The context is taken in chunks of 64
 tokens of one KV head. Scores, and sums of values, are matmuls of few rows with a matrix in blocks of 64 outputs
 (matmul.py): keys and values are copied into that layout next to the core, and the next chunk's are prefetched
-meanwhile. A matmul row here is one query head of one token. Sums are rescaled when a larger score comes (online
-softmax, arXiv:1805.02867).
+meanwhile. In 8 bits they lie in that layout already (gpu/kv_cache.py) and become bf16, exactly: scores are multiplied
+by the keys' scales, shares by the values'. A matmul row here is one query head of one token. Sums are rescaled when a
+larger score comes (online softmax, arXiv:1805.02867).
 
 A decode (a row of one new token) takes its context in splits, merged in their order, and as many KV heads at once as it
 takes to read whole cache lines of each token. Where rows do not divide evenly among the threads, pieces are single
@@ -15,21 +16,27 @@ either way. A prompt's piece has one KV head and is not split.
 import ctypes
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.attention import RaggedRows, Scores
-from gpu.cpu_kernels.matmul import PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
+from gpu.cpu_kernels.matmul import MOST_TILE_ROWS, PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
+    FLOATS,
     LANES,
     REGISTER_BYTES,
     clear_outside,
+    constant,
+    emit_by_count,
+    emit_products,
     exp2_to_126,
     first_lane,
     hide_outside,
@@ -37,14 +44,20 @@ from gpu.cpu_kernels.vectors import (
     interleave_low,
     keep,
     larger,
+    load,
     load_floats,
     load_integer,
+    load_integers,
     load_pairs,
     multiply_subtract,
+    nothing,
+    offset,
+    operation,
     pointer,
     prefetch,
     spread,
     spread_largest,
+    store,
     store_floats,
     store_pairs,
     store_rounded,
@@ -63,6 +76,7 @@ SHARE_ROW_BYTES = 2 * CHUNK_TOKENS
 TOP_ROW_BYTES = 2 * REGISTER_BYTES
 SPLIT_TOKENS = 512  # of context
 PROMPT_ROWS = 96  # of a piece: their sums lie in a second-level cache
+FEW_ROWS = 2 * MOST_TILE_ROWS  # multiply keys and values in 8 bits without a copy as bf16
 PIECE_BYTES = 256  # of a token's keys, read together: the prefetcher brings neighbouring lines
 ROWS_PER_THREAD = 4  # with so many, one row left over keeps the other threads waiting for little
 MINUS_INFINITY = np.float32(-np.inf)
@@ -79,12 +93,13 @@ def _num_parts(head_dim):
 
 @njit(cache=True)
 def _chunk_room(head_dim, num_rows):
-    """Bytes of _attend_chunk's (transposed keys, paired values, scores, shares), whole registers each."""
+    """Bytes of _attend_chunk's (transposed keys, paired values, scores, shares, scales), whole registers each."""
     return (
         head_dim // 2 * PAIR_BYTES,
         _num_parts(head_dim) * CHUNK_PAIRS * PAIR_BYTES,
         num_rows * SUM_ROW_BYTES,
         num_rows * SHARE_ROW_BYTES,
+        2 * SUM_ROW_BYTES,
     )
 
 
@@ -132,6 +147,116 @@ def _load_values(values, stride, table, num_blocks, head_dim, paired):
 
 
 @njit(cache=True)
+def _load_integers(keys, values, stride, table, num_blocks, head_dim, room):
+    """Copy a chunk's keys and values in 8 bits as bf16, for many rows; room: addresses of _chunk_room's parts."""
+    transposed, paired = room[0], room[1]
+    if num_blocks < CHUNK_BLOCKS:
+        _clear(transposed, head_dim // 2 * PAIR_BYTES)
+        _clear(paired, _num_parts(head_dim) * CHUNK_PAIRS * PAIR_BYTES)
+    for block in range(num_blocks):
+        place = load_integer(table + 8 * block) * BLOCK_SIZE * stride
+        source = keys + place
+        for pair in range(head_dim // 2):
+            store_pairs(
+                transposed + pair * PAIR_BYTES + block * REGISTER_BYTES, load_integers(source + pair * 2 * LANES)
+            )
+        source = values + place
+        for pair in range(BLOCK_SIZE // 2):
+            target = paired + (block * BLOCK_SIZE // 2 + pair) * PAIR_BYTES
+            for part in range(head_dim // LANES):
+                at = target + part // 4 * CHUNK_PAIRS * PAIR_BYTES + part % 4 * REGISTER_BYTES
+                store_pairs(at, load_integers(source + (pair * head_dim + part * LANES) * 2))
+
+
+def _emit_integers(builder, num_rows, x, x_stride, places, num_pairs, pair_bytes, sums):
+    """Add the products of a few rows and 64 outputs in 8 bits to their sums. places: of the outputs' four registers."""
+    cells = [
+        [
+            (cgutils.alloca_once(builder, FLOATS), offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES))
+            for column in range(len(places))
+        ]
+        for row in range(num_rows)
+    ]
+    for register, place in chain.from_iterable(cells):
+        builder.store(load(builder, place, FLOATS), register)
+
+    def columns_of(index):
+        first = builder.mul(index, pair_bytes)
+        return [load_integers.emit(builder, builder.add(place, first)) for place in places]
+
+    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+    emit_products(builder, num_pairs, rows, [[register for register, _ in of_row] for of_row in cells], columns_of)
+    for register, place in chain.from_iterable(cells):
+        store(builder, place, builder.load(register))
+
+
+@operation(nothing, *[types.int64] * 9)
+def _multiply_keys(builder, num_rows, query, head_dim, first, second, third, fourth, num_pairs, scores):
+    """Scores of a few rows and four blocks' keys, at these addresses."""
+
+    def emit(rows):
+        stride = builder.mul(head_dim, constant(2))
+        places = (first, second, third, fourth)
+        _emit_integers(builder, rows, query, stride, places, num_pairs, constant(2 * LANES), scores)
+
+    emit_by_count(builder, num_rows, MOST_TILE_ROWS, emit)
+
+
+@operation(nothing, *[types.int64] * 5)
+def _multiply_values(builder, num_rows, shares, values, head_dim, sums):
+    """Sums of 64 numbers of a block's values. shares: of the block's tokens."""
+
+    def emit(rows):
+        places = [offset(builder, values, 2 * LANES * column) for column in range(BLOCK_OUTPUTS // LANES)]
+        num_pairs, pair_bytes = constant(BLOCK_SIZE // 2), builder.mul(head_dim, constant(2))
+        _emit_integers(builder, rows, shares, constant(SHARE_ROW_BYTES), places, num_pairs, pair_bytes, sums)
+
+    emit_by_count(builder, num_rows, MOST_TILE_ROWS, emit)
+
+
+@njit(cache=True)
+def _load_scales(keys, values, stride, table, num_blocks, head_dim, scales):
+    """Of keys, then of values; zeros where there is no block."""
+    _clear(scales, 2 * SUM_ROW_BYTES)
+    for block in range(num_blocks):
+        place = load_integer(table + 8 * block) * BLOCK_SIZE * stride + BLOCK_SIZE * head_dim
+        store_floats(scales + block * REGISTER_BYTES, load_floats(keys + place))
+        store_floats(scales + SUM_ROW_BYTES + block * REGISTER_BYTES, load_floats(values + place))
+
+
+@njit(cache=True)
+def _score_integers(query, keys, stride, table, num_blocks, head_dim, num_rows, scores):
+    """Scores of a chunk's keys, without a copy. Where there is no block they are another's."""
+    step, last = BLOCK_SIZE * stride, num_blocks - 1
+    k0, k1 = keys + load_integer(table) * step, keys + load_integer(table + 8 * min(1, last)) * step
+    k2, k3 = keys + load_integer(table + 8 * min(2, last)) * step, keys + load_integer(table + 8 * last) * step
+    for first in range(0, num_rows, MOST_TILE_ROWS):
+        some, of_rows = min(MOST_TILE_ROWS, num_rows - first), query + 2 * first * head_dim
+        _multiply_keys(some, of_rows, head_dim, k0, k1, k2, k3, head_dim // 2, scores + first * SUM_ROW_BYTES)
+
+
+@njit(cache=True)
+def _sum_integers(shares, values, stride, table, num_blocks, head_dim, num_rows, sums, part_bytes):
+    """Add a chunk's values times the shares to the sums, without a copy."""
+    for block in range(num_blocks):
+        source = values + load_integer(table + 8 * block) * BLOCK_SIZE * stride
+        for part in range(_num_parts(head_dim)):
+            for first in range(0, num_rows, MOST_TILE_ROWS):
+                into = sums + part * part_bytes + first * SUM_ROW_BYTES
+                of_rows = shares + first * SHARE_ROW_BYTES + block * 2 * BLOCK_SIZE
+                of_part = source + part * 2 * BLOCK_OUTPUTS
+                _multiply_values(min(MOST_TILE_ROWS, num_rows - first), of_rows, of_part, head_dim, into)
+
+
+@njit(cache=True)
+def _scale_scores(scores, num_rows, scales):
+    for row in range(num_rows):
+        for column in range(0, SUM_ROW_BYTES, REGISTER_BYTES):
+            at = scores + row * SUM_ROW_BYTES + column
+            store_floats(at, load_floats(at) * load_floats(scales + column))
+
+
+@njit(cache=True)
 def _raise_top(scores, scale, first, end, top):
     """Raise one row's largest score to that of a chunk, if larger; returns the factor for the earlier sums.
 
@@ -157,8 +282,11 @@ def _raise_top(scores, scale, first, end, top):
 
 
 @njit(cache=True)
-def _share_row(scores, scale, first, end, top, shares):
-    """One row's scores to exp2(score * scale - largest), as bf16; zero outside first..end."""
+def _share_row(scores, scale, first, end, top, shares, value_scales):
+    """One row's scores to exp2(score * scale - largest), as bf16; zero outside first..end.
+
+    value_scales: address of float32 [64], which the shares that are stored are multiplied by; 0: by nothing.
+    """
     by, now = spread(scale), load_floats(top)
     s0 = exp2_to_126(multiply_subtract(load_floats(scores), by, now))
     s1 = exp2_to_126(multiply_subtract(load_floats(scores + REGISTER_BYTES), by, now))
@@ -168,12 +296,16 @@ def _share_row(scores, scale, first, end, top, shares):
         s0, s1 = clear_outside(s0, first, end), clear_outside(s1, first - LANES, end - LANES)
         s2 = clear_outside(s2, first - 2 * LANES, end - 2 * LANES)
         s3 = clear_outside(s3, first - 3 * LANES, end - 3 * LANES)
+    share_sum = top + REGISTER_BYTES
+    store_floats(share_sum, load_floats(share_sum) + ((s0 + s1) + (s2 + s3)))
+    if value_scales:
+        s0, s1 = s0 * load_floats(value_scales), s1 * load_floats(value_scales + REGISTER_BYTES)
+        s2 = s2 * load_floats(value_scales + 2 * REGISTER_BYTES)
+        s3 = s3 * load_floats(value_scales + 3 * REGISTER_BYTES)
     store_rounded(shares, s0)
     store_rounded(shares + 2 * LANES, s1)
     store_rounded(shares + 4 * LANES, s2)
     store_rounded(shares + 6 * LANES, s3)
-    share_sum = top + REGISTER_BYTES
-    store_floats(share_sum, load_floats(share_sum) + ((s0 + s1) + (s2 + s3)))
 
 
 @njit(cache=True)
@@ -185,7 +317,7 @@ def _rescale(sums, num_parts, part_bytes, factor):
 
 
 @njit(cache=True)
-def _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, part_bytes):
+def _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, part_bytes, value_scales):
     """Turn all rows' scores into shares, and rescale the earlier sums.
 
     First all the largest scores, then all the shares: one row's operations wait for each other, several rows' overlap.
@@ -194,6 +326,7 @@ def _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, p
         tops: float32 [rows, 2, 16]: the largest scaled score so far, in every lane; sums of shares, lane by lane.
         place, shape: see _attend_chunk.
         part_bytes: of all rows' sums of one part.
+        value_scales: see _share_row.
     """
     num_tokens, per_kv, _ = shape
     seen = place[1] + 1 - place[0]  # of the chunk, by the first token
@@ -210,7 +343,7 @@ def _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, p
             _clear(target, SHARE_ROW_BYTES)
             continue
         source, top = scores + row * SUM_ROW_BYTES, tops + row * TOP_ROW_BYTES
-        _share_row(source, scale, of_row - window, of_row, top, target)
+        _share_row(source, scale, of_row - window, of_row, top, target, value_scales)
 
 
 @njit(cache=True)
@@ -255,24 +388,28 @@ def _write(sums, tops, num_tokens, per_kv, head_dim, out, out_stride):
 
 
 @njit(cache=True)
-def _prefetch(source, stride, blocks, first, end, head_dim):
-    """Prefetch the keys, or values, of the blocks from `first` to `end`."""
+def _prefetch(source, stride, blocks, first, end, head_dim, head_bytes):
+    """Prefetch the keys, or values, of the blocks from `first` to `end`. head_bytes: see _attend_span."""
     for block in range(first, end):
         at = source + load_integer(blocks + 8 * block) * BLOCK_SIZE * stride
+        if head_bytes != 2 * head_dim:
+            for line in range(0, head_bytes, REGISTER_BYTES):
+                prefetch(at + line)
+            continue
         for token in range(BLOCK_SIZE):
             for line in range(0, 2 * head_dim, REGISTER_BYTES):
                 prefetch(at + token * stride + line)
 
 
 @njit(cache=True)
-def _attend_chunk(query, keys, values, stride, blocks, counts, place, shape, window, scale, room, sums, tops):
+def _attend_chunk(query, keys, values, strides, blocks, counts, place, shape, window, scale, room, sums, tops):
     """Add a chunk's tokens to the sums of some rows of one KV head.
 
     The next chunk is prefetched a block at a time, between the parts of the work: all at once would stall it.
 
     Args:
         query: bf16 [tokens * per_kv, head_dim].
-        keys, values: of this KV head in the cache's first slot; stride: bytes from slot to slot.
+        keys, values: of this KV head in the cache's first slot; strides: see _attend_span.
         blocks: address of the chunk's part of the block table: int64 each, then the next chunk's.
         counts: blocks of this chunk, and of the next.
         place: positions of the chunk's first token and of the rows' first token.
@@ -281,23 +418,40 @@ def _attend_chunk(query, keys, values, stride, blocks, counts, place, shape, win
         sums: float32 [parts, rows, 64]; tops: see _share.
     """
     num_tokens, per_kv, head_dim = shape
-    transposed, paired, scores, shares = room
+    transposed, paired, scores, shares, scales = room
+    stride, head_bytes = strides
+    is_int8 = head_bytes != 2 * head_dim
     num_rows, num_parts = num_tokens * per_kv, _num_parts(head_dim)
     part_bytes = num_rows * SUM_ROW_BYTES
     next_blocks, num_next = blocks + 8 * CHUNK_BLOCKS, counts[1]
-    _load_keys(keys, stride, blocks, counts[0], head_dim, transposed)
-    _prefetch(keys, stride, next_blocks, 0, min(1, num_next), head_dim)
-    _load_values(values, stride, blocks, counts[0], head_dim, paired)
-    _prefetch(keys, stride, next_blocks, 1, min(2, num_next), head_dim)
+    is_copied = not is_int8 or num_rows > FEW_ROWS
+    if is_int8:
+        _load_scales(keys, values, stride, blocks, counts[0], head_dim, scales)
+        if is_copied:
+            _load_integers(keys, values, stride, blocks, counts[0], head_dim, room)
+    else:
+        _load_keys(keys, stride, blocks, counts[0], head_dim, transposed)
+    _prefetch(keys, stride, next_blocks, 0, min(1, num_next), head_dim, head_bytes)
+    if not is_int8:
+        _load_values(values, stride, blocks, counts[0], head_dim, paired)
+    _prefetch(keys, stride, next_blocks, 1, min(2, num_next), head_dim, head_bytes)
     clear_sums(scores, num_rows)
-    multiply_part(query, 2 * head_dim, transposed, head_dim // 2, num_rows, scores, 0)
-    _prefetch(keys, stride, next_blocks, 2, num_next, head_dim)
-    _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, part_bytes)
-    _prefetch(values, stride, next_blocks, 0, min(2, num_next), head_dim)
-    for part in range(num_parts):
+    if is_copied:
+        multiply_part(query, 2 * head_dim, transposed, head_dim // 2, num_rows, scores, 0)
+    else:
+        _score_integers(query, keys, stride, blocks, counts[0], head_dim, num_rows, scores)
+    if is_int8:
+        _scale_scores(scores, num_rows, scales)
+    _prefetch(keys, stride, next_blocks, 2, num_next, head_dim, head_bytes)
+    value_scales = scales + SUM_ROW_BYTES if is_int8 else 0
+    _share(scores, shares, sums, tops, scale, place, shape, window, num_parts, part_bytes, value_scales)
+    _prefetch(values, stride, next_blocks, 0, min(2, num_next), head_dim, head_bytes)
+    if not is_copied:
+        _sum_integers(shares, values, stride, blocks, counts[0], head_dim, num_rows, sums, part_bytes)
+    for part in range(num_parts if is_copied else 0):
         pairs = paired + part * CHUNK_PAIRS * PAIR_BYTES
         multiply_part(shares, SHARE_ROW_BYTES, pairs, CHUNK_PAIRS, num_rows, sums + part * part_bytes, 0)
-    _prefetch(values, stride, next_blocks, 2, num_next, head_dim)
+    _prefetch(values, stride, next_blocks, 2, num_next, head_dim, head_bytes)
 
 
 @njit(cache=True)
@@ -307,12 +461,13 @@ def _head_bytes(num_rows, head_dim):
 
 
 @njit(cache=True)
-def _attend_span(query, keys, values, stride, table, seen, end_block, shape, position, window, scale, room, found):
+def _attend_span(query, keys, values, strides, table, seen, end_block, shape, position, window, scale, room, found):
     """Some tokens' heads of some KV heads over some of the context, chunk by chunk.
 
     Args:
         query: bf16 [KV heads, tokens * per_kv, head_dim].
-        keys, values: of the first of these KV heads in the cache's first slot; stride: bytes from slot to slot.
+        keys, values: of the first of these KV heads in the cache's first slot.
+        strides: bytes from slot to slot, in 8 bits a sixteenth of those from block to block; and from head to head.
         table: int64 [blocks]; seen: first and end of the positions.
         end_block: up to which blocks are prefetched.
         shape: (KV heads, tokens, per_kv, head_dim)
@@ -330,9 +485,9 @@ def _attend_span(query, keys, values, stride, table, seen, end_block, shape, pos
         for head in range(num_heads):
             _attend_chunk(
                 query + head * 2 * num_rows * head_dim,
-                keys + head * 2 * head_dim,
-                values + head * 2 * head_dim,
-                stride,
+                keys + head * strides[1],
+                values + head * strides[1],
+                strides,
                 table + 8 * (chunk // BLOCK_SIZE),
                 (min(CHUNK_BLOCKS, num_left), max(0, min(CHUNK_BLOCKS, num_left - CHUNK_BLOCKS))),
                 (chunk, position),
@@ -382,8 +537,9 @@ class Arguments(ctypes.Structure):
             "num_pieces",
             "query",  # bf16 [tokens, heads, head_dim]
             "query_stride",  # bytes from token to token
-            "keys",  # bf16 [blocks * 16, kv_heads, head_dim]
+            "keys",  # bf16 [blocks * 16, kv_heads, head_dim], or see Int8LayerKV
             "values",
+            "head_bytes",  # from head to head
             "tables",  # int64 [rows, table_width]
             "table_width",
             "window",  # the latest tokens that a token sees, itself among them
@@ -412,14 +568,17 @@ def attend_pieces(arguments):
     sizes, width = _chunk_room(head_dim, args.most_rows), 2 * per_kv * head_dim
     query_bytes = args.most_heads * args.most_rows * 2 * head_dim
     found_bytes = args.most_heads * _head_bytes(args.most_rows, head_dim)
-    size = query_bytes + sizes[0] + sizes[1] + sizes[2] + sizes[3] + 2 * found_bytes
+    size = query_bytes + sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + 2 * found_bytes
     memory = np.empty(size + REGISTER_BYTES, dtype=np.uint8)
     query = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     transposed = query + query_bytes
     paired = transposed + sizes[0]
     scores = paired + sizes[1]
     shares = scores + sizes[2]
-    of_piece = shares + sizes[3]
+    scales = shares + sizes[3]
+    of_piece = scales + sizes[4]
+    head_bytes = args.head_bytes
+    slot_bytes = num_kv_heads * head_bytes // (1 if head_bytes == 2 * head_dim else BLOCK_SIZE)
     of_split = of_piece + found_bytes
     index = take_next(arguments)
     while index < args.num_pieces:
@@ -444,9 +603,9 @@ def attend_pieces(arguments):
             span_end = min(end, (number + 1) * piece.split_tokens)
             _attend_span(
                 query,
-                args.keys + 2 * head * head_dim,
-                args.values + 2 * head * head_dim,
-                2 * num_kv_heads * head_dim,
+                args.keys + head * head_bytes,
+                args.values + head * head_bytes,
+                (slot_bytes, head_bytes),
                 args.tables + 8 * piece.row * args.table_width,
                 (max(first, number * piece.split_tokens), span_end),
                 ((span_end if piece.num_units > 1 else end) + BLOCK_SIZE - 1) // BLOCK_SIZE,
@@ -454,7 +613,7 @@ def attend_pieces(arguments):
                 position,
                 window,
                 args.scale,
-                (transposed, paired, scores, shares),
+                (transposed, paired, scores, shares, scales),
                 found if number == split else of_split,
             )
             if number > split:
@@ -507,6 +666,7 @@ class PagedAttention:
             query_stride=query.stride(0) * query.element_size(),
             keys=kv.keys.data_ptr(),
             values=kv.values.data_ptr(),
+            head_bytes=kv.keys.stride(1) * kv.keys.element_size(),
             tables=rows.tables.data_ptr(),
             table_width=rows.tables.stride(0),
             window=NO_WINDOW if rows.window is None else rows.window,

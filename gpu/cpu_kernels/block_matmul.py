@@ -80,10 +80,12 @@ from gpu.cpu_kernels.vectors import (
     pairs,
     pointer,
     prefetch,
+    rounded,
     shuffle,
     spread,
     spread_largest,
     store,
+    store_bytes,
     store_floats,
     take_next,
     total,
@@ -106,7 +108,6 @@ PART_SCALES = PART_INPUTS // 16 * SUM_ROW_BYTES
 NUMBERS_PER_THREAD = 1 << 14  # that are quantised: a thread is woken for so many
 
 MOST = np.float32(127)
-ROUNDER = np.float32(1.5 * 2**23)
 SIGNS = np.int32(-0x7F7F7F80)  # 0x80 in each byte
 
 
@@ -175,19 +176,6 @@ class PackArguments(ctypes.Structure):
 
 _ARGUMENTS, _ROWS, _GATHER = np.dtype(Arguments), np.dtype(RowArguments), np.dtype(GatherArguments)
 _PACK = np.dtype(PackArguments)
-
-
-@operation(pairs, floats)
-def rounded(builder, x):
-    """To the nearest integer, ties to even, for numbers below 2 ** 22: added to ROUNDER, it lies in the low bits."""
-    bits = builder.bitcast(builder.fadd(x, spread.emit(builder, ir.Constant(FLOAT, float(ROUNDER)))), PAIRS)
-    return builder.sub(bits, ir.Constant(PAIRS, [int(ROUNDER.view(np.int32))] * LANES))
-
-
-@operation(nothing, address, pairs)
-def store_bytes(builder, at, x):
-    """int32 [16] as int8 [16]."""
-    store(builder, at, builder.trunc(x, ir.VectorType(ir.IntType(8), LANES)))
 
 
 @operation(types.int32, pairs)

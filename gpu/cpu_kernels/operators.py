@@ -13,28 +13,34 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from core.config import ModelConfig
+from core.config import BLOCK_SIZE, ModelConfig
 from gpu.cpu_kernels.attention import PagedAttention
 from gpu.cpu_kernels.matmul import PackedMatmul, multiply_rows
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     LANES,
     exp2,
+    first_lane,
     first_of_pairs,
+    keep,
+    larger,
     load_floats,
     load_integer,
     load_widened,
     multiply_add,
     pointer,
     rotated_pairs,
+    rounded,
     second_of_pairs,
     spread,
+    spread_largest,
+    store_bytes,
     store_rounded,
     take_next,
     total,
     zeros,
 )
-from gpu.kv_cache import LayerKV
+from gpu.kv_cache import SCALE_BYTES, LayerKV
 from gpu.layers import Gated
 from gpu.linear import Embed, Linear, PackedRows, can_gather, in_blocks, keeps_rows
 from gpu.operators import HeadNorms, Operators
@@ -43,7 +49,7 @@ from gpu.quant import Weight
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A thread is woken for so many numbers: they take a core about as long as waking one.
 NUMBERS_PER_THREAD = 1 << 16
-ONE = np.float32(1)
+ONE, MOST = np.float32(1), np.float32(127)
 MINUS_LOG2_E = np.float32(-math.log2(math.e))
 # GELU's tanh approximation is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)): arXiv:1606.08415, section 2
 GELU_SLOPE = np.float32(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
@@ -78,8 +84,9 @@ class RotateArguments(ctypes.Structure):
             "next_piece",  # 0
             "qkv",  # bf16 [tokens, heads + 2 * kv_heads, head_dim]
             "query",  # bf16 [tokens, heads, head_dim]
-            "keys",  # bf16 [slots, kv_heads, head_dim]
+            "keys",  # bf16 [slots, kv_heads, head_dim], or see Int8LayerKV
             "values",
+            "is_int8",
             "slots",  # int64 [tokens]
             "rotation",  # float32 [tokens, head_dim / 2, 2]; 0: no RoPE
             "query_norm",  # [head_dim]; 0: no norm
@@ -168,24 +175,63 @@ def _norm_and_rotate(x, weight, is_float, eps, rotation, num_heads, head_dim, ou
         _rotate(source, rotation, head_dim, target)
 
 
+@njit(cache=True)
+def _store_integers(source, num_heads, head_dim, spare, into, slot, is_key):
+    """A token's heads in 8 bits: see Int8LayerKV. source: bf16 [num_heads, head_dim]; spare: room for a head."""
+    head_bytes, place = BLOCK_SIZE * (head_dim + SCALE_BYTES), slot % BLOCK_SIZE
+    for head in range(num_heads):
+        numbers, most, check = source + 2 * head * head_dim, zeros(), zeros()
+        for index in range(0, head_dim, LANES):
+            value = load_widened(numbers + 2 * index)
+            most, check = larger(most, larger(value, zeros() - value)), check + value * zeros()
+        largest = first_lane(spread_largest(most))
+        by = spread(MOST / largest if largest > 0 else np.float32(0))
+        for index in range(0, head_dim, LANES):
+            store_bytes(spare + index, rounded(load_widened(numbers + 2 * index) * by))
+        at = into + (slot // BLOCK_SIZE * num_heads + head) * head_bytes
+        if is_key:
+            pairs, stored = (
+                carray(pointer(spare), head_dim // 2, np.int16),
+                carray(pointer(at), head_bytes // 2, np.int16),
+            )
+            for pair in range(head_dim // 2):
+                stored[pair * BLOCK_SIZE + place] = pairs[pair]
+        else:
+            integers, first = carray(pointer(spare), head_dim, np.int8), place // 2 * head_dim
+            bytes_ = carray(pointer(at), head_bytes, np.int8)
+            for dim in range(head_dim):
+                bytes_[(first + dim) * 2 + place % 2] = integers[dim]
+        scales = carray(pointer(at + head_dim * BLOCK_SIZE), BLOCK_SIZE, np.float32)
+        scales[place] = largest / MOST + total(check)  # not finite where a number is not
+
+
 @cfunc(types.void(types.int64), cache=True)
 def rotate_and_store(arguments):
     """Take tokens until none is left: any number of threads at once. arguments: the address of RotateArguments."""
     args = carray(pointer(arguments), 1, _ROTATE)[0]
     head_dim, is_float, eps = args.head_dim, args.is_weight_float, args.eps
     query_width, kv_width = 2 * args.num_heads * head_dim, 2 * args.num_kv_heads * head_dim
+    memory = np.empty(kv_width + head_dim, dtype=np.uint8)
+    rotated = memory.ctypes.data
     token = take_next(arguments)
     while token < args.num_tokens:
         source = args.qkv + token * (query_width + 2 * kv_width)
-        slot = load_integer(args.slots + 8 * token) * kv_width
+        slot = load_integer(args.slots + 8 * token)
         rotation = args.rotation + 4 * token * head_dim if args.rotation else 0
         target = args.query + token * query_width
         _norm_and_rotate(source, args.query_norm, is_float, eps, rotation, args.num_heads, head_dim, target)
         source += query_width
-        target = args.keys + slot
+        target = rotated if args.is_int8 else args.keys + slot * kv_width
         _norm_and_rotate(source, args.key_norm, is_float, eps, rotation, args.num_kv_heads, head_dim, target)
-        _rotate(source + kv_width, 0, kv_width // 2, args.values + slot)
+        values = source + kv_width
+        if args.is_int8:
+            spare = rotated + kv_width
+            _store_integers(rotated, args.num_kv_heads, head_dim, spare, args.keys, slot, True)
+            _store_integers(values, args.num_kv_heads, head_dim, spare, args.values, slot, False)
+        else:
+            _rotate(values, 0, kv_width // 2, args.values + slot * kv_width)
         token = take_next(arguments)
+    keep(memory)
 
 
 @njit(cache=True)
@@ -266,6 +312,7 @@ class KernelOperators(Operators):
             query=query.data_ptr(),
             keys=kv.keys.data_ptr(),
             values=kv.values.data_ptr(),
+            is_int8=kv.is_int8,
             slots=slots.data_ptr(),
             rotation=0 if rotation is None else rotation.data_ptr(),
             query_norm=0 if query_norm is None else query_norm.data_ptr(),

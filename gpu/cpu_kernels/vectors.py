@@ -48,6 +48,7 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
+ROUNDER = np.float32(1.5 * 2**23)
 BFLOATS, HALF_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES), ir.VectorType(_BFloat(), LANES)
 
 
@@ -205,6 +206,14 @@ def load_pairs(builder, at):
     return load(builder, at, PAIRS)
 
 
+@operation(pairs, address)
+def load_integers(builder, at):
+    """int8 [32] as bf16 [32], exactly."""
+    values = load(builder, at, ir.VectorType(ir.IntType(8), 2 * LANES))
+    found = builder.fptrunc(builder.sitofp(values, ir.VectorType(FLOAT, 2 * LANES)), BFLOATS)
+    return builder.bitcast(found, PAIRS)
+
+
 @operation(floats, address)
 def load_widened(builder, at):
     """bf16 [16] as float32."""
@@ -247,6 +256,19 @@ def store_rounded(builder, at, value):
 def spread(builder, value):
     """A float32 in every lane."""
     return broadcast(builder, value, FLOATS)
+
+
+@operation(pairs, floats)
+def rounded(builder, x):
+    """To the nearest integer, ties to even, for numbers below 2 ** 22: added to ROUNDER, it lies in the low bits."""
+    bits = builder.bitcast(builder.fadd(x, spread.emit(builder, ir.Constant(FLOAT, float(ROUNDER)))), PAIRS)
+    return builder.sub(bits, ir.Constant(PAIRS, [int(ROUNDER.view(np.int32))] * LANES))
+
+
+@operation(nothing, address, pairs)
+def store_bytes(builder, at, x):
+    """int32 [16] as int8 [16]."""
+    store(builder, at, builder.trunc(x, ir.VectorType(ir.IntType(8), LANES)))
 
 
 @operation(floats, floats, floats, floats)

@@ -94,7 +94,14 @@ def parse_ollama(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 
 
 def style_of(defaults: GenerationDefaults) -> PoolingStyle:
-    assert defaults.pooling is not None, "the reader has asked whether the model pools"
+    """
+    Raises:
+        InvalidRequest: the model makes no vectors, by the files that a gateway counts with.
+    """
+    if defaults.pooling is None:
+        raise InvalidRequest(
+            "This model makes no embeddings or scores. Name another one.", "model", "unsupported_model"
+        )
     return defaults.pooling
 
 

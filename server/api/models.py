@@ -22,7 +22,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         alias_of: the model's own name, by which it is billed; None: that is `id`.
         parent: of an adapter: the model that it adapts; root: its directory below the operator's, or that one's name.
         adapter: what the engine computes beside the model.
-        tasks: what it does: "generate", "embed", "score".
+        tasks: what it does: "generate", "embed", "score"; empty: not known.
     """
 
     id: str
@@ -178,8 +178,9 @@ def _model_object(model: ServedModel, states: States) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "steploop",
-        "tasks": model.tasks,
     }
+    if model.tasks:
+        result["tasks"] = model.tasks
     if model.parent is not None:
         result |= {"root": model.root, "parent": model.parent}
     if model.max_model_len is not None:

@@ -357,7 +357,10 @@ def show_reply(model: ServedModel, card: ServerCard, template: str | None, capab
             "template": template or "",
             "details": _details(card),
             "model_info": {"general.architecture": kind, f"{kind}.context_length": model.max_model_len},
-            "capabilities": [*(_CAPABILITIES[task] for task in model.tasks if task in _CAPABILITIES), *capabilities],
+            "capabilities": [
+                *(_CAPABILITIES[task] for task in model.tasks or ("generate",) if task in _CAPABILITIES),
+                *capabilities,
+            ],
             "modified_at": _time(model.created_s),
         }
     )

@@ -5,6 +5,7 @@ llama-server are other names of these (known_fields.py). Thread: loop, or wherev
 """
 
 import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -129,7 +130,7 @@ def _asked(fields: StructuredFields) -> list[Any]:
     """(param, what makes its constraint) of each that is asked for."""
     outputs = fields.structured_outputs or StructuredOutputs()
     prefixed = "structured_outputs."
-    candidates = [
+    candidates: list[tuple[str, Any, Any]] = [
         (prefixed + "json", outputs.json, _schema),
         (prefixed + "json_object", outputs.json_object or None, _any_object),
         (prefixed + "regex", outputs.regex, constraints.regex),
@@ -142,11 +143,8 @@ def _asked(fields: StructuredFields) -> list[Any]:
         ("guided_grammar", fields.guided_grammar, constraints.client_grammar),
     ]
 
-    def maker(make: Any, value: Any, param: str) -> Any:
-        return lambda: make(value, param)
-
     named = [(fields.sent_as.get(param, param), value, make) for param, value, make in candidates if value is not None]
-    return [(param, maker(make, value, param)) for param, value, make in named]
+    return [(param, partial(make, value, param)) for param, value, make in named]
 
 
 def _of_format(response_format: ResponseFormat, param: str) -> GrammarSpec:

@@ -38,7 +38,8 @@ FROM_STDIN = "-"  # -q -: the question comes from stdin
 ANSWER_TIMEOUT_S = 600.0  # of silence: the server's deadlines are shorter, and it sends keep-alives every 15 s
 PROBE_TIMEOUT_S = 2.0
 READY_POLL_S = 0.25
-_FOR_OTHER_CLIENTS = ("server", "listening", "access", "ledger")  # sections of settings that a private server ignores
+# Sections of settings that a private server ignores
+_FOR_OTHER_CLIENTS = ("server", "listening", "access", "ledger", "files and batches")
 SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "system": (str, "what the model is told before the conversation"),
     "temperature": (float, "0 always takes the likeliest token; 1 samples as the model says"),
@@ -320,7 +321,7 @@ class ChatClient:
             with self.exchange("GET", "/v1/models", None, PROBE_TIMEOUT_S) as response:
                 body = response.read()
             if response.status_code != 200:
-                raise self._refusal(response.status_code, body)
+                raise self.refusal(response.status_code, body)
             try:
                 self._model = str(json.loads(body)["data"][0]["id"])
             except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -360,7 +361,7 @@ class ChatClient:
         self.stats = stats = AnswerStats(self._clock())
         with self.exchange("POST", "/v1/chat/completions", question, ANSWER_TIMEOUT_S) as response:
             if response.status_code != 200:
-                raise self._refusal(response.status_code, response.read())
+                raise self.refusal(response.status_code, response.read())
             for event in self._events(response):
                 stats.usage = event.get("usage") or stats.usage
                 choices = event.get("choices") or ()
@@ -377,7 +378,7 @@ class ChatClient:
                 if data:
                     event = json.loads(data)
                     if "error" in event:
-                        raise self._refusal(200, data.encode())
+                        raise self.refusal(200, data.encode())
                     yield event
         except (httpx2.TransportError, ValueError) as error:
             raise self._unreachable(f"broke off the answer ({error})") from error
@@ -385,16 +386,21 @@ class ChatClient:
 
     @contextlib.contextmanager
     def exchange(
-        self, method: str, path: str, body: Any = None, timeout_s: float = ANSWER_TIMEOUT_S
+        self, method: str, path: str, json: Any = None, timeout_s: float = ANSWER_TIMEOUT_S, **form: Any
     ) -> Generator[httpx2.Response, None, None]:
-        """One request on its own connection, which is closed at the end."""
+        """One request on its own connection, which is closed at the end.
+
+        Args:
+            form: instead of JSON: data and files, as httpx2 takes them.
+        """
         with contextlib.ExitStack() as stack:
             try:
                 response = stack.enter_context(
                     httpx2.stream(
                         method,
                         self.url + path,
-                        json=body,
+                        json=json,
+                        **form,
                         headers=self._headers,
                         verify=self._tls,
                         timeout=timeout_s,
@@ -411,7 +417,7 @@ class ChatClient:
         fix = "start a server (steploop serve), name another with --url, or chat in this process with --model DIR"
         return StartupError(f"{self.url} {what}", fix, ExitCode.UNREACHABLE)
 
-    def _refusal(self, status: int, body: bytes) -> StartupError:
+    def refusal(self, status: int, body: bytes) -> StartupError:
         fix = FIXES.get(status, "try again, or look into the server's log")
         return StartupError(f"{self.url}: {_error_message(body)}", fix, ExitCode.UNREACHABLE)
 
@@ -432,12 +438,18 @@ def _error_message(body: bytes) -> str:
 
 
 @contextlib.contextmanager
-def private_server(config: ServerConfig, start: StartInThread) -> Iterator[ChatClient]:
-    """Serve in this process for this chat alone: on a free loopback port, with a new key."""
-    key = secrets.token_urlsafe(24)
+def private_server(
+    config: ServerConfig, start: StartInThread, key: str | None = None, **own: Any
+) -> Iterator[ChatClient]:
+    """Serve in this process for this command alone: on a free loopback port, with a new key.
+
+    Args:
+        own: settings that are not the configuration's.
+    """
+    key = key or secrets.token_urlsafe(24)
     shared = [option.field_name for option in OPTIONS if option.section not in _FOR_OTHER_CLIENTS]
     settings = {name: getattr(config, name) for name in shared}
-    url, stop = start(ServerConfig(**settings, port=0, api_keys=(key,), log_level="error"))
+    url, stop = start(ServerConfig(**settings, port=0, api_keys=(key,), log_level="error", **own))
     try:
         yield ChatClient(url, key)
     finally:

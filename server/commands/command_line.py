@@ -30,6 +30,14 @@ examples:
   echo "What is a token?" | steploop chat -q -
   steploop chat --url https://host:8443 --api-key KEY
   steploop chat --model ~/models/Qwen3-0.6B       in this process, whatever else is up""",
+    "batch": """\
+examples:
+  steploop batch requests.jsonl                   in this process, by the embedded model
+  steploop batch requests.jsonl --model DIR
+  steploop batch requests.jsonl --url https://host:8443 --api-key KEY --window 2h
+
+Answers are in requests.output.jsonl, errors in requests.error.jsonl. Ctrl-C stops; the same command goes on.
+Exit codes: 0: all lines are answered; 1: some have failed.""",
     "doctor": """\
 examples:
   steploop doctor
@@ -108,6 +116,7 @@ def add_flags(by_command: Mapping[str, argparse.ArgumentParser], shows_all: bool
     _add_keys(by_command["keys"])
     _add_usage(by_command["usage"])
     _add_replay(by_command["replay"])
+    _add_batch(by_command["batch"])
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
     )
@@ -207,6 +216,14 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--anyway", action="store_true", help="compare although the model, the settings or the version differ"
     )
+    add_trust_flags(parser)
+    _add_options(parser, [option for option in OPTIONS if option.field_name in CHAT_FIELDS])
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="requests, one on a line, as /v1/batches takes them")
+    parser.add_argument("--url", help="server to ask (default: the model is served in this process)")
+    parser.add_argument("--window", metavar="TIME", default="24h", help="completion window [24h]")
     add_trust_flags(parser)
     _add_options(parser, [option for option in OPTIONS if option.field_name in CHAT_FIELDS])
 

@@ -1,14 +1,13 @@
 """Which prompts are cached here, told to routers: vLLM's KV events over ZeroMQ (its distributed/kv_events.py).
 
 Each message is a topic (empty), a number of 8 bytes, and a KVEventBatch in MessagePack: what can be found on the device
-since the last. The first says that nothing can, and whoever misses some asks the other socket, a ROUTER, for all from a
-number on, of the last NUM_KEPT. Needs pyzmq, which the extra `kv-events` installs. Threads: `put` is the engine's; the
-sockets are of a thread of their own. A subscriber that is too slow loses messages, and holds nobody up.
+since the last. The first says that nothing can. Whoever misses some asks the other socket, a ROUTER, for all from a
+number on, of those that are kept. Needs pyzmq, which the extra `kv-events` installs. Threads: `put` is the engine's,
+the sockets have one of their own. A subscriber that is too slow loses messages, and holds nobody up.
 """
 
 import contextlib
 import logging
-import struct
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from server.listening.sockets import TcpAddress
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT = 10_000  # batches
+NUM_KEPT, KEPT_BYTES = 10_000, 64 * 2**20  # of the last batches
 LOOK_S = 0.1  # for those who ask for them
 MOST_CHANGES = 1_000  # of one batch
 CLOSE_S = 2.0
@@ -65,7 +64,7 @@ def events_of(changes: Iterable[BlockChange]) -> list[KVCacheEvent]:
     events: list[KVCacheEvent] = []
     for serial, parent, content in changes:
         last = events[-1] if events else None
-        token_ids = [one for (one,) in struct.iter_unpack("i", content)]
+        token_ids = memoryview(content).cast("i").tolist()
         if not serial:
             events.append(AllBlocksCleared())
         elif not token_ids and isinstance(last, BlockRemoved):
@@ -78,6 +77,22 @@ def events_of(changes: Iterable[BlockChange]) -> list[KVCacheEvent]:
         else:
             events.append(BlockStored([serial], parent, token_ids, len(token_ids)))
     return events
+
+
+class KeptBatches:
+    """The last ones, with their numbers."""
+
+    def __init__(self) -> None:
+        self.batches: deque[tuple[bytes, bytes]] = deque()
+        self._num_bytes = self._next = 0
+
+    def keep(self, batch: bytes) -> tuple[bytes, bytes]:
+        self.batches.append((self._next.to_bytes(8, "big"), batch))
+        self._next += 1
+        self._num_bytes += len(batch)
+        while len(self.batches) > NUM_KEPT or (self._num_bytes > KEPT_BYTES and len(self.batches) > 1):
+            self._num_bytes -= len(self.batches.popleft()[1])
+        return self.batches[-1]
 
 
 def kv_events_at(address: TcpAddress | None, replay: TcpAddress | None, has_engine: bool) -> "KvEvents | None":
@@ -109,8 +124,7 @@ class KvEvents:
         self.endpoints = [one.getsockopt_string(zmq.LAST_ENDPOINT) for one in self._sockets]
         self._changes: SimpleQueue[BlockChange | None] = SimpleQueue()
         self.put = self._changes.put
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=NUM_KEPT)
-        self._num_sent = 0
+        self._kept = KeptBatches()
         self.put(BlockChange(0))
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
@@ -149,16 +163,15 @@ class KvEvents:
 
     def _publish(self, changes: list[BlockChange]) -> None:
         if changes:
-            number, batch = self._num_sent.to_bytes(8, "big"), KVEventBatch(time.time(), events_of(changes))
-            self._num_sent += 1
-            self._kept.append((number, msgspec.msgpack.encode(batch)))
-            self._sockets[0].send_multipart((b"", *self._kept[-1]))
+            batch = msgspec.msgpack.encode(KVEventBatch(time.time(), events_of(changes)))
+            self._sockets[0].send_multipart((b"", *self._kept.keep(batch)))
 
     def _replay(self, router: Any) -> None:
         with contextlib.suppress(self._zmq.Again):
             while True:
-                who, *_, first = router.recv_multipart(self._zmq.NOBLOCK)
-                for number, batch in self._kept:
+                asked = router.recv_multipart(self._zmq.NOBLOCK)
+                who, first = asked[0], asked[-1]
+                for number, batch in self._kept.batches:
                     if number >= first and len(first) == len(number):
                         router.send_multipart((who, b"", number, batch))
                 router.send_multipart((who, b"", ALL_TOLD, b""))

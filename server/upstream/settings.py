@@ -28,8 +28,9 @@ FIELD_SAMPLES = {
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
 _PATH = re.compile(r"/[!-~]*")
-_DURATIONS = re.compile(r"(?:\d+(?:\.\d+)?[a-z]+)+")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
+_DURATIONS = re.compile(r"-?(?:(?:\d+(?:\.\d+)?[a-z]+)+|\d+(?:\.\d+)?)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([a-z]*)")
+_TIMES = 'a time such as "10m", 0 (end at once) or -1 (stay)'
 ELSEWHERE = ("tokenizer", "protocol", "upstream_model", "api_key_file", "tls_ca", "tls_cert", "tls_key", "trusted")
 
 
@@ -165,28 +166,21 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 def keep_alive_of(value: str | float) -> float:
     """Seconds, from "10m", "1h30m" or a number; infinite: any negative one, as Ollama has it. Raises ValueError."""
-    text = str(value).strip()
-    try:
-        number = float(text)
-        if not math.isnan(number):
-            return number if number >= 0 else math.inf
-    except ValueError:
-        pass
-    units = DURATION_UNITS | {"m": 60.0}
-    if not text.startswith("-"):
-        parts = _DURATION.findall(text) if _DURATIONS.fullmatch(text) else []
-        if parts and all(unit in units for _, unit in parts):
-            return sum(float(number) * units[unit] for number, unit in parts)
-    elif _DURATIONS.fullmatch(text[1:]):
-        return math.inf
-    raise ValueError(f'keep_alive is {value!r}, but must be a time such as "10m", 0 (end at once) or -1 (stay)')
+    if not isinstance(value, str):
+        return value if value >= 0 else math.inf
+    text, units = value.strip(), DURATION_UNITS | {"m": 60.0, "": 1.0}
+    parts = _DURATION.findall(text) if _DURATIONS.fullmatch(text) else []
+    if parts and all(unit in units for _, unit in parts):
+        seconds = sum(float(number) * units[unit] for number, unit in parts)
+        return seconds if not text.startswith("-") else math.inf
+    raise ValueError(f"keep_alive is {value!r}, but must be {_TIMES}")
 
 
 def keep_alive_setting(value: str | float) -> float:
     """Likewise, of a setting: of the negative ones, -1 alone. Raises ValueError."""
     seconds = keep_alive_of(value)
     if seconds == math.inf and str(value).strip() not in ("-1", "-1.0"):
-        raise ValueError(f'keep_alive is {value!r}, but must be a time such as "10m", 0 (end at once) or -1 (stay)')
+        raise ValueError(f"keep_alive is {value!r}, but must be {_TIMES}")
     return seconds
 
 

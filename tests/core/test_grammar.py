@@ -27,7 +27,7 @@ from core.constraints import (
     regex,
 )
 from core.errors import InvalidRequest
-from core.grammar import Grammar
+from core.grammar import Grammar, GrammarCompiler, Vocabulary
 from core.shortest_answer import shortest_answer
 from core.tool_formats import FORMATS as TOOL_FORMATS
 from core.tool_grammar import CannotHold, Tool, allowed_calls, required_calls
@@ -337,6 +337,30 @@ def test_a_broken_expression_or_grammar_is_refused(make: Any, words: str) -> Non
     assert refused.value.param == PARAM
 
 
+def test_wide_objects_are_held_with_many_words_and_ambiguous_grammars_end_early() -> None:
+    """By counts of the parser's items: what costs more with a longer vocabulary, and what does with a longer answer."""
+    letters = [bytes([one]) for one in range(97, 123)]
+    words = [a + b + c for a in letters for b in letters for c in letters]
+    vocabulary = Vocabulary(
+        [*(bytes([byte]) for byte in range(256)), *words, b"<end>"], [256 + len(words)], [256 + len(words)]
+    )
+    wordy = GrammarCompiler(vocabulary, lambda text: list(text.encode()))
+    state = wordy.compile(json_schema(optional(480), PARAM)).start()
+    mask = np.zeros(wordy.compile(regex("a", PARAM)).num_words, np.int32)
+    for token_id in b'{"a400":1':
+        state.fill_mask(mask)
+        state.accept(token_id)
+    assert state.fault is None
+    for source in ("start: e\ne: e e | /[a-z]/", 'start: e\ne: e e e | e e | "a" | "ab" | /[a-z]{1,4}/'):
+        state = compiler().compile(client_grammar(source, PARAM)).start()
+        mask = np.zeros(compiler().compile(regex("a", PARAM)).num_words, np.int32)
+        while state.fault is None:
+            state.fill_mask(mask)
+            state.accept(tokenizer().encode("a", add_special_tokens=False)[0])
+        assert state.num_accepted < 300
+        assert state.is_too_complex
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [
@@ -344,6 +368,7 @@ def test_a_broken_expression_or_grammar_is_refused(make: Any, words: str) -> Non
         ('%llguidance {}\nstart: "a" start? // start: start\n  | start~0', "aaa"),
         ('start: (a)* "b"\na: "/:" start\n%ignore / /', "/:bb"),
         ('start: t::0\nt::_: "a" t::incr([0:2]) %if lt([0:2], 2) | "b"', "aab"),
+        ('start: "a" [capture]\ncapture: "b"', "ab"),
         ('start: "%json <x> @y capture" | e\ne: ', "%json <x> @y capture"),
         ('root ::= a b?\na ::= ("x" root){0,2} | a "y"\nb ::= "(" [^(]', "x(y"),
     ],

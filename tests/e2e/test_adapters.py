@@ -169,4 +169,5 @@ def test_what_cannot_be_loaded_is_refused(server: ServerProcess, small_model: Pa
         assert load(server, f"n{i}", str(loras / "1")).status == 200
     assert (answer := load(server, "more", "1")).status == 409
     assert answer.code == "lora_limit"
+    assert load(server, "n0", "2", load_inplace=True).status == 200
     assert ask(server.port, "POST", "/v1/load_lora_adapter", b"{}").status == 401

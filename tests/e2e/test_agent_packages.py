@@ -61,6 +61,8 @@ CASES = {
     "langchain": [[ANSWER, [0, 1, 0, 0]], [ANSWER, [0, 1, 0, 0]], *[ADA] * 6] * 2,
     "instructor": [*[ADA] * 7, [ADA]],
     "pydantic_ai": [ANSWER, ANSWER, *[ADA] * 6] * 2,
+    "litellm": [*[[ANSWER, 4]] * 8, ADA],
+    "llama_index": [ANSWER, ANSWER, ADA],
 }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config import parse_model_config
 from core.errors import BadAdapter
@@ -146,6 +148,32 @@ def test_a_quantised_base_keeps_its_rounding(scheme: str, model_directory: MODEL
     assert says(runner, something)[0] != ids
 
 
+def test_rows_without_an_adapter_cost_no_operation_more(model_directory: MODELS, tmp_path: Path) -> None:
+    """In steps with none: beside 16 that are loaded, and after one that was computed."""
+
+    class Counted(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = Counter[str]()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    model = model_directory("llama3")
+    found = []
+    for engine in (ENGINE, LORAS):
+        runner = open_runner(model, engine)
+        if engine is LORAS:
+            adapters = [runner.load_adapter(save_adapter(tmp_path / str(i), model, seed=i)) for i in range(16)]
+            says(runner, adapters[0])
+        with Counted() as counted:
+            says(runner)
+        found.append(counted.calls)
+    assert found[0] == found[1]
+    assert found[0].total() > 100
+
+
 def test_a_slot_forgets_the_adapter_of_the_sequence_before(model_directory: MODELS, tmp_path: Path) -> None:
     runner = open_runner(model_directory("llama3"), LORAS)
     ids, _ = says(runner)
@@ -241,8 +269,8 @@ def test_files_that_cannot_be_read_are_named(
         open_runner(model_directory("qwen3_moe"), LORAS).load_adapter(experts)
 
 
-def test_the_plan_counts_adapters(model_directory: MODELS) -> None:
+def test_the_plan_counts_adapters_and_one_that_is_replaced(model_directory: MODELS) -> None:
     model = model_directory("llama3")
     config = parse_model_config(read_config(model))
     plain, planned = open_runner(model).memory, open_runner(model, LORAS).memory
-    assert planned.total_bytes - plain.total_bytes == 16 * adapter_bytes(config, torch.float32, 16)
+    assert planned.total_bytes - plain.total_bytes == 17 * adapter_bytes(config, torch.float32, 16)

@@ -21,19 +21,21 @@ from tests.workload import Workload, WorkloadRun
 
 
 @pytest.mark.parametrize(
-    ("scheme", "dtype", "activations"),
+    ("scheme", "dtype", "activations", "kv_dtype"),
     [
-        *((scheme, "bfloat16", "auto") for scheme in QUANTIZE_SCHEMES),
-        ("int8", "float32", "auto"),
-        ("int8", "bfloat16", "int8"),
-        ("int4", "float32", "int8"),
+        *((scheme, "bfloat16", "auto", "auto") for scheme in QUANTIZE_SCHEMES),
+        ("int8", "float32", "auto", "auto"),
+        ("int4", "float32", "int8", "int8"),
+        (None, "bfloat16", "auto", "int8"),
     ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
-    model_directory: Callable[[str], Path], scheme: str, dtype: str, activations: str
+    model_directory: Callable[[str], Path], scheme: str | None, dtype: str, activations: str, kv_dtype: str
 ) -> None:
     """Alone with all the room and no drafts; together in few blocks, in small chunks, with drafts."""
-    asked = replace(ENGINE, dtype=dtype, quantize=scheme, activations=activations, deterministic=True)
+    asked = replace(
+        ENGINE, dtype=dtype, quantize=scheme, activations=activations, kv_dtype=kv_dtype, deterministic=True
+    )
     runner = open_runner(model_directory("qwen3"), asked)
     together = Workload(draw_workload(random.Random(1)).requests[:6])
     limits = runner.limits

@@ -1,12 +1,16 @@
 """Content of blocks: copied, cleared and mended whole, others untouched; sizes."""
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from core.config import ModelConfig, parse_model_config
-from gpu.kv_cache import KVCache, bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
+from core.config import EngineConfig, LatentConfig, ModelConfig, parse_model_config
+from core.errors import StartupError
+from gpu.device import DeviceChoice
+from gpu.kv_cache import INT8, KVCache, bytes_per_block, bytes_per_token, kv_dtype_of, num_blocks_for, num_blocks_within
 
 CONFIG: ModelConfig = parse_model_config(
     {
@@ -77,3 +81,39 @@ def test_blocks_within_memory_leave_room_for_scratch() -> None:
 
 def test_blocks_for_tokens_round_up() -> None:
     assert [num_blocks_for(n) for n in (1, 16, 17, 32)] == [1, 1, 2, 2]
+
+
+def test_8_bits_are_near_the_numbers_and_half_their_bytes() -> None:
+    cache = KVCache(CONFIG, 5, INT8, torch.device("cpu"))
+    assert bytes_per_block(CONFIG, INT8) == cache.tensor[:, :, 0].numel() == 16 * 3 * 2 * 2 * (2 + 4)
+    keys, values = torch.randn(2, 40, 2, 2, generator=torch.Generator().manual_seed(0))
+    cache.layers[1].write(torch.arange(7, 47), keys, values)
+    found = cache.layers[1].read(torch.tensor([[0, 1, 2]]), torch.float32)
+    for got, want in zip(found, (keys, values), strict=True):
+        error = (got[0].transpose(0, 1)[7:47] - want).abs()
+        assert (error <= want.abs().amax(-1, keepdim=True) / 253).all()
+    cache.copy_blocks(torch.tensor([0]), torch.tensor([4]))
+    copied = cache.layers[1].read(torch.tensor([[4]]), torch.float32)
+    assert all(torch.equal(one[:, :, :16], other) for one, other in zip(found, copied, strict=True))
+    cache.layers[1].write(torch.tensor([3]), torch.full((1, 2, 2), math.nan), torch.full((1, 2, 2), math.inf))
+    assert not any(part.isfinite().all() for part in cache.layers[1].read(torch.tensor([[0]]), torch.float32))
+    cache.make_finite(torch.tensor([0]))
+    mended = cache.layers[1].read(torch.tensor([[0]]), torch.float32)
+    for got, want in zip(mended, found, strict=True):
+        assert not got[0, :, 3].any()
+        assert torch.equal(got[0, :, 4:], want[0, :, 4:16])
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "cause"),
+    [
+        ({}, "cuda", "are for CPUs"),
+        ({"head_dim": 3}, "cpu", "heads of 3"),
+        ({"latent": LatentConfig(8, 0, 4, 4, 4)}, "cpu", "latent"),
+    ],
+)
+def test_8_bits_are_refused_by_name(changes: dict[str, Any], device: str, cause: str) -> None:
+    choice = DeviceChoice(torch.device(device), "", torch.bfloat16, "", 1, "")
+    with pytest.raises(StartupError, match=cause):
+        kv_dtype_of(dataclasses.replace(CONFIG, **changes), EngineConfig(kv_dtype="int8"), choice)
+    assert kv_dtype_of(CONFIG, EngineConfig(), choice) == torch.bfloat16

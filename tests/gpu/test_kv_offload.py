@@ -84,6 +84,23 @@ def test_restored_blocks_give_the_tokens_of_computed_ones(directory: Path, expec
     assert stats.num_offloaded_blocks >= stats.num_restored_blocks
 
 
+def test_blocks_in_8_bits_are_restored_with_the_tokens_that_they_gave(directory: Path, tmp_path: Path) -> None:
+    """From host memory, after a restart, and never to a server of another type."""
+    plain = ask_all(Served(open_runner(directory, replace(ENGINE, kv_dtype="int8"))), "plain.")
+    kept = replace(HOST, kv_dtype="int8", kv_offload_dir=str(tmp_path))
+    for _ in range(2):
+        served = Served(open_runner(directory, kept))
+        for turn in range(2):
+            answers = ask_all(served, f"{turn}.")
+            assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in plain]
+        assert [cached for _, cached in answers] == [64, 48, 48, 80]
+        served.engine.close()
+    served = Served(runner := open_runner(directory, replace(kept, kv_dtype="auto")))
+    assert runner.offload is not None
+    assert runner.offload.stored == []
+    served.engine.close()
+
+
 def test_restored_blocks_of_latent_attention_do_too(model_directory: Callable[[str], Path]) -> None:
     plain, served = (Served(open_runner(model_directory("deepseek_v3"), engine)) for engine in (ENGINE, HOST))
     expected = ask_all(plain, "plain.")

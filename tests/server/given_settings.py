@@ -53,6 +53,7 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "device": "cpu",
     "dtype": "float32",
     "quantize": "int8",
+    "kv-dtype": "int8",
     "forced-tokens": "off",
     "speculation": "off",
     "tool-format": "xml",

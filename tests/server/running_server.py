@@ -16,6 +16,7 @@ from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import StepDelivery
+from server.api.fields import PoolingStyle
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine
@@ -34,6 +35,7 @@ def load_with(
     engine_type: Callable[..., Engine] = Engine,
     limits: RunnerLimits = LIMITS,
     stored: Iterable[tuple[int, BlockLabel]] = (),
+    pooling: PoolingStyle | None = None,
 ) -> LoadEngine:
     def load(
         inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
@@ -42,7 +44,7 @@ def load_with(
         clock = SimulatedClock()
         runner = runner_type(limits, CostModel(), clock)
         template = ChatTemplate({"default": CHATML}, {}, limits.max_model_len)
-        files = ModelFiles(Path("/"), CONFIG, TOKENIZER, template, {"temperature": 0.5}, (EOS_ID,))
+        files = ModelFiles(Path("/"), CONFIG, TOKENIZER, template, {"temperature": 0.5}, (EOS_ID,), pooling)
         facts = EngineFacts(MODEL, True, 1000, "float32", "cpu", "simulated", 4096, "the model's own", limits)
         scheduler = Scheduler(limits, (EOS_ID,), lambda: 1, stored=stored)
         engine = engine_type(scheduler, runner, clock, inbox, deliver)

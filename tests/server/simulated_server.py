@@ -280,11 +280,11 @@ class SimulatedServer:
             self.gate.identify_again,
             lambda: self.readiness.is_ready,
             lambda: self.limits.max_sequences,
-            lambda: served.is_awaited,
+            lambda: served.is_busy,
             clock.unix,
             self.loop,
         )
-        self.app.batches, served.on_awaited = batches, batches.give_way
+        self.app.batches, served.on_request = batches, batches.give_way
         batches.start()
         return batches
 

@@ -9,11 +9,13 @@ import pytest
 from core.errors import StartupError
 from core.kv_cache import BlockChange
 from server.listening.sockets import TcpAddress
+from server.observing import kv_events
 from server.observing.kv_events import (
     ALL_TOLD,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    KeptBatches,
     KVCacheEvent,
     KVEventBatch,
     events_of,
@@ -45,6 +47,16 @@ def test_neighbours_are_one_event() -> None:
         BlockStored([3], 1, [9, 9], 2),
         BlockRemoved([2, 3]),
     ]
+
+
+@pytest.mark.parametrize(("size", "num_kept"), [(1, 10), (40, 2), (101, 1)])
+def test_the_last_batches_are_kept(size: int, num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "NUM_KEPT", 10)
+    monkeypatch.setattr(kv_events, "KEPT_BYTES", 100)
+    kept = KeptBatches()
+    for _ in range(50):
+        kept.keep(bytes(size))
+    assert [int.from_bytes(number, "big") for number, _ in kept.batches] == list(range(50 - num_kept, 50))
 
 
 @pytest.mark.parametrize(("address", "has_engine"), [(None, True), (ANYWHERE, False)])

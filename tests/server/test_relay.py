@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import StartupError
-from core.types import SamplingParams
-from server.api.fields import GenerationCall
+from core.types import Pooling, SamplingParams
+from server.api.fields import GenerationCall, PoolingStyle
 from server.api.replies import status_of
 from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
@@ -41,7 +41,7 @@ from tests.core.small_tokenizers import byte_level
 from tests.server import raw_http2
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
 from tests.server.inline_ledger import rows
-from tests.server.running_server import LIMITS, ask, closing, open_with, read_answer, serving
+from tests.server.running_server import LIMITS, ask, closing, load_with, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
 from tests.server.test_llama_server import mark
 
@@ -453,7 +453,7 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
 
 
 def test_every_surface_has_a_passage() -> None:
-    assert {one.path for one in PASSAGES.values() if not one.is_parts} == {
+    assert {one.path for one in PASSAGES.values() if not one.is_parts and one.form != "document"} == {
         b"/v1/chat/completions",
         b"/v1/completions",
         b"/v1/responses",
@@ -625,6 +625,7 @@ async def saying(said: bytes | None, ends: bool = False) -> AsyncIterator[str]:
         (b"", 64.0, 200),
         (_LOADING, 64.0, 200),
         (_BROKEN, 64.0, 502),  # it may have done something
+        (b"SSH-2.0-nonsense\r\n\r\n", 64.0, 502),
         (b"", 0.5, 502),
         (_LOADING, 0.5, 503),
     ],
@@ -960,3 +961,37 @@ def test_whatever_an_answer_says_it_is_read_or_a_fault_however_it_is_split(
     assert all(choice in (0, 1) for part in whole[0] for choice in (*part.texts, *part.ends))
     with contextlib.suppress(UpstreamFault):
         UpstreamAnswer(passage, call, "r1", 2).document(b"".join(events))
+
+
+def test_what_waits_for_the_end_is_bounded() -> None:
+    call = GenerationCall(model="m", prompts=(), sampling=SamplingParams(max_tokens=5), includes_usage=True)
+    answer = UpstreamAnswer(next(iter(PASSAGES.values())), call, "r1", 1)
+    last = b'data: {"choices":[],"usage":{"told":"%b"}}\n\n' % (b"x" * 3_000_000)
+    assert [part.is_last for part in answer.push(last * 2)] == [True, True]
+    with pytest.raises(UpstreamFault, match="last events are larger"):
+        list(answer.push(last))
+
+
+async def test_embeddings_and_scores_pass_with_their_usage(tmp_path: Path) -> None:
+    style = PoolingStyle(pooling=Pooling("last"), num_dims=8)
+    upstream = {"load": load_with(pooling=style)}
+    path = tmp_path / "ledger.db"
+    async with relaying(1, False, upstream, trusted=True, config={"ledger": path}) as gateway:
+        body = {"model": ASKED, "input": ["step", [4, 5]]}
+        found = (await gateway.ask(request("POST", "/v1/embeddings", body))).json
+        (own,) = gateway.upstreams
+        direct = (await ask(own.server, closing(request("POST", "/v1/embeddings", body | {"model": MODEL})))).json
+        assert found["data"] == direct["data"]
+        assert (found["model"], found["usage"]["prompt_tokens"]) == (ASKED, direct["usage"]["prompt_tokens"])
+        ranked = (
+            await gateway.ask(request("POST", "/rerank", {"model": ASKED, "query": "a", "documents": ["a"]}))
+        ).json
+        assert ranked["results"][0]["relevance_score"] == pytest.approx(1.0)
+        olds = (await gateway.ask(request("POST", "/api/embed", {"model": f"{ASKED}:latest", "input": "step"}))).json
+        assert olds["embeddings"][0] == found["data"][0]["embedding"]
+    told = [(row.prompt_tokens, row.completion_tokens) for row in rows(path)]
+    assert told == [
+        (found["usage"]["prompt_tokens"], 0),
+        (ranked["usage"]["prompt_tokens"], 0),
+        (olds["prompt_eval_count"], 0),
+    ]

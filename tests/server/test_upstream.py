@@ -82,7 +82,17 @@ def test_settings_of_models_that_are_started_warn_where_there_is_none(tmp_path: 
 
 @pytest.mark.parametrize(
     ("value", "seconds"),
-    [("10m", 600), ("1h30m", 5400), (0, 0), ("0", 0), (-1, math.inf), ("-1", math.inf), ("-1s", math.inf), (1.5, 1.5)],
+    [
+        ("10m", 600),
+        ("1h30m", 5400),
+        (0, 0),
+        ("0", 0),
+        (-1, math.inf),
+        ("-1", math.inf),
+        ("-1s", math.inf),
+        (1.5, 1.5),
+        (1e-5, 1e-5),
+    ],
 )
 def test_keep_alive_is_read_as_ollama_reads_it(value: str | float, seconds: float) -> None:
     assert keep_alive_of(value) == seconds

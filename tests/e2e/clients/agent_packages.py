@@ -142,5 +142,67 @@ def pydantic_ai(url: str) -> Any:
     return found
 
 
+def litellm(url: str) -> Any:
+    import os
+
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would be fetched
+    import litellm
+    from litellm import completion, stream_chunk_builder
+
+    litellm.suppress_debug_info = True  # it would be printed
+
+    function = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    found: list[Any] = []
+    bases = {
+        "openai": url,
+        "hosted_vllm": url,
+        "anthropic": url.removesuffix("/v1"),
+        "ollama_chat": url.removesuffix("/v1"),
+    }
+    for provider, base in bases.items():
+        asked: Any = {"model": f"{provider}/{MODEL}", "api_base": base, "api_key": "none", "num_retries": 0}
+        asked["tools"] = [{"type": "function", "function": function}]
+        for streams in (False, True):
+            messages: list[Any] = [{"role": "user", "content": QUESTION}]
+            for _ in range(2):
+                answer = completion(messages=messages, stream=streams, **asked)
+                if streams:
+                    answer = stream_chunk_builder(list(answer), messages=messages)
+                message = answer.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                for call in message.tool_calls or ():
+                    content = weather(json.loads(call.function.arguments)["city"])
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+            found.append([messages[-1]["content"], len(messages)])
+    made = completion(
+        model=f"hosted_vllm/{MODEL}", api_base=url, messages=[{"role": "user", "content": FORM_QUESTION}],
+        response_format=Person,
+    )  # fmt: skip
+    found.append(json.loads(made.choices[0].message.content))
+    return found
+
+
+def llama_index(url: str) -> Any:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(
+        model=MODEL, api_base=url, api_key="none", max_retries=0, is_chat_model=True, is_function_calling_model=True
+    )
+    tool = FunctionTool.from_defaults(weather, name="get_weather")
+    called = model.chat_with_tools([tool], user_msg=QUESTION)
+    calls = model.get_tool_calls_from_response(called)
+    history = [ChatMessage(role="user", content=QUESTION), called.message]
+    history += [
+        ChatMessage(role="tool", content=weather(**one.tool_kwargs), additional_kwargs={"tool_call_id": one.tool_id})
+        for one in calls
+    ]
+    streamed = "".join(one.delta or "" for one in model.stream_chat(history))
+    form = model.structured_predict(Person, PromptTemplate(FORM_QUESTION))
+    return [model.chat(history).message.content, streamed, form.model_dump()]
+
+
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]](sys.argv[2]), ensure_ascii=False))

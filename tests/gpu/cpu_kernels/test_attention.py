@@ -74,6 +74,8 @@ def test_rows_attend_as_the_textbook_says(
     use_threads(num_threads)
     case = make(rows, num_kv_heads, per_kv, head_dim, window)
     assert_near(case.attend(kernels), case.want())
+    stored, exact = case.in_8_bits()
+    assert_near(stored.attend(kernels), exact.want())
 
 
 def test_scores_are_multiplied_by_the_scale_given(kernels: PagedAttention) -> None:
@@ -93,8 +95,10 @@ def test_one_score_far_above_the_others_takes_its_value_whole(kernels: PagedAtte
 
 @pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_token_is_rounded_the_same_in_any_chunk(kernels: PagedAttention, window: int | None) -> None:
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_token_is_rounded_the_same_in_any_chunk(kernels: PagedAttention, window: int | None, is_int8: bool) -> None:
     case = make([(500, 500)], 2, 3, 64, window)
+    case = case.in_8_bits()[0] if is_int8 else case
     whole = case.attend(kernels)
     for start, end in ((0, 1), (3, 70), (70, 500), (499, 500)):
         assert torch.equal(case.chunk(start, end).attend(kernels), whole[start:end])
