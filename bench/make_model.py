@@ -26,9 +26,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from core.config import parse_model_config
 from core.gguf import BLOCKS
 from gpu.checkpoint import Checkpoint, open_checkpoint
-from gpu.parameters import EMBEDDING, HEAD, interleave_halves
+from gpu.parameters import EMBEDDING, HEAD, empty_weights, interleave_halves
 
 SHARD_BYTES = 1000**3  # one shard at a time is in memory
 SCALE = 0.02
@@ -82,11 +83,35 @@ LLAMA_8B = _preset(
     attention_bias=False,
     mlp_bias=False,
 )
+# One layer of four attends; the others are recurrent.
+QWEN35_08B = _preset(
+    *("Qwen3_5ForCausalLM", 1024, 3584, 24, (8, 2)),
+    model_type="qwen3_5_text",
+    vocab_size=151_936,
+    head_dim=256,
+    full_attention_interval=4,
+    partial_rotary_factor=0.25,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+)
+LFM2_12B = _preset(
+    *("Lfm2ForCausalLM", 2048, 12_288, 16, (32, 8)),
+    model_type="lfm2",
+    vocab_size=65_536,
+    norm_eps=1e-5,
+    conv_L_cache=3,
+    block_auto_adjust_ff_dim=True,
+    block_multiple_of=256,
+    block_ffn_dim_multiplier=1.0,
+    full_attn_idxs=[2, 5, 8, 10, 12, 14],
+)
 PRESETS = {
     "qwen2.5-0.5b": QWEN2_05B,
     "qwen3-0.6b": QWEN3_06B,
     "qwen3-1.7b": QWEN3_17B,
     "moe-1b": MOE_1B,
+    "qwen3.5-0.8b": QWEN35_08B,
+    "lfm2-1.2b": LFM2_12B,
     "llama-8b": LLAMA_8B,
 }
 
@@ -102,52 +127,14 @@ MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> Iterator[Named]:
-    """Every tensor of a checkpoint of this configuration, in the order of the model: (name, shape)."""
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    for index in range(config["num_hidden_layers"]):
-        for name, shape in _layer_shapes(config):
-            yield f"model.layers.{index}.{name}", shape
-    yield "model.norm.weight", (hidden,)
-    if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", (vocab, hidden)
+    """Every tensor of a checkpoint of this configuration, by which it is loaded: (name, shape)."""
+    _, targets = empty_weights(parse_model_config(dict(config)), torch.bfloat16, torch.device("meta"))
+    return ((name, target.shape) for name, target in targets.items())
 
 
 def num_parameters(config: Mapping[str, Any]) -> int:
     """All of them, those that a token does not use too."""
     return sum(math.prod(shape) for _, shape in tensor_shapes(config))
-
-
-def _layer_shapes(config: Mapping[str, Any]) -> Iterator[Named]:
-    hidden = config["hidden_size"]
-    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
-    widths = {
-        "q": config["num_attention_heads"] * head_dim,
-        "k": config["num_key_value_heads"] * head_dim,
-        "v": config["num_key_value_heads"] * head_dim,
-    }
-    yield "input_layernorm.weight", (hidden,)
-    for letter, width in widths.items():
-        yield f"self_attn.{letter}_proj.weight", (width, hidden)
-        if config["model_type"] == "qwen2":
-            yield f"self_attn.{letter}_proj.bias", (width,)
-    if config["model_type"] in ("qwen3", "qwen3_moe"):
-        yield "self_attn.q_norm.weight", (head_dim,)
-        yield "self_attn.k_norm.weight", (head_dim,)
-    yield "self_attn.o_proj.weight", (hidden, widths["q"])
-    yield "post_attention_layernorm.weight", (hidden,)
-    if "num_experts" not in config:
-        yield from _mlp_shapes("mlp", hidden, config["intermediate_size"])
-        return
-    yield "mlp.gate.weight", (config["num_experts"], hidden)
-    for expert in range(config["num_experts"]):
-        yield from _mlp_shapes(f"mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
-
-
-def _mlp_shapes(prefix: str, hidden: int, intermediate: int) -> Iterator[Named]:
-    yield f"{prefix}.gate_proj.weight", (intermediate, hidden)
-    yield f"{prefix}.up_proj.weight", (intermediate, hidden)
-    yield f"{prefix}.down_proj.weight", (hidden, intermediate)
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:

@@ -191,6 +191,7 @@ class RecurrentConfig:
         num_heads, num_key_heads, key_dim, value_dim: of linear attention; several heads may share a key head.
         has_bias: matrices and convolution have biases.
         is_grouped: the checkpoint stores linear attention's matrices by key head.
+        eps: of the norm of linear attention's heads.
     """
 
     kind: str
@@ -202,6 +203,7 @@ class RecurrentConfig:
     value_dim: int = 0
     has_bias: bool = False
     is_grouped: bool = False
+    eps: float = 1e-6
 
     @property
     def input_size(self) -> int:
@@ -398,6 +400,7 @@ class ModelConfig(Traits):
         qkv = self.query_size + 2 * self.kv_size
         norms = sum(map(bool, self.norms)) * self.hidden_size  # the MLP's too
         qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
+        qkv += self.query_size * self.has_output_gate
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
         sinks = self.num_heads * self.has_sinks
         if self.latent is not None:
@@ -584,8 +587,32 @@ def _intermediate_size(config: Mapping[str, Any], family: Family) -> int:
 def _recurrence(config: Mapping[str, Any], family: Family, has_bias: bool) -> RecurrentConfig | None:
     if not family.recurrence:
         return None
-    width = positive_int(config, "hidden_size", at_most=MAX_WIDTH)
-    return RecurrentConfig("conv", _taps(config, "conv_L_cache"), width, has_bias=has_bias)
+    if parse_packed(config) is not None or parse_fp8(config) is not None:
+        raise unsupported_field("quantization_config", config["quantization_config"], (None,))
+    if family.recurrence == "conv":
+        width = positive_int(config, "hidden_size", at_most=MAX_WIDTH)
+        return RecurrentConfig("conv", _taps(config, "conv_L_cache"), width, has_bias=has_bias)
+    heads, key_heads, key_dim, value_dim = (
+        positive_int(config, f"linear_{name}", at_most=MAX_WIDTH)
+        for name in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
+    )
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    if heads % key_heads or channels > MAX_WIDTH:
+        raise bad_field(
+            f"linear_num_value_heads={heads} is not a multiple of linear_num_key_heads={key_heads}, or more than any "
+            "model has."
+        )
+    return RecurrentConfig(
+        "linear_attention",
+        _taps(config, "linear_conv_kernel_dim"),
+        channels,
+        heads,
+        key_heads,
+        key_dim,
+        value_dim,
+        is_grouped=family.model_type == "qwen3_next",
+        eps=positive_float(config, "rms_norm_eps", 1e-6),
+    )
 
 
 def _taps(config: Mapping[str, Any], name: str) -> int:

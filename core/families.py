@@ -21,6 +21,7 @@ class Traits:
         has_gate: the MLP multiplies its activated half by the other; False: it activates all of one matrix.
         has_fused_qkv, has_fused_gate_up: the checkpoint stores these as one matrix.
         are_pairs_adjacent: RoPE rotates neighbouring numbers of a head; False: those half its rotated part apart.
+        has_output_gate: what a head has attended to is multiplied by a sigmoid of its own, which comes with the query.
         renamed: parts of tensors' names that the checkpoint has instead of the usual ones, usual name first.
     """
 
@@ -32,6 +33,7 @@ class Traits:
     has_fused_qkv: bool = False
     has_fused_gate_up: bool = False
     are_pairs_adjacent: bool = False
+    has_output_gate: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
 
 
@@ -197,6 +199,29 @@ _LFM2: dict[str, Any] = {
     "activation": "silu",
     "recurrence": "conv",
 }
+_DELTA_DEFAULTS = {
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_DELTA: dict[str, Any] = {
+    "biases": {"attention_bias": ()},
+    "neutral": {"attention_bias": (False, None), "attn_output_gate": (True, None)},
+    "qk_norm": "head",
+    "has_norm_offset": True,
+    "has_output_gate": True,
+    "has_partial_rope": True,
+    "has_mrope": True,
+    "renamed": (("conv.in_proj.", "linear_attn.in_proj_"), ("conv.out_proj.", "linear_attn.out_proj.")),
+    "recurrence": "linear_attention",
+}
+_DELTA_EXPERTS = ExpertFields(shared_width="shared_expert_intermediate_size", has_shared_gate=True)
 _DEEPSEEK_NEUTRAL = {
     "rope_interleave": (True, None),
     "moe_layer_freq": (1, None),
@@ -620,6 +645,43 @@ FAMILIES = (
         **{**_LFM2, "aliases": {**_LFM2["aliases"], "num_dense_layers": "first_k_dense_replace"}},
     ),
     Family(
+        architecture="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        defaults={
+            **_DELTA_DEFAULTS,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+        experts=replace(_DELTA_EXPERTS, normalized="norm_topk_prob", dense="steps"),
+        **_DELTA,
+    ),
+    Family(
+        architecture="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        defaults={**_DELTA_DEFAULTS, "num_key_value_heads": 4},
+        **_DELTA,
+    ),
+    Family(
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        defaults={
+            **_DELTA_DEFAULTS,
+            "intermediate_size": 512,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        experts=_DELTA_EXPERTS,
+        **_DELTA,
+    ),
+    Family(
         architecture="GptOssForCausalLM",
         model_type="gpt_oss",
         defaults={
@@ -673,6 +735,8 @@ TEXT_TOWERS = {
     "Mistral3ForConditionalGeneration": TextTower("mistral3", ("mistral", "ministral3"), True),
     "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2_5_vl", ("qwen2_5_vl_text",), False),
     "Qwen3VLForConditionalGeneration": TextTower("qwen3_vl", ("qwen3_vl_text",), False),
+    "Qwen3_5ForConditionalGeneration": TextTower("qwen3_5", ("qwen3_5_text",), False),
+    "Qwen3_5MoeForConditionalGeneration": TextTower("qwen3_5_moe", ("qwen3_5_moe_text",), False),
     "Qwen3VLMoeForConditionalGeneration": TextTower("qwen3_vl_moe", ("qwen3_vl_moe_text",), False),
 }
 

@@ -516,7 +516,19 @@ def activation_size_bytes(model: ModelConfig, engine: EngineConfig, max_model_le
     slabs = 4 * slab_bytes if engine.quantize or model.packing else 0  # part of a weight: bits, integers, floats
     experts = _expert_activation_bytes(model, engine.max_batch_tokens, dtype)
     decoding = _decoding_bytes(model, engine, max_model_len, device)
-    return one_layer + mask + gathered + logits + written_out + slabs + experts + decoding
+    recurrent = _recurrent_bytes(model, engine, dtype)
+    return one_layer + mask + gathered + logits + written_out + slabs + experts + decoding + recurrent
+
+
+def _recurrent_bytes(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
+    """A recurrent layer's tensors of a full batch, in part as float32, and the states of all rows, twice."""
+    own = model.recurrence
+    if own is None:
+        return 0
+    tokens = 2 * own.input_size * dtype.itemsize + 4 * (
+        3 * own.channels + 12 * own.num_heads * sum(own.memory_shape[1:])
+    )
+    return engine.max_batch_tokens * tokens + 2 * engine.max_sequences * 4 * math.prod(own.memory_shape)
 
 
 def _layer_width(model: ModelConfig) -> int:

@@ -14,7 +14,7 @@ from gpu.adapters import AdaptedLinear, AdaptedRows, StepAdapters
 from gpu.attention import RaggedRows, Scores
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import KVCache, LayerKV
-from gpu.layers import Block, Experts, Latent, Mlp, Rope, WithSharedExpert
+from gpu.layers import Block, Experts, Latent, Mlp, Rope, WithSharedExpert, sigmoid
 from gpu.linear import Embed, Linear, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
@@ -200,12 +200,16 @@ class Model:
             attended = operators.attention.attend(query, kv, batch.attending[layer.window], layer.scores)
             added = layer.output(layer.latent.values(attended))
             return added if operators.ranks is None else operators.ranks.sum(added)
-        qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        taken, gate = layer.qkv(x), None
+        if self.config.has_output_gate:
+            gate, taken = taken.tensor_split([self.config.query_size], 1)
+        qkv = taken.reshape(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), turned.factors, kv, batch.tokens.kv_slots)
         if turned.query_scale is not None:
             query = query.mul_(turned.query_scale)
         attending = batch.attending[layer.window]
-        added = layer.output(operators.attention.attend(query, kv, attending, layer.scores))
+        attended = operators.attention.attend(query, kv, attending, layer.scores)
+        added = layer.output(attended if gate is None else attended * sigmoid(gate))
         return added if operators.ranks is None else operators.ranks.sum(added)
 
     def _own_norms(self, layer: Layer, qkv: Tensor) -> HeadNorms | None:

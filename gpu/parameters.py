@@ -50,10 +50,15 @@ _NAMES = {
         ("w1", "w3", "w2"),
         choice_bias="feed_forward.expert_bias",
     ),
+    "qwen3_next": _ExpertNames(shared="mlp.shared_expert"),
+    "qwen3_5_moe_text": _ExpertNames(shared="mlp.shared_expert"),
+    "qwen3_5_moe_text, stacked": _ExpertNames(shared="mlp.shared_expert"),
     "ernie4_5_moe": _ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
 }
 _USUAL_NAMES = _ExpertNames()
 STACKED = "qwen3_vl_moe_text"  # the layout that has all experts in one tensor
+BY_ROWS = "qwen3_5_moe_text"  # the layout that may have them so, too, each matrix as it is used
+STACKED_BY_ROWS = f"{BY_ROWS}, stacked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Target:
         stored_shape: the checkpoint's tensor; None: the shape of `into`.
         is_packed: stored as bytes, not as floats.
         is_scale: multiplies what another tensor has written, so it is read last.
+        arrange: gives all rows in their order here, from that of the checkpoint; None: it is the same.
         matrix: which matrix (see matrices) the rows belong to; None: none, or a bias.
     """
 
@@ -83,6 +89,7 @@ class Target:
     stored_shape: tuple[int, ...] | None = None
     is_packed: bool = False
     is_scale: bool = False
+    arrange: Callable[[Tensor], Tensor] | None = None
     matrix: str | None = None
 
     @property
@@ -106,6 +113,8 @@ class Target:
         """Add the offset and reorder, once all rows are written."""
         if self.offset:
             self.into.add_(self.offset)
+        if self.arrange is not None:
+            self.into.copy_(self.arrange(self.into))
         if self.head_dim is not None:
             rows = self.into[: self.num_reordered]
             rows.copy_(interleave_halves(rows, self.head_dim, self.rotary_dim))
@@ -128,6 +137,18 @@ def interleave_halves(rows: Tensor, head_dim: int, rotary_dim: int | None = None
         return torch.cat([turned, heads[:, rotary_dim:]], 1).view(rows.shape)
     heads = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
     return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def gates_first(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+    """Reorder rows from each head's query and its gate to all gates, then all queries, whose pairs are adjacent."""
+    query, gate = rows.view(-1, 2, head_dim, *rows.shape[1:]).unbind(1)
+    return torch.cat([gate.flatten(0, 1), interleave_halves(query.flatten(0, 1), head_dim, rotary_dim)])
+
+
+def parts_first(rows: Tensor, num_groups: int, sizes: list[int]) -> Tensor:
+    """Reorder rows from groups, each with parts of these sizes, to all groups' first parts, then their second ones."""
+    parts = rows.view(num_groups, sum(sizes), *rows.shape[1:]).split_with_sizes(sizes, 1)
+    return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 def part_pairs(rows: Tensor) -> Tensor:
@@ -215,6 +236,10 @@ class RecurrentWeights:
 
     convolution: Tensor  # [taps, channels], float32
     convolution_bias: Tensor | None  # [channels]
+    # Of linear attention, float32: the logarithm of a step's decay, what is added to the step, the norm of a head
+    decay: Tensor | None = None  # [heads]
+    step_bias: Tensor | None = None  # [heads]
+    norm: Tensor | None = None  # [value_dim]
 
 
 @dataclass(slots=True)
@@ -347,7 +372,7 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
         )
 
     def qkv(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
-        sizes = [config.query_size, config.kv_size, config.kv_size]
+        sizes = [config.query_size * (1 + config.has_output_gate), config.kv_size, config.kv_size]
         into = empty((sum(sizes), *inputs))
         if config.has_fused_qkv:
             num_reordered = config.query_size + config.kv_size
@@ -355,6 +380,10 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
             return into
         for name, rows in zip("qkv", into.split_with_sizes(sizes), strict=True):
             own = None if name == "v" else reordered
+            if name == "q" and config.has_output_gate:
+                arrange = partial(gates_first, head_dim=head_dim, rotary_dim=rotary_dim)
+                targets[f"self_attn.q_proj.{suffix}"] = Target(rows, arrange=arrange, matrix=matrix)
+                continue
             targets[f"self_attn.{name}_proj.{suffix}"] = Target(rows, own, rotary_dim, matrix=matrix)
         return into
 
@@ -380,17 +409,46 @@ def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -
         targets.update(_expert_targets(config.experts, weights))
         return weights
 
+    def in_float(name: str, *shape: int) -> Tensor:
+        into = empty_norm(shape).float()
+        targets[name] = Target(into)
+        return into
+
+    def taken(own: RecurrentConfig) -> Tensor:
+        into = empty((own.input_size, hidden))
+        if own.kind == "conv":
+            targets["conv.in_proj.weight"] = Target(into, matrix="qkv")
+            return into
+        sizes = [own.channels, own.output_size, own.num_heads, own.num_heads]
+        names, arrange = ["qkv", "z", "b", "a"], list[Callable[[Tensor], Tensor] | None]([None] * 4)
+        if own.is_grouped:
+            per_key = own.num_heads // own.num_key_heads
+            parts = [own.key_dim, own.key_dim, per_key * own.value_dim, per_key * own.value_dim], [per_key, per_key]
+            arrange = [partial(parts_first, num_groups=own.num_key_heads, sizes=one) for one in parts]
+            sizes, names = [sizes[0] + sizes[1], 2 * own.num_heads], ["qkvz", "ba"]
+        for name, rows, arranged in zip(names, into.split_with_sizes(sizes), arrange, strict=True):
+            targets[f"conv.in_proj.{name}.weight"] = Target(rows, arrange=arranged, matrix="qkv")
+        return into
+
     def recurrent(own: RecurrentConfig) -> RecurrentWeights:
         into = empty_norm((own.taps, own.channels)).float()
-        shape = (own.channels, 1, own.taps)
-        targets["conv.conv.weight"] = Target(into, write=write_taps, stored_shape=shape)
-        return RecurrentWeights(into, whole("conv.conv.bias", own.channels) if own.has_bias else None)
+        shape, prefix = (own.channels, 1, own.taps), "conv.conv" if own.kind == "conv" else "linear_attn.conv1d"
+        targets[f"{prefix}.weight"] = Target(into, write=write_taps, stored_shape=shape)
+        if own.kind == "conv":
+            return RecurrentWeights(into, whole(f"{prefix}.bias", own.channels) if own.has_bias else None)
+        return RecurrentWeights(
+            into,
+            None,
+            in_float("linear_attn.A_log", own.num_heads),
+            in_float("linear_attn.dt_bias", own.num_heads),
+            in_float("linear_attn.norm.weight", own.value_dim),
+        )
 
     if config.layer(index).is_recurrent and config.recurrence is not None:
         own, (norm_before, _, norm_between, _) = config.recurrence, config.norms
         layer = LayerWeights(
             attention_norm=layer_norm(norm_before),
-            qkv=whole("conv.in_proj.weight", own.input_size, hidden, matrix="qkv"),
+            qkv=taken(own),
             qkv_bias=whole("conv.in_proj.bias", own.input_size) if own.has_bias else None,
             query_norm=None,
             key_norm=None,
@@ -449,7 +507,11 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
         return _stacked_targets(weights)
     names = _NAMES.get(config.layout, _USUAL_NAMES)
     targets = {f"{names.router}.weight": Target(weights.router)}
-    for expert in range(config.num_experts):
+    is_stacked = config.layout == STACKED_BY_ROWS
+    if is_stacked:
+        for name, into in (("gate_up", weights.gate_up), ("down", weights.down)):
+            targets[f"mlp.experts.{name}_proj"] = Target(floats(into), matrix=name)
+    for expert in range(0 if is_stacked else config.num_experts):
         rows = (*floats(weights.gate_up)[expert].chunk(2), floats(weights.down)[expert])
         for name, into, matrix in zip(names.projections, rows, ("gate_up", "gate_up", "down"), strict=True):
             targets[f"{names.experts.format(expert, name)}.weight"] = Target(into, matrix=matrix)
@@ -465,6 +527,10 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
     if weights.shared_gate is not None:
         targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)
     return targets
+
+
+def has_stacked_experts(names: Iterable[str]) -> bool:
+    return any(name.endswith("mlp.experts.gate_up_proj") for name in names)
 
 
 def _stacked_targets(weights: ExpertWeights) -> Targets:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import ModelConfig, RecurrentConfig
+from core.config import BLOCK_SIZE, ModelConfig, RecurrentConfig
 from core.plan import StateSave, StepPlan
 from gpu.attention import IntArray
 from gpu.kv_cache import zeros
@@ -24,6 +25,7 @@ from gpu.linear import Linear
 from gpu.parameters import RecurrentWeights
 
 NO_POSITION = -1
+DELTA_EPS = 1e-6  # of queries' and keys' lengths: Qwen3-Next's modeling file
 
 
 def bytes_per_state(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -216,10 +218,125 @@ class ShortConvolution:
         return self._convolve(before * channels, rows, rows.states.layers[layer].inputs).mul_(after)
 
 
+class DeltaNet:
+    """Gated DeltaNet: linear attention whose memory forgets, and corrects what it holds for a key.
+
+    Source: arXiv:2412.06464, section 3; a block of a prompt by the WY representation of its section 3.3.
+
+    Args:
+        taken: hidden -> the convolved queries, keys and values, then gates of the output, strengths, steps.
+    """
+
+    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> None:
+        self._config, self._taken = config, taken
+        self._convolve = Convolution(weights.convolution, weights.convolution_bias)
+        assert weights.decay is not None
+        assert weights.step_bias is not None
+        assert weights.norm is not None
+        self._rate, self._step_bias, self._norm = weights.decay.double().exp(), weights.step_bias.double(), weights.norm
+        self._later = torch.ones(BLOCK_SIZE, BLOCK_SIZE, dtype=torch.bool, device=self._norm.device).triu(1)
+
+    def __call__(self, x: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        """See Recurrence."""
+        own, states = self._config, rows.states.layers[layer]
+        channels, gate, strength, step = self._taken(x).split_with_sizes(
+            [own.channels, own.output_size, own.num_heads, own.num_heads], 1
+        )
+        mixed = F.silu(self._convolve(channels.contiguous(), rows, states.inputs)).float()
+        key_size = own.num_key_heads * own.key_dim
+        query, key, value = mixed.split_with_sizes([key_size, key_size, own.output_size], 1)
+        # [tokens, heads, key_dim or value_dim]; in double precision exp() is the same in any company once it is rounded
+        query, key = (self._normed(one) for one in (query, key))
+        tokens = Tokens(
+            query * own.key_dim**-0.5,
+            key,
+            value.reshape(len(x), own.num_heads, own.value_dim),
+            strength.double().sigmoid().float(),
+            (-self._rate * F.softplus(step.double() + self._step_bias)).float(),
+        )
+        out = torch.empty_like(tokens.value)
+        for run in rows.runs:
+            out[run.first : run.end] = self._scan(tokens.of(slice(run.first, run.end)), run, states.memory)
+        for wave in rows.waves:
+            out[wave.tokens] = _recur(tokens.of(wave.tokens), wave, states.memory)
+        normed = F.rms_norm(out, self._norm.shape, self._norm, own.eps)
+        return normed.flatten(1).mul_(F.silu(gate.float())).to(x.dtype)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """x: [tokens, key heads * key_dim]; returns [tokens, heads, key_dim], each key head for all that share it."""
+        own = self._config
+        heads = x.reshape(len(x), own.num_key_heads, own.key_dim)
+        heads = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + DELTA_EPS)
+        return heads.repeat_interleave(own.num_heads // own.num_key_heads, 1)
+
+    def _scan(self, tokens: "Tokens", run: Run, memory: Tensor) -> Tensor:
+        """A prompt's tokens in blocks; padding at both ends has no strength and does not decay.
+
+        memory: of LayerStates. Returns [tokens, heads, value_dim].
+        """
+        first, num_tokens = run.start % BLOCK_SIZE, run.end - run.first
+        padding = (first, -(first + num_tokens) % BLOCK_SIZE)
+
+        def blocks(x: Tensor) -> Tensor:
+            """[tokens, heads, ...] to [heads, blocks, 16, ...]"""
+            padded = F.pad(x, (0, 0) * (x.dim() - 1) + padding)
+            return padded.view(-1, BLOCK_SIZE, *x.shape[1:]).movedim(2, 0).contiguous()
+
+        query, key, value = blocks(tokens.query), blocks(tokens.key), blocks(tokens.value)
+        strength, decay = blocks(tokens.strength).unsqueeze(-1), blocks(tokens.decay).cumsum(-1)
+        pairs = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill_(self._later, -torch.inf).exp_()
+        since, left = decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
+        stronger, turned = key * strength, key.transpose(-1, -2)
+        solved = torch.linalg.solve_triangular(
+            (stronger @ turned).mul_(pairs),
+            torch.cat([value * strength, stronger * since], -1),
+            upper=False,
+            unitriangular=True,
+        )
+        new, seen = solved.split_with_sizes([value.shape[-1], key.shape[-1]], -1)
+        within = (query @ turned).mul_(pairs)
+        reading, writing = torch.cat([seen, query * since], -2), (key * left).transpose(-1, -2)
+        kept, state, out = dict(run.saves), memory[run.read], torch.empty_like(value)
+        for block in range(value.shape[1]):
+            found = reading[:, block] @ state  # [heads, 2 * 16, value_dim]
+            added = new[:, block] - found[:, :BLOCK_SIZE]
+            out[:, block] = found[:, BLOCK_SIZE:] + within[:, block] @ added
+            state = state * since[:, block, -1:] + writing[:, block] @ added
+            border = run.start - first + (block + 1) * BLOCK_SIZE
+            if border in kept:
+                memory[kept[border]] = state
+        memory[run.write] = state
+        return out.flatten(1, 2).transpose(0, 1)[first : first + num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What linear attention reads and writes for tokens, float32."""
+
+    query: Tensor  # [tokens, heads, key_dim]
+    key: Tensor  # [tokens, heads, key_dim]
+    value: Tensor  # [tokens, heads, value_dim]
+    strength: Tensor  # [tokens, heads]
+    decay: Tensor  # [tokens, heads], logarithms
+
+    def of(self, chosen: Tensor | slice) -> "Tokens":
+        return Tokens(*(x[chosen] for x in (self.query, self.key, self.value, self.strength, self.decay)))
+
+
+def _recur(tokens: Tokens, wave: Wave, memory: Tensor) -> Tensor:
+    """Each token by itself. memory: of LayerStates. Returns [tokens, heads, value_dim]."""
+    states = memory[wave.reads].mul_(tokens.decay.double().exp().float()[..., None, None])
+    found = (tokens.key.unsqueeze(-2) @ states).squeeze(-2)
+    added = (tokens.value - found).mul_(tokens.strength.unsqueeze(-1))
+    states.addcmul_(tokens.key.unsqueeze(-1), added.unsqueeze(-2))
+    memory[wave.writes] = states
+    return (tokens.query.unsqueeze(-2) @ states).squeeze(-2)
+
+
 Recurrence = Callable[[Tensor, RecurrentRows, int], Tensor]
 """[tokens, hidden], normed, to what the layer's output matrix multiplies; the number is the layer's in States.layers"""
 
 
 def make_recurrence(config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> Recurrence:
     """taken: hidden -> RecurrentConfig.input_size."""
-    return ShortConvolution(weights, taken)
+    return ShortConvolution(weights, taken) if config.kind == "conv" else DeltaNet(config, weights, taken)

@@ -18,8 +18,10 @@ from gpu.blocks import FORMATS, BlockWeight
 from gpu.checkpoint import BYTES, FLOATS, Checkpoint, Progress, TensorSource, bad_checkpoint, is_buffer, named_tensors
 from gpu.parallel.ranks import Shard
 from gpu.parameters import (
+    BY_ROWS,
     EMBEDDING,
     HEAD,
+    STACKED_BY_ROWS,
     Empty,
     LayerWeights,
     ModelWeights,
@@ -28,6 +30,7 @@ from gpu.parameters import (
     empty_ends,
     empty_layer,
     empty_weights,
+    has_stacked_experts,
     layer_of,
     matrices,
 )
@@ -65,6 +68,8 @@ def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped.
     """
+    if config.experts is not None and config.experts.layout == BY_ROWS and has_stacked_experts(checkpoint.tensors):
+        config = replace(config, experts=replace(config.experts, layout=STACKED_BY_ROWS))
     _check(checkpoint, config)
     if not config.tie_embeddings or HEAD not in checkpoint.tensors:
         return config
@@ -247,7 +252,8 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
 def _draft_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Of layers that predict later tokens: behind the others, or ERNIE's."""
     layers = range(config.num_layers, config.num_layers + config.num_draft_layers)
-    return (*(f"model.layers.{index}." for index in layers), *(("model.mtp_",) if layers else ()))
+    own = ("mtp.",) if config.recurrence is not None else ("model.mtp_",) if layers else ()
+    return (*(f"model.layers.{index}." for index in layers), *own)
 
 
 def prequantized_scheme(config: ModelConfig, quantize: str | None, device: torch.device) -> str | None:

@@ -283,6 +283,14 @@ class LocalPool(Pool):
 
     # Slots.
 
+    @property
+    def num_running(self) -> int:
+        return self._model.num_inside
+
+    @property
+    def num_waiting(self) -> int:
+        return super().num_waiting + len(self._model.requests)
+
     def take_slot(self, *arguments: Any) -> Slot:
         slot = super().take_slot(*arguments)
         self._models.on_used(self._model)

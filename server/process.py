@@ -257,6 +257,7 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name, limits = None if self._pools else loaded.facts.model_name, loaded.facts.limits
+        self._metrics.own_model = loaded.facts.model_name
         self._metrics.cache_config = {(limits.block_size, limits.num_blocks): 1}
         config = self._config
         stores = config.store_responses_s is not None

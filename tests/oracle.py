@@ -61,6 +61,14 @@ _QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_hea
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
 
 
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
+
 def _tower(vision: dict[str, Any], **text: Any) -> dict[str, Any]:
     """A model of texts and images, which is asked for texts."""
     return {"vision_config": vision, "text_config": {**_SMALL, **_HEADS, **text}}
@@ -391,6 +399,49 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "pad_token_id": 0,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        _tower(
+            {**_QWEN_VISION, "num_position_embeddings": 16},
+            head_dim=32,
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            **_DELTA,
+            rope_parameters={**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {
+            **_HEADS,
+            **_DELTA,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 12,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {
+            **_HEADS,
+            **_DELTA,
+            "head_dim": 24,
+            "partial_rotary_factor": 0.5,
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_num_key_heads": 1,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
         },
     ),
     "gpt_oss": (

@@ -242,7 +242,7 @@ def test_a_quantised_file_has_the_mixs_formats(mix: str, tmp_path: Path) -> None
     ("preset", "changes", "cause"),
     [
         (LLAMA_8B, {"head_dim": 8}, "rope_scaling"),
-        (MOE_1B, {"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 8}, "Qwen3Moe"),
+        (MOE_1B, {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 8}, "Qwen3Moe"),
     ],
 )
 def test_models_that_gguf_is_not_written_for_are_named(

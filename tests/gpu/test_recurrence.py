@@ -1,25 +1,31 @@
 """Models with recurrent layers: states are kept, found, forked and given back, and no answer depends on any of it."""
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 
-from core.errors import StartupError
+from core.config import parse_model_config
+from core.errors import StartupError, UnsupportedModel
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 from gpu.runner import ModelRunner
 from tests.fakes import FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
+from tests.gpu.driver import make_plan
 from tests.gpu.test_overlap import EOS, draw_workload
-from tests.oracle import Oracle
+from tests.oracle import Oracle, read_config
 from tests.workload import Outcome, Workload, WorkloadRun
 
-FAMILIES = ("lfm2", "lfm2_moe")
+FAMILIES = ("lfm2", "qwen3_5")
+PARTS = ("gate", "up", "down")
 SHARED = random.Random(3).choices(range(3, 300), k=50)
 
 
@@ -50,20 +56,17 @@ def ask(request_id: str, prompt: list[int], num_tokens: int = 12, num_sequences:
 def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
     name: str, model_directory: Callable[[str], Path]
 ) -> None:
-    """In few blocks and few places for states, with a step in flight and without, beside those that leave and pause."""
+    """In few blocks and few places for states, with a step in flight or without, beside those that leave and pause."""
     runner = open_runner(model_directory(name), replace(ENGINE, dtype="bfloat16", deterministic=True))
-    num_preemptions = num_hits = 0
-    for seed, limits in enumerate(({"num_kept_states": 2}, {"num_kept_states": 12, "max_in_flight": 2})):
-        workload = draw_workload(random.Random(seed))
-        found, crowd = run(runner, workload, num_blocks=6, max_batch_tokens=40, timed_rows=(), **limits)
-        num_preemptions += crowd.stats().num_preemptions
-        num_hits += crowd.stats().num_cache_hits
-        for _, request in workload.requests:
-            if (request.request_id, 0) not in {**workload.stops_after, **workload.leaves_after}:
-                expected, _ = run(runner, Workload([(0, request)]), num_kept_states=0)
-                assert found[request.request_id].endings == expected[request.request_id].endings, seed
-    assert num_preemptions > 0
-    assert num_hits > 0
+    limits = {"num_kept_states": 2} if name == "lfm2" else {"num_kept_states": 12, "max_in_flight": 2}
+    workload = draw_workload(random.Random(1))
+    found, crowd = run(runner, workload, num_blocks=6, max_batch_tokens=40, timed_rows=(), **limits)
+    assert crowd.stats().num_preemptions > 0
+    assert crowd.stats().num_cache_hits > 0
+    for _, request in workload.requests:
+        if (request.request_id, 0) not in {**workload.stops_after, **workload.leaves_after}:
+            expected, _ = run(runner, Workload([(0, request)]), num_kept_states=0)
+            assert found[request.request_id].endings == expected[request.request_id].endings
 
 
 def test_prompts_go_on_from_kept_states(name: str, model_directory: Callable[[str], Path]) -> None:
@@ -109,6 +112,28 @@ def test_what_does_not_go_with_recurrent_layers_is_refused(
 ) -> None:
     with pytest.raises(StartupError, match=flag):
         open_runner(model_directory("lfm2"), replace(ENGINE, **settings))
+
+
+def test_quantised_checkpoints_are_refused(model_directory: Callable[[str], Path]) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    with pytest.raises(UnsupportedModel, match="quantization_config"):
+        parse_model_config({**read_config(model_directory("qwen3_5")), "quantization_config": fp8})
+
+
+def test_experts_may_lie_in_one_tensor(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
+    """As in the published checkpoints; transformers writes each into its own."""
+    source = model_directory("qwen3_5_moe")
+    tensors = load_file(source / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = [[tensors.pop(f"{prefix}.{i}.{part}_proj.weight") for part in PARTS] for i in range(6)]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(part[:2]) for part in parts])
+        tensors[f"{prefix}.down_proj"] = torch.stack([part[2] for part in parts])
+    save_file(tensors, tmp_path / "model.safetensors")
+    plan = make_plan([(0, 0, SHARED, True)], tables=[(0, index, index) for index in range(4)])
+    apart, stacked = (open_runner(one).forward(plan).sent.logits for one in (source, tmp_path))
+    assert torch.equal(apart, stacked)
 
 
 def test_no_drafts_are_verified(model_directory: Callable[[str], Path]) -> None:
