@@ -395,8 +395,8 @@ class SequenceStates:
     def save_states(self, builder: PlanBuilder, sequence: Sequence, start: int, end: int) -> None:
         """Keep states of the row that was added last.
 
-        Those at the last block border of its prompt, and where a lookup has left the path of another prompt; of an
-        answer that at its latest border.
+        Those at the last block border of its prompt, where the row's lookup has left the path of other prompts (at its
+        start, if it has found none), and of an answer at its latest border.
         """
         if self.kept is None:
             return
