@@ -355,7 +355,7 @@ class LocalModels:
                 self._set_timer(known)
         for model in before.values():
             model.keep_alive_s, model.stays, model.is_asked = 0.0, False, False
-            if model.state is not ModelState.ASLEEP or model.requests:
+            if not model.is_asleep or model.requests or model.others:
                 self._gone.add(model)
                 self._set_timer(model)
 

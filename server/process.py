@@ -483,10 +483,12 @@ class Server:
                 self._tls.reload()
                 logger.info("the certificate is reloaded")
             apply()
-            if unread is not None:
-                logger.error("the models stay as they were: %s; %s", unread.cause, unread.fix)
-            else:
+            try:
+                if unread is not None:
+                    raise unread
                 self._take_models(config)
+            except StartupError as error:
+                logger.error("the models stay as they were: %s; %s", error.cause, error.fix)
             if self._served:
                 warn_of_models(config, self._served)
         except StartupError:
