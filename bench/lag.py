@@ -79,7 +79,7 @@ def many_messages() -> bytes:
 
 
 def forms(scale: int) -> Iterator[bytes]:
-    """Chats whose answers are to have forms that take long to check and to compile, none of them twice."""
+    """Chats whose answers are to have forms that take long to check, and to compile, where each is new."""
     for number in count():
         for fields in hostile_forms(scale, number).values():
             asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 24, **fields}

@@ -170,6 +170,13 @@ class SequenceStates:
             child.level = parent.level
             self._start_running(child)
 
+    def fork_siblings(self, group: SequenceGroup) -> None:
+        """Its leader has the prompt: let the others share it."""
+        assert group.leader is not None, "a request has a sequence"
+        for sibling in group.unforked.values():
+            self.fork(group.leader, sibling)
+        group.unforked = {}
+
     def gather(self, group: SequenceGroup) -> None:
         """Let all beams of a group wait together, as one of them must: alone none can go on, and each holds blocks."""
         assert group.search is not None, "it has beams"
@@ -388,8 +395,8 @@ class SequenceStates:
     def save_states(self, builder: PlanBuilder, sequence: Sequence, start: int, end: int) -> None:
         """Keep states of the row that was added last.
 
-        Those at the last block border of its prompt, and where a lookup has left the path of another prompt; of an
-        answer that at its latest border.
+        Those at the last block border of its prompt, where the row's lookup has left the path of other prompts (at its
+        start, if it has found none), and of an answer at its latest border.
         """
         if self.kept is None:
             return

@@ -388,7 +388,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "KV files": engine.kv_offload_dir and f"in {engine.kv_offload_dir}: evicted prompts, for the next start",
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
-        "recurrent states": _shown_states(plan) if part.recurrence is not None else None,
+        "states": _shown_states(plan) if part.recurrence is not None else None,
         "drafts": _shown_drafts(config, plan),
         "draft model": None if config.draft is None else f"{format_size(draft_bytes)} with its KV cache",
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
@@ -455,8 +455,8 @@ def _shown_plan(process: ServerConfig, config: ServerConfig) -> str:
 
 
 def _shown_states(plan: "MemoryPlan") -> str:
-    kept = f"{plan.num_kept_states} kept for later prompts"
-    return f"{format_size(plan.state_bytes)}: two for each of --max-sequences {plan.engine.max_sequences}, {kept}"
+    size, most, num_kept = format_size(plan.state_bytes), plan.engine.max_sequences, plan.num_kept_states
+    return f"{size} for recurrent layers: two for each of --max-sequences {most}, {num_kept} kept for later prompts"
 
 
 def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str:

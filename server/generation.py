@@ -317,11 +317,15 @@ class Generation:
         stream.on_blocked, stream.on_unblocked = self.on_blocked, self.on_unblocked
         self._place.end = self.fail
 
+    @property
+    def _own_model(self) -> str:
+        return own_name(self._backend.reader.cards, self._prepared.call.model)
+
     def _outcome(self, usage: Usage) -> Outcome:
         is_refused = self._entry is not None and self._entry.state is EntryState.UNRESERVED
         is_billed = not (is_refused or self._is_unsettled)
         if is_billed:
-            self._shared.metrics.finished.update(self._reasons)
+            self._shared.metrics.count_finished(self._reasons, self._own_model)
         reasons, model = tuple(dict.fromkeys(self._reasons)), self._prepared.call.model
         return Outcome(usage, reasons, model, self._error, is_refused, is_billed)
 
@@ -485,7 +489,7 @@ class Generation:
         timings = self._timings
         if timings.first_token_s is None:
             timings.first_token_s = now_s
-            self._shared.metrics.ttft.observe(now_s - timings.accepted_s)
+            self._shared.metrics.count_first_token(now_s - timings.accepted_s, self._own_model)
             opens_stream = self._output.is_streamed and not self._stream.head_sent  # a keep-alive may have opened it
             timings.enter(Stage.FIRST_FLUSH if opens_stream else Stage.DECODE, now_s)
             self._on(Event.FIRST_TOKEN)
@@ -546,7 +550,7 @@ class Generation:
             if error is not None:
                 self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
             if is_last:
-                self._shared.metrics.count_generation(total_usage(self._usages), self._timings)
+                self._shared.metrics.count_generation(total_usage(self._usages), self._timings, self._own_model)
                 self._record()
                 broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
                 if broken:

@@ -283,6 +283,14 @@ class LocalPool(Pool):
 
     # Slots.
 
+    @property
+    def num_running(self) -> int:
+        return self._model.num_inside
+
+    @property
+    def num_waiting(self) -> int:
+        return super().num_waiting + len(self._model.requests)
+
     def take_slot(self, *arguments: Any) -> Slot:
         slot = super().take_slot(*arguments)
         self._models.on_used(self._model)
@@ -347,7 +355,7 @@ class LocalModels:
                 self._set_timer(known)
         for model in before.values():
             model.keep_alive_s, model.stays, model.is_asked = 0.0, False, False
-            if model.state is not ModelState.ASLEEP or model.requests:
+            if not model.is_asleep or model.requests or model.others:
                 self._gone.add(model)
                 self._set_timer(model)
 

@@ -257,6 +257,7 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name, limits = None if self._pools else loaded.facts.model_name, loaded.facts.limits
+        self._metrics.own_model = loaded.facts.model_name
         self._metrics.cache_config = {(limits.block_size, limits.num_blocks): 1}
         config = self._config
         stores = config.store_responses_s is not None
@@ -482,10 +483,12 @@ class Server:
                 self._tls.reload()
                 logger.info("the certificate is reloaded")
             apply()
-            if unread is not None:
-                logger.error("the models stay as they were: %s; %s", unread.cause, unread.fix)
-            else:
+            try:
+                if unread is not None:
+                    raise unread
                 self._take_models(config)
+            except StartupError as error:
+                logger.error("the models stay as they were: %s; %s", error.cause, error.fix)
             if self._served:
                 warn_of_models(config, self._served)
         except StartupError:

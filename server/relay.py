@@ -735,7 +735,9 @@ class RelayHandle:
             return Usage(request.num_prompt_tokens if num_tokens else 0, num_tokens)
         if self._pool.settings.trusted:
             return told
-        most_prompt = (context if context < MANY_TOKENS else len(self._body) + UNSEEN_TOKENS) * num_answers
+        most_prompt = len(self._body) + UNSEEN_TOKENS
+        if context < MANY_TOKENS and self._passage.form != "document":  # which has any number of inputs
+            most_prompt = context * num_answers
         most = most * num_answers if most < MANY_TOKENS else self._num_bytes + UNSEEN_TOKENS
         billed = Usage(
             num_prompt_tokens=min(told.num_prompt_tokens, most_prompt),

@@ -1,6 +1,7 @@
 """bench.lag and bench.memory: what they send, what they tell, and a short run beside a real server."""
 
 import json
+from itertools import islice
 
 import pytest
 import uvloop
@@ -13,6 +14,11 @@ def test_bodies_of_the_lag_bench_are_as_long_as_they_say() -> None:
     assert lag.BODY_BYTES - 2048 < len(lag.long_ids()) <= lag.BODY_BYTES
     messages = json.loads(lag.many_messages())["messages"]
     assert len(messages) * 4 < null_server.MAX_MODEL_LEN
+    first = [json.loads(body) for body in islice(lag.forms(1), 40)]
+    assert len({json.dumps(one) for one in first if "tools" not in one}) >= 30, (
+        "those that can be compiled are new each time"
+    )
+    assert any("guided_json" in one for one in first)
 
 
 @pytest.mark.slow

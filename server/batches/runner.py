@@ -10,6 +10,7 @@ their ids, and the ledger has each once.
 
 import asyncio
 import contextlib
+import contextvars
 import heapq
 import logging
 import math
@@ -166,8 +167,10 @@ class Batches:
         self._unwritten: list[tuple[_Running, Answer]] = []
         self._is_writing = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._context = contextvars.copy_context()
         self._timer: asyncio.TimerHandle | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._hold_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     def start(self) -> None:
@@ -190,7 +193,7 @@ class Batches:
     async def close(self) -> None:
         """Leave what is in progress to the next process; answers that have come are written."""
         self._is_closed = True
-        for timer in (self._timer, self._sweeper):
+        for timer in (self._timer, self._sweeper, self._hold_timer):
             if timer is not None:
                 timer.cancel()
         for task in list(self._tasks):
@@ -238,7 +241,7 @@ class Batches:
     # From lines to answers.
 
     def _spawn(self, work: Any) -> None:
-        task = self._loop.create_task(work)
+        task = self._loop.create_task(work, context=self._context.copy())  # not a request's
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
 
@@ -411,19 +414,19 @@ class Batches:
             for stream in self._streams:
                 if stream.on_blocked is not None:  # it is with the engine
                     stream.set_blocked(True)
-            self._loop.call_later(CHECK_S, self._check_held)
+            self._hold_timer = self._loop.call_later(CHECK_S, self._check_held)
 
     def _check_held(self) -> None:
         now_s, is_busy = self._loop.time(), self._is_busy()
         if is_busy:
             self._busy_s = now_s
-        if now_s < min(self._busy_s + LINGER_S, self._held_s + MOST_HELD_S) and not self._is_closed:
-            self._loop.call_later(CHECK_S, self._check_held)
+        if now_s < min(self._busy_s + LINGER_S, self._held_s + MOST_HELD_S):
+            self._hold_timer = self._loop.call_later(CHECK_S, self._check_held)
             return
         self._released.set()
         if is_busy:
             self._turn_until_s = now_s + TURN_S
-            self._loop.call_later(TURN_S, self._end_turn)
+            self._hold_timer = self._loop.call_later(TURN_S, self._end_turn)
         for stream in list(self._streams):
             stream.set_blocked(False)
         self._go_on()

@@ -8,8 +8,8 @@ import re
 import resource
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,6 +135,17 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     is_billed: bool = True
 
 
+@dataclass(slots=True)
+class ModelCounts:
+    """Of one model, where a server answers for several."""
+
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
+
+
 class Metrics:
     """
     Attributes:
@@ -167,6 +178,8 @@ class Metrics:
         self.cache_config: dict[
             tuple[int, int], int
         ] = {}  # tokens of a block and blocks; known once the model is loaded
+        self.own_model = ""  # the engine's in this process, if there are several
+        self._by_model = defaultdict[str, ModelCounts](ModelCounts)  # likewise
         self.num_active: Callable[[], int] = lambda: 0
         self.standing: Callable[[], Standing] = Standing
         self.upstreams: Callable[[], Mapping[str, Any]] = dict
@@ -185,7 +198,24 @@ class Metrics:
         self.scrape_s = 0.0
         self._step = EngineStats()  # as of the last step
 
-    def count_generation(self, usage: Usage, timings: StageClock) -> None:
+    def count_first_token(self, ttft_s: float, model: str) -> None:
+        """model: by its own name; so below."""
+        self.ttft.observe(ttft_s)
+        if self.model_name is None:
+            self._by_model[model].ttft.observe(ttft_s)
+
+    def count_finished(self, reasons: Collection[str], model: str) -> None:
+        self.finished.update(reasons)
+        if self.model_name is None:
+            self._by_model[model].finished.update(reasons)
+
+    def count_generation(self, usage: Usage, timings: StageClock, model: str) -> None:
+        if self.model_name is None:
+            counts = self._by_model[model]
+            counts.num_prompt_tokens += usage.num_prompt_tokens
+            counts.num_generation_tokens += usage.num_completion_tokens
+            if timings.end_s is not None:
+                counts.e2e.observe(timings.end_s - timings.accepted_s)
         self.num_prompt_tokens += usage.num_prompt_tokens
         self.num_generation_tokens += usage.num_completion_tokens
         self.num_reasoning_tokens += usage.num_thought_tokens
@@ -272,6 +302,8 @@ class Metrics:
         for label, one in upstreams.items():
             if one.settings.version is not None:
                 version_requests[f"{label.removesuffix(one.place)}{one.settings.version}"] += one.num_requests
+        pools, own = self.pools(), [(self.own_model, stats)] if self.own_model else []
+        finished = {(name, reason): n for name, one in self._by_model.items() for reason, n in one.finished.items()}
         now = {  # TABLE's paths begin with these names
             "metrics": self,
             "stats": stats,
@@ -279,7 +311,11 @@ class Metrics:
             "tenants": self.tenants,
             "upstreams": upstreams,
             "version_requests": version_requests,
-            "pools": self.pools(),
+            "pools": pools,
+            "models": self._by_model,
+            "finished": finished,
+            "waiting": {name: one.num_waiting for name, one in (*pools.items(), *own)},
+            "running": {name: one.num_running for name, one in (*pools.items(), *own)},
             "local_models": self.local_models(),
             "adapters": self.adapters(),
             "devices": self._devices.states(),
@@ -303,7 +339,8 @@ class Metrics:
         labels = {} if self.model_name is None else {"model_name": self.model_name}
         lines: list[str] = []
         for family in FAMILIES:
-            _add_family(lines, family, now, labels)
+            by_model = None if labels else BY_MODEL.get(family.name)
+            _add_family(lines, by_model or family, now, labels)
         body = ("\n".join(lines) + "\n").encode()
         self.scrape_s = self._clock() - began_s
         return body
@@ -426,6 +463,16 @@ steploop_slo_value gauge slo.value[slo] | Measured over the last 5 minutes.
 steploop_slo_threshold gauge slo.threshold[slo] | Promised by [slo] of the configuration.
 steploop_slo_ok gauge promised.is_ok[slo] | 1: the promise is kept, or nothing was measured; 0: broken.
 """
+# Of a server that answers for several models, those that routers and dashboards read by model.
+TABLE_BY_MODEL = """
+vllm:num_requests_waiting gauge waiting[model_name] | Requests in the queue.
+vllm:num_requests_running gauge running[model_name] | Requests running.
+vllm:prompt_tokens_total counter models.num_prompt_tokens[model_name] | Prompt tokens.
+vllm:generation_tokens_total counter models.num_generation_tokens[model_name] | Generated tokens.
+vllm:request_success_total counter finished[model_name,finished_reason] | Finished sequences.
+vllm:time_to_first_token_seconds histogram models.ttft[model_name] | First byte of the head to first token.
+vllm:e2e_request_latency_seconds histogram models.e2e[model_name] | First byte of the head to last token.
+"""
 _ROW = re.compile(r"^(\S+) (gauge|counter|histogram) ([a-z0-9_.]+)(?:\[([\w,]+)\])? \| ((?:.|\n    )+)$", re.MULTILINE)
 
 
@@ -439,10 +486,15 @@ class MetricFamily(NamedTuple):
     text: str
 
 
-FAMILIES = tuple(
-    MetricFamily(name, kind, tuple(path.split(".")), label, text.replace("\n    ", " "))
-    for name, kind, path, label, text in _ROW.findall(TABLE)
-)
+def _families(table: str) -> tuple[MetricFamily, ...]:
+    return tuple(
+        MetricFamily(name, kind, tuple(path.split(".")), label, text.replace("\n    ", " "))
+        for name, kind, path, label, text in _ROW.findall(table)
+    )
+
+
+FAMILIES = _families(TABLE)
+BY_MODEL = {family.name: family for family in _families(TABLE_BY_MODEL)}
 
 
 def _value_of(now: Mapping[str, Any], path: Sequence[str]) -> Any:

@@ -327,6 +327,10 @@ class Pool:
         self._probes: list[asyncio.Task[None]] = []
 
     @property
+    def num_running(self) -> int:
+        return sum(one.num_active for one in self.upstreams)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

@@ -10,7 +10,7 @@ import pytest
 
 from core.constraints import GrammarSpec, json_schema
 from core.errors import InvalidRequest
-from core.grammar import GrammarCompiler
+from core.grammar import GrammarCompiler, Vocabulary
 from core.shortest_answer import shortest_answer
 from tests.core.random_schemas import SchemaMaker
 
@@ -93,7 +93,7 @@ def test_the_shortest_is_no_longer_than_what_the_model_may_say() -> None:
         def _compile(self, spec: GrammarSpec) -> Any:
             return None
 
-    compiler = Longest([b"a", b"abc", b""], [2], [2], lambda text: [0], most_tokens=100)
+    compiler = Longest(Vocabulary([b"a", b"abc", b""], [2], [2]), lambda text: [0], most_tokens=100)
     for schema, path in (
         ({"type": "array", "items": {"type": "integer"}, "minItems": 10**15}, "schema"),
         ({"type": "array", "items": {"type": "integer"}, "minItems": 10**400}, "schema"),

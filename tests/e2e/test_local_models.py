@@ -102,7 +102,9 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_the_least_recently_used_give
             'upstream_up{upstream="two process"} 0',
         ):
             assert f"\nsteploop_{sample}" in page
-        assert "model_name=" not in page
+        assert '\nvllm:request_success_total{model_name="one",finished_reason="length"} 2' in page
+        assert '\nvllm:num_requests_running{model_name="two"} 0' in page
+        assert page.count("# TYPE vllm:request_success_total") == 1
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert not os.path.exists(f"/proc/{pid}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.errors import StartupError
-from server.batches.runner import request_id_of
+from server.batches.runner import LINGER_S, MOST_HELD_S, request_id_of
 from server.batches.store import Store
 from server.config import ServerConfig
 from server.gate.tenants import Limits
@@ -288,10 +288,24 @@ def test_lines_take_a_part_of_the_slots_and_give_way_to_who_waits(served: Simula
     transport = served.send(chat(stream=True))
     served.step()
     assert served.stats.num_paused == 4
-    served.run_until(lambda: b"data:" in bytes(transport.received))
+    served.run_until(lambda: b"[DONE]" in bytes(transport.received))
+    ended_s = served.loop.time()
     served.run_until(lambda: served.stats.num_paused == 0)
+    assert LINGER_S <= served.loop.time() - ended_s <= LINGER_S + 0.1
+    transport.feed_eof()
     served.run()
     assert [one["request_counts"]["completed"] for one in get(asker(served), "/v1/batches")["data"]] == [9]
+
+
+def test_lines_get_a_part_of_the_time_where_requests_never_cease(served: SimulatedServer) -> None:
+    file = served.ask(upload(jsonl(line("a", max_tokens=60)))).json["id"]
+    served.send(create(file))
+    served.run_until(lambda: served.stats.num_running == 1)
+    batch = next(iter(served.batches._running.values()))
+    began_s = served.loop.time()
+    while not batch.batch.completed:
+        served.ask(chat(max_tokens=60))
+    assert MOST_HELD_S < served.loop.time() - began_s < 5 * MOST_HELD_S
 
 
 def test_after_a_crash_each_line_is_answered_and_billed_once(tmp_path: Path) -> None:

@@ -57,8 +57,21 @@ def test_page_of_a_fresh_server_is_well_formed() -> None:
 def test_page_of_several_models_names_none_of_them_for_all() -> None:
     metrics = Metrics()
     metrics.model_name = None
+    metrics.count_generation(Usage(num_prompt_tokens=3, num_completion_tokens=4), ended_after(2.5), "a")
+    metrics.count_generation(Usage(num_prompt_tokens=1, num_completion_tokens=1), ended_after(0.5), "b")
+    metrics.count_finished(["length"], "a")
+    metrics.count_first_token(0.1, "b")
     samples = samples_of(metrics.render(EngineStats(), 0, 0, Counter()))
-    assert samples["vllm:generation_tokens_total{}"] == samples["vllm:time_to_first_token_seconds_count{}"] == 0
+    for name, value in (
+        ('generation_tokens_total{model_name="a"}', 4),
+        ('prompt_tokens_total{model_name="b"}', 1),
+        ('request_success_total{model_name="a",finished_reason="length"}', 1),
+        ('time_to_first_token_seconds_count{model_name="b"}', 1),
+        ('e2e_request_latency_seconds_sum{model_name="a"}', 2.5),
+        ("num_preemptions_total{}", 0),
+    ):
+        assert samples[f"vllm:{name}"] == value
+    assert "vllm:generation_tokens_total{}" not in samples
 
 
 def test_names_of_any_characters_are_escaped() -> None:
@@ -81,8 +94,8 @@ def ended_after(seconds: float) -> StageClock:
 
 def test_generations_are_counted_with_their_time() -> None:
     metrics = Metrics()
-    metrics.count_generation(Usage(num_prompt_tokens=3, num_completion_tokens=4), ended_after(2.5))
-    metrics.count_generation(Usage(num_prompt_tokens=1, num_completion_tokens=1), StageClock(1.0))
+    metrics.count_generation(Usage(num_prompt_tokens=3, num_completion_tokens=4), ended_after(2.5), "")
+    metrics.count_generation(Usage(num_prompt_tokens=1, num_completion_tokens=1), StageClock(1.0), "")
     assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.e2e.total) == (4, 5, 2.5)
 
 

@@ -972,6 +972,16 @@ def test_what_waits_for_the_end_is_bounded() -> None:
         list(answer.push(last))
 
 
+async def test_all_inputs_of_anothers_embeddings_are_billed(tmp_path: Path) -> None:
+    body = b'{"object":"list","data":[],"usage":{"prompt_tokens":40,"total_tokens":40}}'
+    async with saying(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body) as url:
+        settings = model(url, protocol="h1", max_model_len=9)
+        async with serving(no_engine, models=(settings,), ledger=tmp_path / "ledger.db") as front:
+            asked = {"model": ASKED, "input": ["step"] * 9}
+            assert (await ask(front.server, closing(request("POST", "/v1/embeddings", asked)))).status == 200
+    assert [row.prompt_tokens for row in rows(tmp_path / "ledger.db")] == [40]
+
+
 async def test_embeddings_and_scores_pass_with_their_usage(tmp_path: Path) -> None:
     style = PoolingStyle(pooling=Pooling("last"), num_dims=8)
     upstream = {"load": load_with(pooling=style)}

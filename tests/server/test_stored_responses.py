@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from server.ledger.responses import Responses
+from tests.server.gateway import ASKED, relaying
 from tests.server.simulated_server import (
     MODEL,
     Answer,
@@ -138,3 +139,17 @@ def test_beyond_its_room_the_largest_tenant_loses_its_oldest(tmp_path: Path) -> 
         found = [server.ask(as_caller(get(one["id"]), "one"), "GET").status for one in large]
         assert found[0] == 404
         assert server.ask(as_caller(get(small["id"]), "two"), "GET").status == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_what_another_server_answers_is_stored_here(tmp_path: Path, is_stream: bool) -> None:
+    config = {"ledger": tmp_path / "ledger.db", "store_responses_s": 3600.0}
+    async with relaying(config=config) as gateway:
+        ask = {"model": ASKED, "stream": is_stream}
+        first = document(await gateway.ask(respond("What is a block?", **ask)))
+        second = document(await gateway.ask(respond("And a page?", previous_response_id=first["id"], **ask)))
+        told = [{"role": "user", "content": "What is a block?"}, *first["output"]]
+        whole = document(await gateway.ask(respond([*told, {"role": "user", "content": "And a page?"}], **ask)))
+        assert second["output"][0]["content"] == whole["output"][0]["content"]
+        shown = (await gateway.ask(get(second["id"]))).json
+        assert shown == second | {"store": True, "previous_response_id": first["id"]}

@@ -83,7 +83,11 @@ def test_what_asks_for_no_form_has_no_constraint(fields: dict[str, Any]) -> None
         ({"guided_json": 3}, "guided_json", "must be a JSON schema"),
         ({"json_schema": {"items": {"not": {}}}}, "json_schema", "json_schema.items has the keyword 'not'"),
         ({"regex": "a{99999}"}, "regex", "regex repeats more than"),
-        ({"grammar": "start: %json {}", "guided_grammar": None}, "grammar", "grammar may not have %json"),
+        (
+            {"grammar": "start: %json {}", "guided_grammar": None},
+            "grammar",
+            "grammar: line 1, column 8: '%json' cannot",
+        ),
         ({"ebnf": "a", "regex": "b"}, "ebnf", "regex and ebnf each hold"),
         ({"guided_choice": []}, "guided_choice", "1 to 4096"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "is no structural tag"),
