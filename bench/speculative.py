@@ -20,12 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine import MODEL_FLAGS, Streams, open_model, shown_model
+from bench.engine import MODEL_FLAGS, Streams, model_config, open_model, shown_model
 from bench.kit import Flag, Found, bench
 from bench.results import Cell, Table, table_of
 from core.drafter import Acceptance, Draft, Drafter
+from core.drafts import DraftWish
 from core.plan import Int32Array, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
+from gpu.draft_model import DraftRunner, draft_settings
+from gpu.loading import load_runner
 from gpu.runner import ModelRunner
 
 Script = tuple[tuple[int, ...], list[int]]  # a prompt and its answer
@@ -283,21 +286,85 @@ def _replay(scheduler: Scheduler, answers: dict[tuple[int, ...], list[int]], sha
     scheduler.submit = submit_with_replay  # type: ignore[method-assign]
 
 
-PARTS = {"pairs": measure_pairs, "replay": measure_replay}
+class AgreeingDraft(DraftRunner):
+    """A draft model that takes the time it takes; each token that it drafts is the answer's with the same chance."""
+
+    answers: dict[tuple[int, ...], list[int]]
+    share: float
+
+    def propose(self, wishes: Sequence[DraftWish]) -> tuple[list[list[int]], float, float]:
+        drafts, *took_s = super().propose(wishes)
+        random = Random(len(wishes[0].sequence.token_ids))
+        for wish, draft in zip(wishes, drafts, strict=True):
+            own, num_prompt = wish.sequence, wish.sequence.num_prompt_tokens
+            answer = self.answers[tuple(own.token_ids[:num_prompt])][own.num_own_tokens :]
+            draft[:] = [one if random.random() < self.share else one ^ 1 for one in answer[: len(draft)]]
+        return drafts, took_s[0], took_s[1]
+
+
+def measure_model(runner: ModelRunner, arguments: argparse.Namespace, end_s: float) -> Table:
+    """With a draft model whose tokens are right with the chance p, and without drafts."""
+    config = model_config(arguments.draft)
+    drafting = load_runner(
+        arguments.draft, config, draft_settings(runner.memory.engine, runner.config, config), lambda *_: None
+    )
+    cases = [(count, share) for count in arguments.streams for share in (0.0, 0.5, 0.7, 0.9)]
+    ratios: dict[tuple[int, float], list[float]] = {case: [] for case in cases}
+    shown: dict[tuple[int, float], tuple[int, int]] = {}
+    for number in range(arguments.pairs):
+        for case, found in ratios.items():
+            if number and time.monotonic() > end_s:
+                continue
+            count, share = case
+            scripts = [noise(Random(100 * number + i), arguments.tokens, config.vocab_size) for i in range(count)]
+            model = AgreeingDraft(drafting, runner.config.vocab_size)
+            model.answers, model.share = dict(scripts), share
+            engines = {True: model, False: None}
+            speeds: dict[bool, float] = {}
+            for drafts in (number % 2 == 0, number % 2 == 1):
+                streams = Streams(
+                    ScriptedRunner(runner), has_prefix_cache=False, speculates=drafts, draft_model=engines[drafts]
+                )
+                speeds[drafts] = speed(streams, scripts, arguments.tokens)
+                if drafts:
+                    stats = streams.scheduler.stats()
+                    shown[case] = stats.draft_tokens["model"], stats.accepted_tokens["model"]
+            found.append(speeds[True] / speeds[False])
+    rows: list[dict[str, Cell]] = []
+    for case, found in ratios.items():
+        low, high = interval(found)
+        sizes: dict[str, Cell] = {"streams": case[0], "p": case[1], "pairs": len(found)}
+        drafted, accepted = shown[case]
+        rows.append(
+            {
+                **sizes,
+                "ratio": statistics.median(found),
+                "from": low,
+                "to": high,
+                "drafted": drafted,
+                "accepted": accepted,
+            }
+        )
+    size = f"{drafting.memory.num_parameters / runner.memory.num_parameters:.0%} of the parameters"
+    return table_of(f"A draft model with {size}, each token right with the chance p", rows)
+
+
+PARTS = {"pairs": measure_pairs, "replay": measure_replay, "model": measure_model}
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
     longest, most = arguments.prompt + arguments.tokens + 32, max(arguments.streams)
     runner = open_model(arguments, most * longest, max_model_len=longest, max_sequences=max(16, most))
     started_s, tables = time.monotonic(), list[Table]()
-    for num_parts, part in enumerate(arguments.parts, 1):
+    parts = [part for part in arguments.parts if part != "model" or arguments.draft is not None]
+    for num_parts, part in enumerate(parts, 1):
         end_s = (
             started_s + 60 * arguments.minutes * SHARE_OF_PAIRS
-            if num_parts < len(arguments.parts)
+            if num_parts < len(parts)
             else started_s + 60 * arguments.minutes
         )
         tables.append(PARTS[part](runner, arguments, end_s))
-    name = "-".join(["speculative", *arguments.parts] if len(tables) < len(PARTS) else ["speculative"])
+    name = "-".join(["speculative", *parts] if len(tables) < len(PARTS) else ["speculative"])
     return Found(tables, shown_model(arguments, runner), name=name)
 
 
@@ -305,6 +372,7 @@ FLAGS = (
     *MODEL_FLAGS,
     Flag("--streams", (1, 8, 32), "at once", (1,), more={"nargs": "+", "type": int}),
     Flag("--texts", tuple(TEXTS), "to measure", more={"nargs": "+", "choices": tuple(TEXTS)}),
+    Flag("--draft", None, "directory of a draft model of the same vocabulary, for the part model", more={"type": Path}),
     Flag("--prompt", 256, "tokens", 64),
     Flag("--tokens", 128, "of each answer, no more than the prompt's", 32),
     Flag("--pairs", 25, "of each case, as far as time allows", 1),

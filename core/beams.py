@@ -1,7 +1,7 @@
 """Beam search: which continuations of a request's sequences go on, and which become its answers. Thread: engine.
 
 The rules, and the rounding of scores to float32, are those of transformers' generate(num_beams=...): GenerationMixin's
-_beam_search of version 5. A search decides; the scheduler forks and ends the sequences (Scheduler._advance_beams).
+_beam_search of version 5. A search decides; core/searches.py forks and ends the sequences.
 """
 
 from collections.abc import Set

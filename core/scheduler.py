@@ -16,9 +16,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
-from msgspec import structs
-
-from core.beams import BeamSearch
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET
 from core.drafts import DraftModel, Drafts
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
@@ -26,6 +23,7 @@ from core.outlook import Outlook, tokens_left
 from core.plan import Flight, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
 from core.repetition import Breakers, Repetition, RepetitionRules
+from core.searches import Searches
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
@@ -119,7 +117,7 @@ class Scheduler:
         self.drafts = Drafts(
             limits, self.states, self.step_cost, inter_token_target, forces_tokens, speculates, draft_model
         )
-        self._searching: dict[str, SequenceGroup] = {}  # by request; some may have ended
+        self._searches = Searches(limits, self.states, self._max_length, self._stop_ids_of)
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
         self._is_short = False  # of blocks or slots that sequences in flight may have to give up
@@ -163,9 +161,9 @@ class Scheduler:
             return (
                 f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
             )
-        if request.beams is not None and self._max_length_of(request) <= num_tokens:
+        if request.beams is not None and self._searches.max_length_of(request) <= num_tokens:
             return f"{request.num_sequences} beams of {num_tokens} tokens do not fit into this server's memory."
-        if request.beams is not None and self._search_of(request).num_top > self.limits.vocab_size:
+        if request.beams is not None and self._searches.search_of(request).num_top > self.limits.vocab_size:
             return (
                 f"{request.num_sequences} beams have too few tokens to choose from: most are banned, or end the answer."
             )
@@ -184,11 +182,11 @@ class Scheduler:
         group = SequenceGroup(request, tenant, self._num_groups, seed, latest_start_s)
         self._num_groups += 1
         stop_ids = self._stop_ids_of(sampling)
-        max_length = min(num_tokens + sampling.max_tokens, self._max_length_of(request))
+        max_length = min(num_tokens + sampling.max_tokens, self._searches.max_length_of(request))
         group.leader, *siblings = [group.add(stop_ids, max_length) for _ in range(request.num_sequences)]
         group.unforked = {sibling.index: sibling for sibling in siblings}
         if request.beams is not None:
-            self._begin_search(group)
+            self._searches.begin(group)
         if self._forces_tokens:
             for sequence in group.sequences:
                 if sequence.grammar is not None:
@@ -203,38 +201,8 @@ class Scheduler:
             sequence.drafter = self.drafts.drafter_of(sequence, request)
         return group
 
-    def _max_length_of(self, request: Request) -> int:
-        """At which a lone request's sequences end: its beams must all fit, beside the blocks of their prompt."""
-        if request.beams is None:
-            return self._max_length
-        size = self.limits.block_size
-        num_shared = len(request.prompt_ids) // size
-        num_each = (self.limits.num_blocks - num_shared) // request.num_sequences
-        return min(self._max_length, (num_shared + num_each) * size - 1)
-
-    def _search_of(self, request: Request) -> BeamSearch:
-        sampling, max_tokens = request.sampling, self._max_length_of(request) - len(request.prompt_ids)
-        assert request.beams is not None, "it asks for them"
-        return BeamSearch(
-            request.beams,
-            stop_ids=set(self._stop_ids_of(sampling)),
-            forbidden={token_id for token_id, bias in sampling.logit_bias if bias == -math.inf},
-            min_tokens=sampling.min_tokens,
-            max_tokens=min(sampling.max_tokens, max_tokens),
-            num_shown=sampling.num_logprobs or 0,
-        )
-
     def _stop_ids_of(self, sampling: SamplingParams) -> tuple[int, ...]:
         return sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
-
-    def _begin_search(self, group: SequenceGroup) -> None:
-        request, sampling = group.request, group.request.sampling
-        group.search = self._search_of(request)
-        num_top = max(group.search.num_top, group.search.num_shown)
-        for sequence in group.sequences:
-            sequence.search = group.search
-            sequence.sampling = structs.replace(sampling, temperature=0.0, min_tokens=0, num_logprobs=num_top)
-        self._searching[request.request_id] = group
 
     def cancel(
         self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
@@ -306,8 +274,8 @@ class Scheduler:
             return None
         states.now_s = now
         self._is_short = False
-        if self._searching:
-            self._gather_beams()
+        if self._searches:
+            self._counts.num_preemptions += self._searches.gather()
         builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
         self._make_room(builder, now)
         plain, others, behind = self._ready()
@@ -386,18 +354,6 @@ class Scheduler:
         if sequence.search is not None or sequence.repetition is not None:
             return True
         return sequence.num_computed_tokens == sequence.num_prompt_tokens and len(self.states.joining(sequence)) > 1
-
-    def _gather_beams(self) -> None:
-        """Where some beams of a request wait, let the others wait with them."""
-        for request_id, group in list(self._searching.items()):
-            if request_id not in self.states.groups:
-                del self._searching[request_id]
-                continue
-            members = [sequence for sequence in group.sequences if sequence.index not in group.unforked]
-            are_apart = {sequence.state for sequence in members} == {SequenceState.RUNNING, SequenceState.WAITING}
-            if are_apart and not any(sequence.num_in_flight for sequence in members):
-                self._counts.num_preemptions += sum(s.state is SequenceState.RUNNING for s in members)
-                self.states.gather(group)
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
         """Preempt sequences that the queue's head outranks, if it needs their slots or blocks."""
@@ -630,10 +586,8 @@ class Scheduler:
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for bystander in bystanders:
             self.states.compute_again(bystander)
-        if self._searching:
-            for request_id in {sequence.request_id for sequence in sequences if sequence.search is not None}:
-                if request_id in self.states.groups:
-                    self._advance_beams(self.states.groups[request_id])
+        if self._searches:
+            self._searches.advance(sequences)
         if flight.has_suspects:
             self.states.suspects.difference_update(sequences[row] for row in output.rows.tolist() if row not in lost)
         self.states.settle()
@@ -716,13 +670,7 @@ class Scheduler:
         if not group.is_prefilled:
             self._tell_prefill(group, end, now)
         if end == sequence.num_prompt_tokens and sequence is group.leader and group.search is None:
-            self._fork_siblings(group)
-
-    def _fork_siblings(self, group: SequenceGroup) -> None:
-        assert group.leader is not None, "a request has a sequence"
-        for sibling in group.unforked.values():
-            self.states.fork(group.leader, sibling)
-        group.unforked = {}
+            self.states.fork_siblings(group)
 
     def _tell_prefill(self, group: SequenceGroup, end: int, now: float) -> None:
         """A chunk has brought the prompt up to position `end` for the first time."""
@@ -779,59 +727,6 @@ class Scheduler:
     def _tell(self, sequences: list[Sequence], token_ids: list[int]) -> None:
         self._counts.num_generated_tokens += len(sequences)
         self.states.outbox.add_tokens(sequences, token_ids)
-
-    def _advance_beams(self, group: SequenceGroup) -> None:
-        """Once all beams of a request have come back: let the chosen continuations go on, each in a sequence.
-
-        Beams that have waited together share the prompt again once their leader has it.
-        """
-        search, states, leader = group.search, self.states, group.leader
-        assert search is not None, "it has beams"
-        assert leader is not None, "a request has a sequence"
-        if group.unforked and search.has_begun and leader.num_computed_tokens >= leader.num_prompt_tokens:
-            self._fork_siblings(group)
-        if not search.is_ready:
-            return
-        parents = [group.sequences[index] for index in search.beams]
-        steps = search.advance()
-        if not steps:
-            self._end_search(group)
-            return
-        group.unforked = {}
-        beams: list[Sequence] = []
-        going_on = [parents[parent] for parent, _ in steps]
-        spare = [sequence for sequence in group.sequences if sequence not in going_on]
-        for parent in going_on:
-            beam = parent
-            if beam in beams:  # one child stays in its parent's sequence
-                beam = spare.pop()
-                states.branch(parent, beam)
-            beams.append(beam)
-        for beam, (_, token_id) in zip(beams, steps, strict=True):
-            beam.token_ids.append(token_id)
-        search.beams = [beam.index for beam in beams]
-
-    def _end_search(self, group: SequenceGroup) -> None:
-        """Tell the answers of a search, and end its sequences."""
-        search, sampling = group.search, group.request.sampling
-        assert search is not None, "it has beams"
-        group.unforked = {}
-        for sequence, answer in zip(group.sequences, search.answers, strict=True):
-            sequence.num_computed_tokens = 0  # what it has computed are another's tokens
-            sequence.token_ids[sequence.num_prompt_tokens :] = [one.token_id for one in answer.logprobs]
-            stop = answer.logprobs[-1] if answer.reason is FinishReason.STOP else None
-            shown = answer.logprobs if stop is None else answer.logprobs[:-1]
-            has_logprobs = sampling.num_logprobs is not None
-            if shown:
-                self.states.outbox.chunks.append(
-                    TokenChunk(
-                        request_id=sequence.request_id,
-                        index=sequence.index,
-                        token_ids=tuple(one.token_id for one in shown),
-                        logprobs=shown if has_logprobs else None,
-                    )
-                )
-            self.states.finish(sequence, answer.reason, stop_logprobs=stop if has_logprobs else None)
 
     def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Tell an appended token that has logprobs or may end its sequence."""

@@ -170,6 +170,13 @@ class SequenceStates:
             child.level = parent.level
             self._start_running(child)
 
+    def fork_siblings(self, group: SequenceGroup) -> None:
+        """Its leader has the prompt: let the others share it."""
+        assert group.leader is not None, "a request has a sequence"
+        for sibling in group.unforked.values():
+            self.fork(group.leader, sibling)
+        group.unforked = {}
+
     def gather(self, group: SequenceGroup) -> None:
         """Let all beams of a group wait together, as one of them must: alone none can go on, and each holds blocks."""
         assert group.search is not None, "it has beams"
