@@ -67,6 +67,7 @@ def load_runner(
             timed = timed_steps(config, engine, choice, runner.operators, checkpoint.main_format, timing)
             runner.limits = replace(runner.limits, timed_rows=timed)
         runner.open_offload(engine, checkpoint)
+        drop_code_pages()  # what warming up needed of compilers
     except DeviceError as error:
         fix = "start it again; nvidia-smi and the system's log say what happened to the device."
         raise StartupError(f"The device is lost: {error}", fix, ExitCode.DEVICE) from error
