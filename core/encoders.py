@@ -39,7 +39,7 @@ class EncoderConfig:
         family: "bert", "roberta" (positions begin later) or "modernbert" (norms before the blocks, RoPE, a gated MLP).
         max_position: tokens of a prompt.
         first_position: of the table of positions, that the first token has.
-        num_types: of texts that are told apart; 0: they are not.
+        num_types: of texts that are told apart; 0: the family tells none apart.
         windows: of each layer: how far a token sees to each side; None: all.
         thetas: of each layer's RoPE; 0: it has none.
         num_scores: of a classification head; 0: none.

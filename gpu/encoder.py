@@ -167,14 +167,34 @@ class _Names:
         if has_bias:
             yield f"{name}.bias"
 
+    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Of matrices, by the ends of their names, the longer ones first."""
+        config, hidden, inner = self._config, self._config.hidden_size, self._config.intermediate_size
+        yield "tok_embeddings.weight", (config.vocab_size, hidden)
+        yield "word_embeddings.weight", (config.vocab_size, hidden)
+        yield "position_embeddings.weight", (config.first_position + config.max_position, hidden)
+        yield "token_type_embeddings.weight", (config.num_types, hidden)
+        yield "Wqkv.weight", (3 * hidden, hidden)
+        yield "mlp.Wi.weight", (2 * inner, hidden)
+        yield "mlp.Wo.weight", (hidden, inner)
+        yield "intermediate.dense.weight", (inner, hidden)
+        for end in ("attn.Wo.weight", "attention.output.dense.weight", "query.weight", "key.weight", "value.weight"):
+            yield end, (hidden, hidden)
+        yield "output.dense.weight", (hidden, inner)
+
     def check(self) -> None:
         """
         Raises:
-            BadCheckpoint: tensors are missing, or unknown.
+            BadCheckpoint: tensors are missing, unknown, or of another shape.
         """
         stored, where = self._checkpoint.tensors, self._checkpoint.path
         if missing := sorted(set(self.wanted.values()) - stored.keys()):
             raise bad_checkpoint(f"{where}: {len(missing)} tensors are missing: {named_tensors(missing)}.")
+        for name, found in self.wanted.items():
+            shape = next((shape for end, shape in self._shapes() if name.endswith(end)), stored[found].shape)
+            if stored[found].shape != shape:
+                asked = f"the configuration asks for {list(shape)}"
+                raise bad_checkpoint(f"{where}: {found} has the shape {list(stored[found].shape)}, {asked}.")
         others = stored.keys() - set(self.wanted.values())
         unknown = sorted(
             name

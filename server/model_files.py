@@ -173,7 +173,7 @@ def read_pooling(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer, as
         cause = "--pooling cls is for encoders: the first token of this model sees no other"
         raise BadModelFile(cause, "--pooling last, or mean")
     usual: dict[str, Any] = {"num_dims": (config if encodes else stated_fields(config)).get("hidden_size") or 1}
-    usual["max_tokens"] = None if is_gguf(path) else _most_tokens(path)
+    usual["max_tokens"] = _most_tokens(path) if modules or encodes else None
     if num_scores:
         if num_scores > 1:
             cause = f"{path} sorts texts into {num_scores} classes, which is not served"
@@ -260,9 +260,12 @@ def _read_modules(directory: Path) -> list[_Module]:
         return []
     try:
         listed = json.loads(_read_text(file))
-        return [_Module(one["type"].rpartition(".")[2], one["path"]) for one in listed]
+        found = [_Module(one["type"].rpartition(".")[2], one["path"]) for one in listed]
+        if any(one.path != Path(one.path).name for one in found):
+            raise ValueError("a module lies elsewhere")
+        return found
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadModelFile(f"{file} is no list of modules", "download it again") from error
+        raise BadModelFile(f"{file} is no list of modules in this directory", "download it again") from error
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -279,8 +282,8 @@ def read_model_config(path: Path) -> dict[str, Any]:
 def _read_config(directory: Path) -> dict[str, Any]:
     """config.json; a model of sentence-transformers that embeds has no head, whatever it says."""
     config = _read_json(_existing_directory(directory) / CONFIG_FILE)
-    if any(module.kind == "Pooling" for module in _read_modules(directory)):
-        name = architecture_of(config)
+    name = architecture_of(config)
+    if name and any(module.kind == "Pooling" for module in _read_modules(directory)):
         config["architectures"] = [name.replace("ForCausalLM", HEADLESS)]
     return config
 

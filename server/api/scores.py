@@ -27,6 +27,7 @@ from server.api.fields import DefaultsOf, GenerationCall, GenerationDefaults, Pa
 from server.api.known_fields import Does, Known
 from server.api.replies import ReplyContext, Surface, WholeReply
 
+MOST_CHARS = 16_000_000  # of all pairs, in each of which the query is tokenized anew
 RULES = {
     "user": USER,
     "rank_fields": Known("rank_fields", frozenset(), Does.REFUSED, neutral=([], ["text"])),
@@ -100,8 +101,11 @@ def _prompts(
     if style.scores is None:
         texts = [before[0] + text for text in first] + [before[1] + text for text in second]
         return tuple(TextPrompt(text) for text in texts)
-    pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
-    return tuple(PairPrompt(*pair, instruction) for pair in pairs)
+    firsts = first * len(second) if len(first) == 1 else first
+    if (num_chars := sum(map(len, firsts)) + sum(map(len, second))) > MOST_CHARS:
+        message = f"The pairs have {num_chars} characters, and at most {MOST_CHARS} are allowed. Send fewer at once."
+        raise InvalidRequest(message, "query" if len(first) == 1 else "text_1")
+    return tuple(PairPrompt(*pair, instruction) for pair in zip(firsts, second, strict=True))
 
 
 class ScoresReply(WholeReply):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from core.errors import StartupError
+from core.errors import InvalidRequest, StartupError
 from core.types import Message, Submit
 from server.api import embeddings, scores
 from server.api.fields import RequestLimits
@@ -118,6 +118,8 @@ def test_a_head_scores_pairs(tmp_path: Path) -> None:
     found = [one["relevance_score"] for one in answer["results"]]
     assert found == pytest.approx([wanted[i] for i in best], abs=1e-4)
     assert [one["document"]["text"] for one in answer["results"]] == [DOCUMENTS[i] for i in best]
+    with pytest.raises(InvalidRequest, match="characters"):
+        served.ask(scores.RERANK, query="x" * 9000, documents=["y"] * 2000)
     bare = served.ask(scores.COHERE_RERANK, query=QUERY, documents=DOCUMENTS)
     assert all(one.keys() == {"index", "relevance_score"} for one in bare["results"])
 
@@ -129,6 +131,7 @@ def test_a_head_scores_pairs(tmp_path: Path) -> None:
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, "max_tokens"),
         ({"1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}, "mean"),
         ({"modules.json": {"a": 1}}, "no list of modules"),
+        ({"modules.json": [{"type": "x.Pooling", "path": "../1_Pooling"}]}, "no list of modules in this directory"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, change: dict[str, Any], cause: str) -> None:
@@ -189,6 +192,9 @@ def test_encoders_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="is for encoders"):
         Served(write_qwen3(tmp_path / "decoder", "Qwen3ForCausalLM"), pooling="cls")
     config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 113}))
+    with pytest.raises(StartupError, match=r"intermediate.*asks for \[113, 64\]"):
+        Served(directory, pooling="mean")
     (directory / "config.json").write_text(json.dumps(config | {"position_embedding_type": "relative_key"}))
     with pytest.raises(StartupError, match="position_embedding_type"):
         Served(directory, pooling="mean")
