@@ -14,6 +14,7 @@ import contextvars
 import heapq
 import logging
 import math
+import sqlite3
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -40,6 +41,7 @@ SLOTS_ELSEWHERE = 8  # where other servers compute
 LINGER_S = 1.0  # after the last request that somebody waited for: an agent's next one may follow
 MOST_HELD_S, TURN_S = 20.0, 1.0  # where such requests never cease, lines get a twentieth of the time: p95 stays
 CHECK_S = 0.02
+DISK_S = 5.0  # between tries of a disk that is full
 SWEEP_S = 60.0  # between looks for expired files
 RETRY_S, MOST_RETRY_S = 1.0, 60.0
 RETRIED = (429, 503, 504)  # no room, no quota, too late
@@ -199,7 +201,9 @@ class Batches:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._write_answers()
+        answers = [answer for _, answer in self._unwritten]
+        with contextlib.suppress(sqlite3.Error):  # the next process asks these lines again
+            await self.offload(lambda: self.store.add_answers(answers))
         await self.offload(self.store.close)
 
     def now_s(self) -> int:
@@ -250,17 +254,28 @@ class Batches:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a batch cannot go on", exc_info=error)
 
+    async def _on_disk(self, work: Callable[[], T]) -> T:
+        """Do it on the store's thread, again and again while the disk is full or fails."""
+        while True:
+            try:
+                return await self.offload(work)
+            except FileNotFoundError:
+                raise
+            except (sqlite3.Error, OSError) as error:
+                logger.error("batches wait for the disk: %s", error)
+                await asyncio.sleep(DISK_S)
+
     async def _begin(self, batch: Batch) -> None:
         try:
-            scan = await self.offload(lambda: self.store.scan(batch))
+            scan = await self._on_disk(lambda: self.store.scan(batch))
         except FileNotFoundError:
             scan = Scan(array("q"), (LineError("file_not_found", "The input file is not there any more."),))
-        answered = await self.offload(lambda: self.store.answered(batch))
+        answered = await self._on_disk(lambda: self.store.answered(batch))
         now_s = self.now_s()
-        latest = await self.offload(lambda: self.store.batch(batch.tenant, batch.id))  # it may be cancelled by now
+        latest = await self._on_disk(lambda: self.store.batch(batch.tenant, batch.id))  # it may be cancelled by now
         if scan.errors:
             failed = latest.entering(Status.FAILED, now_s, errors=scan.errors)
-            await self.offload(lambda: self.store.update(failed))
+            await self._on_disk(lambda: self.store.update(failed))
             return
         num_failed = sum(answered.values())
         counts = {"total": scan.num_lines, "completed": len(answered) - num_failed, "failed": num_failed}
@@ -269,7 +284,7 @@ class Batches:
         latest = msgspec.structs.replace(latest, **counts)
         pending = deque(i for i in range(scan.num_lines) if i not in answered)
         running = self._running[batch.id] = _Running(latest, scan, pending)
-        await self.offload(lambda: self.store.update(latest))
+        await self._on_disk(lambda: self.store.update(latest))
         if batch.tenant not in self._turns:
             self._turns.append(batch.tenant)
         left_s = max(0.0, latest.expires_at - self._unix())
@@ -317,10 +332,11 @@ class Batches:
         return None
 
     async def _ask(self, running: _Running, number: int, stream: HttpStream, carrier: _Collected) -> None:
-        batch = running.batch
+        batch, custom_id = running.batch, ""
+        request_id = request_id_of(batch.id, number)
         try:
-            line = await self.offload(lambda: self.store.line(batch, running.scan, number))
-            request_id = request_id_of(batch.id, number)
+            line = await self._on_disk(lambda: self.store.line(batch, running.scan, number))
+            custom_id = line.custom_id
             stream.request = HttpRequest(0, "POST", line.url, "", _headers(line), True)
             stream.received_s = self._loop.time()
             stream.receive_body(_body_of(line))
@@ -336,7 +352,7 @@ class Batches:
         if self._may_ask_again(running, number, carrier):
             heapq.heappush(running.later, (self._loop.time() + carrier.retry_s, number))
         else:
-            self._note(running, _answer(batch, number, line.custom_id, request_id, carrier))
+            self._note(running, _answer(batch, number, custom_id, request_id, carrier))
         self._end_if_done(running)
         self._go_on()
 
@@ -351,14 +367,15 @@ class Batches:
         running.num_asked += 1  # until it is written
         self._unwritten.append((running, answer))
         if not self._is_writing:
+            self._is_writing = True
             self._spawn(self._write_answers())
 
     async def _write_answers(self) -> None:
-        self._is_writing = True
         try:
             while self._unwritten:
-                some, self._unwritten = self._unwritten, []
-                await self.offload(partial(self.store.add_answers, [answer for _, answer in some]))
+                some = list(self._unwritten)
+                await self._on_disk(partial(self.store.add_answers, [answer for _, answer in some]))
+                del self._unwritten[: len(some)]
                 for running, answer in some:
                     batch = running.batch
                     counts = {"failed": batch.failed + 1} if answer.is_error else {"completed": batch.completed + 1}
@@ -377,15 +394,15 @@ class Batches:
         now_s, batch = self.now_s(), running.batch
         if batch.status is Status.IN_PROGRESS:
             batch = running.batch = batch.entering(Status.FINALIZING, now_s)
-            await self.offload(lambda: self.store.update(batch))
+            await self._on_disk(lambda: self.store.update(batch))
         if batch.status is Status.EXPIRED:
             left = [*running.pending, *(number for _, number in running.later)]
-            await self.offload(lambda: self._add_expired(running, left))
+            await self._on_disk(lambda: self._add_expired(running, left))
             batch = msgspec.structs.replace(batch, failed=batch.failed + len(left))
         ended = {Status.FINALIZING: Status.COMPLETED, Status.CANCELLING: Status.CANCELLED}.get(batch.status)
         if ended is not None:
             batch = batch.entering(ended, self.now_s())
-        running.batch = await self.offload(lambda: self.store.finish(batch, now_s))
+        running.batch = await self._on_disk(lambda: self.store.finish(batch, now_s))
         del self._running[batch.id]
         if running.expiry is not None:
             running.expiry.cancel()

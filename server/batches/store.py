@@ -257,9 +257,9 @@ class Store:
             self._write(file, [content])
             with self._transaction():
                 self._insert(file)
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             self.path_of(file).unlink(missing_ok=True)
-            message = f"The server cannot store the file: {error.strerror}. Tell the operator."
+            message = f"The server cannot store the file: {getattr(error, 'strerror', None) or error}. Try again later."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "files_unavailable") from error
 
     def _write(self, file: File, pieces: Iterable[bytes | memoryview]) -> None:
@@ -401,6 +401,12 @@ class Store:
 
     def finish(self, batch: Batch, now_s: int) -> Batch:
         """Write its files, in its lines' order, and end it, with the status that it has."""
+        with contextlib.ExitStack() as undo:
+            batch = self._finish(batch, now_s, undo)
+            undo.pop_all()
+        return batch
+
+    def _finish(self, batch: Batch, now_s: int, undo: contextlib.ExitStack) -> Batch:
         files: dict[bool, File] = {}
         for is_error, name in ((False, "output"), (True, "error")):
             which = "FROM answers WHERE batch_id = ? AND is_error = ?"
@@ -417,6 +423,7 @@ class Store:
                 created_at=now_s,
                 expires_at=None if batch.output_expires_s is None else now_s + batch.output_expires_s,
             )
+            undo.callback(self.path_of(file).unlink, missing_ok=True)
             self._write(file, (body + b"\n" for (body,) in rows))
         ids = {is_error: file.id for is_error, file in files.items()}
         batch = msgspec.structs.replace(batch, output_file_id=ids.get(False), error_file_id=ids.get(True))

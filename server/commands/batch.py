@@ -23,7 +23,7 @@ from core.errors import ExitCode, StartupError
 from server.commands.chat import ChatClient, private_server, start_in_thread
 from server.commands.console import progress, take_interrupts
 from server.commands.tls_trust import check_trust_flags, client_context
-from server.config import ServerConfig
+from server.config import GiB, ServerConfig
 
 POLL_S = 0.5
 OVER = ("completed", "failed", "expired", "cancelled")
@@ -133,7 +133,8 @@ def _client(
     own = {served_name(config), *(lora.name for lora in config.loras)}
     _save(beside, state)
     config = replace(config, aliases=tuple(sorted({*config.aliases, *models} - own)))
-    with private_server(config, start_in_thread, state.key, files=beside / "files") as client:
+    room = {"max_file_bytes": 2 * GiB, "max_files_bytes": 2**50}
+    with private_server(config, start_in_thread, state.key, files=beside / "files", **room) as client:
         yield client
 
 

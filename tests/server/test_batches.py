@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -266,6 +267,26 @@ def test_lines_of_a_revoked_key_fail_as_the_key_does(tmp_path: Path) -> None:
         batch = finished(server, batch, other)
         (failed,) = output(other, batch["error_file_id"])
         assert (failed["response"]["status_code"], batch["request_counts"]["failed"]) == (401, 1)
+
+
+def test_a_full_disk_delays_a_batch(served: SimulatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    nums_failed = dict.fromkeys(("add_answers", "finish"), 2)
+
+    def failing(name: str) -> Callable[..., Any]:
+        work = getattr(served.batches.store, name)
+
+        def run(*arguments: Any) -> Any:
+            if nums_failed[name]:
+                nums_failed[name] -= 1
+                raise sqlite3.OperationalError("database or disk is full")
+            return work(*arguments)
+
+        return run
+
+    for name in nums_failed:
+        monkeypatch.setattr(served.batches.store, name, failing(name))
+    batch = finished(served, begun(asker(served), line("a"), line("b")))
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
 
 
 def test_lines_wait_for_quota_and_room(tmp_path: Path) -> None:
