@@ -176,7 +176,7 @@ FLAGS = (
     Flag("--shapes", tuple(SHAPES), "of models", quick=("MiniLM-L6",), more={"nargs": "+", "choices": tuple(SHAPES)}),
     Flag(
         "--dtypes",
-        ("auto:float32", "float32:float32", "bfloat16:bfloat16"),
+        ("float32:float32", "bfloat16:float32", "bfloat16:bfloat16"),
         "ours:theirs; float32 is sentence-transformers' own choice",
         quick=("float32:float32",),
         more={"nargs": "+"},

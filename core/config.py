@@ -124,7 +124,7 @@ class EngineConfig:
 
 
 # Settings that may change what tokens an answer has
-CHANGE_TOKENS = ("max_model_len", "quantize", "activations", "tensor_parallel")
+CHANGE_TOKENS = ("max_model_len", "quantize", "activations", "kv_dtype", "tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ attention, where prompts of like lengths go together, pads the shorter ones. Wha
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +72,8 @@ def plan_encoder(directory: Path, config: EncoderConfig, engine: EngineConfig) -
         cause = "--tensor-parallel is not for encoders: one device computes them"
         raise StartupError(cause, "leave it out", ExitCode.CONFIGURATION)
     choice, checkpoint = choose_device(engine), open_checkpoint(directory)
+    if engine.dtype == "auto" and choice.device.type == "cpu":  # in bfloat16 cosines to float32 fall below 0.9999
+        choice = replace(choice, dtype=torch.float32, dtype_reason="for embeddings")
     names = _Names(config, checkpoint)
     names.check()
     num_parameters = sum(int(np.prod(checkpoint.tensors[name].shape)) for name in names.wanted.values())

@@ -441,7 +441,7 @@ class ServerConfig:
         "ask clients for certificates that these PEM certificates have signed; may hold revocation lists; read again"
         " on SIGHUP",
     )
-    tls_client_auth: str | None = _LISTENING(
+    tls_client_auth: str | None = _RARE_LISTENING(
         None,
         _Kind(choice_of("optional", "required"), "MODE"),
         "whether clients must show a certificate: optional or required (default with --tls-client-ca: required)",

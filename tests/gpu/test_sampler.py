@@ -8,6 +8,8 @@ import torch
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
+from gpu.attention import IntArray
+from gpu.rows import NO_SLOT
 from gpu.sampler import Sampled, Sampler
 from tests.gpu.sampling_cases import (
     PROMPT,
@@ -117,3 +119,31 @@ def test_the_logits_given_are_not_changed() -> None:
     before = logits.clone()
     sample(make_sampler(({"top_k": 3, "repetition_penalty": 2.0}, {"logit_bias": ((1, 3.0),)}), VOCAB), logits)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("rare", [{"typical_p": 0.5}, {"top_n_sigma": 1.0}, {"xtc_probability": 0.5}])
+def test_rows_beside_a_rare_sampler_are_the_kernels_and_a_step_without_one_is_the_kernels_alone(
+    rare: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[torch.Tensor, list[int]]] = []
+    by_torch: list[int] = []
+
+    def kernel(logits: torch.Tensor, slots: IntArray, _: IntArray, masked: object) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((logits, slots.tolist()))
+        assert masked is None
+        return torch.full((len(slots),), 7), torch.ones(len(slots), dtype=torch.bool)
+
+    sampler = Sampler(3, VOCAB, torch.device("cpu"), lambda _: kernel)
+    for slot, settings in enumerate(({}, rare, {"top_k": 5})):
+        params = SamplingParams(max_tokens=9, **settings)  # type: ignore[arg-type]
+        sampler.start(SequenceStart(slot, PROMPT, len(PROMPT), params, 1, ()))
+    rows = Sampler._sample_rows
+    monkeypatch.setattr(Sampler, "_sample_rows", lambda *call: (by_torch.extend(call[2].tolist()), rows(*call))[1])
+    logits, positions = noise(3, VOCAB), np.full(3, 5)
+    sampler.sample(logits[:2], np.array([0, 2]), positions[:2])
+    ((given, slots),) = calls
+    assert (given.data_ptr(), slots, by_torch) == (logits.data_ptr(), [0, 2], [])
+    calls.clear()
+    token_ids = sampler.sample(logits, np.arange(3), positions).token_ids.tolist()
+    assert ([slots for _, slots in calls], by_torch) == ([[0, NO_SLOT, 2]], [1])
+    assert token_ids[::2] == [7, 7]

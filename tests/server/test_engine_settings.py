@@ -86,12 +86,14 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
         "quantize": "int4",
         "activations": "int8",
         "quantize_cache_bytes": "1GiB",
+        "kv_dtype": "int8",
         "kv_offload_bytes": "8GiB",
         "kv_offload_dir": "/var/cache/kv",
         "kv_offload_dir_bytes": "9GiB",
     }
     want = EngineConfig(
         *("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2, "int4", "int8", 2**30),
+        kv_dtype="int8",
         kv_offload_bytes=2**33,
         kv_offload_dir="/var/cache/kv",
         kv_offload_dir_bytes=9 * 2**30,
