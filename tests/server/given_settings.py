@@ -64,6 +64,8 @@ SAMPLES = {  # by name, else by metavar, else 123; {file} and {directory} exist
     "otlp-endpoint": "http://collector:4318/v1/traces",
     "bind": "[::1]:0",
     "agent-check": "127.0.0.1:1",
+    "kv-events": "127.0.0.1:1",
+    "kv-events-replay": "127.0.0.1:2",
     "tls-client-auth": "optional",
     "trusted-proxies": "unix",
     "forwarded-header": "forwarded",
