@@ -102,7 +102,8 @@ class DraftRunner:
                 continue
             start = self._num_known(one, token_ids)
             behind = token_ids[start : start + budget]
-            if max(behind) >= self.vocab_size:
+            if max(behind) >= self.vocab_size:  # padding of the target's vocabulary, which has no text
+                self._forget(one)
                 continue
             budget -= len(behind)
             one.num_sure = start + len(behind)
