@@ -217,7 +217,7 @@ _SERVER = _Section("server")
 _LISTENING, _RARE_LISTENING = _Section("listening"), _Section("listening", is_rare=True)
 _ACCESS, _RARE_ACCESS = _Section("access"), _Section("access", is_rare=True)
 _LEDGER, _RARE_LEDGER = _Section("ledger"), _Section("ledger", is_rare=True)
-_FILES, _RARE_FILES = _Section("files and batches"), _Section("files and batches", is_rare=True)
+_RARE_FILES = _Section("files and batches", is_rare=True)
 _LIMITS, _RARE_LIMITS = _Section("limits"), _Section("limits", is_rare=True)
 _CONNECTION = _Section("limits of a connection", is_rare=True)
 _ONE_REQUEST = _Section("limits of a request", is_rare=True)
@@ -572,7 +572,7 @@ class ServerConfig:
 
     # Files, and batches of requests.
 
-    files: Path | None = _FILES(
+    files: Path | None = _RARE_FILES(
         None,
         _Kind(directory_value, "DIR"),
         "serve /v1/files and /v1/batches, and keep the files there, in a directory of its own (default: they are not"

@@ -198,6 +198,8 @@ class Batches:
         for timer in (self._timer, self._sweeper, self._hold_timer):
             if timer is not None:
                 timer.cancel()
+        for stream in list(self._streams):
+            stream.disconnect()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
