@@ -144,7 +144,7 @@ def test_wrong_method_is_told_the_right_one(server: ServerProcess, method: str, 
 
 
 def test_unknown_path_is_told_the_known_ones(server: ServerProcess) -> None:
-    answer = ask(server.port, "GET", "/v1/embeddings")
+    answer = ask(server.port, "GET", "/v1/images")
     assert (answer.status, answer.code) == (404, "not_found")
     assert CHAT in answer.error["message"]
 
