@@ -247,6 +247,16 @@ class Server:
         """The engine is loaded: serve generations."""
         if self._stopping.done():
             return
+        try:
+            self._begin_serving(loaded)
+        except Exception as error:  # else whoever waits for the server waits for ever
+            self.on_failed(error)
+
+    def _begin_serving(self, loaded: LoadedEngine) -> None:
+        """
+        Raises:
+            StartupError: the model does not go with the configuration.
+        """
         client = EngineClient(
             self._engine_thread.post,
             self.listener.batch,
@@ -415,16 +425,17 @@ class Server:
 
     def on_failed(self, error: BaseException) -> None:
         """The engine cannot be loaded, or failed: the process ends."""
-        self._failure = error
+        self._failure = self._failure or error
         self._readiness.is_ready = False
-        if self._client is not None:
-            logger.critical("the engine has failed, the server ends: %r", error, exc_info=error)
-            self._client.fail("The engine failed. Try again once the server has restarted.")
-        else:
+        if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # marks it as retrieved; wait_ready() still raises it
             if not isinstance(error, StartupError):
-                logger.critical("the engine cannot be loaded: %r", error, exc_info=error)
+                logger.critical("the server cannot start: %r", error, exc_info=error)
+        else:
+            logger.critical("the engine has failed, the server ends: %r", error, exc_info=error)
+            if self._client is not None:
+                self._client.fail("The engine failed. Try again once the server has restarted.")
         self.stop(0.0)
 
     def ask_for_beat(self) -> None:
