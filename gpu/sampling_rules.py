@@ -152,7 +152,7 @@ def _are_typical(below: Tensor, weights: Tensor, typical_p: float) -> Tensor:
     """Which of a row's tokens typical-p keeps: those whose surprise is nearest to the entropy. [1, vocab]
 
     Args:
-        below: [1, vocab]: how far each logit is below the largest. Surprise is as much more for all, and so is its mean.
+        below: [1, vocab]: how far each logit is below the largest: surprise, but for a number that its mean has, too.
     """
     total, has_weight = int(weights.sum()), weights > 0
     mean = torch.where(has_weight, weights * below.double(), 0).cumsum(-1)[:, -1:] / total

@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_465, 32),
+    "server": (12_465, 33),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
     "server/commands": (2365, 13),
@@ -27,7 +27,7 @@ BUDGETS = {
     "server/wire": (4815, 14),
     "core": (15_485, 40),
     "gpu": (11_049, 34),
-    "gpu/cpu_kernels": (3800, 10),
+    "gpu/cpu_kernels": (4190, 10),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (765, 5),
     "bench": (9550, 36),
@@ -51,6 +51,7 @@ ROOMS = (
         "engine_client",
         "engine_thread",
         "grammar_guard",
+        "own_processes",
         "backend",
         "resumable",
         "generation",
