@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_465, 32),
+    "server": (12_465, 33),
     "server/api": (5600, 18),
     "server/batches": (1000, 3),
     "server/commands": (2365, 13),
@@ -51,6 +51,7 @@ ROOMS = (
         "engine_client",
         "engine_thread",
         "grammar_guard",
+        "own_processes",
         "backend",
         "resumable",
         "generation",
