@@ -19,7 +19,7 @@ from gpu.linear import Embed, Linear, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
 from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
-from gpu.recurrence import Recurrence, RecurrentRows, make_recurrence
+from gpu.recurrence import Recurrence, RecurrentRows
 from gpu.rows import StepTokens
 
 
@@ -254,7 +254,7 @@ def _layer(
     layer, head_norms, recurrence = config.layer(index), None, None
     taken = operators.linear(weights.qkv, weights.qkv_bias)
     if weights.recurrent is not None and config.recurrence is not None:
-        recurrence = make_recurrence(config.recurrence, weights.recurrent, taken)
+        recurrence = operators.recurrence(config.recurrence, weights.recurrent, taken)
     if weights.query_norm is not None and weights.key_norm is not None:
         head_norms = (weights.query_norm, weights.key_norm)
     return Layer(

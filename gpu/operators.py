@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import ExpertsConfig
+from core.config import ExpertsConfig, RecurrentConfig
 from gpu.attention import AttentionKernels, TorchAttention
 from gpu.blocks import BlockWeight
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Block, Experts, Gated, apply_rope
 from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied
 from gpu.parallel.ranks import Ranks
-from gpu.parameters import ExpertWeights
+from gpu.parameters import ExpertWeights, RecurrentWeights
 from gpu.quant import QuantizedWeight, SlabLinear, Weight
+from gpu.recurrence import Recurrence, make_recurrence
 from gpu.rows import RowOperators
 from gpu.sampler import MakeSampler
 
@@ -85,6 +86,10 @@ class Operators:
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         """A layer's experts, with their router."""
         return Experts(config, weights, gated, self.linear)
+
+    def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> Recurrence:
+        """What a recurrent layer computes. taken: hidden -> RecurrentConfig.input_size."""
+        return make_recurrence(config, weights, taken)
 
     def gated(self, activation: str) -> Gated:
         """An MLP's gate, activated, times up. activation: of GATED."""

@@ -108,7 +108,7 @@ class States:
             read = written if turn else [read_by_slot[slot] for slot in chosen]
             device = self._inputs.device
             of_tokens = slice(0, num_own) if len(places) == num_own else torch.from_numpy(places).to(device)
-            rows.waves.append(Wave(of_tokens, *(torch.tensor(one, device=device) for one in (read, written))))
+            rows.add_wave(of_tokens, places.tolist(), read, written)
         return rows
 
     def _found(self, source: int | None, start: int) -> int:
@@ -158,12 +158,20 @@ class RecurrentRows:
 
     Args:
         copies: (state, place among those kept), to make before anything is computed.
+        singles: the waves' tokens, one after the other: token, state read, state written.
     """
 
     states: States
     runs: list[Run] = field(default_factory=list)
     waves: list[Wave] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    singles: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add_wave(self, tokens: Tensor | slice, places: list[int], reads: list[int], writes: list[int]) -> None:
+        """tokens: the same as places, on the device."""
+        device = self.states.layers[0].memory.device
+        self.waves.append(Wave(tokens, *(torch.tensor(one, device=device) for one in (reads, writes))))
+        self.singles += zip(places, reads, writes, strict=True)
 
     def copy_states(self) -> None:
         for source, target in self.copies:
@@ -238,8 +246,12 @@ class DeltaNet:
 
     def __call__(self, x: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
         """See Recurrence."""
-        own, states = self._config, rows.states.layers[layer]
-        channels, gate, strength, step = self._taken(x).split_with_sizes(
+        return self._mix(self._taken(x), rows, rows.states.layers[layer])
+
+    def _mix(self, taken: Tensor, rows: RecurrentRows, states: LayerStates) -> Tensor:
+        """taken: [tokens, RecurrentConfig.input_size]. Returns [tokens, heads * value_dim]."""
+        own = self._config
+        channels, gate, strength, step = taken.split_with_sizes(
             [own.channels, own.output_size, own.num_heads, own.num_heads], 1
         )
         mixed = F.silu(self._convolve(channels.contiguous(), rows, states.inputs)).float()
@@ -250,7 +262,7 @@ class DeltaNet:
         tokens = Tokens(
             query * own.key_dim**-0.5,
             key,
-            value.reshape(len(x), own.num_heads, own.value_dim),
+            value.reshape(len(taken), own.num_heads, own.value_dim),
             strength.double().sigmoid().float(),
             (-self._rate * F.softplus(step.double() + self._step_bias)).float(),
         )
@@ -260,7 +272,7 @@ class DeltaNet:
         for wave in rows.waves:
             out[wave.tokens] = _recur(tokens.of(wave.tokens), wave, states.memory)
         normed = F.rms_norm(out, self._norm.shape, self._norm, own.eps)
-        return normed.flatten(1).mul_(F.silu(gate.float())).to(x.dtype)
+        return normed.flatten(1).mul_(F.silu(gate.float())).to(taken.dtype)
 
     def _normed(self, x: Tensor) -> Tensor:
         """x: [tokens, key heads * key_dim]; returns [tokens, heads, key_dim], each key head for all that share it."""

@@ -472,11 +472,11 @@ class ServerConfig:
     kv_events: TcpAddress | None = _RARE_LISTENING(
         None,
         _Kind(tcp_address, "HOST:PORT"),
-        "publish there, by ZeroMQ and as vLLM does, which blocks of prompts are cached: their token ids, to all who ask"
-        " (needs the extra kv-events)",
+        "publish there, by ZeroMQ and as vLLM does, which blocks of prompts are cached, with the token ids of"
+        " everybody's prompts and without authentication: let only the router reach it (needs the extra kv-events)",
     )
     kv_events_replay: TcpAddress | None = _RARE_LISTENING(
-        None, _Kind(tcp_address, "HOST:PORT"), "answer there who has missed some of these"
+        None, _Kind(tcp_address, "HOST:PORT"), "answer there who has missed some of these, likewise"
     )
     h2c_upgrade: bool = _RARE_LISTENING.switch(
         "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see"

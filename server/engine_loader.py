@@ -30,7 +30,6 @@ from server.commands.hub import cached, environment_hub, fetch
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, thought_style_of, tool_style_of
-from server.local_models import DEVICES, Plan
 from server.memory_limits import as_memory_error, check_address_space
 from server.model_files import (
     ModelFiles,
@@ -42,6 +41,7 @@ from server.model_files import (
     read_model_files,
 )
 from server.observing.logs import LoggedLines, LogHandler
+from server.own_processes import DEVICES, Plan
 from server.values import HubId, format_count, format_size
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@
 
 It ends when the server closes its line, and removes the directory of sockets; its processes are killed when it ends:
 nothing outlives `kill -9`.
-server/local_models.py is the other side. What passes are pickles, between our own processes, on a socket pair.
+server/own_processes.py is the other side. What passes are pickles, between our own processes, on a socket pair.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from typing import NoReturn
 from core.errors import ExitCode, StartupError
 from server.cli import as_startup_error, run_server
 from server.engine_loader import local_plan
-from server.local_models import READY_SERIAL, News, Order, Refusal
 from server.observing.logs import configure_logging, log_everything
+from server.own_processes import READY_SERIAL, News, Order, Refusal
 from server.supervision import ServiceManager
 
 ORDER_BYTES = 256 * 1024

@@ -21,7 +21,6 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -29,6 +28,7 @@ import msgspec
 from core.constraints import GrammarSpec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.grammar import Grammar, GrammarCompiler, Vocabulary
+from server.own_processes import start_module
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class CompileQueue:
             task.exception()  # marks it as retrieved, if whoever waited has left
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class GrammarRefusal(msgspec.Struct, frozen=True):
     message: str
     param: str | None
     code: str | None
@@ -143,7 +143,7 @@ class GuardedCompiler(GrammarCompiler):
         is_quick = time.thread_time() - started_s < MAX_ANEW_S
         return grammar if is_quick else replace(grammar, anew=None)
 
-    def _try(self, spec: GrammarSpec) -> Refusal | None:
+    def _try(self, spec: GrammarSpec) -> GrammarRefusal | None:
         """
         Raises:
             OSError: the process cannot be started.
@@ -156,7 +156,7 @@ class GuardedCompiler(GrammarCompiler):
             if not isinstance(error, TimeoutError | BrokenPipeError):
                 raise
             message = f"{spec.param} is too complex: compiling it takes too long, or too much memory. Simplify it."
-            return Refusal(message, spec.param, "grammar_too_complex")
+            return GrammarRefusal(message, spec.param, "grammar_too_complex")
         self._idle.append(worker)
         return refusal
 
@@ -198,19 +198,11 @@ class _Worker:
     """
 
     def __init__(self, vocabulary: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(vocabulary)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-            pass_fds=(vocabulary,),
-            start_new_session=True,  # a terminal's Ctrl-C is for the server
-        )
+        pipe = subprocess.PIPE
+        self._process = start_module(__name__, vocabulary, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self._is_ready = False
 
-    def refusal_of(self, spec: GrammarSpec) -> Refusal | None:
+    def refusal_of(self, spec: GrammarSpec) -> GrammarRefusal | None:
         """
         Raises:
             TimeoutError, BrokenPipeError: the grammar took too long, or ended the process.
@@ -226,7 +218,7 @@ class _Worker:
                 raise OSError("the process that compiles grammars did not start") from error
             self._is_ready = True
         _write(target, msgspec.msgpack.encode(spec))
-        return msgspec.msgpack.decode(_read_by(source, MAX_COMPILE_S), type=Refusal | None)
+        return msgspec.msgpack.decode(_read_by(source, MAX_COMPILE_S), type=GrammarRefusal | None)
 
     @property
     def is_running(self) -> bool:
@@ -297,7 +289,7 @@ def _serve(vocabulary_file: int, source: IO[bytes], target: IO[bytes]) -> None:
         try:
             compiler.compile(spec)
         except InvalidRequest as error:
-            refusal = Refusal(error.message, error.param, error.code)
+            refusal = GrammarRefusal(error.message, error.param, error.code)
         _write(target, msgspec.msgpack.encode(refusal))
 
 

@@ -1,9 +1,9 @@
-"""Models on this machine that are started when they are asked for, each in a process of its own. Thread: loop.
+"""Which of this machine's models are awake, of those that are started when they are asked for. Thread: loop.
 
     request ─▶ Pool ─▶ LocalUpstream.connection ─ waits ─▶ LocalModels: plan ─▶ room ─▶ process ─▶ READY=1 ─▶ its socket
 
-A process is `serve` on a Unix socket in a directory of ours, and an upstream as any other once it is ready. It tells of
-itself by sd_notify(3). server/fork_server.py forks it, so that it begins with torch imported, and ends it with us.
+A process is `serve` on a Unix socket in a directory of ours, and an upstream as any other once it is ready.
+server/own_processes.py starts it, and says what it tells of itself.
 
 What the awake models need by their plans is never more than the bound. The idle one that was used least lately gives
 way; if none is idle, the busy one that was used least lately takes no more requests after its turn, and gives way when
@@ -14,26 +14,20 @@ import asyncio
 import enum
 import logging
 import math
-import os
-import pickle
-import secrets
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from msgspec import structs
 
-from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
+from core.errors import ErrorKind, ServiceError
 from server.config import ServerConfig
 from server.listening.sockets import Bind, UnixAddress
+from server.own_processes import DEVICES, News, Plan, Processes, Refusal, shown_end
 from server.upstream.connection import Connection
 from server.upstream.exchange import ConnectionLost, UpstreamFault
 from server.upstream.pool import Pool, Slot, Upstream
@@ -48,14 +42,9 @@ NUM_LOADS_A_TURN = 3  # likewise, in times of its load
 END_S = 20.0  # for a process to write its KV files and to end
 LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
 TOLD_S = 5.0  # for the end of a process that takes no connections to be told
-RESEND_S = 0.1
-NOTICE_BYTES = 64 * 1024
-DEVICES = ("cpu", "cuda")
-READY_SERIAL = 0  # of the news that the fork server takes orders; orders have others
 TIMER_S = 0.002  # by which timers may come early
 SEE_LOG, STARTING, WAITING = "see the log", "starting what loads models", "waiting for memory"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
-MAX_HOME_BYTES = 90  # unix(7): a socket's path has 107
 
 
 class ModelState(enum.Enum):
@@ -65,64 +54,6 @@ class ModelState(enum.Enum):
     LOADING = "loading"
     AWAKE = "loaded"
     ENDING = "unloading"
-
-
-class Plan(NamedTuple):
-    """What a model's process needs.
-
-    Args:
-        device: cpu or cuda.
-        needed_bytes: of the device's memory, KV included.
-        free_bytes: on the device when the plan was made.
-    """
-
-    device: str
-    needed_bytes: int
-    kv_bytes: int
-    max_model_len: int
-    free_bytes: int
-
-
-class Refusal(NamedTuple):
-    """Why a model cannot be served, and what to do.
-
-    Args:
-        kind: of the cause, without paths, names and settings: for clients; empty: the cause itself has none.
-    """
-
-    cause: str
-    fix: str
-    kind: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.cause.rstrip('.')}. Fix: {self.fix.rstrip('.')}."
-
-
-class Order(NamedTuple):
-    """To the fork server: plan or serve a model.
-
-    Args:
-        bounds: for planning: bytes for all models together, by device; of others, what is free.
-        notify: path of the socket for sd_notify; None: plan.
-    """
-
-    serial: int
-    config: ServerConfig
-    bounds: Mapping[str, int] | None = None
-    notify: str | None = None
-
-
-class News(NamedTuple):
-    """From the fork server, on the order of that serial number.
-
-    Args:
-        told: the process's id; or a plan, or why there is none.
-        status: its process has ended, as os.waitpid has it.
-    """
-
-    serial: int
-    told: int | Plan | Refusal | None = None
-    status: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -301,18 +232,6 @@ class LocalPool(Pool):
         self._models.on_used(self._model)
 
 
-class ProcessEvents(Protocol):
-    def on_news(self, news: News) -> None: ...
-
-    def on_notice(self, serial: int, fields: Mapping[str, str]) -> None:
-        """A process tells of itself by sd_notify(3)."""
-        ...
-
-    def on_lost(self) -> None:
-        """The fork server has ended, and with it all processes."""
-        ...
-
-
 class LocalModels:
     """Which models are loaded. Implements ProcessEvents.
 
@@ -320,7 +239,7 @@ class LocalModels:
         config: the server's, with own_models.
     """
 
-    def __init__(self, config: ServerConfig, processes: "Processes", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, config: ServerConfig, processes: Processes, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._processes = processes
         bound = config.models_memory_bytes
@@ -604,7 +523,7 @@ class LocalModels:
             self._bounds.setdefault(news.told.device, news.told.free_bytes)
             model.pool.on_planned(news.told.max_model_len)
         elif model.state is ModelState.ASLEEP:  # it was planned
-            self._fail(model, news.told or Refusal(f"planning it has ended: {_shown(news.status or 0)}", SEE_LOG))
+            self._fail(model, news.told or Refusal(f"planning it has ended: {shown_end(news.status or 0)}", SEE_LOG))
         else:
             self._on_ended(model, news.status or 0)
         self._advance()
@@ -654,14 +573,14 @@ class LocalModels:
         model.path.unlink(missing_ok=True)
         self._ended.set()
         if was is ModelState.LOADING:
-            refusal = model.refusal or Refusal(f"its process ended: {_shown(status)}", SEE_LOG)
+            refusal = model.refusal or Refusal(f"its process ended: {shown_end(status)}", SEE_LOG)
             self._fail(model, refusal)
         elif was is ModelState.AWAKE:
             model.num_failures += 1
-            logger.error("the process of the model %s has ended: %s", model.name, _shown(status))
+            logger.error("the process of the model %s has ended: %s", model.name, shown_end(status))
             has_died_soon, model.has_died_soon = model.has_died_soon, self._loop.time() < model.turn_s + LEAST_RUN_S
             if has_died_soon and model.has_died_soon:
-                self._fail(model, Refusal(f"its process dies again and again: {_shown(status)}", SEE_LOG))
+                self._fail(model, Refusal(f"its process dies again and again: {shown_end(status)}", SEE_LOG))
         if model.requests or model.others:
             self._want(model)
         else:
@@ -707,144 +626,3 @@ class LocalModels:
                     await self._ended.wait()
         self._turn_timer.cancel()
         await self._processes.close()
-
-
-class Processes:
-    """The fork server, and what its processes tell. It is started again when it is needed and has ended.
-
-    Args:
-        home: the directory of their sockets, which the fork server removes.
-    """
-
-    def __init__(self, home: Path, loop: asyncio.AbstractEventLoop) -> None:
-        self.home = home
-        self._loop = loop
-        self._server: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None  # to the fork server
-        self._notices: dict[int, socket.socket] = {}  # by serial number
-        self._listener: ProcessEvents | None = None
-        self._begun_s = 0.0
-        self.is_ready = False  # the fork server takes orders
-
-    def start(self, listener: "ProcessEvents") -> None:
-        """Start the fork server, so that it has imported what processes need when the first model is asked for."""
-        self._listener = listener
-        self.home.mkdir(mode=0o700)
-        self._start_server()
-
-    def plan(self, serial: int, config: ServerConfig, bounds: Mapping[str, int]) -> None:
-        self._send(Order(serial, config, bounds))
-
-    def serve(self, serial: int, config: ServerConfig) -> None:
-        path = self.home / f"{serial}.notify"
-        notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        notices.bind(str(path))
-        self._notices[serial] = notices
-        self._loop.add_reader(notices, self._on_notice, serial, notices)
-        self._send(Order(serial, config, notify=str(path)))
-
-    def forget(self, serial: int) -> None:
-        """Its process has ended."""
-        notices = self._notices.pop(serial)
-        self._loop.remove_reader(notices)
-        notices.close()
-        (self.home / f"{serial}.notify").unlink(missing_ok=True)
-
-    def kill(self, pid: int, number: signal.Signals) -> None:
-        """To be called until its end is told: then it is reaped."""
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-    async def close(self) -> None:
-        """End the fork server, and with it what is left of its processes and the directory."""
-        for serial in list(self._notices):
-            self.forget(serial)
-        self._hang_up()
-        if self._server is not None:
-            await self._loop.run_in_executor(None, self._server.wait)
-
-    def _start_server(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own = ("STEPLOOP_", "LISTEN_", "NOTIFY_", "WATCHDOG_")
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.fork_server", str(theirs.fileno()), str(self.home)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-                start_new_session=True,  # a terminal's Ctrl-C is for the server
-            )
-        ours.setblocking(False)
-        self._line, self._begun_s, self.is_ready = ours, self._loop.time(), False
-        Context().run(self._loop.add_reader, ours, self._on_line)  # not in that of a request, whose id is logged
-
-    def _send(self, order: Order) -> None:
-        if self._line is None:
-            self.home.mkdir(mode=0o700, exist_ok=True)
-            self._start_server()
-        assert self._line is not None
-        try:
-            self._line.send(pickle.dumps(order))
-        except BlockingIOError:  # it still imports, and many models are wanted
-            self._loop.call_later(RESEND_S, self._send, order)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has ended, which is told next, and this order is lost with the others
-
-    def _hang_up(self) -> None:
-        if self._line is not None:
-            self._loop.remove_reader(self._line)
-            self._line.close()
-            self._line, self.is_ready = None, False
-
-    def _on_line(self) -> None:
-        assert self._line is not None
-        assert self._listener is not None
-        try:
-            data = self._line.recv(NOTICE_BYTES)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            data = b""
-        if data:
-            news: News = pickle.loads(data)
-            if news.serial == READY_SERIAL:
-                self.is_ready = True
-                logger.info("the process that starts models is ready: %.1f s", self._loop.time() - self._begun_s)
-            else:
-                self._listener.on_news(news)
-            return
-        self._hang_up()
-        assert self._server is not None
-        logger.error("the process that starts models has ended, with the status %d", self._server.wait())
-        self._listener.on_lost()
-
-    def _on_notice(self, serial: int, notices: socket.socket) -> None:
-        """One message of sd_notify(3)."""
-        assert self._listener is not None
-        try:
-            data = notices.recv(NOTICE_BYTES)
-        except BlockingIOError:
-            return
-        lines = data.decode("utf-8", "replace").splitlines()
-        self._listener.on_notice(serial, dict(line.partition("=")[::2] for line in lines))
-
-
-def home_of_sockets() -> Path:
-    """Raises StartupError: a socket's path there would be too long."""
-    runtime = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]  # of a systemd unit with RuntimeDirectory=
-    home = Path(runtime or tempfile.gettempdir()) / f"steploop-{secrets.token_hex(8)}"
-    if len(os.fsencode(home)) > MAX_HOME_BYTES:
-        cause = f"the directory for the sockets of models, {home}, has too long a name for Unix sockets"
-        raise StartupError(cause, "TMPDIR=/tmp", ExitCode.CONFIGURATION)
-    return home
-
-
-def _shown(status: int) -> str:
-    """As os.waitpid has it."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        why = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
-        return f"signal {number}{why}"
-    return f"exit code {os.waitstatus_to_exitcode(status)}"

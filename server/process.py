@@ -49,12 +49,13 @@ from server.listening.agent_check import AgentCheck
 from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
-from server.local_models import LocalModels, LocalPool, Processes, home_of_sockets
+from server.local_models import LocalModels, LocalPool
 from server.observing.kv_events import kv_events_at
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
 from server.observing.recorder import Recorder
+from server.own_processes import Processes, home_of_sockets
 from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
@@ -249,6 +250,16 @@ class Server:
         """The engine is loaded: serve generations."""
         if self._stopping.done():
             return
+        try:
+            self._begin_serving(loaded)
+        except Exception as error:  # else whoever waits for the server waits for ever
+            self.on_failed(error)
+
+    def _begin_serving(self, loaded: LoadedEngine) -> None:
+        """
+        Raises:
+            StartupError: the model does not go with the configuration.
+        """
         client = EngineClient(
             self._engine_thread.post,
             self.listener.batch,
@@ -417,16 +428,17 @@ class Server:
 
     def on_failed(self, error: BaseException) -> None:
         """The engine cannot be loaded, or failed: the process ends."""
-        self._failure = error
+        self._failure = self._failure or error
         self._readiness.is_ready = False
-        if self._client is not None:
-            logger.critical("the engine has failed, the server ends: %r", error, exc_info=error)
-            self._client.fail("The engine failed. Try again once the server has restarted.")
-        else:
+        if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # marks it as retrieved; wait_ready() still raises it
             if not isinstance(error, StartupError):
-                logger.critical("the engine cannot be loaded: %r", error, exc_info=error)
+                logger.critical("the server cannot start: %r", error, exc_info=error)
+        else:
+            logger.critical("the engine has failed, the server ends: %r", error, exc_info=error)
+            if self._client is not None:
+                self._client.fail("The engine failed. Try again once the server has restarted.")
         self.stop(0.0)
 
     def ask_for_beat(self) -> None:

@@ -301,8 +301,8 @@ class Relay:
 
     # What only counts or cuts tokens.
 
-    async def ask(self, path: str, body: bytes, caller: Caller) -> bytes:
-        """The answer of a server of our own.
+    async def ask(self, path: str, body: bytes | None, caller: Caller) -> bytes:
+        """The answer of a server of our own, to a POST; without a body to a GET.
 
         Raises:
             InvalidRequest: the body is no JSON object.
@@ -312,13 +312,15 @@ class Relay:
         if not pool.settings.trusted:
             message = f"The server that answers for this model has no {path} that is known here. Ask another model's."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found", "model")
-        fields = parse_object(body)
-        _address_to(pool.settings, fields, _salt_of(tenant, fields.get("cache_salt")), fields.get("cache_salt"))
+        if body is not None:
+            fields = parse_object(body)
+            _address_to(pool.settings, fields, _salt_of(tenant, fields.get("cache_salt")), fields.get("cache_salt"))
+            body = sse.json_line(fields)
         slot = pool.take_slot(leading_blocks("", (), 0), caller.priority_of(None), caller.sharing_name)
         try:
             upstream = await slot.granted
             async with asyncio.timeout(ASK_S):
-                head, answer = await pool.ask(upstream, path, MAX_DOCUMENT_BYTES, sse.json_line(fields))
+                head, answer = await pool.ask(upstream, path, MAX_DOCUMENT_BYTES, body)
         except UpstreamFault as fault:
             raise pool.error_of(fault) from fault
         except TimeoutError as error:

@@ -326,9 +326,14 @@ async def show_ollamas_model(exchange: Exchange) -> None:
 
 
 async def show_tokenizer_info(exchange: Exchange) -> None:
-    """The special tokens by name, the chat template and the context, for evaluation tools."""
-    find_model(exchange.described_cards[:1], None)
-    reader = exchange.server.served.reader
+    """The special tokens by name, the chat template and the context, for evaluation tools. ?model=NAME: of that one."""
+    served, caller = exchange.server.served, exchange.known_caller
+    name = parse_qs(exchange.request.query).get("model", [None])[0]
+    card = find_model(exchange.described_cards if name is None else exchange.cards, name)
+    if (other := served.others.get(card.id)) is not None and isinstance(other.reader, Relay):
+        exchange.send(await other.reader.ask(exchange.request.path, None, caller))
+        return
+    reader = served.reader
     template = reader.chat_template.sources.get("default")
     exchange.send(tokenize.tokenizer_info_reply(reader.tokenizer.special_tokens, template, reader.max_model_len))
 
@@ -647,8 +652,8 @@ def find_route(path: str, method: str) -> tuple[Route, str]:
 
 
 def _not_found(path: str) -> ServiceError:
-    likely = next((known for known in _SHOWN if path.rstrip("/").endswith(known.removeprefix("/v1"))), None)
-    likely = likely or nearest(path, _SHOWN, _LEAST_SIMILARITY)
+    ends = (known for known in _SHOWN if path.rstrip("/").endswith(known.removeprefix("/v1")))
+    likely = nearest(path, _SHOWN, _LEAST_SIMILARITY) or next(ends, None)
     meant = f"; did you mean {likely}?" if likely else "."
     message = f"There is no {path} here{meant} Known: {', '.join(sorted(_SHOWN))}."
     return ServiceError(ErrorKind.NOT_FOUND, message, "not_found")

@@ -13,9 +13,10 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from core.config import BLOCK_SIZE, ModelConfig
+from core.config import BLOCK_SIZE, ModelConfig, RecurrentConfig
 from gpu.cpu_kernels.attention import PagedAttention
 from gpu.cpu_kernels.matmul import PackedMatmul, multiply_rows
+from gpu.cpu_kernels.recurrence import KernelDeltaNet, can_compute
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     LANES,
@@ -44,7 +45,9 @@ from gpu.kv_cache import SCALE_BYTES, LayerKV
 from gpu.layers import Gated
 from gpu.linear import Embed, Linear, PackedRows, can_gather, in_blocks, keeps_rows
 from gpu.operators import HeadNorms, Operators
+from gpu.parameters import RecurrentWeights
 from gpu.quant import Weight
+from gpu.recurrence import Recurrence
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A thread is woken for so many numbers: they take a core about as long as waking one.
@@ -280,6 +283,11 @@ class KernelOperators(Operators):
             return super().tied(embedding)
         blocks = in_blocks(embedding)
         return PackedRows(blocks), PackedMatmul(self._multiply, blocks, None)
+
+    def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> Recurrence:
+        if not can_compute(config):
+            return super().recurrence(config, weights, taken)
+        return KernelDeltaNet(config, weights, taken)
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:

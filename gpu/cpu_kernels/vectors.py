@@ -258,6 +258,19 @@ def spread(builder, value):
     return broadcast(builder, value, FLOATS)
 
 
+@operation(floats, address)
+def spread_float(builder, at):
+    """A float32 at an address, in every lane."""
+    return broadcast(builder, load(builder, at, FLOAT), FLOATS)
+
+
+@operation(types.float32, address)
+def widened(builder, at):
+    """A bf16 as float32."""
+    bits = builder.zext(load(builder, at, ir.IntType(16)), INT32)
+    return builder.bitcast(builder.shl(bits, ir.Constant(INT32, 16)), FLOAT)
+
+
 @operation(pairs, floats)
 def rounded(builder, x):
     """To the nearest integer, ties to even, for numbers below 2 ** 22: added to ROUNDER, it lies in the low bits."""

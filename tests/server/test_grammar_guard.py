@@ -55,7 +55,7 @@ def test_without_a_second_process_grammars_are_compiled_all_the_same(
     def no_process(*args: Any, **options: Any) -> Any:
         raise PermissionError("no more processes")
 
-    monkeypatch.setattr(grammar_guard.subprocess, "Popen", no_process)
+    monkeypatch.setattr(grammar_guard, "start_module", no_process)
     assert compiler().compile(regex("ab", "guided_regex")).start().num_accepted == 0
     assert "no more processes" in caplog.text
 

@@ -12,20 +12,9 @@ import pytest
 
 from core.errors import ServiceError
 from server.config import ServerConfig
-from server.local_models import (
-    STARTING,
-    WAITING,
-    LocalModel,
-    LocalModels,
-    LocalPool,
-    ModelState,
-    News,
-    Plan,
-    Processes,
-    ProcessEvents,
-    Refusal,
-)
+from server.local_models import STARTING, WAITING, LocalModel, LocalModels, LocalPool, ModelState
 from server.observing.logs import NO_REQUEST, current_request_id
+from server.own_processes import News, Plan, Processes, ProcessEvents, Refusal
 from server.upstream.pool import LeadingBlocks
 from server.upstream.settings import ModelSettings
 from tests.server.virtual_loop import VirtualTimeLoop

@@ -101,6 +101,16 @@ async def test_an_engine_that_cannot_be_loaded_ends_the_process(caplog: pytest.L
     assert "ZeroDivisionError" in caplog.text
 
 
+async def test_an_engine_that_does_not_go_with_the_configuration_ends_the_process() -> None:
+    running = Running(load_with(), aliases=(MODEL,))
+    with pytest.raises(StartupError, match="two models of the name"):
+        await running.server.wait_ready()
+    with pytest.raises(StartupError, match="two models of the name"):
+        await running.exit
+    assert not running.banner
+    assert not running.server._engine_thread._thread.is_alive()
+
+
 async def test_prices_of_a_model_that_is_not_served_are_told_at_start_and_at_each_reload(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

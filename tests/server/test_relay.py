@@ -306,7 +306,7 @@ async def test_with_the_models_tokenizer_prompts_are_counted_before_they_go_out(
         relay = gateway.server._app.served.others[ASKED].reader
         assert isinstance(relay, Relay)
         names = {"chatcmpl-": "chat", "cmpl-": "completions", "resp_": "responses", "msg_": "messages"}
-        for surface, passage in ((surface, one) for surface, one in PASSAGES.items() if not one.is_parts):
+        for surface, passage in ((surface, one) for surface, one in PASSAGES.items() if one.prefix in names):
             data = SURFACES[names[passage.prefix]]()
             marks = StageMarks(lambda: 0.0)
             counted = relay.prepare(surface, data.split(b"\r\n\r\n", 1)[1], Tenant(name="t"), marks).prompt.num_tokens
@@ -356,6 +356,10 @@ async def test_infill_and_counts_pass_to_servers_of_our_own() -> None:
             assert (passed.status, passed.body) == (200, direct.body), path
             wrong = await gateway.ask(request("POST", path, {"model": ASKED, "tokens": "a"}))
             assert wrong.json["error"]["type"] == "invalid_request_error"
+        for name, direct in ((ASKED, there), (MODEL, gateway.server)):  # without a name: of the gateway's own model
+            shown = await ask(direct, closing(request("GET", "/tokenizer_info")))
+            assert (await gateway.ask(request("GET", f"/tokenizer_info?model={name}"))).body == shown.body
+        assert (await gateway.ask(request("GET", "/tokenizer_info?model=none"))).status == 404
         counted = gateway.server._metrics
         fields = {"model": ASKED, "input_prefix": "a", "input_suffix": "b", "n_predict": 3, "seed": 7}
         whole = (await gateway.ask(request("POST", "/infill", fields))).json

@@ -1,0 +1,266 @@
+"""Processes that this server starts, and how it watches those of local models. Thread: loop; `start_module`: any.
+
+    LocalModels ─ plan, serve ─▶ Processes ─ Order ─▶ server/fork_server.py ─ fork ─▶ a process per model
+                ◀─ ProcessEvents ────────── ◀─ News ─                     ◀─ sd_notify(3) ─┘
+
+The fork server begins with torch imported, and ends with us, as all that it has forked.
+"""
+
+import asyncio
+import logging
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from contextvars import Context
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from core.errors import ExitCode, StartupError
+
+if TYPE_CHECKING:  # the processes that try grammars out have no use for the settings
+    from server.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+RESEND_S = 0.1
+NOTICE_BYTES = 64 * 1024
+DEVICES = ("cpu", "cuda")
+READY_SERIAL = 0  # of the news that the fork server takes orders; orders have others
+MAX_HOME_BYTES = 90  # unix(7): a socket's path has 107
+_OWN_VARIABLES = ("STEPLOOP_", "LISTEN_", "NOTIFY_", "WATCHDOG_")  # the settings, keys among them, and systemd's
+
+
+def start_module(
+    module: str, passed: int, *arguments: str, stdin: int, stdout: int, stderr: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Run a module of this checkout in a process of its own.
+
+    Args:
+        passed: a file descriptor, which it inherits: its number is the first argument.
+
+    Raises:
+        OSError: there can be no more processes.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_OWN_VARIABLES)}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(passed), *arguments],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        bufsize=0,
+        pass_fds=(passed,),
+        env=environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        start_new_session=True,  # a terminal's Ctrl-C is for the server
+    )
+
+
+class Plan(NamedTuple):
+    """What a model's process needs.
+
+    Args:
+        device: cpu or cuda.
+        needed_bytes: of the device's memory, KV included.
+        free_bytes: on the device when the plan was made.
+    """
+
+    device: str
+    needed_bytes: int
+    kv_bytes: int
+    max_model_len: int
+    free_bytes: int
+
+
+class Refusal(NamedTuple):
+    """Why a model cannot be served, and what to do.
+
+    Args:
+        kind: of the cause, without paths, names and settings: for clients; empty: the cause itself has none.
+    """
+
+    cause: str
+    fix: str
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.cause.rstrip('.')}. Fix: {self.fix.rstrip('.')}."
+
+
+class Order(NamedTuple):
+    """To the fork server: plan or serve a model.
+
+    Args:
+        bounds: for planning: bytes for all models together, by device; of others, what is free.
+        notify: path of the socket for sd_notify; None: plan.
+    """
+
+    serial: int
+    config: "ServerConfig"
+    bounds: Mapping[str, int] | None = None
+    notify: str | None = None
+
+
+class News(NamedTuple):
+    """From the fork server, on the order of that serial number.
+
+    Args:
+        told: the process's id; or a plan, or why there is none.
+        status: its process has ended, as os.waitpid has it.
+    """
+
+    serial: int
+    told: int | Plan | Refusal | None = None
+    status: int | None = None
+
+
+class ProcessEvents(Protocol):
+    def on_news(self, news: News) -> None: ...
+
+    def on_notice(self, serial: int, fields: Mapping[str, str]) -> None:
+        """A process tells of itself by sd_notify(3)."""
+        ...
+
+    def on_lost(self) -> None:
+        """The fork server has ended, and with it all processes."""
+        ...
+
+
+class Processes:
+    """The fork server, and what its processes tell. It is started again when it is needed and has ended.
+
+    Args:
+        home: the directory of their sockets, which the fork server removes.
+    """
+
+    def __init__(self, home: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.home = home
+        self._loop = loop
+        self._server: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None  # to the fork server
+        self._notices: dict[int, socket.socket] = {}  # by serial number
+        self._listener: ProcessEvents | None = None
+        self._begun_s = 0.0
+        self.is_ready = False  # the fork server takes orders
+
+    def start(self, listener: "ProcessEvents") -> None:
+        """Start the fork server, so that it has imported what processes need when the first model is asked for."""
+        self._listener = listener
+        self.home.mkdir(mode=0o700)
+        self._start_server()
+
+    def plan(self, serial: int, config: "ServerConfig", bounds: Mapping[str, int]) -> None:
+        self._send(Order(serial, config, bounds))
+
+    def serve(self, serial: int, config: "ServerConfig") -> None:
+        path = self.home / f"{serial}.notify"
+        notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        notices.bind(str(path))
+        self._notices[serial] = notices
+        self._loop.add_reader(notices, self._on_notice, serial, notices)
+        self._send(Order(serial, config, notify=str(path)))
+
+    def forget(self, serial: int) -> None:
+        """Its process has ended."""
+        notices = self._notices.pop(serial)
+        self._loop.remove_reader(notices)
+        notices.close()
+        (self.home / f"{serial}.notify").unlink(missing_ok=True)
+
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        """To be called until its end is told: then it is reaped."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    async def close(self) -> None:
+        """End the fork server, and with it what is left of its processes and the directory."""
+        for serial in list(self._notices):
+            self.forget(serial)
+        self._hang_up()
+        if self._server is not None:
+            await self._loop.run_in_executor(None, self._server.wait)
+
+    def _start_server(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        nothing = subprocess.DEVNULL
+        with theirs:
+            self._server = start_module(
+                f"{__package__}.fork_server", theirs.fileno(), str(self.home), stdin=nothing, stdout=nothing
+            )
+        ours.setblocking(False)
+        self._line, self._begun_s, self.is_ready = ours, self._loop.time(), False
+        Context().run(self._loop.add_reader, ours, self._on_line)  # not in that of a request, whose id is logged
+
+    def _send(self, order: Order) -> None:
+        if self._line is None:
+            self.home.mkdir(mode=0o700, exist_ok=True)
+            self._start_server()
+        assert self._line is not None
+        try:
+            self._line.send(pickle.dumps(order))
+        except BlockingIOError:  # it still imports, and many models are wanted
+            self._loop.call_later(RESEND_S, self._send, order)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has ended, which is told next, and this order is lost with the others
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._loop.remove_reader(self._line)
+            self._line.close()
+            self._line, self.is_ready = None, False
+
+    def _on_line(self) -> None:
+        assert self._line is not None
+        assert self._listener is not None
+        try:
+            data = self._line.recv(NOTICE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if data:
+            news: News = pickle.loads(data)
+            if news.serial == READY_SERIAL:
+                self.is_ready = True
+                logger.info("the process that starts models is ready: %.1f s", self._loop.time() - self._begun_s)
+            else:
+                self._listener.on_news(news)
+            return
+        self._hang_up()
+        assert self._server is not None
+        logger.error("the process that starts models has ended, with the status %d", self._server.wait())
+        self._listener.on_lost()
+
+    def _on_notice(self, serial: int, notices: socket.socket) -> None:
+        """One message of sd_notify(3)."""
+        assert self._listener is not None
+        try:
+            data = notices.recv(NOTICE_BYTES)
+        except BlockingIOError:
+            return
+        lines = data.decode("utf-8", "replace").splitlines()
+        self._listener.on_notice(serial, dict(line.partition("=")[::2] for line in lines))
+
+
+def home_of_sockets() -> Path:
+    """Raises StartupError: a socket's path there would be too long."""
+    runtime = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]  # of a systemd unit with RuntimeDirectory=
+    home = Path(runtime or tempfile.gettempdir()) / f"steploop-{secrets.token_hex(8)}"
+    if len(os.fsencode(home)) > MAX_HOME_BYTES:
+        cause = f"the directory for the sockets of models, {home}, has too long a name for Unix sockets"
+        raise StartupError(cause, "TMPDIR=/tmp", ExitCode.CONFIGURATION)
+    return home
+
+
+def shown_end(status: int) -> str:
+    """Of a process, as os.waitpid has it."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        why = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
+        return f"signal {number}{why}"
+    return f"exit code {os.waitstatus_to_exitcode(status)}"

@@ -1,0 +1,96 @@
+"""The kernel of gated delta nets beside torch's operators: the same outputs and states, over shapes and steps."""
+
+import pytest
+import torch
+
+from core.config import RecurrentConfig
+from gpu.device import cpu_flags
+from gpu.parameters import RecurrentWeights
+from gpu.recurrence import DeltaNet, LayerStates, RecurrentRows, Run, States
+from tests.gpu.operator_cases import noise
+
+if "avx512_bf16" not in cpu_flags():
+    pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
+
+from gpu.cpu_kernels.recurrence import KernelDeltaNet
+
+NUM_STATES, TAPS = 12, 4
+SHAPES = [(1, 1, 16, 32), (2, 4, 32, 64), (3, 3, 48, 32)]  # key heads, heads, key_dim, value_dim
+
+
+def config_of(key_heads: int, heads: int, key_dim: int, value_dim: int) -> RecurrentConfig:
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    return RecurrentConfig("linear_attention", TAPS, channels, heads, key_heads, key_dim, value_dim)
+
+
+def nets_of(config: RecurrentConfig) -> tuple[DeltaNet, KernelDeltaNet]:
+    """Torch's and the kernel's, whose input matmul is none."""
+    heads = config.num_heads
+    weights = RecurrentWeights(
+        noise(TAPS, config.channels), None, noise(heads), noise(heads, seed=1), noise(config.value_dim)
+    )
+    return DeltaNet(config, weights, lambda x: x), KernelDeltaNet(config, weights, lambda x: x)
+
+
+class Layer(States):
+    """One layer's states, of noise."""
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        inputs = noise(NUM_STATES, TAPS - 1, config.channels, seed=2).bfloat16()
+        self.layers = [LayerStates(inputs, noise(NUM_STATES, *config.memory_shape, seed=3))]
+
+
+def rows_of(states: States, runs: list[Run], *waves: tuple[list[int], list[int], list[int]]) -> RecurrentRows:
+    """waves: tokens, states read, states written."""
+    rows = RecurrentRows(states, runs)
+    for tokens, reads, writes in waves:
+        rows.add_wave(torch.tensor(tokens), tokens, reads, writes)
+    return rows
+
+
+def step_of(states: States) -> RecurrentRows:
+    """Two sequences' own tokens, the second's two, and prompts: whole, from within a block, short, and in two runs."""
+    runs = [
+        Run(3, 53, 0, 0, 1, [(16, 8), (48, 9)]),
+        Run(53, 65, 20, 2, 3, [(32, 10)]),
+        Run(65, 67, 32, 4, 5, []),
+        Run(67, 83, 16, 11, 6, []),
+        Run(83, 84, 32, 6, 6, []),
+    ]
+    return rows_of(states, runs, ([0, 1], [7, 3], [2, 3]), ([2], [3], [3]))
+
+
+@pytest.fixture(params=[1, 2], autouse=True, ids=["1 thread", "2 threads"])
+def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.cpu_kernels.recurrence.NUMBERS_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_and_states_are_torchs(shape: tuple[int, int, int, int]) -> None:
+    config = config_of(*shape)
+    torchs, kernels = nets_of(config)
+    x = noise(84, config.input_size, seed=4).bfloat16()
+    want_states, got_states = Layer(config), Layer(config)
+    want, got = (net(x, step_of(states), 0) for net, states in ((torchs, want_states), (kernels, got_states)))
+    assert torch.allclose(got.float(), want.float(), rtol=2**-6, atol=0.02)
+    (want_layer,), (got_layer,) = want_states.layers, got_states.layers
+    assert torch.equal(got_layer.inputs, want_layer.inputs)
+    assert torch.allclose(got_layer.memory, want_layer.memory, rtol=0.02, atol=0.02)
+
+
+def test_bits_depend_on_neither_chunks_nor_company() -> None:
+    config = config_of(*SHAPES[1])
+    _, net = nets_of(config)
+    x = noise(84, config.input_size, seed=4).bfloat16()
+    together = Layer(config)
+    crowd = net(x, step_of(together), 0)
+    alone = Layer(config)
+    parts = [(3, 35, 0, 0, 1), (35, 51, 32, 1, 8), (51, 53, 48, 8, 1)]
+    out = torch.cat([net(x[a:b], rows_of(alone, [Run(0, b - a, start, *to, [])]), 0) for a, b, start, *to in parts])
+    assert torch.equal(out, crowd[3:53])
+    own = net(x[:1], rows_of(alone, [], ([0], [7], [2])), 0)
+    assert torch.equal(own, crowd[:1])
+    for state in (1, 2):
+        assert torch.equal(alone.layers[0].memory[state], together.layers[0].memory[state])
+        assert torch.equal(alone.layers[0].inputs[state], together.layers[0].inputs[state])
