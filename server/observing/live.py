@@ -42,6 +42,7 @@ COLUMNS = (
     "kv_used",
     "memory_bytes",
 )
+CANCELLED = "request_cancelled"  # by DELETE: no error
 Row = tuple[float | None, ...]  # by COLUMNS
 
 
@@ -116,7 +117,7 @@ class History:
             sum(one.num_requests for one in metrics.tenants.values()),
             stats.num_prompt_tokens if has_engine else metrics.num_prompt_tokens,
             stats.num_generated_tokens if has_engine else metrics.num_generation_tokens,
-            metrics.failed.total() + metrics.refused.total(),
+            metrics.failed.total() - metrics.failed[CANCELLED] + metrics.refused.total(),
             tuple(metrics.ttft.counts),
             tuple(metrics.inter_token.counts),
         )

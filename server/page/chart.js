@@ -1,7 +1,7 @@
 // Lines over an hour, and bars of a waterfall, as SVG. Colours are the style sheet's.
 
 const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 360, HEIGHT = 60, HOUR_S = 3600;
+const WIDTH = 360, HEIGHT = 60, HOUR_S = 3600, LEAST_S = 300;
 
 /**
  * @param {string} name
@@ -19,15 +19,16 @@ function element(name, attributes) {
  * @param {(number | null)[]} times seconds
  * @param {(number | null)[]} values
  * @param {number} end the right edge, in seconds
+ * @param {number} span of the whole width, in seconds
  * @param {number} most the upper edge
  * @returns {string}
  */
-export function pathOf(times, values, end, most) {
+function pathOf(times, values, end, span, most) {
   let path = "", last = -Infinity;
   times.forEach((at, i) => {
     const value = values[i];
-    if (at === null || value === null || value === undefined || at < end - HOUR_S) return;
-    const x = WIDTH * (1 - (end - at) / HOUR_S), y = HEIGHT - 2 - (HEIGHT - 4) * value / most;
+    if (at === null || value === null || value === undefined ) return;
+    const x = WIDTH * (1 - (end - at) / span), y = HEIGHT - 2 - (HEIGHT - 4) * value / most;
     path += `${at - last > 15 ? "M" : "L"}${x.toFixed(1)} ${y.toFixed(1)}`;
     if (at - last > 15) path += "h.6"; // so that one point alone is seen
     last = at;
@@ -51,10 +52,11 @@ export class Chart {
    * @param {(value: number) => string} format
    */
   draw(times, columns, format) {
-    const end = times.at(-1) ?? 0;
+    const end = times.at(-1) ?? 0, first = times[0] ?? 0;
+    const span = Math.min(HOUR_S, Math.max(LEAST_S, end - first)); // a young server's first minutes fill the width
     const known = columns.flat().filter((one) => one !== null);
     const most = known.reduce((a, b) => Math.max(a, b), 0);
-    columns.forEach((values, i) => this.lines[i].setAttribute("d", pathOf(times, values, end, most || 1)));
+    columns.forEach((values, i) => this.lines[i].setAttribute("d", pathOf(times, values, end, span, most || 1)));
     this.svg.setAttribute("aria-label", `${this.label} in the last hour: ${known.length ? `at most ${format(most)}` : "nothing measured"}`);
   }
 }

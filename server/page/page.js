@@ -29,7 +29,7 @@ const count = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.
 /** @param {number} value */
 const whole = (value) => value.toLocaleString("en");
 /** @param {number} ms */
-const time = (ms) => (ms >= 100_000 ? `${(ms / 1000).toFixed(0)} s` : ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms >= 10 ? ms.toFixed(0) : ms.toFixed(1)} ms`);
+const time = (ms) => (ms >= 100_000 ? `${(ms / 1000).toFixed(0)} s` : ms >= 999.5 ? `${(ms / 1000).toFixed(2)} s` : `${ms >= 10 ? ms.toFixed(0) : ms.toFixed(1)} ms`);
 /** @param {number} part */
 const percent = (part) => `${(part * 100).toFixed(part < 0.1 ? 1 : 0)} %`;
 /** @param {number} bytes */
