@@ -1,11 +1,9 @@
 """One exchange, on a connection that only records what it is asked."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
-
-import pytest
 
 from core.errors import ErrorKind, ServiceError
 from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
@@ -40,13 +38,6 @@ class Recorder:
 
     def call_once_written(self, stream: HttpStream, callback: Callable[[float], None]) -> None:
         callback(0.0)
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualTimeLoop]:
-    loop = VirtualTimeLoop()
-    yield loop
-    loop.close()
 
 
 def new_stream(headers: Headers = (), has_body: bool = True) -> tuple[HttpStream, Recorder]:
