@@ -17,8 +17,8 @@ PACKAGES = ("server", "core", "gpu")
 BUDGETS = {
     "server": (12_660, 34),
     "server/api": (5600, 18),
-    "server/batches": (1000, 3),
-    "server/commands": (2365, 13),
+    "server/batches": (970, 3),
+    "server/commands": (2355, 13),
     "server/gate": (2570, 8),
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),

@@ -2,18 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
-from server.wire.stream import ClientDisconnected, HttpStream
+from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.stream import ClientDisconnected, HttpStream, StreamCarrier
 from tests.server.virtual_loop import VirtualTimeLoop
 
 OK = ResponseHead(200, ())
 
 
-class Recorder:
+class Recorder(StreamCarrier):
     """A connection that writes nothing."""
 
     client = "192.0.2.7:4242"
@@ -29,9 +28,6 @@ class Recorder:
 
     def write_data(self, stream: HttpStream, data: bytes) -> None:
         self.calls.append(data)
-
-    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
-        return partial(stream.send_text, frame)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.calls.append(("end", trailers))
