@@ -45,9 +45,6 @@ _PLAIN: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
-    "typical_p": 1.0,
-    "top_n_sigma": -1.0,
-    "xtc_probability": 0.0,
     "dry_multiplier": 0.0,
     "repeat_last_n": -1,
 }
@@ -66,7 +63,7 @@ class DraftWish(msgspec.Struct, frozen=True):
 
 
 def plain_sampling(sampling: SamplingParams) -> SamplingParams:
-    """For a draft model: without what needs a history or only torch samples; its drafts are right less often then."""
+    """For a draft model: without what needs a history; its drafts are right less often then."""
     return msgspec.structs.replace(sampling, **_PLAIN)
 
 

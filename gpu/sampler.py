@@ -25,7 +25,6 @@ from core.plan import Int32Array, PromptTargets, SequenceStart, StepPlan
 from core.repetition import TokenPenalties
 from core.types import SamplingParams, TokenLogprobs
 from gpu.device import to_device
-from gpu.rows import NO_SLOT
 from gpu.sampling_rules import (
     LEAST_TEMPERATURE,
     RareFilters,
@@ -54,7 +53,7 @@ class Feature(enum.IntFlag):
     BIAS = 8
     MIN_TOKENS = 16
     LOGPROBS = 32
-    RARE = 64  # of sampling_rules.RareFilters: torch samples the row, whatever kernel there is
+    RARE = 64  # of sampling_rules.RareFilters: no LaunchedSampler has them
 
 
 FORBIDDEN = -1e30  # a logit that is never sampled, and of which a whole row adds up to a finite number
@@ -285,8 +284,7 @@ class DraftRows:
 NO_DRAFT = -1
 
 SampleRows = Callable[[Tensor, IntArray, IntArray, Masked | None], tuple[Tensor, Tensor]]
-"""A kernel that the host calls with float32 logits [rows, vocab], slots and positions of the tokens to sample. Rows
-of NO_SLOT are left out.
+"""A kernel that the host calls with float32 logits [rows, vocab], slots and positions of the tokens to sample.
 
 Before everything else that changes logits, those that a mask forbids become FORBIDDEN. Returns token ids, int64 [rows],
 and whether the logits are finite, bool [rows]. It reads the SamplingSlots it was made with, counts the tokens it
@@ -408,26 +406,12 @@ class Sampler:
         self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
         return Sampled(token_ids, is_finite, self._requested_logprobs(slots, partial(_logprobs, logits, token_ids)))
 
-    def _call(
-        self, kernel: SampleRows, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None
-    ) -> tuple[Tensor, Tensor]:
-        """A kernel's tokens, and torch's for the rows that ask for what only torch has."""
-        is_rare = self._numbers(slots, Number.FEATURES) & Feature.RARE > 0
-        if not is_rare.any():
-            return kernel(logits, slots, positions, masked)
-        token_ids, is_finite = kernel(logits, np.where(is_rare, NO_SLOT, slots), positions, masked)
-        rows = np.flatnonzero(is_rare)
-        some = (logits if masked is None else self._allowed(logits, masked))[self._ids(rows)]
-        token_ids[rows] = self._sample_rows(some, slots[rows], positions[rows])
-        is_finite[rows] = logits[rows].sum(-1).isfinite()
-        return token_ids, is_finite
-
     def _sample_at_once(
         self, logits: Tensor, slots: IntArray, positions: IntArray, masked: Masked | None
     ) -> tuple[Tensor, Tensor]:
         """Returns: token ids, and whether the logits are finite."""
         if self._called is not None:
-            return self._call(self._called, logits, slots, positions, masked)
+            return self._called(logits, slots, positions, masked)
         is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
         allowed = logits if masked is None else self._allowed(logits, masked)
         return self._sample_rows(allowed, slots, positions), is_finite

@@ -8,7 +8,7 @@ fused. A row goes through four stages, in this order:
    ids before min_tokens. All further masks belong here.
 2. lowest_kept: one number, the smallest logit that top-k, then top-p, then min-p keep. They compare logits before the
    temperature, which changes no order. Tokens tied with the last one kept are kept too; the largest logit always is.
-   A row that asks for top-n-sigma, typical-p or XTC has kept_range instead, which only torch computes.
+   A row that asks for top-n-sigma, typical-p or XTC has kept_range instead, which no kernel of a GPU computes.
 3. logit / temperature + Gumbel noise for every kept token. The noise depends on (seed, position, token id) alone.
 4. The token with the largest sum; of equals, the first.
 
@@ -17,6 +17,7 @@ et al., SC11, doi:10.1145/2063384.2063405): without state, so that rows may come
 SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), whose n-th output is a hash of key + n * GOLDEN.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,6 @@ from torch import Tensor
 UInt64Array = npt.NDArray[np.uint64]
 
 LEAST_ALLOWED = -1e29  # a smaller logit is of a token that may not be sampled
-MOST_DISTANCE = 1e30  # from the entropy, of a token that has any weight
 NO_TOKEN = -1
 LEAST_TEMPERATURE = 1e-30  # below it a logit's quotient is no float32
 
@@ -94,7 +94,7 @@ def lowest_kept(logits: Tensor, top_k: Tensor, top_p: Tensor, slope: Tensor, min
 
 @dataclass(frozen=True, slots=True)
 class RareFilters:
-    """Filters of one row that no kernel has, as llama-server defines them.
+    """Filters of one row that few ask for, as llama-server defines them.
 
     Args:
         sigmas: top-n-sigma: how many standard deviations below the largest logit is kept; at most 0: all.
@@ -125,14 +125,14 @@ def kept_range(
     if rare.sigmas > 0:
         low = torch.maximum(low, (high - rare.sigmas * _deviation(logits)).float())
     if rare.typical_p < 1:
-        typical = ordered[_are_typical(ordered, _weigh_from(ordered, low), rare.typical_p)]
-        low, high = typical[-1].view(1, 1), typical[0].view(1, 1)
+        typical = logits[_are_typical(high - logits, _weigh_from(logits, high, low), rare.typical_p)]
+        low, high = typical.amin().view(1, 1), typical.amax().view(1, 1)
     ordered = ordered[(ordered >= low) & (ordered <= high)].unsqueeze(0)
     low = torch.maximum(low, lowest_kept(ordered, top_k.clamp(max=ordered.shape[1]), *filters))
     if rare.xtc_threshold is not None:
-        weights = _weigh_from(ordered, low)
-        num_likely = int((weights >= rare.xtc_threshold * weights.sum().double()).sum())
-        high = ordered[:, max(1, num_likely) - 1].unsqueeze(1).clamp(min=low)
+        weights = _weigh_from(ordered, high, low)
+        likely = ordered[(weights >= rare.xtc_threshold * weights.sum().double()) & (ordered >= low)]
+        high = likely[-1].view(1, 1) if len(likely) else high
     return low, high
 
 
@@ -143,21 +143,26 @@ def _deviation(logits: Tensor) -> Tensor:
     return ((values - mean).square().cumsum(0)[-1] / len(values)).sqrt().view(1, 1)
 
 
-def _weigh_from(ordered: Tensor, low: Tensor) -> Tensor:
-    """The weights of a row's descending logits before the temperature, 0 below low."""
-    return weigh(ordered, ordered[:, :1], torch.full_like(low, LOG2_E)).masked_fill_(ordered < low, 0)
+def _weigh_from(logits: Tensor, top: Tensor, low: Tensor) -> Tensor:
+    """The weights of a row's logits before the temperature, 0 below low. top: the largest."""
+    return weigh(logits, top, torch.full_like(low, LOG2_E)).masked_fill_(logits < low, 0)
 
 
-def _are_typical(ordered: Tensor, weights: Tensor, typical_p: float) -> Tensor:
-    """Which of a row's descending logits typical-p keeps: those whose surprise is nearest to the entropy. [1, vocab]"""
-    total = weights.sum().double()
-    surprise = (total * 2.0**-WEIGHT_BITS).log() - (ordered - ordered[:, :1]).double()
-    entropy = torch.where(weights > 0, weights / total * surprise, 0).cumsum(-1)[:, -1:]
-    distance = torch.where(weights > 0, (surprise - entropy).abs(), float("inf"))
-    by_distance = distance.sort(stable=True)
-    of_them = weights.gather(1, by_distance.indices)
-    num_kept = (of_them.cumsum(-1) - of_them <= typical_p * total).sum() - 1
-    return distance <= by_distance.values[:, num_kept].clamp(max=MOST_DISTANCE)
+def _are_typical(below: Tensor, weights: Tensor, typical_p: float) -> Tensor:
+    """Which of a row's tokens typical-p keeps: those whose surprise is nearest to the entropy. [1, vocab]
+
+    Args:
+        below: [1, vocab]: how far each logit is below the largest: surprise, but for a number that its mean has, too.
+    """
+    total, has_weight = int(weights.sum()), weights > 0
+    mean = torch.where(has_weight, weights * below.double(), 0).cumsum(-1)[:, -1:] / total
+    distance = torch.where(has_weight, (below - mean.float()).abs(), float("inf"))
+    by_distance = distance.sort()
+    reached = weights.gather(1, by_distance.indices).cumsum(-1)
+    num_before = (
+        reached < min(math.floor(total * typical_p) + 1, total)
+    ).sum()  # more than the share, if there is more
+    return has_weight & (distance <= by_distance.values[:, num_before])
 
 
 def xtc_chance(key: np.uint64) -> float:

@@ -49,16 +49,21 @@ class Offload(Protocol):
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-class Turn(Protocol):
-    """One request of a conversation that the server keeps (server/ledger/responses.py)."""
+class GenerationView(NamedTuple):
+    """Where a generation stands, for operators.
 
-    async def begin(self, body: bytes, is_own: bool) -> bytes:
-        """The body with what it goes on from."""
-        ...
+    Args:
+        position: how many requests are ahead in the queue; None: it no longer waits.
+        num_prefilled: of its first prompt; None: none yet.
+        num_tokens: of all its choices, so far.
+    """
 
-    def end(self, last: bytes) -> None:
-        """Store the answer, by what ended it: the document, or a stream's last events."""
-        ...
+    model: str
+    position: int | None
+    num_prompt_tokens: int
+    num_prefilled: int | None
+    num_tokens: int
+    is_paused: bool
 
 
 class Active(Protocol):
@@ -77,6 +82,8 @@ class Active(Protocol):
 
     @property
     def is_background(self) -> bool: ...
+
+    def view(self) -> GenerationView: ...
 
     def fail(self, error: ServiceError) -> None: ...
 

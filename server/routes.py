@@ -11,7 +11,7 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
-from server import batch_routes
+from server import batch_routes, dashboard
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -28,13 +28,13 @@ from server.api import (
 from server.api.decoding import decode, page_of
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
+from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface, deleted_reply
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
 from server.generation import Generation
 from server.generations import weight_of
 from server.ledger.ledger import PROBE_S
-from server.ledger.responses import Responses, Turn, deleted_reply, input_items_reply
+from server.ledger.responses import Responses, Turn, input_items_reply
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
 from server.observing.accounting import requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
@@ -125,7 +125,7 @@ async def show_response(exchange: Exchange) -> None:
 
 async def delete_response(exchange: Exchange) -> None:
     await known_responses(exchange).delete(exchange.known_caller.tenant.name, exchange.argument)
-    exchange.send(deleted_reply(exchange.argument))
+    exchange.send(deleted_reply(exchange.argument, "response"))
 
 
 def answering_ollamas(surface: Surface) -> Handler:
@@ -427,6 +427,13 @@ async def show_sleep(exchange: Exchange) -> None:
 # For operators and monitoring.
 
 
+async def show_front(exchange: Exchange) -> None:
+    """The dashboard, for browsers."""
+    if b"text/html" not in (exchange.request.header(b"accept") or b""):
+        raise _not_found("/")
+    await dashboard.show_file(exchange, "index.html")
+
+
 async def show_health(exchange: Exchange) -> None:
     exchange.send(b'{"status":"ok"}')
 
@@ -574,6 +581,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
     "/admin/drain": {"POST": Route(drain, Scope.ADMIN, needs_model=False)},
     **batch_routes.ROUTES,
+    "/dashboard": dashboard.ROUTES["/dashboard"],
 }
 _SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # in the error for an unknown path
 _LEAST_SIMILARITY = 0.8  # of a slip; /v1/messages and /v1/usage have 0.75
@@ -586,6 +594,9 @@ ROUTES |= {
         "/health_generate": "/ready",
     }.items()
 }
+ROUTES |= dashboard.ROUTES
+_FRONT_HEADERS = (*dashboard.PROTECTION, (b"vary", b"accept"))
+ROUTES["/"] = {"GET": Route(show_front, None, needs_model=False, headers=_FRONT_HEADERS)}
 # For clients whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]

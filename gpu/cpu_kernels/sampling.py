@@ -17,17 +17,30 @@ from torch import Tensor
 
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import pointer, take_next
-from gpu.sampler import ADJUSTED, FORBIDDEN, Factor, Feature, IntArray, Masked, Number, SamplingSlots
+from gpu.sampler import (
+    ADJUSTED,
+    FORBIDDEN,
+    MOST_XTC_THRESHOLD,
+    Factor,
+    Feature,
+    IntArray,
+    Masked,
+    Number,
+    SamplingSlots,
+)
 from gpu.sampling_rules import (
     EXP2_TERMS,
     GOLDEN,
     LARGEST_UNIFORM,
+    LEAST_ALLOWED,
     LEAST_POWER,
     LN_2,
     LN_TERMS,
+    LOG2_E,
     MIX_1,
     MIX_2,
     MOST_NOISE,
+    NO_TOKEN,
     ROUNDER,
     THREE_QUARTERS,
     UNIFORM_BITS,
@@ -44,7 +57,8 @@ LEAST_INT, MOST_INT, SIGN_SHIFT = np.int32(-0x80000000), np.int32(0x7FFFFFFF), n
 MINUS_INFINITY_KEY, INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)  # see _ordered
 _SIGN = np.int64(1 << 31)
 WORD_BITS = 32  # of a mask
-_FORBIDDEN = np.float32(FORBIDDEN)
+_FORBIDDEN, _LEAST_ALLOWED, _LOG2_E = np.float32(FORBIDDEN), np.float32(LEAST_ALLOWED), np.float32(LOG2_E)
+WEIGHTY = np.float32(28)  # what is farther below the largest logit weighs nothing before the temperature
 _LEAST_POWER, _ROUNDER = np.float32(LEAST_POWER), np.float32(ROUNDER)
 _TERMS = tuple(np.float32(term) for term in EXP2_TERMS)
 UNIT = np.float32(2.0**-UNIFORM_BITS)
@@ -59,7 +73,10 @@ _30, _27, _31, _REST = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(64
 
 _FEATURES, _TOP_K, _SEED, _STOP_FROM, _NUM_BIASES, _NUM_STOP_IDS = (int(column) for column in Number)
 _INVERSE, _SLOPE, _TOP_P, _MIN_P_OFFSET, _REPETITION, _PRESENCE, _FREQUENCY = map(int, list(Factor)[:7])
-_NOISE, _FILTERS, _PENALTIES = int(Feature.NOISE), int(Feature.FILTERS), int(Feature.PENALTIES)
+_TYPICAL_P, _SIGMAS, _XTC_PROBABILITY, _XTC_THRESHOLD = map(int, list(Factor)[7:])
+_NOISE, _FILTERS, _PENALTIES, _RARE = (
+    int(one) for one in (Feature.NOISE, Feature.FILTERS, Feature.PENALTIES, Feature.RARE)
+)
 _ADJUSTED = int(ADJUSTED)
 _NUM_NUMBERS, _NUM_FACTORS = len(Number), len(Factor)
 
@@ -207,13 +224,13 @@ def _gather(logits, maxima, bound, values, tokens):
 
 
 @njit(cache=True)
-def _keep_from(values, tokens, limit):
-    """Drop those below the limit; returns how many are left."""
+def _keep(values, tokens, low, high):
+    """Drop those below low or above high; returns how many are left."""
     count = 0
     for index in range(len(values)):
         value = values[index]
         values[count], tokens[count] = value, tokens[index]
-        count += value >= limit
+        count += (value >= low) & (value <= high)
     return count
 
 
@@ -234,20 +251,107 @@ def _sample_filtered(logits, maxima, top, numbers, factors, key, weights, values
     values = values[: _gather(logits, maxima, bound, values, tokens)]
     if has_top_k and top_k < len(values):
         weights[: len(values)] = 1
-        values = values[: _keep_from(values, tokens, largest_reaching(values, weights, top_k))]
+        values = values[: _keep(values, tokens, largest_reaching(values, weights, top_k), top)]
     if has_top_p:
         gathered = weigh(values, top, slope, weights)
         if has_top_k:
             needed = _needed_of(gathered, top_p)
         if gathered >= needed:  # otherwise min-p keeps less
             limit = max(limit, largest_reaching(values, weights, needed))
+    return _sample_from(values, tokens, limit, factors[_INVERSE], key)
+
+
+@njit(cache=True)
+def _sample_from(values, tokens, low, inverse, key):
+    """Stages 3 and 4 of the rules, of those that are not below low."""
     best, token = MINUS_INFINITY, np.int64(0)
     for index in range(len(values)):
-        if values[index] >= limit:
-            value = values[index] * factors[_INVERSE] + noise_of(uniform_of(key, tokens[index]))
+        if values[index] >= low:
+            uniform = uniform_of(key, tokens[index])
+            if values[index] * inverse + _noise_bound(np.float32(uniform).view(np.uint32)) < best:
+                continue
+            value = values[index] * inverse + noise_of(uniform)
             if value > best:
                 best, token = value, np.int64(tokens[index])
     return token
+
+
+@njit(cache=True)
+def _sample_rare(logits, maxima, top, numbers, factors, key, weights, values, tokens):
+    """Stages 2 to 4 of the rules, of a row with kept_range. Room: as in _sample_filtered."""
+    low, high, top_k = MINUS_INFINITY, top, numbers[_TOP_K]
+    if factors[_SIGMAS] > 0:
+        low = np.float32(np.float64(top) - np.float64(factors[_SIGMAS]) * _deviation(logits))
+    if top_k < len(logits):
+        bound = MINUS_INFINITY
+        if top_k <= len(maxima):
+            weights[: len(maxima)] = 1
+            bound = largest_reaching(maxima, weights, top_k)
+        count = _gather(logits, maxima, bound, values, tokens)
+        weights[:count] = 1
+        low = max(low, largest_reaching(values[:count], weights, top_k))
+    if factors[_TYPICAL_P] < 1:
+        count = _gather(logits, maxima, max(low, top - WEIGHTY), values, tokens)
+        low, high = _typical_range(values[:count], top, factors[_TYPICAL_P], weights, tokens.view(np.float32))
+    values = values[: _gather(logits, maxima, low, values, tokens)]
+    if high < top:
+        values = values[: _keep(values, tokens, low, high)]
+    if factors[_TOP_P] < 1:
+        needed = _needed_of(weigh(values, high, factors[_SLOPE], weights), factors[_TOP_P])
+        low = max(low, largest_reaching(values, weights, needed))
+    low = max(low, high + factors[_MIN_P_OFFSET])
+    threshold, chance = factors[_XTC_THRESHOLD], factors[_XTC_PROBABILITY]
+    if threshold <= MOST_XTC_THRESHOLD and chance > 0 and uniform_of(key, NO_TOKEN) <= chance:
+        values = values[: _keep(values, tokens, low, high)]
+        high = _least_likely(values, weights, weigh(values, high, _LOG2_E, weights) * np.float64(threshold), high)
+        values = values[: _keep(values, tokens, low, high)]
+    return _sample_from(values, tokens, low, factors[_INVERSE], key)
+
+
+@njit(cache=True)
+def _deviation(logits):
+    """See sampling_rules._deviation: in order, as there."""
+    added, squares, count = 0.0, 0.0, 0
+    for index in range(len(logits)):
+        is_allowed = logits[index] > _LEAST_ALLOWED
+        added += np.float64(logits[index]) if is_allowed else 0.0
+        count += is_allowed
+    mean = added / max(count, 1)
+    for index in range(len(logits)):
+        off = np.float64(logits[index]) - mean if logits[index] > _LEAST_ALLOWED else 0.0
+        squares += off * off
+    return np.sqrt(squares / max(count, 1))
+
+
+@njit(cache=True)
+def _typical_range(values, top, typical_p, weights, nearness):
+    """See sampling_rules._are_typical; returns the smallest and the largest value kept.
+
+    Args:
+        nearness: written: how far each value is from the entropy, negated.
+    """
+    total, added = weigh(values, top, _LOG2_E, weights), 0.0
+    for index in range(len(values)):
+        added += np.float64(weights[index]) * np.float64(top - values[index])
+    mean, nearness = np.float32(added / total), nearness[: len(values)]
+    for index in range(len(values)):
+        nearness[index] = -abs((top - values[index]) - mean) + ZERO
+    needed = min(np.int64(np.floor(np.float64(total) * np.float64(typical_p))) + 1, total)
+    least, low, high = largest_reaching(nearness, weights, needed), top, MINUS_INFINITY
+    for index in range(len(values)):
+        if nearness[index] >= least and weights[index] > 0:
+            low, high = min(low, values[index]), max(high, values[index])
+    return low, high
+
+
+@njit(cache=True)
+def _least_likely(values, weights, share, otherwise):
+    """The smallest value that weighs at least the share; `otherwise`, where none does."""
+    found = otherwise
+    for index in range(len(values)):
+        if weights[index] >= share:
+            found = min(found, values[index])
+    return found
 
 
 @njit(cache=True)
@@ -304,18 +408,23 @@ def noise_of(uniform):
 
 
 @njit(cache=True)
-def _bound_segment(logits, first, end, key, inverse, best, uniforms, bounds):
-    """Uniform numbers of some tokens, and bounds of their sums with noise; returns how many may reach the best.
+def _noise_bound(bits):
+    """No less than the noise that is made of a uniform number with these bits.
 
     The noise is -log(E) of an exponential number E, which is at least the uniform number u it is made of, and u's
     exponent bounds -log(u) without a logarithm: few tokens need theirs computed.
     """
+    return (np.float32(127) - np.float32(np.int32(bits >> np.uint32(23)))) * _LN_2 + BOUND_SLACK
+
+
+@njit(cache=True)
+def _bound_segment(logits, first, end, key, inverse, best, uniforms, bounds):
+    """Uniform numbers of some tokens, and bounds of their sums with noise; returns how many may reach the best."""
     for index in range(first, end):
         uniforms[index - first] = uniform_of(key, index)
     bits, count = uniforms.view(np.uint32), np.int32(0)
     for index in range(end - first):
-        exponent = np.float32(127) - np.float32(np.int32(bits[index] >> np.uint32(23)))
-        bounds[index] = logits[first + index] * inverse + (exponent * _LN_2 + BOUND_SLACK)
+        bounds[index] = logits[first + index] * inverse + _noise_bound(bits[index])
         count += np.int32(bounds[index] >= best)
     return count
 
@@ -407,9 +516,6 @@ def sample_rows(arguments):
     row = take_next(arguments)
     while row < args.num_rows:
         slot, of_row = slots[row], logits[row]
-        if slot < 0:
-            row = take_next(arguments)
-            continue
         features = numbers[slot, _FEATURES]
         top_segment, is_finite = _scan(of_row, maxima)
         token = np.int64(0)
@@ -424,8 +530,10 @@ def sample_rows(arguments):
             if features & _ADJUSTED or mask_of[row] >= 0:
                 top_segment, _ = _scan(of_row, maxima)
             top, key = maxima[top_segment], _key_of(numbers[slot, _SEED], positions[row])
-            if features & _FILTERS:
-                room = weights, values, tokens
+            room = weights, values, tokens
+            if features & _RARE:
+                token = _sample_rare(of_row, maxima, top, numbers[slot], factors[slot], key, *room)
+            elif features & _FILTERS:
                 token = _sample_filtered(of_row, maxima, top, numbers[slot], factors[slot], key, *room)
             elif features & _NOISE:
                 token = _sample_from_all(of_row, maxima, top_segment, key, factors[slot, _INVERSE])

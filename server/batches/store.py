@@ -13,7 +13,7 @@ import os
 import secrets
 import sqlite3
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from core.errors import ErrorKind, ExitCode, InvalidRequest, ServiceError, StartupError
+from server.ledger.store import connect, transaction
 
 MOST_LINES = 50_000  # of a batch
 MOST_ERRORS = 100  # of an invalid file, that are told
@@ -199,7 +200,7 @@ class Store:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path = directory / "files.db"
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._database = connect(path)
             self._prepare(path)
         except BlockingIOError as error:
             raise _unusable(f"another server works in {directory}") from error
@@ -223,17 +224,6 @@ class Store:
         self._database.close()
         os.close(self._lock)
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._database.execute("COMMIT")
-        except BaseException:
-            if self._database.in_transaction:
-                self._database.execute("ROLLBACK")
-            raise
-
     # Files.
 
     def path_of(self, file: File) -> Path:
@@ -255,7 +245,7 @@ class Store:
             raise ServiceError(ErrorKind.RATE_LIMITED, message, "files_quota_exceeded", "file")
         try:
             self._write(file, [content])
-            with self._transaction():
+            with transaction(self._database):
                 self._insert(file)
         except (OSError, sqlite3.Error) as error:
             self.path_of(file).unlink(missing_ok=True)
@@ -281,7 +271,7 @@ class Store:
         if row is None:
             message = f"There is no file {file_id[:100]!r}: it has been deleted, has expired, or was never yours."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "file_not_found", param)
-        return File(**dict(zip(_FILE_COLUMNS, row, strict=True)))
+        return _file(row)
 
     def files(
         self, tenant: str, purpose: str | None, after: str | None, limit: int, is_ascending: bool
@@ -294,7 +284,7 @@ class Store:
             f" ORDER BY rowid {order} LIMIT :limit",
             {"tenant": tenant, "purpose": purpose, "after": after, "limit": limit + 1},
         )
-        found = [File(**dict(zip(_FILE_COLUMNS, row, strict=True))) for row in rows]
+        found = [_file(row) for row in rows]
         return found[:limit], len(found) > limit
 
     def delete_file(self, tenant: str, file_id: str) -> None:
@@ -311,11 +301,11 @@ class Store:
     def remove_expired(self, now_s: int) -> None:
         rows = self._database.execute("SELECT * FROM files WHERE expires_at <= ?", (now_s,)).fetchall()
         used = {batch.input_file_id for batch in self.unfinished()} if rows else set()
-        files = [File(**dict(zip(_FILE_COLUMNS, row, strict=True))) for row in rows]
+        files = [_file(row) for row in rows]
         self._remove([file for file in files if file.id not in used])
 
     def _remove(self, files: list[File]) -> None:
-        with self._transaction():
+        with transaction(self._database):
             self._database.executemany("DELETE FROM files WHERE id = ?", [(file.id,) for file in files])
         for file in files:
             self.path_of(file).unlink(missing_ok=True)
@@ -391,7 +381,7 @@ class Store:
             return _line_decoder.decode(os.pread(opened.fileno(), end - start, start))
 
     def add_answers(self, answers: Iterable[Answer]) -> None:
-        with self._transaction():
+        with transaction(self._database):
             self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", answers)
 
     def answered(self, batch: Batch) -> dict[int, bool]:
@@ -427,12 +417,16 @@ class Store:
             self._write(file, (body + b"\n" for (body,) in rows))
         ids = {is_error: file.id for is_error, file in files.items()}
         batch = msgspec.structs.replace(batch, output_file_id=ids.get(False), error_file_id=ids.get(True))
-        with self._transaction():
+        with transaction(self._database):
             for file in files.values():
                 self._insert(file)
             self.update(batch)
             self._database.execute("DELETE FROM answers WHERE batch_id = ?", (batch.id,))
         return batch
+
+
+def _file(row: tuple[Any, ...]) -> File:
+    return File(**dict(zip(_FILE_COLUMNS, row, strict=True)))
 
 
 def new_file_id() -> str:

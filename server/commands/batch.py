@@ -11,18 +11,14 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from core.errors import ExitCode, StartupError
-from server.commands.chat import ChatClient, private_server, start_in_thread
+from server.commands.chat import ChatClient, asked_server, check_url
 from server.commands.console import progress, take_interrupts
-from server.commands.tls_trust import check_trust_flags, client_context
 from server.config import GiB, ServerConfig
 
 POLL_S = 0.5
@@ -57,16 +53,17 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> int:
     Raises:
         StartupError: the file is none of requests, or the server cannot be reached or started, or refuses.
     """
-    if arguments.url is not None and arguments.model is not None:
-        raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
-    check_trust_flags(arguments)
+    check_url(arguments)
     file: Path = arguments.file
     endpoint, models = _read(file)
     beside = file.with_name(f"{file.name}.steploop")  # the state, and the files of a server in this process
     state = _load(beside, arguments.url)
     take_interrupts()
     try:
-        with _client(arguments, config, models, beside, state) as client:
+        if state.url is None:
+            _save(beside, state)
+        room = {"max_file_bytes": 2 * GiB, "max_files_bytes": 2**50}
+        with asked_server(arguments, config, models, state.key, files=beside / "files", **room) as client:
             if state.batch_id is None:
                 state.batch_id = _create(client, file, endpoint, arguments.window)
                 _save(beside, state)
@@ -115,27 +112,6 @@ def _save(beside: Path, state: _State) -> None:
     new = beside / "state.new"
     new.write_bytes(msgspec.json.encode(state))
     os.replace(new, beside / "state.json")
-
-
-@contextmanager
-def _client(
-    arguments: argparse.Namespace, config: ServerConfig, models: set[str], beside: Path, state: _State
-) -> Iterator[ChatClient]:
-    if arguments.url is not None:
-        is_asked = arguments.ca_file is not None or arguments.takes_any
-        tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
-        client = ChatClient(arguments.url, config.api_keys[0] if config.api_keys else None, tls=tls)
-        client.wait_ready(lambda stage: print(stage, file=sys.stderr, flush=True))
-        yield client
-        return
-    from server.engine_loader import served_name
-
-    own = {served_name(config), *(lora.name for lora in config.loras)}
-    _save(beside, state)
-    config = replace(config, aliases=tuple(sorted({*config.aliases, *models} - own)))
-    room = {"max_file_bytes": 2 * GiB, "max_files_bytes": 2**50}
-    with private_server(config, start_in_thread, state.key, files=beside / "files", **room) as client:
-        yield client
 
 
 def _create(client: ChatClient, file: Path, endpoint: str, window: str) -> str:

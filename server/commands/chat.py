@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 import httpx2
@@ -79,18 +79,12 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
     Raises:
         StartupError: arguments contradict one another, or the server cannot be reached or started.
     """
-    if arguments.url is not None and arguments.model is not None:
-        raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
+    check_url(arguments)
     question = _read_question(arguments.question)
     url = None if arguments.model is not None else arguments.url or configured_url(config)
-    if arguments.model is None:
-        check_trust_flags(arguments)
     if url is not None:
-        is_asked = arguments.ca_file is not None or arguments.takes_any
-        tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
-        client = ChatClient(url, config.api_keys[0] if config.api_keys else None, tls=tls)
         try:
-            client.wait_ready(lambda stage: print(stage, file=sys.stderr, flush=True))
+            client = ready_client(url, arguments, config)
         except StartupError:
             if arguments.url is not None:
                 raise
@@ -435,6 +429,48 @@ def _error_message(body: bytes) -> str:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return body[:200].decode("utf-8", "replace").strip() or "no reason given"
+
+
+def check_url(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        StartupError: --url beside --model, or without the https that other flags are about.
+    """
+    if arguments.url is not None and arguments.model is not None:
+        raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
+    check_trust_flags(arguments)
+
+
+def ready_client(url: str, arguments: argparse.Namespace, config: ServerConfig) -> ChatClient:
+    """
+    Raises:
+        StartupError: no server answers.
+    """
+    is_asked = arguments.ca_file is not None or arguments.takes_any
+    tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
+    client = ChatClient(url, config.api_keys[0] if config.api_keys else None, tls=tls)
+    client.wait_ready(lambda stage: print(stage, file=sys.stderr, flush=True))
+    return client
+
+
+@contextlib.contextmanager
+def asked_server(
+    arguments: argparse.Namespace, config: ServerConfig, models: set[str], key: str | None = None, **own: Any
+) -> Iterator[ChatClient]:
+    """The server of --url; without it one in this process, whose model has all these names.
+
+    Args:
+        key, own: see private_server.
+    """
+    if arguments.url is not None:
+        yield ready_client(arguments.url, arguments, config)
+        return
+    from server.engine_loader import served_name
+
+    others = models - {served_name(config), *(lora.name for lora in config.loras)}
+    config = replace(config, aliases=tuple(sorted({*config.aliases, *others})))
+    with private_server(config, start_in_thread, key, **own) as client:
+        yield client
 
 
 @contextlib.contextmanager

@@ -6,18 +6,15 @@ request is sent as it came, with its seed, and is asked for its tokens (`timings
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Any
 
 from core.errors import ExitCode, StartupError
-from server.commands.chat import ChatClient, private_server, start_in_thread
+from server.commands.chat import ChatClient, asked_server, check_url
 from server.commands.console import take_interrupts
-from server.commands.tls_trust import check_trust_flags, client_context
 from server.config import ServerConfig
-from server.engine_loader import served_name
 from server.observing.recorder import RecordedRequest, read_records
 
 DIFFERS = 1  # the exit code
@@ -42,36 +39,17 @@ def run(arguments: argparse.Namespace, config: ServerConfig) -> int:
     Raises:
         StartupError: nothing is recorded there, or the server cannot be reached or started.
     """
-    if arguments.url is not None and arguments.model is not None:
-        raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
-    check_trust_flags(arguments)
+    check_url(arguments)
     records = [record for path in arguments.records for record in read_records(path)]
     if arguments.request is not None:
         records = [record for record in records if record.request_id == arguments.request]
     if not records:
         raise StartupError("no request is recorded there", "name a file of --record, or its directory", ExitCode.USAGE)
-    take_interrupts()
-    with _client(arguments, config, records) as client:
-        return _replay(client, records, arguments.anyway)
-
-
-@contextmanager
-def _client(
-    arguments: argparse.Namespace, config: ServerConfig, records: Sequence[RecordedRequest]
-) -> Iterator[ChatClient]:
-    if arguments.url is not None:
-        is_asked = arguments.ca_file is not None or arguments.takes_any
-        tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
-        client = ChatClient(arguments.url, config.api_keys[0] if config.api_keys else None, tls=tls)
-        client.wait_ready(print)
-        yield client
-        return
-    if all(record.body is None for record in records):
+    if arguments.url is None and all(record.body is None for record in records):
         raise StartupError("no body is recorded there", "record with --record-bodies", ExitCode.USAGE)
-    own = {served_name(config), *(lora.name for lora in config.loras)}
-    asked = {record.model for record in records} - own
-    with private_server(replace(config, aliases=tuple(sorted({*config.aliases, *asked}))), start_in_thread) as client:
-        yield client
+    take_interrupts()
+    with asked_server(arguments, config, {record.model for record in records}) as client:
+        return _replay(client, records, arguments.anyway)
 
 
 def _replay(client: ChatClient, records: Sequence[RecordedRequest], is_forced: bool) -> int:

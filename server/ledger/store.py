@@ -292,7 +292,7 @@ class Database(Protocol):
 Connect = Callable[[Path], Database]
 
 
-def connect(path: Path) -> Database:
+def connect(path: Path) -> sqlite3.Connection:
     """A connection that begins no transactions by itself, for one thread at a time."""
     return sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
 
@@ -305,6 +305,18 @@ def is_damaged(path: Path, error: BaseException) -> bool:
 def primary_code(error: BaseException) -> int:
     """SQLite's result code without its extended part; 0: the error is not SQLite's."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+@contextlib.contextmanager
+def transaction(database: Database) -> Iterator[None]:
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):  # SQLite has rolled back by itself, as when the disk is full
+            database.execute("ROLLBACK")
+        raise
 
 
 class LedgerStore:
@@ -330,7 +342,7 @@ class LedgerStore:
         is_new = not _value(execute("SELECT count(*) FROM sqlite_schema"))
         found = _value(execute("PRAGMA application_id")), _value(execute("PRAGMA user_version"))
         if found[0] == APPLICATION_ID and 0 < found[1] < SCHEMA_VERSION:
-            with self._transaction():
+            with transaction(self._database):
                 for statement in [one for upgrade in _UPGRADES[found[1] - 1 :] for one in upgrade]:
                     execute(statement)
                 execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -344,13 +356,13 @@ class LedgerStore:
         list(execute("PRAGMA synchronous = FULL"))
         list(execute("PRAGMA wal_autocheckpoint = 0"))  # a commit would wait for it: see checkpoint()
         if is_new:
-            with self._transaction():
+            with transaction(self._database):
                 for statement in SCHEMA.split(";\n"):
                     execute(statement)
 
     def commit(self, writes: Iterable[Write]) -> None:
         """Write all of it durably; or none, and raise sqlite3.Error."""
-        with self._transaction():
+        with transaction(self._database):
             for write in writes:
                 self._apply(write)
                 self._num_unchecked += _weight(write)
@@ -364,7 +376,7 @@ class LedgerStore:
 
     def close_orphans(self) -> int:
         """End what the last process left in progress, as of its last checkpoint. Returns how many."""
-        with self._transaction():
+        with transaction(self._database):
             self._database.execute(_ABORT)
         return int(_value(self._database.execute("SELECT changes()")))
 
@@ -447,18 +459,6 @@ class LedgerStore:
                 self._database.execute(_OLDEST_RESPONSES)
             found = self._database.execute("SELECT coalesce(sum(size_bytes), 0) FROM responses")
             self._response_bytes = int(_value(found))
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        execute = self._database.execute
-        execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):  # SQLite has rolled back by itself, as when the disk is full
-                execute("ROLLBACK")
-            raise
 
 
 def _weight(write: Write) -> int:

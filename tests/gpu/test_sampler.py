@@ -9,7 +9,6 @@ import torch
 from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.attention import IntArray
-from gpu.rows import NO_SLOT
 from gpu.sampler import Sampled, Sampler
 from tests.gpu.sampling_cases import (
     PROMPT,
@@ -122,28 +121,19 @@ def test_the_logits_given_are_not_changed() -> None:
 
 
 @pytest.mark.parametrize("rare", [{"typical_p": 0.5}, {"top_n_sigma": 1.0}, {"xtc_probability": 0.5}])
-def test_rows_beside_a_rare_sampler_are_the_kernels_and_a_step_without_one_is_the_kernels_alone(
+def test_a_rare_sampler_costs_no_call_and_a_step_without_one_is_the_same_call(
     rare: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[torch.Tensor, list[int]]] = []
-    by_torch: list[int] = []
+    calls: list[tuple[int, list[int]]] = []
 
     def kernel(logits: torch.Tensor, slots: IntArray, _: IntArray, masked: object) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append((logits, slots.tolist()))
+        calls.append((logits.data_ptr(), slots.tolist()))
         assert masked is None
         return torch.full((len(slots),), 7), torch.ones(len(slots), dtype=torch.bool)
 
-    sampler = Sampler(3, VOCAB, torch.device("cpu"), lambda _: kernel)
-    for slot, settings in enumerate(({}, rare, {"top_k": 5})):
-        params = SamplingParams(max_tokens=9, **settings)  # type: ignore[arg-type]
-        sampler.start(SequenceStart(slot, PROMPT, len(PROMPT), params, 1, ()))
-    rows = Sampler._sample_rows
-    monkeypatch.setattr(Sampler, "_sample_rows", lambda *call: (by_torch.extend(call[2].tolist()), rows(*call))[1])
+    sampler = make_sampler(({}, rare, {"top_k": 5}), VOCAB, lambda _: kernel)
+    monkeypatch.setattr(Sampler, "_sample_rows", None)  # torch samples nothing
     logits, positions = noise(3, VOCAB), np.full(3, 5)
-    sampler.sample(logits[:2], np.array([0, 2]), positions[:2])
-    ((given, slots),) = calls
-    assert (given.data_ptr(), slots, by_torch) == (logits.data_ptr(), [0, 2], [])
-    calls.clear()
-    token_ids = sampler.sample(logits, np.arange(3), positions).token_ids.tolist()
-    assert ([slots for _, slots in calls], by_torch) == ([[0, NO_SLOT, 2]], [1])
-    assert token_ids[::2] == [7, 7]
+    for slots in ([0, 2], [0, 1, 2]):
+        assert sampler.sample(logits[: len(slots)], np.array(slots), positions[: len(slots)]).token_ids.tolist()[0] == 7
+    assert calls == [(logits.data_ptr(), [0, 2]), (logits.data_ptr(), [0, 1, 2])]

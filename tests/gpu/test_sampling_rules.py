@@ -89,6 +89,8 @@ def kept_by_llama(case: FilterCase, rare: RareFilters) -> NDArray[np.bool_]:
         order = np.argsort(-logits, kind="stable")
         last = order[np.searchsorted(np.cumsum(probs()[order]), case.top_p)]
         logits[logits < logits[last]] = -np.inf
+    if case.min_p > 0:
+        logits[logits < logits.max() + np.log(case.min_p)] = -np.inf
     if rare.xtc_threshold is not None:
         p = probs()
         likely = logits[(p >= rare.xtc_threshold) & (p > 0)]
@@ -98,12 +100,19 @@ def kept_by_llama(case: FilterCase, rare: RareFilters) -> NDArray[np.bool_]:
     return kept
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([5, 60, 300]), st.sampled_from([0, 3, 40]), st.booleans(), RARE)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([5, 60, 300]),
+    st.sampled_from([0, 3, 40]),
+    st.booleans(),
+    st.sampled_from([0.0, 0.05]),
+    RARE,
+)
 def test_rare_filters_keep_what_llama_servers_keep(
-    seed: int, size: int, top_k: int, has_top_p: bool, rare: RareFilters
+    seed: int, size: int, top_k: int, has_top_p: bool, min_p: float, rare: RareFilters
 ) -> None:
     logits = (np.random.default_rng(seed).standard_normal(size) * 3).astype(np.float32)
-    case = FilterCase(tuple(logits.tolist()), top_k=top_k, top_p=0.875 if has_top_p else 1.0)
+    case = FilterCase(tuple(logits.tolist()), top_k=top_k, top_p=0.875 if has_top_p else 1.0, min_p=min_p)
     top_k_row, *filters = case.filters
     low, high = kept_range(case.row, top_k_row, (filters[0], filters[1], filters[2]), rare)
     kept = ((case.row >= low) & (case.row <= high))[0].numpy()

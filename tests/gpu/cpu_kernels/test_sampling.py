@@ -26,8 +26,9 @@ MORE_SETTINGS: tuple[Fields, ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.7, "logit_bias": ((2, 9.0), (5, 10.0)), "min_tokens": 4},
     {"temperature": 1e-40, "top_p": 0.5},
     {"temperature": 3.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
-    {"temperature": 1.5, "typical_p": 0.7, "top_k": 50, "num_logprobs": 1},  # torch samples these
+    {"temperature": 1.5, "typical_p": 0.7, "top_k": 50, "num_logprobs": 1},
     {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01, "frequency_penalty": 2.0},
+    {"temperature": 1.0, "top_n_sigma": 2.0, "logit_bias": ((4, 8.0), (5, 20.0)), "min_tokens": 9},
 )
 
 
@@ -66,12 +67,22 @@ def test_a_row_that_is_not_finite_is_reported_and_harms_no_other(bad: float, at:
     assert found.token_ids[[0, 2]].tolist() == [want[0], want[2]]
 
 
-@given(filter_cases())
-def test_what_filters_keep_is_sampled_as_by_torch(case: FilterCase) -> None:
-    row = case.row
+RARE = st.fixed_dictionaries(
+    {
+        "typical_p": st.sampled_from([1.0, 0.999999, 0.9, 0.5, 1e-9]),
+        "top_n_sigma": st.sampled_from([-1.0, 1e-3, 0.5, 1.0, 3.0]),
+        "xtc_probability": st.sampled_from([0.0, 0.5, 1.0]),
+        "xtc_threshold": st.sampled_from([0.0, 1e-12, 0.01, 0.1, 0.5]),
+    }
+)
+
+
+@given(filter_cases(), st.just({}) | RARE)
+def test_what_filters_keep_is_sampled_as_by_torch(case: FilterCase, rare: Fields) -> None:
+    row, settings = case.row, (case.settings | rare,) * 16
     if not row.isfinite().all():
         row = row.masked_fill(row == float("-inf"), -1e30)  # a model's are finite; -inf is what min_tokens forbids
-    rows, by_torch, by_kernel = row.expand(16, -1).contiguous(), (case.settings,) * 16, (case.settings,) * 16
+    rows, by_torch, by_kernel = row.expand(16, -1).contiguous(), settings, settings
     size, start = len(case.logits), {"token_ids": (0,), "num_prompt_tokens": 1, "stop_ids": ()}
     found = sample_steps(make_sampler(by_kernel, size, RowSampler, **start), rows, 1)
     assert found == sample_steps(make_sampler(by_torch, size, **start), rows, 1)
