@@ -208,7 +208,8 @@ def _check_repeats(pattern: str, path: str, param: str) -> None:
             continue
         sizes[-1] += last
         if last > MAX_REPEATED:
-            why = f"repeats more than {MAX_REPEATED} characters by its counts, {place_in(pattern, part.start())}"
+            counted = f"more than {MAX_REPEATED} characters, with its counts written out"
+            why = f"comes to {counted}, {place_in(pattern, part.start())}"
             raise InvalidRequest(f"{path} {why}.", param)
 
 

@@ -68,6 +68,14 @@ _ITEMS = "Too many items"  # of the parser, which every answer has for itself
 _MISPLACED = re.compile("doesn't satisfy the grammar|out of range")
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _DRAWN = re.compile(r"regex parse error:\n {4}(?P<shown>.*)\n {4}(?P<before> *)\^+\nerror: (?P<why>.*)")
+# What it says of a keyword's value
+_SHOWN = {
+    "pattern": ("parse error:\n    {}\n", "in regex /{}/"),
+    "patternProperties": ("parse error:\n    {}\n", "in regex /{}/", "regexes /{}/"),
+    "required": ("required property '{}' is unsatisfiable",),
+    "type": ("Invalid type: {}",),
+    "multipleOf": ("Value for 'multipleOf'",),
+}
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -344,6 +352,10 @@ def _refusal(spec: GrammarSpec, error: str) -> str:
             f"{' or '.join(places[:3])} cannot be held, as more than one of its schemas may fit. Use anyOf, or give"
             " each a required property with a constant of its own."
         )
+    if spec.kind is GrammarKind.JSON_SCHEMA and error == "schema too large":
+        return (
+            f"{spec.param} is too large once its schemas that hold together are put into one: shorten allOf and $ref."
+        )
     if spec.kind is GrammarKind.JSON_SCHEMA:
         path, pattern = _place_of(error, spec)
         return f"{path} cannot be used: {_with_column(error, pattern)}"
@@ -368,12 +380,12 @@ def _with_column(error: str, pattern: str) -> str:
 
 def _place_of(error: str, spec: GrammarSpec) -> tuple[str, str]:
     """The path of the keyword that the library's words repeat, and what they repeat."""
-    shown = {"pattern": ("parse error:\n    {}\n", "in regex /{}/"), "type": ("Invalid type: {}",)}
     for path, keyword, value in keywords_of(json.loads(spec.source), spec.param, 0):
-        for one in value if keyword == "patternProperties" else (value,):
-            for words in shown.get("pattern" if keyword == "patternProperties" else keyword, ()):
+        for one in value if keyword in ("patternProperties", "required") else (value,):
+            for words in _SHOWN.get(keyword, ()):
                 if words.format(str(one).replace("\n", "\\n")) in error:
-                    return f"{path}.{keyword}", str(one)
+                    where = f"properties.{one}" if keyword == "required" else keyword
+                    return f"{path}.{where}", str(one)
     return spec.param, ""
 
 

@@ -274,7 +274,7 @@ class Scheduler:
             return None
         states.now_s = now
         self._is_short = False
-        if self._searches:
+        if self._searches.groups:
             self._counts.num_preemptions += self._searches.gather()
         builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
         self._make_room(builder, now)
@@ -586,7 +586,7 @@ class Scheduler:
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for bystander in bystanders:
             self.states.compute_again(bystander)
-        if self._searches:
+        if self._searches.groups:
             self._searches.advance(sequences)
         if flight.has_suspects:
             self.states.suspects.difference_update(sequences[row] for row in output.rows.tolist() if row not in lost)

@@ -31,10 +31,7 @@ class Searches:
         stop_ids_of: Callable[[SamplingParams], tuple[int, ...]],
     ) -> None:
         self._limits, self._states, self._max_length, self._stop_ids_of = limits, states, max_length, stop_ids_of
-        self._groups: dict[str, SequenceGroup] = {}  # by request; some may have ended
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+        self.groups: dict[str, SequenceGroup] = {}  # by request; some may have ended
 
     def max_length_of(self, request: Request) -> int:
         """At which a lone request's sequences end: its beams must all fit, beside the blocks of their prompt."""
@@ -64,14 +61,14 @@ class Searches:
         for sequence in group.sequences:
             sequence.search = group.search
             sequence.sampling = structs.replace(sampling, temperature=0.0, min_tokens=0, num_logprobs=num_top)
-        self._groups[request.request_id] = group
+        self.groups[request.request_id] = group
 
     def gather(self) -> int:
         """Where some beams of a request wait, let the others wait with them; how many were preempted for that."""
         num_preempted = 0
-        for request_id, group in list(self._groups.items()):
+        for request_id, group in list(self.groups.items()):
             if request_id not in self._states.groups:
-                del self._groups[request_id]
+                del self.groups[request_id]
                 continue
             members = [sequence for sequence in group.sequences if sequence.index not in group.unforked]
             are_apart = {sequence.state for sequence in members} == {SequenceState.RUNNING, SequenceState.WAITING}

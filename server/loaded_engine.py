@@ -104,6 +104,7 @@ def prompt_reader(
     # Made now: the library keeps the GIL for half a second with a vocabulary of 152,000, and requests would wait
     compiler = compiler_of(files.tokenizer, files.eos_ids, GuardedCompiler, limits.max_model_len)
     tools, thought = tool_style_of(files.chat_template, tool_format), thought_style_of(files.chat_template)
+    identity = identity_of(loaded, tool_format)
     reader = PromptReader(
         cards=(card, *(structs.replace(card, id=alias, alias_of=card.id) for alias in aliases), *adapters),
         tokenizer=files.tokenizer,
@@ -123,8 +124,8 @@ def prompt_reader(
         special_tokens={files.tokenizer.str_of(token_id): token_id for token_id in files.tokenizer.special_ids},
         eos_ids=files.eos_ids,
         make_compiler=lambda: compiler,
-        fingerprint=_fingerprint(loaded),
-        identity=identity_of(loaded, tool_format),
+        fingerprint=_fingerprint(loaded, identity),
+        identity=identity,
         turns=TurnMemory(files.tokenizer),
         thoughts=None if thought is None else vocabulary_of(thought, files.tokenizer, files.eos_ids),
     )
@@ -211,11 +212,9 @@ def compiler_of(
     return kind(Vocabulary(token_bytes, sorted(tokenizer.special_ids), [*eos_ids]), encode, most_tokens)
 
 
-def _fingerprint(loaded: LoadedEngine) -> str:
-    """system_fingerprint: changes with the model, its number format, the device or the version."""
-    facts, files = loaded.facts, loaded.files
-    parts = (__version__, facts.model_name, facts.num_parameters, facts.dtype, facts.device, files.config)
-    return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
+def _fingerprint(loaded: LoadedEngine, identity: Mapping[str, str]) -> str:
+    """system_fingerprint: changes with the weights, what computes them and how, and the version; not with a name."""
+    return f"fp_{sha256(repr((loaded.facts.device, sorted(identity.items()))).encode()).hexdigest()[:12]}"
 
 
 def identity_of(loaded: LoadedEngine, tool_format: str = ANY_FORMAT) -> dict[str, str]:

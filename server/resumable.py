@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.wire.messages import Headers, Peer, ResponseHead, TextFrame, TextWriter
+from server.wire.messages import Headers, Peer, ResponseHead
 from server.wire.sse import EVENT_END
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
@@ -21,8 +21,8 @@ MOST_BYTES = 4 * 2**20  # of one stream's events: the oldest go first
 MOST_BYTES_IN_ALL = 64 * 2**20  # streams that have ended go first, the oldest of the tenant that has most
 
 
-class EventLog:
-    """One answer's events. Implements StreamCarrier between its stream and whichever connection reads it.
+class EventLog(StreamCarrier):
+    """One answer's events. Between its stream and whichever connection reads it.
 
     Attributes:
         num_bytes: kept.
@@ -87,9 +87,6 @@ class EventLog:
         self._grow(len(event))
         while self.num_bytes > MOST_BYTES:
             self._grow(-len(self._events.popleft()))
-
-    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
-        return partial(stream.send_text, frame)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.is_whole = True

@@ -80,8 +80,8 @@ class StructuralTag(msgspec.Struct, frozen=True, kw_only=True):
     format: TagFormat | None = None
 
 
-class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's. Exactly one of the constraints."""
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's. One of the constraints; what is another would not be held."""
 
     json: Any = None
     json_object: bool | None = None

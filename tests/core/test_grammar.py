@@ -214,7 +214,7 @@ def _counted(one: Any) -> dict[str, Any]:
         ({"enum": []}, "response_format.enum must be a list of values"),
         ({"type": []}, "response_format.type must be a type, or a list of types"),
         ({"format": ["a"]}, "response_format.format must be one of"),
-        ({"pattern": "(a{999}){99}"}, "response_format.pattern repeats more than 20000 characters"),
+        ({"pattern": "(a{999}){99}"}, "response_format.pattern comes to more than 20000 characters"),
         ({"pattern": 3}, "response_format.pattern must be a regular expression"),
         ({"nullable": "yes"}, "response_format.nullable must be true or false"),
         ({**optional(8), "minProperties": 2}, "are held where at most 7 properties are optional"),
@@ -273,8 +273,8 @@ def rules(start: str, rule: str, count: int = 5000) -> str:
     [
         (lambda: regex("(a", PARAM), "unclosed group"),
         (lambda: regex("(?=a)b", PARAM), "look-around"),
-        (lambda: regex("a{1000}{1000}", PARAM), "repeats more than 20000 characters"),
-        (lambda: regex("((b|[^]{9}]{100}){99,}c){1,100}", PARAM), "repeats more than 20000 characters"),
+        (lambda: regex("a{1000}{1000}", PARAM), "comes to more than 20000 characters"),
+        (lambda: regex("((b|[^]{9}]{100}){99,}c){1,100}", PARAM), "comes to more than 20000 characters"),
         (
             lambda: client_grammar('start: "a" | b\nb: "<c>" <|im_end|> "d"', PARAM),
             "line 2, column 10: '<|im_end|>' cannot",

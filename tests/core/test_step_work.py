@@ -60,11 +60,11 @@ def test_step_of_one_row_takes_so_many_calls() -> None:
     """Before raising a bound: what is new may be done once for many steps, or only when somebody asks.
 
     Some nine of the calls keep what is in flight, so that a step can be sent before the one before it comes back; some
-    five look for a draft, and count what drafts gained and lost.
+    six look for a draft, and count what drafts gained and lost.
     """
     work = measure(1)
-    assert work.num_calls <= 82
-    assert work.num_builtin_calls <= 90
+    assert work.num_calls <= 83
+    assert work.num_builtin_calls <= 91
 
 
 @pytest.mark.parametrize("engine", [EngineUnderTest, OverlapUnderTest])

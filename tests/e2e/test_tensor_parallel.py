@@ -23,9 +23,10 @@ ASKED = {"model": MODEL, "prompt": "A KV cache keeps", "temperature": 0, "max_to
 
 
 def children_of(server: ServerProcess) -> list[int]:
-    """Their process ids (proc(5))."""
+    """The process ids of its ranks (proc(5)): others try grammars."""
     tasks = Path(f"/proc/{server.process.pid}/task").glob("*/children")
-    return [int(pid) for task in tasks for pid in task.read_text().split()]
+    pids = [int(pid) for task in tasks for pid in task.read_text().split()]
+    return [pid for pid in pids if b"grammar_guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def follower_of(server: ServerProcess) -> int:

@@ -82,7 +82,7 @@ def test_what_asks_for_no_form_has_no_constraint(fields: dict[str, Any]) -> None
         ({"guided_json": "{"}, "guided_json", "is not valid JSON"),
         ({"guided_json": 3}, "guided_json", "must be a JSON schema"),
         ({"json_schema": {"items": {"not": {}}}}, "json_schema", "json_schema.items has the keyword 'not'"),
-        ({"regex": "a{99999}"}, "regex", "regex repeats more than"),
+        ({"regex": "a{99999}"}, "regex", "regex comes to more than"),
         (
             {"grammar": "start: %json {}", "guided_grammar": None},
             "grammar",
@@ -92,6 +92,7 @@ def test_what_asks_for_no_form_has_no_constraint(fields: dict[str, Any]) -> None
         ({"guided_choice": []}, "guided_choice", "1 to 4096"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "is no structural tag"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "Send one of them"),
+        ({"structured_outputs": {"jsonn": {}}}, "structured_outputs.jsonn", "There is no structured_outputs.jsonn"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "Send one of them"),
         ({"guided_regex": "a", "response_format": NAMED}, "response_format", "Send one of them"),
         ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format.schema", "'not'"),
