@@ -14,6 +14,7 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.api.decoding import decode, page_of
+from server.api.replies import deleted_reply, list_reply
 from server.api.responses import check_metadata
 from server.app import Exchange, Route
 from server.batches.runner import Batches
@@ -168,7 +169,7 @@ async def list_files(exchange: Exchange) -> None:
     after, limit = page_of(query, MOST_LISTED, MOST_LISTED)
     purpose, is_ascending = query.get("purpose", [None])[0], query.get("order", ["desc"])[0] == "asc"
     found, has_more = await batches.offload(lambda: batches.store.files(tenant, purpose, after, limit, is_ascending))
-    exchange.send(list_document([file_document(file) for file in found], has_more))
+    exchange.send(list_reply([file_document(file) for file in found], has_more))
 
 
 async def show_file(exchange: Exchange) -> None:
@@ -209,7 +210,7 @@ async def send_content(exchange: Exchange, batches: Batches, file: File) -> None
 async def delete_file(exchange: Exchange) -> None:
     batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
     await batches.offload(lambda: batches.store.delete_file(tenant, exchange.argument))
-    exchange.send(sse.json_line({"id": exchange.argument, "object": "file", "deleted": True}))
+    exchange.send(deleted_reply(exchange.argument, "file"))
 
 
 def file_document(file: File) -> dict[str, Any]:
@@ -220,11 +221,6 @@ def file_document(file: File) -> dict[str, Any]:
     }
     del shown["tenant"]
     return shown
-
-
-def list_document(data: list[dict[str, Any]], has_more: bool) -> bytes:
-    ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return sse.json_line({"object": "list", "data": data, **ids, "has_more": has_more})
 
 
 # Batches.
@@ -278,7 +274,7 @@ async def list_batches(exchange: Exchange) -> None:
     batches, tenant = known_batches(exchange), exchange.known_caller.tenant.name
     after, limit = page_of(parse_qs(exchange.request.query))
     found, has_more = await batches.offload(lambda: batches.store.batches(tenant, after, limit))
-    exchange.send(list_document([batch_fields(batches.latest(one)) for one in found], has_more))
+    exchange.send(list_reply([batch_fields(batches.latest(one)) for one in found], has_more))
 
 
 async def show_batch(exchange: Exchange) -> None:

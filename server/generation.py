@@ -32,9 +32,10 @@ from server.gate.admission import Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.tenants import Deadlines, OwnDeadlineExceeded
 from server.gate.text_rules import rule_book
-from server.generations import Generations, Turn, weight_of
+from server.generations import Generations, weight_of
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, unavailable
+from server.ledger.responses import Turn
 from server.ledger.store import LedgerRow
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.recorder import RecordedRequest, digest_of

@@ -49,18 +49,6 @@ class Offload(Protocol):
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-class Turn(Protocol):
-    """One request of a conversation that the server keeps (server/ledger/responses.py)."""
-
-    async def begin(self, body: bytes, is_own: bool) -> bytes:
-        """The body with what it goes on from."""
-        ...
-
-    def end(self, last: bytes) -> None:
-        """Store the answer, by what ended it: the document, or a stream's last events."""
-        ...
-
-
 class Active(Protocol):
     """A Generation that has been prepared."""
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.api.replies import error_event
-from server.wire.messages import Headers, Peer, ResponseHead, TextFrame, TextWriter
+from server.wire.messages import Headers, Peer, ResponseHead
 from server.wire.sse import EVENT_END
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
@@ -26,8 +26,8 @@ _TAKEN = error_event(
 )
 
 
-class EventLog:
-    """One answer's events. Implements StreamCarrier between its stream and whichever connection reads it.
+class EventLog(StreamCarrier):
+    """One answer's events. Between its stream and whichever connection reads it.
 
     Attributes:
         num_bytes: kept.
@@ -92,9 +92,6 @@ class EventLog:
         self._grow(len(event))
         while self.num_bytes > MOST_BYTES:
             self._grow(-len(self._events.popleft()))
-
-    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
-        return partial(stream.send_text, frame)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.is_whole = True

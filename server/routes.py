@@ -28,13 +28,13 @@ from server.api import (
 from server.api.decoding import decode, page_of
 from server.api.fields import DefaultsOf, GenerationCall, checked_ids
 from server.api.models import ServedModel, ServerCard
-from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface
+from server.api.replies import OPENAI_ERRORS, ErrorForm, Surface, deleted_reply
 from server.app import Exchange, Handler, MethodNotAllowed, Route
 from server.gate.identity import Caller, Scope
 from server.generation import Generation
 from server.generations import weight_of
 from server.ledger.ledger import PROBE_S
-from server.ledger.responses import Responses, Turn, deleted_reply, input_items_reply
+from server.ledger.responses import Responses, Turn, input_items_reply
 from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
 from server.observing.accounting import requests_reply, timeline_reply
 from server.observing.metrics import CONTENT_TYPE
@@ -125,7 +125,7 @@ async def show_response(exchange: Exchange) -> None:
 
 async def delete_response(exchange: Exchange) -> None:
     await known_responses(exchange).delete(exchange.known_caller.tenant.name, exchange.argument)
-    exchange.send(deleted_reply(exchange.argument))
+    exchange.send(deleted_reply(exchange.argument, "response"))
 
 
 def answering_ollamas(surface: Surface) -> Handler:

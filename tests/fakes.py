@@ -2,10 +2,11 @@
 
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
-from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.plan import Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence, sequence_seed
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
@@ -14,6 +15,28 @@ from core.types import FinishReason, Message, Pooling, Request, SamplingParams, 
 
 class FakeClock(SimulatedClock):
     """Seconds that pass when the test says so."""
+
+
+def raising_runner(error: Exception, at: int = 1) -> type[SimulatedRunner]:
+    """A kind of runner that raises when it collects its at-th step, and never again."""
+
+    class RaisingRunner(SimulatedRunner):
+        num_collects = 0
+
+        def collect(self, ticket: StepPlan) -> StepOutput:
+            self.num_collects += 1
+            if self.num_collects == at:
+                raise error
+            return super().collect(ticket)
+
+    return RaisingRunner
+
+
+def engine_over(runner: Runner[Any], **limits: Any) -> "tuple[Scheduler, Engine, deque[Message], DeliveryLog]":
+    """An engine over a real runner, with other limits than its own: to be stepped by hand."""
+    runner.limits = replace(runner.limits, **limits)
+    scheduler, inbox, log = Scheduler(runner.limits, (), seeds=lambda: 0), deque[Message](), DeliveryLog()
+    return scheduler, Engine(scheduler, runner, FakeClock(), inbox, log), inbox, log
 
 
 class DeliveryLog:

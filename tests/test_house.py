@@ -15,10 +15,10 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_465, 33),
+    "server": (12_380, 33),
     "server/api": (5600, 18),
-    "server/batches": (1000, 3),
-    "server/commands": (2365, 13),
+    "server/batches": (970, 3),
+    "server/commands": (2355, 13),
     "server/gate": (2570, 8),
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
@@ -32,7 +32,7 @@ BUDGETS = {
     "gpu/parallel": (765, 5),
     "bench": (9550, 36),
 }
-TEST_LINES = 64_400
+TEST_LINES = 64_250
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

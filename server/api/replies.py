@@ -320,6 +320,16 @@ def wire_reason(reason: FinishReason | None) -> str | None:
     return reason.value if reason in WIRE_REASONS and reason is not None else None
 
 
+def list_reply(data: list[dict[str, Any]], has_more: bool) -> bytes:
+    """One page of a list."""
+    ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return sse.json_line({"object": "list", "data": data, **ids, "has_more": has_more})
+
+
+def deleted_reply(deleted_id: str, kind: str) -> bytes:
+    return sse.json_line({"id": deleted_id, "object": kind, "deleted": True})
+
+
 def envelope(context: ReplyContext, prefix: str, kind: str) -> dict[str, Any]:
     """What chat and completions begin an answer or a chunk with."""
     return {

@@ -29,8 +29,8 @@ import orjson
 from server.batches.store import OVER, Answer, Batch, Credential, FileLimits, Line, LineError, Scan, Status, Store
 from server.gate.identity import Caller
 from server.wire import sse
-from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead, TextFrame, TextWriter
-from server.wire.stream import HttpStream, WrittenCallback
+from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead
+from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class Handle(Protocol):
 
 
 @dataclass(slots=True)
-class _Collected:
-    """Collects one line's answer. Implements StreamCarrier."""
+class _Collected(StreamCarrier):
+    """Collects one line's answer."""
 
     now: Callable[[], float]
     peer: Peer = Peer()  # noqa: RUF009
@@ -79,9 +79,6 @@ class _Collected:
 
     def write_data(self, stream: HttpStream, data: bytes) -> None:
         self.body += data
-
-    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
-        return partial(stream.send_text, frame)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         """The handler returns then."""

@@ -10,11 +10,10 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.ledger.store import MICRO, StoredAnswer
-from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead, TextFrame, TextWriter
+from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
 HEADER = b"idempotency-key"
@@ -29,8 +28,8 @@ Keep = Callable[[StoredAnswer], None]
 Forget = Callable[[tuple[KeyOfTenant, ...]], None]
 
 
-class Recording:
-    """Records an answer on its way. Implements StreamCarrier between a stream and its connection.
+class Recording(StreamCarrier):
+    """Records an answer on its way. Between a stream and its connection.
 
     Args:
         max_bytes: of a body; a longer one is not recorded.
@@ -67,9 +66,6 @@ class Recording:
         else:
             self.body += data
         self._carrier.write_data(stream, data)
-
-    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
-        return partial(stream.send_text, frame)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.is_whole = not self._is_too_long

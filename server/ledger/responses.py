@@ -18,6 +18,7 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.api.decoding import parse_object
+from server.api.replies import list_reply
 from server.ledger.ledger import Ledger, unavailable
 from server.ledger.store import BUSY_MS, MICRO, ForgetResponse, KeepResponse, StoredResponse
 from server.wire import sse
@@ -313,16 +314,4 @@ def input_items_reply(response: StoredResponse, after: str | None, limit: int, i
         items.reverse()
     start = next((i + 1 for i, item in enumerate(items) if item["id"] == after), 0)
     page = items[start : start + limit]
-    return sse.json_line(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": start + limit < len(items),
-        }
-    )
-
-
-def deleted_reply(response_id: str) -> bytes:
-    return sse.json_line({"id": response_id, "object": "response", "deleted": True})
+    return list_reply(page, start + limit < len(items))

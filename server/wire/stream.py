@@ -48,7 +48,7 @@ class StreamCarrier(Protocol):
 
     def text_writer(self, stream: "HttpStream", frame: TextFrame) -> TextWriter:
         """The stream's `send_text` in one call, once its head is sent."""
-        ...
+        return partial(stream.send_text, frame)
 
     def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
 

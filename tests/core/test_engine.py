@@ -3,10 +3,10 @@ from collections.abc import Generator
 import pytest
 
 from core.engine import IDLE_S, Engine, EngineBroken
-from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
+from core.plan import DeviceError, RunnerLimits, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import Cancel, ClearCache, FinishReason, Inspect, Message, Pause, Request, Submit, Usage
-from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
+from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, raising_runner, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
 
@@ -105,22 +105,10 @@ def test_who_was_admitted_beside_a_guilty_row_does_not_count_on_what_it_should_h
     assert under_test.log.tokens("shares") == under_test.reference(sharing)
 
 
-class OnceRaisingRunner(SimulatedRunner):
-    """Raises in its third step, after the step's writes, and never again."""
-
-    num_collects = 0
-
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        self.num_collects += 1
-        if self.num_collects == 3:
-            raise RuntimeError("passing trouble")
-        return super().collect(ticket)
-
-
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_fault_that_does_not_return_fails_nobody(num_sequences: int) -> None:
-    limits = small_limits()
-    under_test = EngineUnderTest(limits, runner=OnceRaisingRunner(limits, EngineUnderTest.cost, FakeClock()))
+    limits, runner = small_limits(), raising_runner(RuntimeError("passing trouble"), at=3)
+    under_test = EngineUnderTest(limits, runner=runner(limits, EngineUnderTest.cost, FakeClock()))
     request = make_request("a", 5, num_sequences=num_sequences, max_tokens=6)
     under_test.send(Submit(request))
     under_test.run()

@@ -12,7 +12,15 @@ from core.plan import PENDING, DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
 from core.types import Cancel, FinishReason, Submit, Usage
-from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, sequence_start, small_limits
+from tests.fakes import (
+    EngineUnderTest,
+    FakeClock,
+    FaultyRunner,
+    make_request,
+    raising_runner,
+    sequence_start,
+    small_limits,
+)
 from tests.workload import Names, Outcome, Workload, WorkloadRun
 
 EOS, RAISES, RAISES_LATE, FAILS = 3, 997, 998, 999  # the last three stand in prompts only
@@ -41,18 +49,6 @@ class TroubledRunner(FaultyRunner):
             self.events["raised behind"] += self._num_sent
             raise RuntimeError("a result that cannot be read")
         return output
-
-
-class DyingRunner(SimulatedRunner):
-    """Its device is lost while the third step is waited for."""
-
-    num_collects = 0
-
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        self.num_collects += 1
-        if self.num_collects == 3:
-            raise DeviceError("gone")
-        return super().collect(ticket)
 
 
 def draw_workload(rng: random.Random) -> Workload:
@@ -177,7 +173,9 @@ class TestTwoInFlight:
 
     def test_device_lost_with_two_steps_in_flight_ends_everything_once(self) -> None:
         limits = small_limits()
-        under_test = EngineUnderTest(limits, runner=DyingRunner(limits, CostModel(), FakeClock()))
+        under_test = EngineUnderTest(
+            limits, runner=raising_runner(DeviceError("gone"), 3)(limits, CostModel(), FakeClock())
+        )
         under_test.send(*(Submit(make_request(name, 6, max_tokens=50)) for name in "abc"))
         under_test.step(2)
         with pytest.raises(EngineBroken):

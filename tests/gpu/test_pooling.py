@@ -3,18 +3,15 @@
 import dataclasses
 import math
 import random
-from collections import deque
 
 import numpy as np
 import pytest
 import torch
 
-from core.engine import Engine
 from core.plan import PooledRow
-from core.scheduler import Scheduler
-from core.types import Message, Pooling, Submit
+from core.types import Pooling, Submit
 from gpu.runner import NOT_FINITE, ModelRunner
-from tests.fakes import DeliveryLog, FakeClock, make_request
+from tests.fakes import engine_over, make_request
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.oracle import Oracle
@@ -39,13 +36,9 @@ ASKED: dict[str, tuple[tuple[int, ...], Pooling | None]] = {
 
 
 def run(runner: ModelRunner, max_batch_tokens: int, max_in_flight: int, num_blocks: int = 64) -> dict[str, bytes]:
-    runner.limits = dataclasses.replace(
-        runner.limits, max_batch_tokens=max_batch_tokens, max_in_flight=max_in_flight, num_blocks=num_blocks
+    _, engine, inbox, log = engine_over(
+        runner, max_batch_tokens=max_batch_tokens, max_in_flight=max_in_flight, num_blocks=num_blocks
     )
-    scheduler = Scheduler(runner.limits, eos_ids=(), seeds=lambda: 0)
-    inbox: deque[Message] = deque()
-    log = DeliveryLog()
-    engine = Engine(scheduler, runner, FakeClock(), inbox, log)
     for priority, (name, (prompt, pooling)) in enumerate(ASKED.items()):
         given = {"max_tokens": 6 if pooling is None else 0, "temperature": 0.0, "pooling": pooling}
         inbox.append(Submit(make_request(name, prompt_ids=prompt, priority=priority % 3, **given)))

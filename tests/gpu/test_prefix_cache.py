@@ -1,16 +1,13 @@
 """Through scheduler, engine and runner: what is cached, shared or computed again says what the plain oracle says."""
 
 import random
-from collections import deque
 
 import pytest
 
-from core.engine import Engine
 from core.plan import RunnerLimits
-from core.scheduler import Scheduler
-from core.types import Message, Request, SamplingParams, Submit
+from core.types import Request, SamplingParams, Submit
 from gpu.runner import ModelRunner
-from tests.fakes import DeliveryLog, FakeClock
+from tests.fakes import engine_over
 from tests.oracle import KINDS, Oracle
 
 NUM_TOKENS = 12
@@ -37,10 +34,7 @@ def test_greedy_tokens_equal_the_oracles_cached_chunked_batched_and_preempted(
         vocab_size=limits.vocab_size,
         num_kept_states=num_kept_states,
     )
-    scheduler = Scheduler(runner.limits, (), seeds=lambda: 0)
-    inbox: deque[Message] = deque()
-    log = DeliveryLog()
-    engine = Engine(scheduler, runner, FakeClock(), inbox, log)
+    scheduler, engine, inbox, log = engine_over(runner)
 
     def run(*requests: Request) -> None:
         inbox.extend(map(Submit, requests))

@@ -3,18 +3,15 @@
 import dataclasses
 import math
 import random
-from collections import deque
 
 import pytest
 import torch
 
 import gpu.sampler
-from core.engine import Engine
 from core.plan import PromptTargets
-from core.scheduler import Scheduler
-from core.types import Message, Request, SamplingParams, Submit, TokenLogprobs
+from core.types import Request, SamplingParams, Submit, TokenLogprobs
 from gpu.runner import NOT_FINITE, ModelRunner
-from tests.fakes import DeliveryLog, FakeClock
+from tests.fakes import engine_over
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.oracle import KINDS, Oracle
@@ -43,13 +40,9 @@ REQUESTS = (
 
 
 def run(runner: ModelRunner, max_batch_tokens: int, max_in_flight: int, num_blocks: int = 64) -> Told:
-    runner.limits = dataclasses.replace(
-        runner.limits, max_batch_tokens=max_batch_tokens, max_in_flight=max_in_flight, num_blocks=num_blocks
+    scheduler, engine, inbox, log = engine_over(
+        runner, max_batch_tokens=max_batch_tokens, max_in_flight=max_in_flight, num_blocks=num_blocks
     )
-    scheduler = Scheduler(runner.limits, eos_ids=(), seeds=lambda: 0)
-    inbox: deque[Message] = deque()
-    log = DeliveryLog()
-    engine = Engine(scheduler, runner, FakeClock(), inbox, log)
     is_crowded = num_blocks < 10  # then the long one gives way to the next in mid-prompt
     for request in (*REQUESTS[1:], REQUESTS[0]) if is_crowded else REQUESTS:
         inbox.append(Submit(request))

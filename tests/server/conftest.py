@@ -19,6 +19,7 @@ from tests.server.fakes import MemoryServer
 from tests.server.memory_connection import Serve
 from tests.server.running_server import LIMIT_S
 from tests.server.simulated_server import SimulatedServer
+from tests.server.virtual_loop import VirtualTimeLoop
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,6 +31,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
     uvloop.run(asyncio.wait_for(test(**arguments), LIMIT_S))
     return True
+
+
+@pytest.fixture
+def loop() -> Iterator[VirtualTimeLoop]:
+    loop = VirtualTimeLoop()
+    yield loop
+    loop.close()
 
 
 @pytest.fixture

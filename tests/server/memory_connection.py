@@ -37,6 +37,16 @@ async def echo(stream: HttpStream) -> None:
         answer(stream, 200, stream.request.path.encode() + body)
 
 
+async def stream_back(stream: HttpStream) -> None:
+    """Answer with the body, in a stream of pieces."""
+    body = await stream.read_body(10_000)
+    stream.send_head(STREAMED)
+    for start in range(0, len(body), 1000):
+        stream.send(body[start : start + 1000])
+        await asyncio.sleep(0.001)
+    stream.end()
+
+
 MIB = 1024 * 1024
 
 

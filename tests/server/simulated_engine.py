@@ -12,6 +12,7 @@ from core.plan import BlockStore, DeviceError, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import SimulatedClock, SimulatedRunner
 from core.types import FinishReason, Message, StepDelivery, TokenLogprobs
+from tests.fakes import raising_runner
 from tests.server.virtual_loop import VirtualTimeLoop
 
 Schedule = Callable[[StepDelivery], Iterable[tuple[float, StepDelivery]]]
@@ -133,16 +134,7 @@ class SteppedEngine:
         self._take(self._on_its_way.popleft())
 
 
-class MortalRunner(SimulatedRunner):
-    """Its device is lost at the fifth step."""
-
-    num_steps = 0
-
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        self.num_steps += 1
-        if self.num_steps == 5:
-            raise DeviceError("fell off the bus")
-        return super().collect(ticket)
+MortalRunner = raising_runner(DeviceError("fell off the bus"), at=5)
 
 
 class SickRunner(SimulatedRunner):

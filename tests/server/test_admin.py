@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from core.kv_cache import BlockCopies
-from core.plan import DeviceError, StepOutput, StepPlan
-from core.simulation import SimulatedRunner
+from core.plan import DeviceError
 from core.turns import Begun
 from core.types import ClearCache, Inspect, StoreState
 from server.engine_client import LOOK_S, MOST_LOOKS
 from server.gate.identity import Scope
 from server.gate.tenants import Tenant
+from tests.fakes import raising_runner
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, completion, request
 
 KEY = "Authorization: Bearer s3cret"
@@ -165,13 +165,8 @@ def test_several_who_ask_at_once_are_all_answered(server: SimulatedServer) -> No
     assert [answers(bytes(one.received), "GET")[0].status for one in asking] == [200] * 3
 
 
-class LostDevice(SimulatedRunner):
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        raise DeviceError("gone")
-
-
 def test_who_asks_a_failed_engine_hears_that_it_has_failed() -> None:
-    server = SimulatedServer(runner=LostDevice)
+    server = SimulatedServer(runner=raising_runner(DeviceError("gone")))
     server.send(completion())
     asked = server.send(request("GET", "/admin/engine"))
     server.step()

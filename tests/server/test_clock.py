@@ -1,9 +1,7 @@
 """One timer for many deadlines, in virtual time."""
 
 import asyncio
-from collections.abc import Iterator
 
-import pytest
 import uvloop
 
 from server.clock import DeadlineTimer
@@ -22,13 +20,6 @@ class Owner:
     def _on_due(self) -> None:
         self.told.append(self._loop.time())
         self.due = None
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualTimeLoop]:
-    loop = VirtualTimeLoop()
-    yield loop
-    loop.close()
 
 
 def test_deadline_moved_later_needs_no_new_timer(loop: VirtualTimeLoop) -> None:

@@ -22,6 +22,7 @@ from tests.server.memory_connection import (
     error_of,
     post,
     responses,
+    stream_back,
 )
 
 
@@ -309,14 +310,6 @@ def test_any_timing_of_reads_and_writes_gives_the_same_bytes(
     sizes: list[int], cuts: list[int], reads: list[int], pauses_ms: list[int]
 ) -> None:
     """Pipelined requests, cut and read at random, answered in streams: the same responses, in the same order."""
-
-    async def stream_back(stream: HttpStream) -> None:
-        body = await stream.read_body(10_000)
-        stream.send_head(STREAMED)
-        for start in range(0, len(body), 1000):
-            stream.send(body[start : start + 1000])
-            await asyncio.sleep(0.001)
-        stream.end()
 
     with contextlib.closing(MemoryServer(stream_back, ConnectionLimits(unsent_bytes=1024))) as server:
         transport = server.connect(peer_reads=False)

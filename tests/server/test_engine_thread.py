@@ -17,7 +17,7 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import Cancel, FinishReason, StepDelivery, Submit
 from server.engine_thread import MAX_DELIVERIES, EngineThread, Inbox
-from tests.fakes import DeliveryLog, make_request, small_limits
+from tests.fakes import DeliveryLog, make_request, raising_runner, small_limits
 
 JOIN_S = 30  # for a thread that hangs; none waits so long
 
@@ -272,14 +272,9 @@ async def test_failure_to_build_is_told() -> None:
     assert not events.ready.done()
 
 
-class DeadDevice(SimulatedRunner):
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        raise DeviceError("gone")
-
-
 @on_a_loop
 async def test_broken_engine_ends_its_requests_before_its_failure_is_told() -> None:
-    thread, events = start(build_with(DeadDevice))
+    thread, events = start(build_with(raising_runner(DeviceError("gone"))))
     thread.post(Submit(make_request("a")))
     thread.post(Submit(make_request("b")))
     assert isinstance(await events.failed, EngineBroken)

@@ -15,7 +15,7 @@ from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, POST, Http2Client, fields
-from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
+from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo, stream_back
 from tests.server.raw_http2 import END_STREAM, data, frame, get, rst, window_update, wire
 from tests.server.raw_http2 import post as raw_post
 from tests.server.raw_http2 import settings as raw_settings
@@ -353,14 +353,6 @@ def test_any_cut_of_the_input_and_any_window_gives_the_same_bytes(
     window_and_sizes: tuple[int, list[int]], cuts: list[int]
 ) -> None:
     window, sizes = window_and_sizes
-
-    async def stream_back(stream: HttpStream) -> None:
-        body = await stream.read_body(10_000)
-        stream.send_head(STREAMED)
-        for start in range(0, len(body), 1000):
-            stream.send(body[start : start + 1000])
-            await asyncio.sleep(0.001)
-        stream.end()
 
     limits = ConnectionLimits(http2=Http2Limits(frames=FrameLimits(num_overhead_frames=10**6)))
     with contextlib.closing(MemoryServer(stream_back, limits)) as server:

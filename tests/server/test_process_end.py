@@ -16,6 +16,7 @@ from core.plan import DeviceError, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from server import process
 from server.loaded_engine import LoadedEngine, LoadEngine
+from tests.fakes import raising_runner
 from tests.server.raw_http2 import START, Seen, post
 from tests.server.running_server import (
     LIMIT_S,
@@ -32,6 +33,7 @@ from tests.server.simulated_server import STREAM, answers, chat, request
 
 pytestmark = pytest.mark.usefixtures("_keep_interpreter_settings", "_keep_signal_handlers")
 
+DEAD_DEVICE = raising_runner(DeviceError("gone"))
 FOREVER = {"max_tokens": 9_000, **STREAM}
 
 
@@ -44,11 +46,6 @@ class GatedRunner(SimulatedRunner):
         if self.gate is not None:
             self.gate.acquire()
         return super().collect(ticket)
-
-
-class DeadDevice(SimulatedRunner):
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        raise DeviceError("gone")
 
 
 class CrashingEngine(Engine):
@@ -214,8 +211,8 @@ async def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_
 @pytest.mark.parametrize(
     ("load", "fields", "logged"),
     [
-        (load_with(DeadDevice), {}, "gone"),
-        (load_with(DeadDevice), STREAM, "gone"),
+        (load_with(DEAD_DEVICE), {}, "gone"),
+        (load_with(DEAD_DEVICE), STREAM, "gone"),
         (load_with(engine_type=CrashingEngine), FOREVER, "impossible"),
     ],
 )

@@ -1,21 +1,18 @@
 """One exchange, on a connection that only records what it is asked."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pytest
-
 from core.errors import ErrorKind, ServiceError
-from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
-from server.wire.stream import ClientDisconnected, HttpStream
+from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.stream import ClientDisconnected, HttpStream, StreamCarrier
 from tests.server.virtual_loop import VirtualTimeLoop
 
 OK = ResponseHead(200, ())
 
 
-class Recorder:
+class Recorder(StreamCarrier):
     """A connection that writes nothing."""
 
     client = "192.0.2.7:4242"
@@ -32,21 +29,11 @@ class Recorder:
     def write_data(self, stream: HttpStream, data: bytes) -> None:
         self.calls.append(data)
 
-    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
-        return partial(stream.send_text, frame)
-
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.calls.append(("end", trailers))
 
     def call_once_written(self, stream: HttpStream, callback: Callable[[float], None]) -> None:
         callback(0.0)
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualTimeLoop]:
-    loop = VirtualTimeLoop()
-    yield loop
-    loop.close()
 
 
 def new_stream(headers: Headers = (), has_body: bool = True) -> tuple[HttpStream, Recorder]:

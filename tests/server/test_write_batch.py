@@ -1,9 +1,5 @@
 """Many connections, one flush each."""
 
-from collections.abc import Iterator
-
-import pytest
-
 from server.wire.connection import WriteBatch
 from tests.server.virtual_loop import VirtualTimeLoop
 
@@ -23,13 +19,6 @@ class Dirty:
 
     def break_down(self) -> None:
         raise AssertionError("nothing has failed")
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualTimeLoop]:
-    loop = VirtualTimeLoop()
-    yield loop
-    loop.close()
 
 
 def test_loop_flushes_what_nobody_else_does(loop: VirtualTimeLoop) -> None:
