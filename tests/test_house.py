@@ -25,7 +25,7 @@ BUDGETS = {
     "server/observing": (2530, 10),
     "server/upstream": (1680, 6),
     "server/wire": (4815, 14),
-    "core": (15_485, 40),
+    "core": (15_489, 40),
     "gpu": (11_049, 34),
     "gpu/cpu_kernels": (4290, 10),
     "gpu/kernels": (2835, 7),
