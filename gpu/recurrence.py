@@ -158,7 +158,8 @@ class RecurrentRows:
 
     Args:
         copies: (state, place among those kept), to make before anything is computed.
-        singles: the waves' tokens, one after the other: token, state read, state written.
+        singles: the waves' tokens: token, state read, state written. They may be computed one after the other: no
+            sequence writes a state that another reads in the same step.
     """
 
     states: States

@@ -41,6 +41,7 @@ from server.observing.accounting import (
     current_trace,
     status_told,
 )
+from server.observing.live import Live
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, answer_headers
@@ -186,6 +187,7 @@ class Route:
         is_counted: the caller's quotas bound it.
         needs_tokens: a generation, for which quotas of tokens count, too.
         errors: how its errors are written.
+        headers: of every answer, refusals included.
     """
 
     handler: Handler
@@ -194,6 +196,7 @@ class Route:
     is_counted: bool = False
     needs_tokens: bool = False
     errors: ErrorForm = OPENAI_ERRORS
+    headers: Headers = ()
 
 
 class MethodNotAllowed(ServiceError):
@@ -226,6 +229,7 @@ class App:
         local_models: those that are started on demand; None: there are none.
         responses: those that are stored; None: none are.
         batches: of files' lines; None: there are none.
+        live: the dashboard's stream.
     """
 
     def __init__(
@@ -259,6 +263,7 @@ class App:
         self.local_models: LocalModels | None = None
         self.responses: Responses | None = None
         self.batches: Batches | None = None
+        self.live: Live | None = None
 
     # What handlers ask.
 
@@ -409,6 +414,7 @@ class App:
             return
         route, exchange.argument = self.find_route(exchange.request.path, exchange.request.method)
         exchange.asks_generation, exchange.errors = route.needs_tokens, route.errors
+        exchange.stream.common_headers += route.headers
         if route.errors.id_header is not None:
             exchange.stream.common_headers += ((route.errors.id_header, exchange.request_id.encode()),)
         if route.scope is not None and (self._metrics_need_key or route.scope is not Scope.METRICS):
@@ -465,12 +471,15 @@ class App:
         for stream in self.exchanges:
             stream.fail_body(error)
 
+    def has_revoked(self, caller: Caller) -> bool:
+        return self._gate.directory.has_revoked(caller)
+
     def end_revoked(self) -> None:
         """Break off the requests of revoked callers; what they have used is billed."""
         message = "What this request was sent with has been revoked. Ask the operator for another key."
         error = ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")
         for stream, exchange in list(self.exchanges.items()):
-            if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
+            if exchange.caller is not None and self.has_revoked(exchange.caller):
                 stream.fail_body(error)
                 if self.generations is not None:
                     self.generations.fail(exchange.request_id, error)

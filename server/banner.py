@@ -1,4 +1,4 @@
-"""The banner: up to nine lines that the operator reads when the server is ready. Any thread."""
+"""The banner: up to eleven lines that the operator reads when the server is ready. Any thread."""
 
 import json
 import shlex
@@ -101,8 +101,15 @@ def banner_lines(facts: BannerFacts) -> list[str]:
         *([f"  relayed  {', '.join(relayed)}"] if relayed else []),
         f"  auth     {_auth(facts)}",
         f"  URL      {', '.join(map(str, facts.endpoints))}  {SURFACES}",
+        *_page_lines(facts.endpoints),
         f"  try      {_key_command(facts.config) if facts.is_shut else sample_curl(facts)}",
     ]
+
+
+def _page_lines(endpoints: Sequence[Endpoint]) -> list[str]:
+    """Where a browser on this machine finds the dashboard."""
+    reached = [one for one in endpoints if isinstance(one.address, TcpAddress) and not one.takes_proxy]
+    return [f"  page     {one}/dashboard" for one in reached[:1]]
 
 
 def drafts_of(config: ServerConfig) -> str:

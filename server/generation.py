@@ -32,7 +32,7 @@ from server.gate.admission import Contender, Place
 from server.gate.quota import NEVER, Allowance, Ticket
 from server.gate.tenants import Deadlines, OwnDeadlineExceeded
 from server.gate.text_rules import rule_book
-from server.generations import Generations, weight_of
+from server.generations import Generations, GenerationView, weight_of
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Recording, replay
 from server.ledger.ledger import End, Entry, EntryState, unavailable
 from server.ledger.responses import Turn
@@ -218,6 +218,17 @@ class Generation:
     @property
     def is_background(self) -> bool:
         return self._ticket.caller.is_background
+
+    def view(self) -> GenerationView:
+        """Once it is prepared."""
+        return GenerationView(
+            self.model,
+            self._place.position if self._timings.stage is Stage.QUEUE else None,
+            sum(one.request.num_prompt_tokens for one in self._handles),
+            self._num_prefilled,
+            sum(one.num_tokens for one in self._handles),
+            self._num_pauses > 0,
+        )
 
     async def run(self) -> Outcome:
         """Answer the request.

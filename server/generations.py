@@ -49,6 +49,23 @@ class Offload(Protocol):
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
+class GenerationView(NamedTuple):
+    """Where a generation stands, for operators.
+
+    Args:
+        position: how many requests are ahead in the queue; None: it no longer waits.
+        num_prefilled: of its first prompt; None: none yet.
+        num_tokens: of all its choices, so far.
+    """
+
+    model: str
+    position: int | None
+    num_prompt_tokens: int
+    num_prefilled: int | None
+    num_tokens: int
+    is_paused: bool
+
+
 class Active(Protocol):
     """A Generation that has been prepared."""
 
@@ -65,6 +82,8 @@ class Active(Protocol):
 
     @property
     def is_background(self) -> bool: ...
+
+    def view(self) -> GenerationView: ...
 
     def fail(self, error: ServiceError) -> None: ...
 

@@ -31,6 +31,7 @@ from server.batches.store import FileLimits, Quota, Store
 from server.callers import Gate, of_callers
 from server.clock import Clock
 from server.config import ServerConfig
+from server.dashboard import live_of
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
@@ -144,6 +145,7 @@ class Server:
         self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
         self._engine_thread = EngineThread(partial(self._load, load), self, self._loop)
         self._supervision = Supervision(self, ServiceManager(os.environ, os.getpid()), self._loop)
+        self._live = self._app.live = live_of(self._app, self._loop, config.deadlines)
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
         self._token_counters = {
@@ -196,6 +198,7 @@ class Server:
             raise
         doing = "loading the model" if self._config.has_engine else "its models are elsewhere, or loaded when asked for"
         logger.info("listening on %s, %s", shown_addresses(self.listener.sockets), doing)
+        self._live.start()
         self._gate.start()
         if self._ledger is not None:
             self._ledger.start()
@@ -562,6 +565,7 @@ class Server:
             await self._shut_down(grace_s)
         finally:
             self._supervision.close()
+            self._live.close()
             self._loop_lag.close()
             if self._tracing is not None:
                 await self._tracing.close()

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
-from server import batch_routes
+from server import batch_routes, dashboard
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -427,6 +427,13 @@ async def show_sleep(exchange: Exchange) -> None:
 # For operators and monitoring.
 
 
+async def show_front(exchange: Exchange) -> None:
+    """The dashboard, for browsers."""
+    if b"text/html" not in (exchange.request.header(b"accept") or b""):
+        raise _not_found("/")
+    await dashboard.show_file(exchange, "index.html")
+
+
 async def show_health(exchange: Exchange) -> None:
     exchange.send(b'{"status":"ok"}')
 
@@ -574,6 +581,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
     "/admin/drain": {"POST": Route(drain, Scope.ADMIN, needs_model=False)},
     **batch_routes.ROUTES,
+    "/dashboard": dashboard.ROUTES["/dashboard"],
 }
 _SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # in the error for an unknown path
 _LEAST_SIMILARITY = 0.8  # of a slip; /v1/messages and /v1/usage have 0.75
@@ -586,6 +594,9 @@ ROUTES |= {
         "/health_generate": "/ready",
     }.items()
 }
+ROUTES |= dashboard.ROUTES
+_FRONT_HEADERS = (*dashboard.PROTECTION, (b"vary", b"accept"))
+ROUTES["/"] = {"GET": Route(show_front, None, needs_model=False, headers=_FRONT_HEADERS)}
 # For clients whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]

@@ -474,11 +474,16 @@ class Place:
         self._num_choices = first.num_sequences
         self._line, self._waiting = admission.queue(self, self._contender, self._backlogs)
 
+    @property
+    def position(self) -> int | None:
+        """In its line, of its first prompt; None: it no longer waits."""
+        return self._line.position(self._waiting[0]) if 0 in self._waiting else None
+
     def view(self) -> QueueView | None:
         """Where its first prompt stands; None: it no longer waits."""
-        if 0 not in self._waiting:
+        if self.position is None:
             return None
-        part = self._line.position(self._waiting[0]) / len(self._line.serials)
+        part = self.position / len(self._line.serials)
         return self._admission.estimate(self._contender, self._backlogs[0], self._admission.margin, part)
 
     def on_first_token(self, choice: int, now_s: float) -> None:

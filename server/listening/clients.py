@@ -257,6 +257,10 @@ class ClientGate:
         """Addresses with open connections."""
         return len(self._counts)
 
+    @property
+    def trusts_proxies(self) -> bool:
+        return bool(self._proxies) or self._trusts_unix
+
     def identify(self, peer: Peer) -> Peer:
         """The peer, marked if it is a trusted proxy."""
         is_proxy = self._trusts_unix if peer.address is None else peer.address in self._proxies

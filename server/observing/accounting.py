@@ -151,9 +151,11 @@ class FlightRecorder:
         self._windows: deque[tuple[int, list[tuple[float, int, RequestRecord]]]] = deque()
         self._failed: deque[RequestRecord] = deque(maxlen=MAX_FAILED)
         self._recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
+        self.num_kept = 0  # ever
 
     def keep(self, flight: RequestRecord) -> None:
         self._recent.append(flight)
+        self.num_kept += 1
         if flight.has_failed:
             self._failed.append(flight)
         number = int(flight.ended_s // WINDOW_S)
@@ -173,6 +175,11 @@ class FlightRecorder:
     def failed(self, number: int) -> list[RequestRecord]:
         """Of the last hour, the latest first."""
         return list(self._of_last_hour(reversed(self._failed)))[:number]
+
+    def since(self, num_seen: int) -> list[RequestRecord]:
+        """Those kept after so many, oldest first, as far as they still are."""
+        num_new = min(self.num_kept - num_seen, len(self._recent))
+        return list(itertools.islice(self._recent, len(self._recent) - num_new, None))
 
     def find(self, request_id: str, tenant: str | None) -> RequestRecord | None:
         """The latest of the tenant's requests (None: any tenant's) with that id, ours or the client's."""

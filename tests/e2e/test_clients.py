@@ -69,7 +69,7 @@ def test_banner_is_short_and_has_a_command_that_answers_when_pasted(
     server: ServerProcess, tls_server: tuple[ServerProcess, Path], is_secure: bool
 ) -> None:
     banner = (tls_server[0] if is_secure else server).stdout.read_text()
-    assert len(banner.splitlines()) <= 9
+    assert len(banner.splitlines()) <= 10
     command = banner.split("try ", 1)[1].strip().replace("curl ", "curl -sS ", 1)
     answer = run("sh", "-c", command.replace('{"model"', '{"max_tokens": 3, "model"'))
     assert json.loads(answer)["usage"]["completion_tokens"] in (1, 2, 3), "sampled: it may end early"

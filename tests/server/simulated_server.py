@@ -34,6 +34,7 @@ from server.batches.store import FileLimits, Quota, Store
 from server.callers import Gate
 from server.clock import Clock
 from server.config import ServerConfig
+from server.dashboard import live_of
 from server.engine_client import EngineClient
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
@@ -256,6 +257,7 @@ class SimulatedServer:
         self.client = self._new_client()
         queue_limits = QueueLimits(max_requests=max_requests, max_tokens=max_queue_tokens, max_bytes=max_queue_bytes)
         self.generations = self._new_generations(clock, queue_limits, deadlines, opening)
+        self.app.live = live_of(self.app, self.loop, deadlines)
         if is_ready:
             self.app.generations = self.generations
         if store_responses_s is not None and opening.ledger is not None:

@@ -1,4 +1,4 @@
-"""The banner: eight lines, true figures, a command that works when pasted."""
+"""The banner: nine lines, true figures, a command that works when pasted."""
 
 import dataclasses
 import json
@@ -44,8 +44,8 @@ def line(told: BannerFacts, label: str) -> str:
     return next(text for text in banner_lines(told) if text.split()[0] == label)
 
 
-def test_banner_has_eight_lines_and_each_fact() -> None:
-    assert banner_lines(facts())[:7] == [
+def test_banner_has_nine_lines_and_each_fact() -> None:
+    assert banner_lines(facts())[:8] == [
         f"steploop {__version__}",
         "  model    steploop-demo, 5.1M parameters, bfloat16 (demonstration model: a memorised LLM glossary)",
         "  device   cpu, 2 threads: no CUDA device found",
@@ -54,8 +54,9 @@ def test_banner_has_eight_lines_and_each_fact() -> None:
         "  auth     none (only this machine can reach it)",
         "  URL      http://127.0.0.1:8000  /v1/chat/completions /v1/completions /v1/responses"
         " /v1/messages /api/chat /metrics",
+        "  page     http://127.0.0.1:8000/dashboard",
     ]
-    assert len(banner_lines(facts())) == 8
+    assert len(banner_lines(facts())) == 9
     limits = dataclasses.replace(ENGINE.limits, num_host_blocks=512)
     own = facts(engine=dataclasses.replace(ENGINE, is_demonstration=False, limits=limits))
     assert "demonstration" not in "".join(banner_lines(own))

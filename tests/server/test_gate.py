@@ -51,13 +51,16 @@ def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:
     with serving(tenants=(ACME,)) as server:
         scopes = {(method, path): route.scope for path, method, route in all_routes()}
         public = {path for (_, path), scope in scopes.items() if scope is None}
-        assert public == {"/health", "/health_generate", "/ping", "/ready"}
+        files = {path for _, path in scopes if path == "/" or path.startswith("/dashboard")} - {"/dashboard/live"}
+        assert public == {"/health", "/health_generate", "/ping", "/ready"} | files
         assert {path for (_, path), scope in scopes.items() if scope is Scope.METRICS} == {"/metrics"}
         is_admins = {path: scope is Scope.ADMIN for (_, path), scope in scopes.items()}
-        assert is_admins == {path: path.startswith("/admin/") or path.endswith("_lora_adapter") for path in is_admins}
+        ends = ("_lora_adapter", "/live")
+        assert is_admins == {path: path.startswith("/admin/") or path.endswith(ends) for path in is_admins}
         for (method, path), scope in scopes.items():
             expected = 200 if scope is None else 401
-            assert server.ask(request(method, path), method).status == expected, path
+            asked = request(method, path, None, "Accept: text/html")
+            assert server.ask(asked, method).status == expected, path
             if scope in (Scope.ADMIN, Scope.METRICS):
                 answer = server.ask(as_caller(request(method, path), "a"), method)
                 assert (answer.status, answer.json["error"]["code"]) == (403, "permission_denied")

@@ -1,0 +1,333 @@
+// The dashboard: reads the one stream of frames and shows it. What the server sends is set as text, never as markup.
+
+import { Chart, bar } from "/dashboard/chart.js";
+
+/**
+ * @typedef {Record<string, string | number | boolean | null>} Row
+ * @typedef {{version: string, model: string | null, state: string, columns?: string[], points: (number | null)[][],
+ *   now: (number | null)[], promises: Row[], num_requests: number, requests: Row[], ended: Row[]}} Frame
+ */
+
+const MAX_POINTS = 720, MAX_ENDED = 100, RETRY_MS = 1000, MAX_RETRY_MS = 15000;
+
+/** @type {string | null} */
+let key = null; // in memory alone
+/** @type {string[]} */
+let columns = [];
+/** @type {(number | null)[][]} */
+let points = [];
+/** @type {Row[]} */
+let ended = [];
+/** @type {string | null} */
+let shownId = null; // of the request whose waterfall is open
+
+/** @param {string} id @returns {any} */
+const $ = (id) => document.getElementById(id);
+
+/** @param {number} value */
+const count = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(value % 1 ? 2 : 0));
+/** @param {number} value */
+const whole = (value) => value.toLocaleString("en");
+/** @param {number} ms */
+const time = (ms) => (ms >= 100_000 ? `${(ms / 1000).toFixed(0)} s` : ms >= 999.5 ? `${(ms / 1000).toFixed(2)} s` : `${ms >= 10 ? ms.toFixed(0) : ms.toFixed(1)} ms`);
+/** @param {number} part */
+const percent = (part) => `${(part * 100).toFixed(part < 0.1 ? 1 : 0)} %`;
+/** @param {number} bytes */
+const size = (bytes) => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / 2 ** 20).toFixed(0)} MiB`);
+
+/** @type {[string, [string, string][], (value: number) => string][]} a title, its columns with their labels, the unit */
+const TILES = [
+  ["Requests per second", [["requests_per_s", ""]], count],
+  ["Tokens per second", [["tokens_in_per_s", "in"], ["tokens_out_per_s", "out"]], count],
+  ["First token", [["ttft_p50_ms", "p50"], ["ttft_p95_ms", "p95"]], time],
+  ["Between tokens", [["inter_token_p50_ms", "p50"], ["inter_token_p95_ms", "p95"]], time],
+  ["Sequences", [["num_running", "running"], ["num_waiting", "in the queue"]], whole],
+  ["Errors and refusals per second", [["errors_per_s", ""]], count],
+  ["KV cache used", [["kv_used", ""]], percent],
+  ["Memory of the process", [["memory_bytes", ""]], size],
+];
+
+/** @type {Record<string, [string, (value: number) => string]>} by the rule's name */
+const PROMISES = {
+  ttft_p50_ms: ["First token, p50", time], ttft_p95_ms: ["First token, p95", time],
+  inter_token_p95_ms: ["Between tokens, p95", time],
+  latency_p50_ms: ["Whole answer, p50", time], latency_p95_ms: ["Whole answer, p95", time],
+  tokens_per_s_p50: ["Tokens per second of a stream, p50", count],
+  error_rate: ["Requests that fail by the server's fault", percent],
+  queue_depth: ["Sequences in the queue", whole], memory_mib: ["Memory", (mib) => size(mib * 2 ** 20)],
+};
+
+/** @param {string} tag @param {string} text @param {string} [name] of its class */
+function made(tag, text, name = "") {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  if (name) element.className = name;
+  return element;
+}
+
+/** Change the text only where it differs: nothing is laid out or read out again. @param {Node} element @param {string} text */
+function tell(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** @param {unknown} value @param {(value: any) => string} format */
+const known = (value, format) => (value === null || value === undefined ? "–" : format(value));
+
+const tiles = TILES.map(([title, named, format]) => {
+  const item = made("li", ""), line = made("p", ""), chart = new Chart(title);
+  const values = named.map(([, label], i) => {
+    const value = document.createTextNode("–"), part = made("span", "", i ? "second" : "first");
+    part.append(value, made("span", label && ` ${label}`));
+    line.append(part);
+    return value;
+  });
+  item.append(made("h3", title), line, chart.svg);
+  $("tiles").append(item);
+  return { named, format, values, chart };
+});
+
+function drawCharts() {
+  const times = points.map((row) => row[0]);
+  for (const { named, chart, format } of tiles) {
+    const at = named.map(([name]) => columns.indexOf(name));
+    chart.draw(times, at.map((column) => points.map((row) => row[column])), format);
+  }
+}
+
+/**
+ * Make a table's rows those of the data, by key. A row that stays keeps its elements, and with them the focus.
+ * @param {HTMLElement} body
+ * @param {Row[]} rows
+ * @param {(row: Row) => HTMLTableRowElement} make
+ * @param {(cells: HTMLCollectionOf<HTMLTableCellElement>, row: Row) => void} update
+ * @param {string} none what is told when there are none
+ */
+function fill(body, rows, make, update, none) {
+  const old = new Map([...body.children].map((one) => [/** @type {HTMLElement} */ (one).dataset.id, one]));
+  rows.forEach((row, i) => {
+    const id = String(row.id ?? row.name);
+    let line = /** @type {HTMLTableRowElement | undefined} */ (old.get(id));
+    old.delete(id);
+    if (!line) {
+      line = make(row);
+      line.dataset.id = id;
+    }
+    update(line.cells, row);
+    if (body.children[i] !== line) body.insertBefore(line, body.children[i] ?? null);
+  });
+  if (!rows.length && !old.delete("")) {
+    const line = document.createElement("tr"), cell = /** @type {HTMLTableCellElement} */ (made("td", none, "none"));
+    cell.colSpan = 10;
+    line.dataset.id = "";
+    line.append(cell);
+    body.append(line);
+  }
+  old.forEach((line) => line.remove());
+}
+
+/** @param {number} numCells @param {number[]} numbers the columns of numbers @param {Element} [head] */
+function emptyRow(numCells, numbers, head) {
+  const line = document.createElement("tr");
+  const first = document.createElement("th");
+  first.scope = "row";
+  if (head) first.append(head);
+  line.append(first);
+  for (let i = 1; i < numCells; i++) line.append(made("td", "", numbers.includes(i) ? "number" : ""));
+  return line;
+}
+
+/** @param {Row} row */
+function opener(row) {
+  const id = String(row.id), button = made("button", id.slice(0, 12), "link");
+  button.title = id;
+  button.setAttribute("aria-label", `Stages of request ${id.slice(0, 12)}`);
+  button.addEventListener("click", () => openRequest(id));
+  return button;
+}
+
+/** @param {Row} row */
+function makeRunning(row) {
+  const line = emptyRow(10, [5, 6, 7, 8], opener(row)), button = /** @type {HTMLButtonElement} */ (made("button", "Cancel"));
+  button.setAttribute("aria-label", `Cancel request ${String(row.id).slice(0, 12)}`);
+  button.addEventListener("click", () => cancel(String(row.id), button));
+  line.cells[9].append(button);
+  return line;
+}
+
+/** @param {Row} row @returns {[string, number | null]} how far it is, in words and as a part of 1 */
+function progressOf(row) {
+  if (row.position !== null) return [row.position ? `${row.position} ahead` : "next", null];
+  if (row.state === "prefill" && row.num_prefilled !== null) {
+    const part = Math.min(1, Number(row.num_prefilled) / Math.max(1, Number(row.num_prompt_tokens)));
+    return [percent(part), part];
+  }
+  return ["", null];
+}
+
+/** @param {HTMLCollectionOf<HTMLTableCellElement>} cells @param {Row} row */
+function updateRunning(cells, row) {
+  const [words, part] = progressOf(row);
+  const texts = [null, row.tenant, row.model, row.state, words, whole(Number(row.num_prompt_tokens)),
+    whole(Number(row.num_tokens)), known(row.tokens_per_s, count), time(Number(row.age_s) * 1000)];
+  texts.forEach((text, i) => i && i !== 4 && tell(cells[i], String(text)));
+  let meter = cells[4].querySelector("progress");
+  if (part === null) tell(cells[4], words);
+  else {
+    if (!meter) {
+      meter = document.createElement("progress");
+      meter.setAttribute("aria-label", "prefill");
+      cells[4].replaceChildren(meter, made("span", ""));
+    }
+    meter.value = part;
+    tell(/** @type {Element} */ (cells[4].lastElementChild), ` ${words}`);
+  }
+}
+
+/** @param {HTMLCollectionOf<HTMLTableCellElement>} cells @param {Row} row */
+function updateEnded(cells, row) {
+  const began = new Date(Number(row.started) * 1000).toLocaleTimeString();
+  const texts = [null, row.tenant, row.model, began, row.status, row.reason ?? "", known(row.num_prompt_tokens, whole),
+    known(row.num_tokens, whole), known(row.ttft_ms, time), time(Number(row.duration_ms))];
+  texts.forEach((text, i) => i && tell(cells[i], String(text)));
+  cells[5].className = row.has_failed ? "bad" : "";
+}
+
+/** @param {HTMLCollectionOf<HTMLTableCellElement>} cells @param {Row} row */
+function updatePromise(cells, row) {
+  const [words, format] = PROMISES[String(row.name)] ?? [String(row.name), count];
+  tell(cells[0], words);
+  tell(cells[1], known(row.value, format));
+  tell(cells[2], `${row.is_minimum ? "≥" : "≤"} ${format(Number(row.threshold))}`);
+  tell(cells[3], row.is_ok ? "✓ kept" : "✗ broken");
+  cells[3].className = row.is_ok ? "good" : "bad";
+}
+
+/** @param {Frame} frame */
+function show(frame) {
+  if (frame.columns) [columns, points, ended] = [frame.columns, [], []];
+  if (frame.points.length || frame.columns) {
+    points = points.concat(frame.points).slice(-MAX_POINTS);
+    drawCharts();
+  }
+  ended = frame.ended.reverse().concat(ended).slice(0, MAX_ENDED);
+  tell($("about"), [frame.model, frame.version].filter(Boolean).join(" · "));
+  tell($("state"), frame.state);
+  for (const { named, format, values } of tiles) {
+    named.forEach(([name], i) => tell(values[i], known(frame.now[columns.indexOf(name)], format)));
+  }
+  $("promises").hidden = !frame.promises.length;
+  fill($("promises").querySelector("tbody"), frame.promises, () => emptyRow(4, [1, 2]), updatePromise, "None.");
+  const more = frame.num_requests - frame.requests.length;
+  tell($("num-running"), `${whole(frame.num_requests)}${more ? `, the oldest ${frame.requests.length} are shown` : ""}`);
+  fill($("running").tBodies[0], frame.requests, makeRunning, updateRunning, "None.");
+  fill($("ended").tBodies[0], ended, (row) => emptyRow(10, [6, 7, 8, 9], opener(row)), updateEnded, "None yet.");
+  if (shownId !== null && (frame.ended.some(isShown) || (frame.requests.some(isShown) && Date.now() - asked > 1000))) refresh();
+}
+
+/** @param {string} path @param {RequestInit} [more] */
+const ask = (path, more = {}) =>
+  fetch(path, { ...more, cache: "no-store", credentials: "omit", headers: key === null ? {} : { authorization: `Bearer ${key}` } });
+
+/** @param {string} id @param {HTMLButtonElement} button */
+async function cancel(id, button) {
+  button.disabled = true;
+  const answer = await ask(`/admin/requests/${encodeURIComponent(id)}`, { method: "DELETE" }).catch(() => null);
+  button.disabled = answer !== null && answer.ok;
+  const name = id.slice(0, 12);
+  tell($("told"), answer === null ? "The server does not answer." : answer.ok ? `Request ${name} is cancelled.` : await refusal(answer));
+  if (document.activeElement === document.body || document.activeElement === button) $("running-title").focus();
+}
+
+/** @param {Response} answer @returns {Promise<string>} */
+async function refusal(answer) {
+  const body = await answer.json().catch(() => null);
+  return String(body?.error?.message ?? `The server answered ${answer.status}.`);
+}
+
+/** @param {string} id */
+function openRequest(id) {
+  shownId = id;
+  tell($("detail-title"), `Request ${id}`);
+  tell($("detail-about"), "");
+  $("stages").replaceChildren();
+  $("detail").showModal();
+  refresh();
+}
+
+/** @param {Row} row */
+const isShown = (row) => row.id === shownId;
+
+let isAsking = false, asked = 0;
+async function refresh() {
+  const id = shownId;
+  if (isAsking || id === null) return;
+  [isAsking, asked] = [true, Date.now()];
+  const answer = await ask(`/admin/requests/${encodeURIComponent(id)}`).catch(() => null);
+  isAsking = false;
+  if (id !== shownId || answer === null) return;
+  if (!answer.ok) return tell($("detail-about"), await refusal(answer));
+  const told = await answer.json();
+  const began = told.started * 1000, last = told.stages.at(-1);
+  const left = last ? last.start_ms + last.duration_ms : 0, isOver = told.state === "done" || told.state === "failed";
+  /** @type {{stage: string, start_ms: number, duration_ms: number}[]} */
+  const stages = isOver ? told.stages : [...told.stages, { stage: told.state, start_ms: left, duration_ms: Math.max(0, Date.now() - began - left) }];
+  const end = Math.max(1e-3, ...stages.map((one) => one.start_ms + one.duration_ms));
+  const about = [told.path, told.model, told.tenant, told.error_code ?? told.finish_reason ?? told.state, time(end)];
+  tell($("detail-about"), about.filter(Boolean).join(" · "));
+  $("stages").replaceChildren(...stages.map((one) => {
+    const line = emptyRow(4, [1, 2]);
+    const texts = [one.stage.replaceAll("_", " "), time(one.start_ms), time(one.duration_ms)];
+    texts.forEach((text, i) => tell(line.cells[i], text));
+    line.cells[3].append(bar(one.start_ms, one.duration_ms, end));
+    return line;
+  }));
+}
+
+/** Read the stream to its end. @param {Response} answer */
+async function read(answer) {
+  const reader = /** @type {ReadableStream<Uint8Array>} */ (answer.body).getReader(), decoder = new TextDecoder();
+  for (let text = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (text + decoder.decode(value, { stream: true })).split("\n\n");
+    text = events.pop() ?? "";
+    for (const one of events) if (one.startsWith("data: ")) show(JSON.parse(one.slice(6)));
+  }
+}
+
+/** @param {string} why */
+function askForKey(why) {
+  key = null;
+  $("shown").hidden = true;
+  $("login").hidden = false;
+  tell($("state"), "signed out");
+  tell($("refusal"), why);
+  $("key").focus();
+}
+
+async function look() {
+  for (let wait = RETRY_MS; ;) {
+    const answer = await ask("/dashboard/live").catch(() => null);
+    if (answer !== null && (answer.status === 401 || answer.status === 403)) {
+      return askForKey(key === null && answer.status === 401 ? "" : await refusal(answer));
+    }
+    if (answer?.ok) {
+      $("login").hidden = true;
+      $("shown").hidden = false;
+      wait = RETRY_MS;
+      await read(answer).catch(() => null);
+    }
+    tell($("state"), answer !== null && !answer.ok ? await refusal(answer) : "connecting again");
+    await new Promise((resolve) => setTimeout(resolve, wait));
+    wait = Math.min(2 * wait, MAX_RETRY_MS);
+  }
+}
+
+$("login").addEventListener("submit", (/** @type {Event} */ event) => {
+  event.preventDefault();
+  key = $("key").value.trim();
+  $("key").value = "";
+  look();
+});
+$("detail").addEventListener("close", () => (shownId = null));
+look();

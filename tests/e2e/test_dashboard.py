@@ -1,0 +1,153 @@
+"""The dashboard in Chromium: what a person sees and does, with the answers of a real server."""
+
+import json
+import os
+import subprocess
+import threading
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import API_KEY, MODEL
+from tests.e2e.polling import wait_for
+from tests.e2e.raw_http import post
+from tests.e2e.server_process import ServerProcess
+from tests.e2e.test_clients import needs
+
+LONG = {"model": MODEL, "prompt": "What is a step?", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
+FAILURES = "Runtime.exceptionThrown", "Log.entryAdded"
+
+
+class Browser:
+    """A page of Chromium, driven over a pair of pipes by the DevTools protocol.
+
+    Attributes:
+        failures: that the page's console has told: exceptions, and what the policy has blocked.
+    """
+
+    def __init__(self, commands: int, answers: int) -> None:
+        self.failures: list[Any] = []
+        self._commands, self._answers, self._num_sent = commands, answers, 0
+        self._session: dict[str, str] = {}
+        self._unread = b""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session["sessionId"] = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> Any:
+        self._num_sent += 1
+        message = {"id": self._num_sent, "method": method, "params": params} | self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while True:
+            told = self._read()
+            if told.get("id") == self._num_sent:
+                assert "error" not in told, (method, told)
+                return told["result"]
+            if told.get("method") in FAILURES:
+                self.failures.append(told["params"])
+
+    def _read(self) -> Any:
+        while b"\0" not in self._unread:
+            data = os.read(self._answers, 65536)
+            assert data, "the browser has ended"
+            self._unread += data
+        line, self._unread = self._unread.split(b"\0", 1)
+        return json.loads(line)
+
+    def evaluate(self, expression: str) -> Any:
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def wait(self, expression: str) -> None:
+        wait_for(lambda: self.evaluate(expression), lambda: f"{expression}\n{self.text}\n{self.failures}")
+
+    @property
+    def text(self) -> str:
+        return str(self.evaluate("document.body.innerText"))
+
+    def press(self, key: str, code: int, text: str = "") -> None:
+        for kind in ("keyDown", "keyUp"):
+            more = {"text": text} if text and kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
+
+    def look_like(self, width: int, scheme: str) -> None:
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=width < 600
+        )
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(b64decode(self.call("Page.captureScreenshot")["data"]))
+
+
+@contextmanager
+def browsing(directory: Path) -> Iterator[Browser]:
+    (read_commands, commands), (answers, write_answers) = os.pipe(), os.pipe()
+    shell = (
+        f"exec chromium {' '.join(FLAGS)} --user-data-dir={directory}/chromium 3<&{read_commands} 4>&{write_answers}"
+    )
+    passed = read_commands, write_answers
+    with subprocess.Popen(["bash", "-c", shell], pass_fds=passed, stderr=subprocess.DEVNULL) as process:
+        for one in passed:
+            os.close(one)
+        try:
+            yield Browser(commands, answers)
+        finally:
+            process.terminate()
+            os.close(commands)
+            os.close(answers)
+
+
+@contextmanager
+def asking(server: ServerProcess) -> Iterator[None]:
+    """A stream that goes on until it is cancelled."""
+    thread = threading.Thread(target=post, args=(server.port, "/v1/completions", LONG, API_KEY))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@pytest.mark.slow
+@needs("chromium", "chromium")
+def test_an_operator_signs_in_sees_a_request_cancels_it_and_looks_at_its_stages(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = spawn("--api-key", API_KEY)
+    server.wait_ready()
+    shown = Path(os.environ.get("STEPLOOP_SCREENSHOTS", tmp_path))
+    with browsing(tmp_path) as page:
+        page.look_like(1280, "light")
+        page.call("Page.navigate", url=f"{server.url}/dashboard")
+        page.wait("document.activeElement.id === 'key'")
+        page.failures.clear()  # that the first look was refused
+        page.call("Input.insertText", text=API_KEY)
+        page.press("Enter", 13, "\r")
+        page.wait("document.getElementById('state').textContent === 'ready'")
+        assert "None yet." in page.text
+        with asking(server):
+            page.wait("document.querySelector('#running button:not(.link)') !== null")
+            page.wait("[...document.querySelectorAll('#running td')].some(one => one.textContent === 'decode')")
+            page.save(shown / "dashboard-light.png")
+            page.evaluate("document.querySelector('#running button:not(.link)').focus()")
+            page.press(" ", 32, " ")
+        page.wait("document.querySelector('#ended tbody').innerText.includes('request_cancelled')")
+        assert "is cancelled" in page.text
+        page.evaluate("document.querySelector('#ended button').click()")
+        page.wait("document.querySelectorAll('#stages tr').length > 5")
+        page.look_like(1280, "dark")
+        page.save(shown / "dashboard-dark.png")
+        page.press("Escape", 27)
+        page.wait("!document.getElementById('detail').open")
+        page.look_like(390, "dark")
+        page.save(shown / "dashboard-phone.png")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert "What is a step" not in page.evaluate("document.documentElement.outerHTML")
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie].join()") == "0,0,"
+        assert page.failures == []
