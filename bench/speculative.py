@@ -310,39 +310,43 @@ def measure_model(runner: ModelRunner, arguments: argparse.Namespace, end_s: flo
     )
     cases = [(count, share) for count in arguments.streams for share in (0.0, 0.5, 0.7, 0.9)]
     ratios: dict[tuple[int, float], list[float]] = {case: [] for case in cases}
-    shown: dict[tuple[int, float], tuple[int, int]] = {}
+    models = {case: AgreeingDraft(drafting, runner.config.vocab_size) for case in cases}
+    engines = {
+        (case, drafts): Streams(
+            ScriptedRunner(runner),
+            has_prefix_cache=False,
+            speculates=drafts,
+            draft_model=models[case] if drafts else None,
+        )
+        for case in cases
+        for drafts in (True, False)
+    }
     for number in range(arguments.pairs):
         for case, found in ratios.items():
             if number and time.monotonic() > end_s:
                 continue
             count, share = case
             scripts = [noise(Random(100 * number + i), arguments.tokens, config.vocab_size) for i in range(count)]
-            model = AgreeingDraft(drafting, runner.config.vocab_size)
+            model, speeds = models[case], dict[bool, float]()
             model.answers, model.share = dict(scripts), share
-            engines = {True: model, False: None}
-            speeds: dict[bool, float] = {}
+            model.clear()  # the models share a runner
             for drafts in (number % 2 == 0, number % 2 == 1):
-                streams = Streams(
-                    ScriptedRunner(runner), has_prefix_cache=False, speculates=drafts, draft_model=engines[drafts]
-                )
-                speeds[drafts] = speed(streams, scripts, arguments.tokens)
-                if drafts:
-                    stats = streams.scheduler.stats()
-                    shown[case] = stats.draft_tokens["model"], stats.accepted_tokens["model"]
+                speeds[drafts] = speed(engines[case, drafts], scripts, arguments.tokens)
             found.append(speeds[True] / speeds[False])
     rows: list[dict[str, Cell]] = []
     for case, found in ratios.items():
         low, high = interval(found)
         sizes: dict[str, Cell] = {"streams": case[0], "p": case[1], "pairs": len(found)}
-        drafted, accepted = shown[case]
+        stats = engines[case, True].scheduler.stats()
         rows.append(
             {
                 **sizes,
+                "first": found[0],
                 "ratio": statistics.median(found),
                 "from": low,
                 "to": high,
-                "drafted": drafted,
-                "accepted": accepted,
+                "drafted": stats.draft_tokens["model"],
+                "accepted": stats.accepted_tokens["model"],
             }
         )
     size = f"{drafting.memory.num_parameters / runner.memory.num_parameters:.0%} of the parameters"

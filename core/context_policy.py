@@ -101,7 +101,7 @@ def select(
 
 def _units(messages: Sequence[Message], keeps_first: bool) -> list[list[int]]:
     """What may be left out, one after another, as the places of its messages: whole turns, a user's message and what
-    answers it, then the calls of the last turn, each with its results."""
+    answers it, then the calls of the last turn, each with its results, and those of a first turn that stays."""
     turns: list[list[int]] = []
     for i, message in enumerate(messages):
         if message.get("role") in _STAYING:
@@ -110,17 +110,26 @@ def _units(messages: Sequence[Message], keeps_first: bool) -> list[list[int]]:
         if begins or not turns:
             turns.append([])
         turns[-1].append(i)
+    if not turns:
+        return []
+    first = _rounds(turns[0], messages) if keeps_first and len(turns) > 1 else []
+    return turns[1 if keeps_first else 0 : -1] + _rounds(turns[-1], messages)[:-1] + first
+
+
+def _rounds(turn: Sequence[int], messages: Sequence[Message]) -> list[list[int]]:
+    """What follows a turn's question: each of the assistant's messages with the results of its calls."""
     rounds: list[list[int]] = []
-    for i in turns[-1] if turns else ():
+    for i in turn:
         if messages[i].get("role") == "assistant":
             rounds.append([])
         if rounds:
             rounds[-1].append(i)
-    return turns[1 if keeps_first else 0 : -1] + rounds[:-1]
+    return rounds
 
 
 def _at_step(num: int, units: Sequence[Sequence[int]], messages: Sequence[Message], room: int) -> int:
     """As many units or more: the same ones while a chat grows by a quarter of the room, so that the cache has the rest.
+    Of what could stay, a third does at least.
 
     Args:
         room: in tokens of about four bytes.
@@ -129,8 +138,9 @@ def _at_step(num: int, units: Sequence[Sequence[int]], messages: Sequence[Messag
     for unit in units:
         end += sum(len(_text_of(messages[i]).encode("utf-8", "surrogatepass")) for i in unit)
         ends.append(end)
-    goal = -(-ends[num - 1] // step) * step
-    return next((count + 1 for count in range(num - 1, len(units)) if ends[count] >= goal), num)
+    goal, least_kept = -(-ends[num - 1] // step) * step, (ends[-1] - ends[num - 1]) / 3
+    more = next((count + 1 for count in range(num - 1, len(units)) if ends[count] >= goal), num)
+    return more if ends[-1] - ends[more - 1] >= least_kept else num
 
 
 def _lowest_first(documents: Sequence[Document]) -> list[int]:

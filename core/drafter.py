@@ -29,9 +29,10 @@ FIRST_ACCEPTED = {
     "suffix": (0.3, 0.5, 0.75, 0.85),
     "recent": (0.2, 0.4, 0.7, 0.8),
     "grammar": (1.0, 1.0, 1.0, 1.0),  # tokens that it forces, of sequences that have to sample them
-    "model": (0.6,),  # a draft model
+    "model": (0.4,),  # a draft model
 }
 PRIOR_WEIGHT = 4.0  # tokens that the mean of all sequences counts for, beside a sequence's own
+MODEL_PRIOR_WEIGHT = 2.0  # for a draft model, whose wrong tokens are dear
 FADING = 0.9  # of what a sequence has learned, with each draft
 ALL_FADING = 0.98
 MOST_RECENT = 1 << 15  # tokens of recent answers, of a cache domain
@@ -41,6 +42,7 @@ LEAST_GAIN = 1.05  # tokens per second with a draft's token against without it, 
 LEAST_COST = 0.02  # of the step, that a draft's token costs at least, whatever the model has learned
 ALLOWED_LOSS = 0.01  # of the time
 MOST_LOSS = 2.0  # steps' time that drafts may lose at once
+FIRST_MODEL_LOSS = 0.5  # that a draft model may lose before it has gained any
 MOST_COST = 2.0  # steps' time that a step's drafts are taken to have cost, whatever else has held it up
 LEAST_TRIED = 0.5  # share of a draft that is tried where the model, which may be wrong, finds it too dear
 UNKNOWN_COST = 0.05  # before the model is ready
@@ -169,6 +171,7 @@ class Drafter:
 
     Attributes:
         last: what was proposed last.
+        is_modelled: a draft model has been asked about the sequence.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class Drafter:
         recent: RepeatedText | None = None,
     ) -> None:
         self.last: Draft | None = None
+        self.is_modelled = False
         self._own = RepeatedText(token_ids)
         self._texts = {"suffix": self._own}
         if prediction:
@@ -216,8 +220,9 @@ class Drafter:
         return Draft([END] * most, self._share(drafter, 0), drafter, 0, len(self._own.token_ids))
 
     def _share(self, drafter: str, match_class: int) -> float:
-        prior, key = PRIOR_WEIGHT * self._acceptance.shares[drafter][match_class], (drafter, match_class)
-        return (prior + self._right.get(key, 0.0)) / (PRIOR_WEIGHT + self._tried.get(key, 0.0))
+        weight, key = MODEL_PRIOR_WEIGHT if drafter == "model" else PRIOR_WEIGHT, (drafter, match_class)
+        prior = weight * self._acceptance.shares[drafter][match_class]
+        return (prior + self._right.get(key, 0.0)) / (weight + self._tried.get(key, 0.0))
 
     def _learn(self, token_ids: list[int]) -> None:
         """Compare the last draft with what has come, whether it was computed or not."""
@@ -242,8 +247,8 @@ def num_common(one: list[int], other: list[int]) -> int:
 class DraftBudget:
     """The time that drafts may lose: a part of each step's, and what right drafts save, up to a few steps' time."""
 
-    def __init__(self) -> None:
-        self._steps = MOST_LOSS  # time left, as a number of steps
+    def __init__(self, steps: float = MOST_LOSS) -> None:
+        self._steps = steps  # time left, as a number of steps
         self._price: StepPrice | None = None
         self._num_drafts = 0
 
@@ -254,6 +259,14 @@ class DraftBudget:
     @property
     def is_full(self) -> bool:
         return self._steps >= MOST_LOSS
+
+    def allows(self, steps: float) -> bool:
+        """Whether there is so much, or as much as there ever is: then what costs more is a debt, to be won back."""
+        return self._steps >= min(steps, MOST_LOSS)
+
+    def spend(self, steps: float) -> None:
+        """Beside what a step's drafts cost."""
+        self._steps -= steps
 
     def plan(self, price: "StepPrice", num_drafts: int) -> None:
         """The next step computes so many tokens of drafts."""

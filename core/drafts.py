@@ -18,6 +18,7 @@ import numpy as np
 
 from core.drafter import (
     FIRST_ACCEPTED,
+    FIRST_MODEL_LOSS,
     MOST_DRAFT,
     Acceptance,
     Draft,
@@ -127,6 +128,7 @@ class Drafts:
         self._speculates = speculates and limits.max_drafts > 0
         self._acceptance, self._budget = Acceptance(), DraftBudget()
         self._model = model if self._speculates else None
+        self._model_budget = DraftBudget(FIRST_MODEL_LOSS)  # of steps with its drafts, and of what it catches up with
 
     def drafter_of(self, sequence: Sequence, request: Request) -> Drafter | None:
         """Of a new sequence; None: it is not speculated about."""
@@ -185,6 +187,7 @@ class Drafts:
             if kept := self._held(sequence, drafts[sequence].token_ids[:length]):
                 found[sequence] = kept
         budget.plan(price, sum(map(len, found.values())))
+        self._model_budget.plan(price, sum(len(found.get(sequence, ())) for sequence in modelled))
         return found
 
     def _model_s(self, price: StepPrice) -> tuple[float, float]:
@@ -196,7 +199,7 @@ class Drafts:
         self, lengths: dict[Sequence, int], drafts: dict[Sequence, Draft], price: StepPrice, wanted: dict[Sequence, int]
     ) -> None:
         """Replace what is expected of the draft model by what it drafts, and let it catch up where that will pay."""
-        model, wishes = self._model, list[DraftWish]()
+        model, wishes, to_spend = self._model, list[DraftWish](), 0.0
         assert model is not None, "it is asked"
         for sequence, length in lengths.items():
             assert sequence.drafter is not None, "it has an expectation"
@@ -208,13 +211,17 @@ class Drafts:
             num_behind = model.num_behind(sequence, domain)
             if len(sequence.token_ids) + length >= model.max_model_len:
                 continue
-            if num_behind <= MOST_DRAFT + 1:
-                wishes.append(DraftWish(sequence, domain, length))
-                continue
-            num_left = min(self._states.mean_answer_tokens, sequence.max_length - len(sequence.token_ids))
-            token_s, prompt_token_s = self._model_s(price)
-            if num_behind * prompt_token_s < num_left * price.saved_s(drafts[sequence].share, length, token_s):
-                wishes.append(DraftWish(sequence, domain, 0))
+            is_far = num_behind > MOST_DRAFT + 1
+            if is_far or not sequence.drafter.is_modelled:
+                num_left = min(self._states.mean_answer_tokens, sequence.max_length - len(sequence.token_ids))
+                token_s, prompt_token_s = self._model_s(price)
+                behind_s = num_behind * prompt_token_s
+                pays = behind_s < num_left * price.saved_s(drafts[sequence].share, length, token_s)
+                if not pays or not self._model_budget.allows(to_spend + behind_s / price.step_s):
+                    continue
+                to_spend += behind_s / price.step_s
+                sequence.drafter.is_modelled = True
+            wishes.append(DraftWish(sequence, domain, 0 if is_far else length))
         if not wishes:
             return
         try:
@@ -224,6 +231,8 @@ class Drafts:
             self._model = None
             return
         self.drafting_s = self._caught_up_s + drafting_s
+        if price.is_measured:
+            self._model_budget.spend(self._caught_up_s / price.step_s)
         for wish, token_ids in zip(wishes, proposed, strict=True):
             drafter = wish.sequence.drafter
             if token_ids and drafter is not None:
@@ -301,7 +310,8 @@ class Drafts:
             if last.drafter == "prediction":
                 sequence.num_predicted_tokens += num_right
                 sequence.num_mispredicted_tokens += num_drafts - num_right
-        self._budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s - self._caught_up_s)
+        for budget in (self._budget, self._model_budget):
+            budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s - self._caught_up_s)
         return refused
 
     def masks(self, plan: StepPlan) -> Int32Array | None:

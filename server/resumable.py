@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
+from server.api.replies import error_event
 from server.wire.messages import Headers, Peer, ResponseHead
 from server.wire.sse import EVENT_END
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
@@ -19,6 +20,10 @@ from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 GRACE_S = 60.0  # for a client to come back, and for an answer that has ended to be asked for again
 MOST_BYTES = 4 * 2**20  # of one stream's events: the oldest go first
 MOST_BYTES_IN_ALL = 64 * 2**20  # streams that have ended go first, the oldest of the tenant that has most
+
+_TAKEN = error_event(
+    ServiceError(ErrorKind.CONFLICT, "Another connection has taken this stream up. It goes on there.", "stream_taken")
+)
 
 
 class EventLog(StreamCarrier):
@@ -156,9 +161,11 @@ class EventLog(StreamCarrier):
         """Whoever reads now reads no more."""
         if self._first is not None:
             if not self.is_whole:
+                self._first.write_data(self._stream, _TAKEN)
                 self._first.write_end(self._stream, ())
             self._first = None
         elif self._reader is not None:
+            self._reader.send(_TAKEN)
             self._reader.end()
             self._let_reader_go()
 

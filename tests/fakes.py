@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from core.config import INTER_TOKEN_TARGET
+from core.drafts import DraftModel
 from core.engine import Engine
 from core.plan import Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
@@ -136,6 +137,7 @@ class EngineUnderTest:
         inter_token_target: float | None = INTER_TOKEN_TARGET,
         clock: FakeClock | None = None,
         forces_tokens: bool = True,
+        draft: DraftModel | None = None,
     ) -> None:
         self.clock = clock or FakeClock()
         self.limits = limits = replace(limits, max_in_flight=self.max_in_flight)
@@ -144,7 +146,13 @@ class EngineUnderTest:
         self.log = DeliveryLog()
         self.runner = runner or SimulatedRunner(limits, self.cost, self.clock)
         self.scheduler = Scheduler(
-            limits, eos_ids, lambda: 1234, has_prefix_cache, inter_token_target, forces_tokens=forces_tokens
+            limits,
+            eos_ids,
+            lambda: 1234,
+            has_prefix_cache,
+            inter_token_target,
+            forces_tokens=forces_tokens,
+            draft_model=draft,
         )
         self.engine = Engine(self.scheduler, self.runner, self.clock, self.inbox, self.log)
 

@@ -16,7 +16,7 @@ PACKAGES = ("server", "core", "gpu")
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
     "server": (12_660, 34),
-    "server/api": (5600, 18),
+    "server/api": (5700, 18),
     "server/batches": (970, 3),
     "server/commands": (2355, 13),
     "server/gate": (2570, 8),
@@ -25,14 +25,14 @@ BUDGETS = {
     "server/observing": (2530, 10),
     "server/upstream": (1680, 6),
     "server/wire": (4815, 14),
-    "core": (15_485, 40),
+    "core": (15_800, 40),
     "gpu": (11_049, 34),
     "gpu/cpu_kernels": (4290, 10),
     "gpu/kernels": (2835, 7),
     "gpu/parallel": (765, 5),
     "bench": (9550, 36),
 }
-TEST_LINES = 64_700
+TEST_LINES = 65_500
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (

@@ -366,6 +366,10 @@ def generation_call(
         InvalidRequest: a field is out of a range that depends on the model, or contradicts another.
     """
     limits = defaults.limits
+    policy = fields.context_policy
+    if isinstance(policy, ContextWishes) and policy.type is Policy.ERROR and policy.limits != Budgets():
+        message = "budgets need a type that leaves something out, such as drop_oldest_turns."
+        raise InvalidRequest(message, "context_policy.type")
     options = fields.stream_options or StreamOptions()
     includes_usage = bool(options.include_usage)
     wishes = TokenWishes(num_logprobs, counts_usage=includes_usage and bool(options.continuous_usage_stats))
@@ -404,7 +408,7 @@ def generation_call(
         tokens=wishes,
         echo=echo,
         cache_salt=fields.cache_salt or "",
-        context=ContextWishes(type=policy) if isinstance(policy := fields.context_policy, Policy) else policy,
+        context=ContextWishes(type=policy) if isinstance(policy, Policy) else policy,
         is_resumable=bool(fields.resumable),
         speculates=fields.speculation is not False and beams is None,
         priority=fields.priority,

@@ -126,7 +126,7 @@ def _tokens(wire: _Body, context: ReplyContext, logprobs: Sequence[TokenLogprobs
 
 def _end(usage: Usage, reason: FinishReason, stop_string: str | None, extras: Extras) -> dict[str, Any]:
     """What is known at the end, times in milliseconds."""
-    times = extras.get("timings", {})
+    times, others = extras.get("timings", {}), {name: told for name, told in extras.items() if name != "timings"}
     num_computed, num_sampled = usage.num_prompt_tokens - usage.num_cached_tokens, usage.num_completion_tokens
     return {
         "tokens_predicted": num_sampled,
@@ -141,6 +141,7 @@ def _end(usage: Usage, reason: FinishReason, stop_string: str | None, extras: Ex
             "cache_n": usage.num_cached_tokens,
             **{name: told for name, told in times.items() if name in _REPEATS},
         },
+        **others,
     }
 
 

@@ -231,7 +231,7 @@ class _Lines:
     def last(self, fields: Mapping[str, Any], reason: FinishReason, usage: Usage, extras: Extras) -> dict[str, Any]:
         """The line that ends an answer."""
         timings = extras.get("timings", {})
-        shown = {"timings": timings} if self._shows_timings else {}
+        shown = {name: told for name, told in extras.items() if name != "timings" or self._shows_timings}
         times = {name: timings.get(name, 0.0) for name in ("total", "prefill", "decode", "detokenize")}
         return self.line(fields, is_done=True) | {
             "done_reason": _REASONS.get(reason, "stop"),

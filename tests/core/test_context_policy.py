@@ -109,3 +109,18 @@ def test_parts_have_budgets_of_their_own() -> None:
     whole = selected(Policy.ERROR, messages, documents, 1000)
     assert whole is not None
     assert whole.dropped == []
+
+
+def test_a_chat_of_long_turns_keeps_what_fits() -> None:
+    messages = [*turn(30), *turn(30), *turn(30), *turn(30)[:1]]
+    found = selected(Policy.DROP_OLDEST_TURNS, messages, room=100)
+    assert found is not None
+    assert len(found.messages) == 3
+
+
+def test_the_middle_of_a_first_turn_goes_last() -> None:
+    messages = [*turn(10, calls=6), *turn(10), *turn(10)[:1]]
+    found = selected(Policy.MIDDLE, messages, room=70)
+    assert found is not None
+    assert (found.messages[0], found.messages[-1]) == (messages[0], messages[-1])
+    assert {one["message"] for one in found.dropped} >= {1, 2, *range(len(turn(10, calls=6)), len(messages) - 1)}

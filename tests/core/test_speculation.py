@@ -1,6 +1,8 @@
 """Drafts change how many tokens a step brings, and no token: whatever happens to the sequences beside that."""
 
 import zlib
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from random import Random
 
@@ -20,7 +22,10 @@ from core.drafter import (
     RepeatedText,
     StepPrice,
 )
+from core.drafts import DraftWish
 from core.engine import check_conservation
+from core.plan import TimedRow
+from core.sequence import Sequence
 from core.simulation import CostModel, SimulatedRunner
 from core.types import Cancel, ClearCache, FinishReason, Pause, Request, Resume, Submit
 from tests.fakes import EngineUnderTest, FakeClock, make_request, small_limits
@@ -94,6 +99,69 @@ def test_drafts_that_are_never_right_cost_two_percent_at_most(monkeypatch: pytes
         under_test.run()
         took_s.append(clock())
     assert took_s[0] <= 1.02 * took_s[1]
+
+
+class AgreeingModel:
+    """A draft model of a part of the target's size, of whose tokens a share is right."""
+
+    def __init__(self, part: float, share: float, clock: FakeClock) -> None:
+        self._part, self._share, self._clock, self._random = part, share, clock, Random(3)
+        self.token_s, self.prompt_token_s = part * step_s_of(1), part * step_s_of(64) / 64
+        self.max_model_len = LIMITS.max_model_len
+        self.right: list[int] = []
+        self._num_known: dict[Sequence, int] = {}
+
+    def num_behind(self, sequence: Sequence, domain: Hashable) -> int:
+        return len(sequence.token_ids) - min(self._num_known.get(sequence, 0), len(sequence.token_ids) - 1)
+
+    def propose(self, wishes: Seq[DraftWish]) -> tuple[list[list[int]], float, float]:
+        (wish,) = wishes
+        num_behind = self.num_behind(wish.sequence, wish.domain)
+        self._num_known[wish.sequence] = len(wish.sequence.token_ids)
+        first_s, rest_s = self._part * step_s_of(num_behind), max(0, wish.length - 1) * self.token_s
+        self._clock.advance(first_s + rest_s)
+        coming = self.right[wish.sequence.num_own_tokens :][: wish.length]
+        draft = [token if self._random.random() < self._share else token ^ 1 for token in coming]
+        return [draft], first_s * (num_behind > 16), rest_s + first_s * (num_behind <= 16)
+
+    def clear(self) -> None:
+        self._num_known.clear()
+
+
+def step_s_of(num_tokens: int) -> float:
+    return EngineUnderTest.cost.fixed_s + EngineUnderTest.cost.token_s * num_tokens
+
+
+def answers_s(model: AgreeingModel | None, clock: FakeClock, num_answers: int) -> list[float]:
+    """How long each answer of 48 tokens takes, to a prompt of as many."""
+    rows = [(0, length, length) for length in (64, 32, 16)] + [(length, length + 1, 10) for length in (50, 100, 200)]
+    timed = tuple(TimedRow(*row, step_s_of(row[1] - row[0])) for row in rows * 4)
+    limits = replace(LIMITS, few_tokens=8, max_drafts=32, timed_rows=timed)
+    under_test = EngineUnderTest(limits, (EOS,), SimulatedRunner(limits, CostModel(), clock), clock=clock, draft=model)
+    took_s = []
+    for number in range(num_answers):
+        prompt = tuple(Random(number).choices(range(1, limits.vocab_size), k=48))
+        request = make_request(str(number), prompt_ids=prompt, max_tokens=48, ignore_eos=True)
+        if model is not None:
+            model.right = under_test.reference(request)
+        began_s = clock()
+        under_test.send(Submit(request))
+        under_test.run()
+        took_s.append(clock() - began_s)
+    return took_s
+
+
+@pytest.mark.parametrize("part", [0.1, 0.3])
+@pytest.mark.parametrize(("share", "least", "least_of_all"), [(0.0, 0.97, 0.985), (0.9, 0.95, 1.3)])
+def test_a_draft_model_that_is_never_right_costs_little_from_the_first_answer_on(
+    part: float, share: float, least: float, least_of_all: float, steps_in_flight: int
+) -> None:
+    if steps_in_flight > 1:
+        pytest.skip("drafts wait for the tokens before them")
+    clock, other = FakeClock(), FakeClock()
+    plain_s, took_s = answers_s(None, other, 8), answers_s(AgreeingModel(part, share, clock), clock, 8)
+    assert min(one / other for one, other in zip(plain_s, took_s, strict=True)) >= least
+    assert sum(plain_s) / sum(took_s) >= least_of_all
 
 
 def test_a_drafts_token_is_tried_where_the_model_may_be_wrong() -> None:

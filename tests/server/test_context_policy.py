@@ -89,6 +89,7 @@ def test_a_tenants_policy_holds_where_a_request_has_none_and_responses_truncatio
     [
         ("oldest", "context_policy"),
         ({"type": "middle", "keep": 3}, "context_policy.keep"),
+        ({"budgets": {"turns": 5}}, "context_policy.type"),
         ({"type": "middle", "budgets": {"turns": -1}}, "context_policy.budgets.turns"),
     ],
 )
@@ -102,3 +103,19 @@ def test_what_no_policy_can_make_fit_is_refused() -> None:
     for policy in Policy:
         answer = ask(chat(messages=long, context_policy=policy))
         assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_every_surface_tells_what_was_left_out(stream: bool) -> None:
+    with serving() as server:
+        asked = {"model": "small", "stream": stream, **OLDEST}
+        chats = {"messages": HISTORY[1:], "max_tokens": 12}
+        for path, body in (
+            ("/v1/messages", chats),
+            ("/api/chat", chats),
+            ("/v1/responses", {"input": HISTORY, "max_output_tokens": 12}),
+            ("/completion", {"prompt": [50] * 500, "context_policy": "middle"}),
+        ):
+            answer = server.ask(request("POST", path, asked | body))
+            assert answer.status == 200
+            assert b'"kept_tokens"' in answer.body, path
