@@ -762,7 +762,7 @@ def _literal_scalar(word: str) -> str:
     """A literal without quotes, as JSON: what is no number and no constant is a string."""
     if word in _WORDS:
         return _WORDS[word]
-    if _JSON_NUMBER.fullmatch(word):
+    if _JSON_NUMBER.fullmatch(word) and math.isfinite(float(word)):
         return word
     try:
         return _json(int(word))
@@ -812,7 +812,7 @@ def _typed(text: str, types: frozenset[str]) -> str:
         return _json(text)
     if kind in types or (kind == "integer" and "number" in types):
         return value
-    if kind == "number" and types & {"integer"} and parsed == int(parsed):
+    if kind == "number" and "integer" in types and parsed.is_integer():  # not of infinity: 1e999
         return _json(int(parsed))
     return _json(text)
 

@@ -228,7 +228,7 @@ class ShortConvolution:
 
 
 def _silu(x: Tensor) -> Tensor:
-    """In float32. The CPU computes elements that fill no vector by another function: in double both round to the same."""
+    """In float32. A CPU computes what fills no vector by another function: in double both round to the same."""
     return F.silu(x.float()) if x.is_cuda else F.silu(x.double()).float()
 
 

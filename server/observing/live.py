@@ -218,9 +218,9 @@ class Live:
         viewer = _Viewer(stream, may_look, self._loop.time() + MAX_VIEW_S, self._loop.create_future())
         self._viewers.append(viewer)
         stream.on_disconnect = lambda: self._let_go(viewer)
-        if self._ticker is None:
-            self._tick()
         try:
+            if self._ticker is None:
+                self._tick()
             await viewer.left
         finally:
             self._let_go(viewer)

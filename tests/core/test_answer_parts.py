@@ -147,6 +147,16 @@ def test_broken_calls_raise_nothing_and_lose_no_text(form: str, data: st.DataObj
         assert text_of(whole) == broken
 
 
+@pytest.mark.parametrize("form", ["xml", "glm"])
+@pytest.mark.parametrize("kinds", ["integer", ["string", "integer"], ["integer", "null"]])
+@pytest.mark.parametrize("value", ["1e999", "-1E999", "NaN", "-Infinity", "9" * 5000, "[" * 50_000])
+def test_a_value_that_no_integer_holds_stays_text(value: str, kinds: str | list[str], form: str) -> None:
+    schemas = {"now": {"type": "object", "properties": {"at": {"type": kinds}}}}
+    parser = ToolCallParser(FORMATS[form], schemas)
+    events = parser.feed(RENDER[form]([("now", {"at": value})])) + parser.close()
+    assert calls_of(events) == [("now", dumped({"at": value}))]
+
+
 @given(st.text(), st.sampled_from(sorted(FORMATS)))
 def test_text_without_calls_is_text(text: str, form: str) -> None:
     assert text_of(parsed(form, list(text))) == text or calls_of(parsed(form, [text]))

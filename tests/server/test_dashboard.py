@@ -10,7 +10,7 @@ from server.dashboard import FILES, PROTECTION, is_operators
 from server.observing.live import COLUMNS, MAX_POINTS, MAX_VIEW_S, MAX_VIEWERS, POINT_S, TICK_S, History, quantile_ms
 from server.observing.metrics import Metrics
 from server.wire.messages import HttpRequest, Peer
-from tests.server.running_server import ask, closing, open_with
+from tests.server.running_server import LIMIT_S, ask, closing, open_with
 from tests.server.running_server import serving as running
 from tests.server.simulated_server import (
     STREAM,
@@ -97,13 +97,16 @@ def test_others_need_a_key_with_the_right_admin() -> None:
         assert the_answer(look(server)).status == 200
 
 
-async def test_the_operators_browser_sees_a_server_without_keys() -> None:
+async def test_the_operators_browser_sees_a_server_without_keys_and_does_not_hold_up_its_end() -> None:
     async with running() as one:
         local = LIVE.replace(b"Host: a", b"Host: localhost")
         reader, writer = await open_with(one.server, local)
         await reader.readuntil(b"data: {")
-        writer.close()
         assert (await ask(one.server, closing(LIVE))).status == 403
+        one.server.stop(LIMIT_S)
+        assert (await reader.read()).endswith(b"\r\n0\r\n\r\n")
+        writer.close()
+        await one.exit
 
 
 @pytest.mark.parametrize("path", ["/", *FILES, "/dashboard/live"])
