@@ -56,6 +56,7 @@ TELL_S, TELL_EVERY_S = 1.0, 0.01  # what a cancelled request has used, by its up
 LINGER_S = 2.0  # after the last event, for the answer's end
 MANY_TOKENS = 2**31  # where a request sets no bound
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
+MOST_EVENTS_A_TOKEN, MORE_EVENTS = 16, 1024  # some servers send letters; and pings, starts and ends
 ASK_S = 60.0  # for an answer that no generation writes
 # As templates order them, and as /infill puts them before its prompt
 PROMPT_FIELDS = (
@@ -427,7 +428,9 @@ class RelayHandle:
             what.passage, what.call, request.request_id, request.num_sequences, what.shown_fields
         )
         self._usage: Usage | None = None  # as the upstream tells after a cancel
-        self._num_bytes = 0  # of the answer
+        self._num_bytes = self._num_events = 0  # of the answer
+        most = min(request.max_tokens, relay.most_tokens) * what.num_computed
+        self._most_events = most * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
         self._linger: asyncio.TimerHandle | None = None
@@ -649,6 +652,9 @@ class RelayHandle:
             self._end()
 
     def _take(self, part: Part, now_s: float) -> None:
+        self._num_events += 1
+        if self._num_events > self._most_events and not self._pool.settings.trusted:
+            raise UpstreamFault(f"its answer has more than {self._most_events} events for what was asked")
         for choice in part.texts:
             self._count(self.sequences[choice], now_s)
         event = part.data

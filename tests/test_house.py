@@ -23,7 +23,7 @@ BUDGETS = {
     "server/ledger": (2050, 7),
     "server/listening": (1240, 5),
     "server/observing": (2530, 10),
-    "server/upstream": (1680, 6),
+    "server/upstream": (1710, 6),
     "server/wire": (4815, 14),
     "core": (15_800, 40),
     "gpu": (11_049, 34),

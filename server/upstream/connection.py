@@ -27,6 +27,7 @@ from server.wire.messages import ConnectionFault, Http2ErrorCode
 
 CONNECT_S = 2.0
 MAX_HEAD_BYTES = 64 * 1024  # of an answer, over HTTP/1.1
+BYTES_A_TURN = 8 * 1024  # that are read of a connection in one turn of the loop: the others' requests come between
 MAX_UNSENT_BYTES = 64 * 1024 * 1024  # of requests that the upstream does not read
 
 H2, H1 = b"h2", b"http/1.1"
@@ -156,7 +157,9 @@ class Connection(asyncio.Protocol):
         self._protocol = protocol
         self._http: Http2 | _Http1 | None = None
         self._transport: asyncio.Transport | None = None
-        self._will_flush = False
+        self._will_flush = self._will_read = False
+        self._unread = bytearray()  # received, for later turns of the loop; the transport is paused meanwhile
+        self._is_reading = True  # as the exchanges want it
 
     @property
     def room(self) -> int:
@@ -203,6 +206,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
+        self._unread.clear()
         if self._transport is not None:
             self._transport.abort()
 
@@ -225,11 +229,34 @@ class Connection(asyncio.Protocol):
         cast(Http2, self._http).flush()
 
     def set_reading(self, is_reading: bool) -> None:
+        self._is_reading = is_reading
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Read what is left in the next turn, and more once nothing is."""
+        if self._unread and self._is_reading and not self._will_read:
+            self._will_read = True
+            self.loop.call_soon(self._read_on)
         if self._transport is not None and not self._transport.is_closing():
-            if is_reading:
+            if self._is_reading and not self._unread:
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
+
+    def _read_on(self) -> None:
+        self._will_read = False
+        if self._is_reading:
+            self._read_share()
+            self._go_on()
+
+    def _read_share(self) -> None:
+        share = bytes(self._unread[:BYTES_A_TURN])
+        del self._unread[:BYTES_A_TURN]
+        self._receive(share)
+
+    def _read_all(self) -> None:
+        while self._unread:
+            self._read_share()
 
     # asyncio.Protocol.
 
@@ -247,6 +274,15 @@ class Connection(asyncio.Protocol):
             self.ready.set_result(None)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_reading and not self._unread and len(data) <= BYTES_A_TURN:
+            self._receive(data)
+            return
+        self._unread += data
+        if self._is_reading and not self._will_read:
+            self._read_share()
+        self._go_on()
+
+    def _receive(self, data: bytes) -> None:
         http = self._http
         assert http is not None
         try:
@@ -265,11 +301,13 @@ class Connection(asyncio.Protocol):
                 self.close()
 
     def eof_received(self) -> bool:
-        self.data_received(b"")  # ends a body without a length
+        self._read_all()
+        self._receive(b"")  # ends a body without a length
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self._read_all()
         self.speaks_http1 |= isinstance(self._http, Http2) and not self._http.is_ready
         self._fail(ConnectionLost("the connection was lost" if error is None else f"the connection was lost: {error}"))
 

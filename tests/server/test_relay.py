@@ -494,8 +494,9 @@ def _chunk(**choice: Any) -> bytes:
         (_HEAD.replace(b"connection: close", b"content-length: 9\r\ncontent-length: 8") + b"data", "upstream_error"),
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"ff\r\ndata", "upstream_error"),
         (_HEAD.replace(b"connection: close", b"transfer-encoding: chunked") + b"nix\r\n", "upstream_error"),
+        (_HEAD + 2000 * _chunk(delta={"content": "a"}) + _chunk(delta={}, finish_reason="stop"), "upstream_error"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 async def test_whatever_an_upstream_says_the_client_gets_one_end(said: bytes, expected: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

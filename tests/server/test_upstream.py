@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from core.errors import StartupError
 from server.config_sources import load_config
 from server.upstream import pool
-from server.upstream.connection import Connection, address_of
+from server.upstream.connection import BYTES_A_TURN, Connection, address_of
 from server.upstream.exchange import AnswerHead, Exchange, Outgoing, UpstreamFault
 from server.upstream.http2 import OUR_RESETS, Http2, NotHttp2
 from server.upstream.pool import Pool
@@ -343,6 +343,49 @@ def test_every_request_ends_once_whatever_comes(protocol: bytes, data: st.DataOb
         connection.connection_lost(None)
         assert told[-1] == "end"
         assert connection.num_open == 0
+
+    asyncio.run(feed())
+
+
+@pytest.mark.parametrize("protocol", [b"http/1.1", b"h2"])
+def test_a_flood_is_read_in_shares_and_no_further_than_its_reader(protocol: bytes) -> None:
+    """The loop's other work comes between; all arrives, also what a lost connection leaves."""
+    piece, num = b"x" * 100, 400
+    chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + (b"64\r\n" + piece + b"\r\n") * num
+    said = chunked if protocol != b"h2" else raw_http2.wire([SETTINGS, head(), *[raw_http2.data(piece)] * num])
+    received: list[int] = []
+
+    class Reader:
+        def on_head(self, head: AnswerHead) -> None: ...
+        def on_data(self, data: bytes) -> None:
+            received.append(len(data))
+
+        def on_end(self, fault: UpstreamFault | None) -> None:
+            assert sum(received) == num * len(piece)
+
+    async def feed() -> None:
+        connection = Connection(address_of(urlsplit("http://h:1"), None, (protocol,)), protocol)
+        connection.connection_made(FakeTransport())
+        if protocol == b"h2":
+            connection.data_received(raw_http2.wire([SETTINGS]))
+        exchange = connection.send(Outgoing(b"POST", b"/", (), b"{}"), Reader())
+        connection.data_received(said)
+        for _ in range(3):
+            before = sum(received)
+            assert 0 < before < num * len(piece)
+            await asyncio.sleep(0)
+            assert 0 < sum(received) - before <= BYTES_A_TURN
+        if protocol != b"h2":  # there, the window of each stream holds it
+            exchange.pause()
+            before = sum(received)
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert sum(received) == before
+            exchange.resume()
+            await asyncio.sleep(0)
+            assert sum(received) > before
+        connection.connection_lost(None)
+        assert not connection.num_open
 
     asyncio.run(feed())
 
