@@ -269,6 +269,9 @@ class Batches:
             scan = await self._on_disk(lambda: self.store.scan(batch))
         except FileNotFoundError:
             scan = Scan(array("q"), (LineError("file_not_found", "The input file is not there any more."),))
+        except Exception:  # a bug
+            logger.exception("the file of the batch %s cannot be checked", batch.id)
+            scan = Scan(array("q"), (LineError("server_error", "The server failed to check the input file."),))
         answered = await self._on_disk(lambda: self.store.answered(batch))
         now_s = self.now_s()
         latest = await self._on_disk(lambda: self.store.batch(batch.tenant, batch.id))  # it may be cancelled by now

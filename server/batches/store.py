@@ -448,7 +448,7 @@ def _line_error(text: bytes, number: int, endpoint: str, seen: set[str]) -> Line
             raise InvalidRequest(f"custom_id {line.custom_id[:64]!r} is that of an earlier line.", "custom_id")
     except msgspec.ValidationError as error:
         return LineError("invalid_line", f"Line {number} is no request of a batch: {error}", number)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return LineError("invalid_json_line", f"Line {number} is not JSON: {error}", number)
     except InvalidRequest as error:
         return LineError("invalid_line", f"Line {number}: {error.message}", number, error.param)

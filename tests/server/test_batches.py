@@ -128,6 +128,7 @@ def rows_of(server: SimulatedServer) -> list[Any]:
     [
         ((line("a"), b"{]\n"), "invalid_json_line", 2, None),
         ((line("a"), b"\xff\n"), "invalid_json_line", 2, None),
+        ((b'{"custom_id": "a", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",), "invalid_json_line", 1, None),
         ((line("a"), line("a")), "invalid_line", 2, "custom_id"),
         ((line("a") | {"url": "/v1/completions"},), "invalid_line", 1, "url"),
         ((line("a") | {"method": "GET"},), "invalid_line", 1, "method"),
@@ -145,6 +146,18 @@ def test_bad_lines_fail_the_batch_and_are_named(
     assert (batch["status"], batch["request_counts"]["total"]) == ("failed", 0)
     (error,) = batch["errors"]["data"]
     assert (error["code"], error["line"], error["param"]) == (code, number, param)
+
+
+def test_a_check_that_fails_ends_the_batch(
+    served: SimulatedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("server.batches.store._line_error", fail)
+    batch = finished(served, begun(asker(served), line("a")))
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "server_error")
+    assert "cannot be checked" in caplog.text
 
 
 def test_too_many_lines(served: SimulatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
