@@ -41,7 +41,7 @@ from server.wire.messages import TextFrame
 RULES = rules_of("messages")
 ID_PREFIX = "msg_"
 # A coding client's first lines: they differ from request to request, and with them no prefix would be found again
-_BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)++")
+_BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)+")
 
 # ErrorKind -> (status, type); 529 is Anthropic's own, which its clients retry
 _ERRORS: dict[ErrorKind, tuple[int, str]] = {
