@@ -227,6 +227,11 @@ class ShortConvolution:
         return self._convolve(before * channels, rows, rows.states.layers[layer].inputs).mul_(after)
 
 
+def _silu(x: Tensor) -> Tensor:
+    """In float32. A CPU computes what fills no vector by another function: in double both round to the same."""
+    return F.silu(x.float()) if x.is_cuda else F.silu(x.double()).float()
+
+
 class DeltaNet:
     """Gated DeltaNet: linear attention whose memory forgets, and corrects what it holds for a key.
 
@@ -255,7 +260,7 @@ class DeltaNet:
         channels, gate, strength, step = taken.split_with_sizes(
             [own.channels, own.output_size, own.num_heads, own.num_heads], 1
         )
-        mixed = F.silu(self._convolve(channels.contiguous(), rows, states.inputs)).float()
+        mixed = _silu(self._convolve(channels.contiguous(), rows, states.inputs)).to(taken.dtype).float()
         key_size = own.num_key_heads * own.key_dim
         query, key, value = mixed.split_with_sizes([key_size, key_size, own.output_size], 1)
         # [tokens, heads, key_dim or value_dim]; in double precision exp() is the same in any company once it is rounded
@@ -273,7 +278,7 @@ class DeltaNet:
         for wave in rows.waves:
             out[wave.tokens] = _recur(tokens.of(wave.tokens), wave, states.memory)
         normed = F.rms_norm(out, self._norm.shape, self._norm, own.eps)
-        return normed.flatten(1).mul_(F.silu(gate.float())).to(taken.dtype)
+        return normed.flatten(1).mul_(_silu(gate)).to(taken.dtype)
 
     def _normed(self, x: Tensor) -> Tensor:
         """x: [tokens, key heads * key_dim]; returns [tokens, heads, key_dim], each key head for all that share it."""

@@ -70,6 +70,18 @@ def test_tokens_and_logprobs_do_not_depend_on_what_else_is_computed(
             assert found[request.request_id].endings == expected[request.request_id].endings
 
 
+def test_float32_is_the_same_in_any_company_where_channels_fill_no_vectors(
+    model_directory: Callable[[str], Path],
+) -> None:
+    runner = open_runner(model_directory("qwen3_5_moe"), replace(ENGINE, dtype="float32", deterministic=True))
+    workload = draw_workload(random.Random(1))
+    found, _ = run(runner, workload, num_blocks=6, max_batch_tokens=40, timed_rows=())
+    for _, request in workload.requests:
+        if (request.request_id, 0) not in {**workload.stops_after, **workload.leaves_after}:
+            expected, _ = run(runner, Workload([(0, request)]), num_kept_states=0, timed_rows=())
+            assert found[request.request_id].endings == expected[request.request_id].endings
+
+
 def test_prompts_go_on_from_kept_states(name: str, model_directory: Callable[[str], Path]) -> None:
     """An equal prompt from its last block border; another one, the second time, from where it leaves the path."""
     runner, oracle = open_runner(model_directory(name)), Oracle(model_directory(name))
