@@ -591,7 +591,7 @@ class ToolCallParser(Parser):
                 yield from self._expect(form.value_begin)
             name = "".join(key).strip()
             self._emit_arguments(f"{start}{_json(name)}: ")
-            yield from self._tagged_value(form, _resolved(schema, name))
+            yield from self._tagged_value(form, parameter_types(schema, name))
             start = ", "
         self._emit_arguments("{}" if start == "{" else "}")
 
@@ -611,7 +611,7 @@ class ToolCallParser(Parser):
             except _Cut:
                 self._emit_arguments("".join(parts))
                 raise
-            self._emit_arguments(_typed("".join(parts), types))
+            self._emit_arguments(typed("".join(parts), types))
 
     # Arguments as literals
 
@@ -775,7 +775,7 @@ def _literal_scalar(word: str) -> str:
     return _json(number) if math.isfinite(number) else _json(word)
 
 
-def _resolved(schema: Schema, name: str) -> frozenset[str]:
+def parameter_types(schema: Schema, name: str) -> frozenset[str]:
     """The JSON types that a parameter may have; empty: its schema does not say."""
     return _types(schema.get("properties", {}).get(name, {}), schema, depth=0)
 
@@ -799,7 +799,7 @@ def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:
     return frozenset(found)
 
 
-def _typed(text: str, types: frozenset[str]) -> str:
+def typed(text: str, types: frozenset[str]) -> str:
     """A value written bare, as JSON of one of the types where it can be read so; otherwise as a string."""
     bare = text.strip()
     value = _WORDS.get(bare, bare)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from core.answer_parts import parameter_types, typed
 from core.errors import InvalidRequest
 from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCall, TaggedArguments, ToolFormat
 
@@ -21,6 +22,17 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 _STRING_KEYWORDS = {"minLength", "maxLength", "pattern"}
 _HELD_KEYWORDS = {"type", "enum", "const", "properties", "required", "items", "additionalProperties"}
 _IGNORED_KEYWORDS = {"title", "description", "default", "examples", "$comment"}
+# What a parameter's bare text may not be, by the other types that it may have: it would be read as one of them
+_READ_AS = {
+    "null": "[Nn](one|ull)",
+    "boolean": "[Tt]rue|[Ff]alse",
+    "integer": r"-?[0-9]+([.][0-9]+)?([eE][+-]?[0-9]+)?",
+    "number": r"-?[0-9]+([.][0-9]+)?([eE][+-]?[0-9]+)?",
+    "array": r"\[(?s:.*)",
+    "object": r"\{(?s:.*)",
+}
+_BARE_SCALARS = {"null": '"null"', "boolean": '"true" | "false"', "integer": "INTEGER", "number": "NUMBER"}
+_MAX_DEPTH = 16  # of references in a parameter's union
 _TERMINALS = r"""
 TEXT: /(?s:.*)/
 INTEGER: /-?(0|[1-9][0-9]{0,17})/
@@ -244,7 +256,14 @@ class _Writer:
         call = self._form.call
         assert isinstance(call, NamedCall), "it names the function first"
         if not (tool.is_strict or isinstance(call.arguments, JsonArguments)):
-            tool = Tool(tool.name, reduced_schema(tool.schema))
+            reduced = reduced_schema(tool.schema)
+            for name, one in (
+                reduced.get("properties", {}).items() if isinstance(call.arguments, TaggedArguments) else ()
+            ):
+                types = parameter_types(tool.schema, name)
+                if not {"type", "enum", "const"} & one.keys() and (not types or "string" in types):
+                    one["type"] = "string"  # bare text: the parser tells the types
+            tool = Tool(tool.name, reduced)
         match call.arguments:
             case TaggedArguments():
                 arguments = self._tagged(call.arguments, tool)
@@ -261,22 +280,65 @@ class _Writer:
         parts = []
         for name, schema in _properties(tool.schema, tool.name).items():
             begin = form.key_begin + name + form.key_end + (f"\n{form.value_begin}" if form.value_begin else "") + gap
-            value = self._tagged_value(schema, gap + form.value_end + "\n", f"{tool.name}.{name}", tool.schema)
+            types = parameter_types(tool.schema, name)
+            value = self._tagged_value(schema, gap + form.value_end + "\n", f"{tool.name}.{name}", tool.schema, types)
             parts.append(f"({_quoted(begin)} {value}){'' if name in required else '?'}")
         return " ".join(parts)
 
-    def _tagged_value(self, schema: Schema, end: str, path: str, root: Schema) -> str:
+    def _tagged_value(self, schema: Schema, end: str, path: str, root: Schema, types: frozenset[str]) -> str:
         """Strings are written bare, other types as JSON."""
         values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
         if values:
-            texts = [one if isinstance(one, str) else _json(one) for one in values]
+            texts = [text for one in values if typed(text := _bare(one), types) == _json(one)]
+            if not texts:
+                raise CannotHold(path, "enum")
             return f"({' | '.join(map(_quoted, texts))}) {_quoted(end)}"
         if schema.get("type") == "string":
             _check(schema, path, _STRING_KEYWORDS)
             regex = _string_regex(schema)
             return self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", f"/{regex}/")
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        if "string" in types:
+            return self._bare_union(_alternatives(schema, path, root), end, path, definitions, types)
         return f"{inline_json({**definitions, **schema})} {_quoted(end)}"
+
+    def _bare_union(
+        self, schemas: Sequence[Schema], end: str, path: str, definitions: Schema, types: frozenset[str]
+    ) -> str:
+        """One lexeme of all that is bare text or a scalar; arrays and objects, which begin as no such text does."""
+        blank, marks = r"[\s\x1c-\x1f]*", re.escape(end.strip())
+        read = "|".join(sorted({_READ_AS[one] for one in types if one in _READ_AS}))
+        excluded = f"{blank}({read}){blank}" if read else ""
+        excluded = "|".join(filter(None, (excluded, f"(?s:.*){marks}(?s:.*)")))
+        texts, others = [], []
+        for schema in schemas:
+            values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+            kind = schema.get("type")
+            if values:
+                _check(schema, path, set())
+                for one in values:
+                    if isinstance(one, list | dict):
+                        raise CannotHold(path, "enum")
+                    if not (isinstance(one, str) and re.fullmatch(excluded, one)):
+                        texts.append(_quoted(_bare(one)))
+            elif kind == "string":
+                _check(schema, path, _STRING_KEYWORDS)
+                excluding = excluded.replace("/", r"\/")
+                texts.append(f"(/{_string_regex(schema)}/ & ~/{excluding}/)")
+            elif kind in _BARE_SCALARS:
+                _check(schema, path, set())
+                texts.append(_BARE_SCALARS[kind])
+            elif kind in ("array", "object"):
+                others.append(f"{inline_json({**definitions, **schema})} {_quoted(end)}")
+            else:
+                raise CannotHold(path, next(iter(schema), "type"))
+        if texts:
+            name = f"VALUE_{len(self._rules)}"
+            self._rules.append(f"{name}: {' | '.join(texts)}")
+            others.append(self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", name))
+        if not others:
+            raise CannotHold(path, "enum")
+        return f"({' | '.join(others)})"
 
     def _pairs(self, form: LiteralArguments, schema: Schema, path: str, assign: str, quote: str) -> str:
         """The properties in the schema's order: `first` of those that begin there, `rest` behind another."""
@@ -320,6 +382,37 @@ class _Writer:
                 return f"{_quoted('{')} {self._pairs(form, schema, path, assign, quote)} {_quoted('}')}"
             case _:
                 return "INTEGER" if kinds == "integer" else "NUMBER"
+
+
+def _alternatives(schema: Any, path: str, root: Schema, depth: int = 0) -> list[Schema]:
+    """Schemas of one type each, or of values, of which a value fits any.
+
+    Raises:
+        CannotHold: it says more than that.
+    """
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        raise CannotHold(path, "$ref" if depth > _MAX_DEPTH else "anyOf")
+    schema = {key: one for key, one in schema.items() if key not in _IGNORED_KEYWORDS | {"$defs", "definitions"}}
+    if schema.keys() in ({"anyOf"}, {"oneOf"}):
+        [(keyword, branches)] = schema.items()
+        found_kinds = [parameter_types({**root, "properties": {"": one}}, "") for one in branches]
+        merged = {"number" if one == "integer" else one for types in found_kinds for one in types}
+        if keyword == "oneOf" and sum(map(len, found_kinds)) != len(merged):
+            raise CannotHold(path, keyword)
+        return [found for one in branches for found in _alternatives(one, path, root, depth + 1)]
+    if schema.keys() == {"$ref"} and (match := re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(schema["$ref"]))):
+        return _alternatives(root.get(match[1], {}).get(match[2]), path, root, depth + 1)
+    if isinstance(kinds := schema.get("type"), list) and not {"enum", "const"} & schema.keys():
+        used: dict[str, set[str]] = {"string": _STRING_KEYWORDS, "array": {"items", "minItems", "maxItems"}}
+        known = {"type"}.union(*(used.get(kind, set()) for kind in kinds))
+        if others := schema.keys() - known:
+            raise CannotHold(path, min(others))
+        return [{"type": kind} | {key: schema[key] for key in used.get(kind, set()) & schema.keys()} for kind in kinds]
+    return [schema]
+
+
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
 
 
 def _properties(schema: Schema, path: str) -> dict[str, Schema]:

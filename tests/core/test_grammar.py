@@ -584,6 +584,38 @@ def sampled_behind(grammar: Grammar, begin: str, first_seed: int = 0) -> str:
     raise AssertionError("none ends")
 
 
+UNIONS: list[dict[str, Any]] = [
+    {"anyOf": [{"type": "string", "enum": ["aa", "b"]}, {"type": "null"}]},
+    {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer"}]},
+    {"anyOf": [{"type": "string", "minLength": 3, "maxLength": 9}, {"type": "array", "items": {"type": "boolean"}}]},
+    {"anyOf": [{"$ref": "#/$defs/e"}, {"type": "boolean"}, {"const": 4}]},
+    {"oneOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+    {"type": ["string", "null"], "maxLength": 2},
+    {"type": ["string", "integer"], "maxLength": 3},
+    {"enum": ["1", 1, "true", None]},
+    {"enum": ["1", 2]},
+]
+
+
+@pytest.mark.parametrize("union", UNIONS, ids=json.dumps)
+@pytest.mark.parametrize("form", ["xml", "glm"])
+def test_a_string_or_something_else_is_held_as_it_is_read(form: str, union: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"g": union}, "required": ["g"], "additionalProperties": False}
+    schema["$defs"] = {"e": {"enum": ["1", "x y", "true", "2"]}}
+    grammar = compiler().compile(
+        GrammarSpec(GrammarKind.LARK, required_calls(TOOL_FORMATS[form], [Tool("f", schema)], most_calls=1), "tools")
+    )
+    num_calls = 0
+    for seed in range(15):
+        if (text := sampled(grammar, random.Random(seed), most=200)) is not None:
+            parser = ToolCallParser(TOOL_FORMATS[form], {"f": schema})
+            parts = [*parser.feed(text), *parser.close()]
+            assert not any(isinstance(part, Text) for part in parts)
+            Validator(schema).validate(json.loads("".join(one.text for one in parts if isinstance(one, Arguments))))
+            num_calls += 1
+    assert num_calls
+
+
 def test_what_a_format_cannot_hold_is_named() -> None:
     tools = [Tool("f", {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}})]
     with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'minimum'")):
