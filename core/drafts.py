@@ -129,6 +129,7 @@ class Drafts:
         self._acceptance, self._budget = Acceptance(), DraftBudget()
         self._model = model if self._speculates else None
         self._model_budget = DraftBudget(FIRST_MODEL_LOSS)  # of steps with its drafts, and of what it catches up with
+        self._budgets = (self._budget,) if self._model is None else (self._budget, self._model_budget)
 
     def drafter_of(self, sequence: Sequence, request: Request) -> Drafter | None:
         """Of a new sequence; None: it is not speculated about."""
@@ -310,7 +311,7 @@ class Drafts:
             if last.drafter == "prediction":
                 sequence.num_predicted_tokens += num_right
                 sequence.num_mispredicted_tokens += num_drafts - num_right
-        for budget in (self._budget, self._model_budget):
+        for budget in self._budgets:
             budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s - self._caught_up_s)
         return refused
 
