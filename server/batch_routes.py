@@ -71,12 +71,20 @@ def parse_form(body: bytes, content_type: bytes) -> dict[str, Part]:
         name, filename = _FIELD.search(fields), _FILENAME.search(fields)
         if name is None:
             break
-        shown = None if filename is None else filename[1].decode("utf-8", "replace")
+        shown = None if filename is None else _safe_name(filename[1].decode("utf-8", "replace"))
         parts[name[1].decode("utf-8", "replace")] = Part(shown, whole[start + 4 : at])
         at += 2
     if at < 0 or body[at + len(mark) : at + len(mark) + 2] != b"--":
-        raise InvalidRequest("The form is cut off, or a field of it has no name.", code="invalid_form")
+        raise InvalidRequest(
+            "The form is cut off, or a field of it has no name, or a head of over 4,096 bytes.", code="invalid_form"
+        )
     return parts
+
+
+def _safe_name(told: str) -> str:
+    """The last part of a path, without what cannot be printed: clients save files by their names."""
+    name = "".join(char for char in re.split(r"[/\\]", told)[-1] if char.isprintable())
+    return "" if name in (".", "..") else name
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True):

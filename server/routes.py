@@ -120,6 +120,8 @@ async def show_response(exchange: Exchange) -> None:
         exchange.send(response.document)
         return
     order = query.get("order", ["desc"])[0]
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc.", "order")
     exchange.send(input_items_reply(response, *page_of(query), is_ascending=order == "asc"))
 
 

@@ -353,7 +353,7 @@ def range_of(shape: type, name: str) -> tuple[float, float]:
 def _bounds_in_words(node: Any) -> str:
     if isinstance(node, (inspect.IntType, inspect.FloatType)):
         low = f"above {node.gt} and at most" if node.ge is None else f"from {node.ge} to"
-        return f"be {low} {node.le}"
+        return f"be at least {node.ge}" if node.le is None else f"be {low} {node.le}"
     unit = "characters" if isinstance(node, inspect.StrType) else "items"
     if node.max_length is None:
         return "not be empty"

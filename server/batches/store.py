@@ -7,6 +7,7 @@ Ids are made here, and are the only names on the disk; what users call their fil
 is: contents without one are removed at the next start. One server works in a directory.
 """
 
+import codecs
 import contextlib
 import fcntl
 import os
@@ -360,6 +361,8 @@ class Store:
         path, start, number = self._contents / batch.input_file_id, 0, 0
         with path.open("rb") as lines:
             for number, text in enumerate(lines, 1):
+                if number == 1 and text.startswith(codecs.BOM_UTF8):
+                    start, text = len(codecs.BOM_UTF8), text[len(codecs.BOM_UTF8) :]
                 end = start + len(text)
                 if text.strip():
                     error = _line_error(text, number, batch.endpoint, seen)

@@ -1,6 +1,7 @@
 """Files and batches: what is taken, what each line is answered, and what is left after a crash."""
 
 import asyncio
+import codecs
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -160,6 +161,11 @@ def test_a_check_that_fails_ends_the_batch(
     assert "cannot be checked" in caplog.text
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(served: SimulatedServer) -> None:
+    batch = finished(served, begun(asker(served), codecs.BOM_UTF8, line("a"), line("b")))
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+
 def test_too_many_lines(served: SimulatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.batches.store.MOST_LINES", 2)
     batch = finished(served, begun(asker(served), line("a"), line("b"), line("c")))
@@ -168,8 +174,12 @@ def test_too_many_lines(served: SimulatedServer, monkeypatch: pytest.MonkeyPatch
 
 def test_files_are_listed_read_and_deleted(served: SimulatedServer) -> None:
     ask = asker(served)
-    names = ["../../etc/passwd", "b.jsonl", "ünï.jsonl"]
-    made = [ask(upload(jsonl(line(name)), name, **{"expires_after[seconds]": "3600"})).json for name in names]
+    names = ["passwd", "b.jsonl", "ünï.jsonl"]
+    told = ["../../etc/passwd", "C:\\d\\b.jsonl", "ü\x1bnï.jsonl"]
+    made = [
+        ask(upload(jsonl(line(name)), path, **{"expires_after[seconds]": "3600"})).json
+        for name, path in zip(names, told, strict=True)
+    ]
     assert [one["filename"] for one in made] == names
     assert [one["expires_at"] - one["created_at"] for one in made] == [3600] * 3
     listed = get(ask, "/v1/files?limit=2&purpose=batch")
@@ -192,6 +202,7 @@ def test_files_are_listed_read_and_deleted(served: SimulatedServer) -> None:
         (upload(b"x", purpose=""), 400, "purpose"),
         (upload(b""), 400, "file"),
         (upload(b"x", "n" * 300), 400, "file"),
+        (upload(b"x", "a/.."), 400, "file"),
         (upload(b"x", **{"expires_after[seconds]": "5"}), 400, "expires_after.seconds"),
         (upload(b"x" * 100_001), 413, "file"),
         (request("POST", "/v1/files", {"purpose": "batch"}), 400, "content-type"),

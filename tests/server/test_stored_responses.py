@@ -67,6 +67,8 @@ def test_stored_responses_are_read_and_deleted(storing: SimulatedServer) -> None
     assert shown == made
     page = storing.ask(get(made["id"], "/input_items?limit=1"), "GET").json
     assert ([one["content"] for one in page["data"]], page["has_more"]) == (["b"], True)
+    bad = storing.ask(get(made["id"], "/input_items?order=x"), "GET")
+    assert (bad.status, bad.json["error"]["param"]) == (400, "order")
     rest = storing.ask(get(made["id"], f"/input_items?after={page['last_id']}"), "GET").json
     assert ([one["content"] for one in rest["data"]], rest["has_more"]) == (["a"], False)
     reference = {"type": "item_reference", "id": made["output"][0]["id"]}

@@ -1,4 +1,5 @@
 import json
+from typing import Annotated
 
 import msgspec
 import pytest
@@ -166,3 +167,12 @@ def test_an_alias_is_the_field_that_it_stands_for() -> None:
     assert refusal(b'{"inner": [], "heavy": {"a": 1}, "weights": {"b": 1}}').param == "heavy"
     error = refusal(b'{"inner": [], "heavy": 3}')
     assert (error.param, error.message) == ("heavy", "heavy must be an object or null, not an integer.")
+
+
+class _Counted(msgspec.Struct):
+    num: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def test_a_bound_on_one_side_is_told_alone() -> None:
+    with pytest.raises(InvalidRequest, match="num must be at least 1"):
+        decode(b'{"num": 0}', _Counted, {})
