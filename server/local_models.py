@@ -30,7 +30,7 @@ from server.listening.sockets import Bind, UnixAddress
 from server.own_processes import DEVICES, News, Plan, Processes, Refusal, shown_end
 from server.upstream.connection import Connection
 from server.upstream.exchange import ConnectionLost, UpstreamFault
-from server.upstream.pool import Pool, Slot, Upstream
+from server.upstream.pool import PROBE_BYTES, Pool, Slot, Upstream
 from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
 from server.values import format_size
 
@@ -43,7 +43,9 @@ END_S = 20.0  # for a process to write its KV files and to end
 LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
 TOLD_S = 5.0  # for the end of a process that takes no connections to be told
 TIMER_S = 0.002  # by which timers may come early
-SEE_LOG, STARTING, WAITING = "see the log", "starting what loads models", "waiting for memory"
+WATCH_EVERY_S, WATCH_S, NUM_UNANSWERED = 5.0, 5.0, 3  # probes of a model that is awake; without an answer it is killed
+SEE_LOG, WAITING = "see the log", "waiting for memory"
+STARTING = "starting what loads models, which compiles kernels the first time on a machine"
 LEAST_LEFT_S = 0.1  # of a load that takes longer than the last
 
 
@@ -100,6 +102,8 @@ class LocalModel:
     retry_s: float = 0.0
     backoff_s: float = FIRST_BACKOFF_S
     has_died_soon: bool = False
+    killed_for: str = ""  # why this server, or the fork server's end, has killed it
+    watch: asyncio.Task[None] | None = None
     num_loads: int = 0
     num_failures: int = 0
     timer: asyncio.TimerHandle | None = None
@@ -169,7 +173,7 @@ class LocalUpstream(Upstream):
 
 
 class LocalPool(Pool):
-    """Of one local model. Nobody probes it: its process tells when it is ready, and when it has ended."""
+    """Of one local model. Its process tells when it is ready, and when it has ended."""
 
     def __init__(self, settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(settings, loop)
@@ -183,6 +187,15 @@ class LocalPool(Pool):
 
     def start(self) -> None:
         pass
+
+    async def answers(self) -> bool:
+        """Whether its process does, whatever it says."""
+        try:
+            async with asyncio.timeout(WATCH_S):
+                await self.ask(self.upstreams[0], self.settings.health, PROBE_BYTES)
+        except (TimeoutError, UpstreamFault, ServiceError):
+            return False
+        return True
 
     def error_of(self, fault: UpstreamFault) -> ServiceError:
         what = "has ended. Ask again: it is started anew" if isinstance(fault, ConnectionLost) else f"failed: {fault}"
@@ -523,7 +536,10 @@ class LocalModels:
             self._bounds.setdefault(news.told.device, news.told.free_bytes)
             model.pool.on_planned(news.told.max_model_len)
         elif model.state is ModelState.ASLEEP:  # it was planned
-            self._fail(model, news.told or Refusal(f"planning it has ended: {shown_end(news.status or 0)}", SEE_LOG))
+            self._fail(
+                model,
+                news.told or Refusal(f"planning it has ended: {self._why_ended(model, news.status or 0)}", SEE_LOG),
+            )
         else:
             self._on_ended(model, news.status or 0)
         self._advance()
@@ -542,6 +558,7 @@ class LocalModels:
         lost, self._by_serial = self._by_serial, {}
         for serial, model in lost.items():
             self._by_serial[serial] = model
+            model.killed_for = "the process that starts models has ended, and all that it had started with it"
             self.on_news(News(serial, status=signal.SIGKILL))
 
     def _on_ready(self, model: LocalModel) -> None:
@@ -551,7 +568,24 @@ class LocalModels:
         logger.info("the model %s is loaded: %.1f s", model.name, model.load_s)
         self._wake(model, None)
         self._set_timer(model)
+        model.watch = self._loop.create_task(self._watch(model), context=Context())
         self._advance()
+
+    async def _watch(self, model: LocalModel) -> None:
+        """Kill its process if it hangs: those in it are told, and the next request starts it anew."""
+        num_unanswered = 0
+        while num_unanswered < NUM_UNANSWERED:
+            await asyncio.sleep(WATCH_EVERY_S)
+            if not model.is_awake:  # it ends, or is killed if it does not
+                return
+            num_unanswered = 0 if await model.pool.answers() else num_unanswered + 1
+        if model.is_awake:
+            model.killed_for = f"it hung, and was killed: {NUM_UNANSWERED} probes in a row had no answer"
+            self._kill(model, signal.SIGKILL)
+
+    def _why_ended(self, model: LocalModel, status: int) -> str:
+        why, model.killed_for = model.killed_for or shown_end(status), ""
+        return why
 
     def _wake(self, model: LocalModel, error: ServiceError | None) -> None:
         for waiting in (model.requests, model.others):
@@ -570,17 +604,22 @@ class LocalModels:
         for connection in model.upstream.connections:
             connection.abort()
         self._processes.forget(model.serial)
+        if model.watch is not None:
+            model.watch.cancel()
+            model.watch = None
+        is_own_end, why = not model.killed_for, self._why_ended(model, status)
         model.path.unlink(missing_ok=True)
         self._ended.set()
         if was is ModelState.LOADING:
-            refusal = model.refusal or Refusal(f"its process ended: {shown_end(status)}", SEE_LOG)
+            refusal = model.refusal or Refusal(f"its process ended: {why}", SEE_LOG)
             self._fail(model, refusal)
         elif was is ModelState.AWAKE:
             model.num_failures += 1
-            logger.error("the process of the model %s has ended: %s", model.name, shown_end(status))
-            has_died_soon, model.has_died_soon = model.has_died_soon, self._loop.time() < model.turn_s + LEAST_RUN_S
-            if has_died_soon and model.has_died_soon:
-                self._fail(model, Refusal(f"its process dies again and again: {shown_end(status)}", SEE_LOG))
+            logger.error("the process of the model %s has ended: %s", model.name, why)
+            is_soon = is_own_end and self._loop.time() < model.turn_s + LEAST_RUN_S
+            has_died_soon, model.has_died_soon = model.has_died_soon, is_soon
+            if has_died_soon and is_soon:
+                self._fail(model, Refusal(f"its process dies again and again: {why}", SEE_LOG))
         if model.requests or model.others:
             self._want(model)
         else:

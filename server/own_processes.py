@@ -186,6 +186,9 @@ class Processes:
             await self._loop.run_in_executor(None, self._server.wait)
 
     def _start_server(self) -> None:
+        logger.info(
+            "starting the process that starts models; the first time on a machine it compiles kernels, for minutes"
+        )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         nothing = subprocess.DEVNULL
         with theirs:

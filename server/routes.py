@@ -428,10 +428,11 @@ async def show_sleep(exchange: Exchange) -> None:
 
 
 async def show_front(exchange: Exchange) -> None:
-    """The dashboard, for browsers."""
-    if b"text/html" not in (exchange.request.header(b"accept") or b""):
-        raise _not_found("/")
-    await dashboard.show_file(exchange, "index.html")
+    """The dashboard, for browsers; others ask whether the server is there, as the ollama command does first."""
+    if b"text/html" in (exchange.request.header(b"accept") or b""):
+        await dashboard.show_file(exchange, "index.html")
+    else:
+        exchange.send(b"steploop is running", media_type=b"text/plain; charset=utf-8")
 
 
 async def show_health(exchange: Exchange) -> None:
@@ -632,10 +633,36 @@ PREFIXES["/responses/"] = PREFIXES["/v1/responses/"]
 def find_route(path: str, method: str) -> tuple[Route, str]:
     """The route, and the argument that its prefix leaves of the path, decoded.
 
+    Below a path of _FORMS, a route that refuses stands for what there is not.
+
     Raises:
         ServiceError: there is no such path.
         MethodNotAllowed: it does not take the method.
     """
+    try:
+        return _known_route(path, method)
+    except ServiceError as error:
+        form = next((form for start, form in _FORMS.items() if path.startswith(start)), None)
+        if form is None:
+            raise
+        return Route(_refusing(error), None, needs_model=False, errors=form), ""
+
+
+_FORMS = {
+    "/v1/messages": messages.ERRORS,
+    "/api/v1/": OPENAI_ERRORS,
+    "/api/": ollama.ERRORS,
+}  # of errors; the first counts
+
+
+def _refusing(error: ServiceError) -> Handler:
+    async def refuse(exchange: Exchange) -> None:
+        raise error
+
+    return refuse
+
+
+def _known_route(path: str, method: str) -> tuple[Route, str]:
     methods, argument = ROUTES.get(path), ""
     if methods is None:
         for prefix, candidates in PREFIXES.items():

@@ -4,7 +4,7 @@ A turn's content blocks become messages of the chat template: text, tool calls a
 role tool. Thread: loop, or wherever a long body is parsed.
 """
 
-import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -38,12 +38,10 @@ from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wis
 from server.wire import sse
 from server.wire.messages import TextFrame
 
-logger = logging.getLogger(__name__)
-
 RULES = rules_of("messages")
 ID_PREFIX = "msg_"
-# A coding client's first system block: it differs from request to request, and with it no prefix would be found again
-BILLING_HEADER = "x-anthropic-billing-header:"
+# A coding client's first lines: they differ from request to request, and with them no prefix would be found again
+_BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)+")
 
 # ErrorKind -> (status, type); 529 is Anthropic's own, which its clients retry
 _ERRORS: dict[ErrorKind, tuple[int, str]] = {
@@ -234,10 +232,24 @@ def _prompt(
 
 
 def _without_billing(system: Blocks | None) -> Blocks | None:
-    if not isinstance(system, list) or not system or not str(system[0].text).startswith(BILLING_HEADER):
-        return system
-    logger.debug("the client's billing header was left out of the prompt")
-    return system[1:]
+    """Leave out the header's lines where a text begins with them; a block that has nothing else goes."""
+    if system is None:
+        return None
+    if isinstance(system, str):
+        return _without_header(system)
+    kept = list[Block]()
+    for block in system:
+        rest = _without_header(block.text) if isinstance(block.text, str) else block.text
+        if rest == block.text:
+            kept.append(block)
+        elif isinstance(rest, str) and rest.strip():
+            kept.append(msgspec.structs.replace(block, text=rest))
+    return kept
+
+
+def _without_header(text: str) -> str:
+    found = _BILLING.match(text)
+    return text if found is None else text[found.end() :]
 
 
 def _text(content: Blocks, where: str) -> str:

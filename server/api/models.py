@@ -187,7 +187,7 @@ def _model_object(model: ServedModel, states: States) -> dict[str, Any]:
         result["max_model_len"] = model.max_model_len
     if model.description is not None:
         result["description"] = model.description
-    if (state := states.get(model.name)) is not None:
+    if (state := states.get(model.parent or model.name)) is not None:
         result["status"] = {"value": state}
     return result
 

@@ -166,8 +166,10 @@ def _schema(schema: Any, param: str) -> GrammarSpec:
     if isinstance(schema, str):  # as vLLM and SGLang take it
         try:
             schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InvalidRequest(f"{param} is not valid JSON: {error}.", param) from None
+        except RecursionError:
+            raise InvalidRequest(f"{param} is nested deeper than the server reads.", param) from None
     return constraints.json_schema(schema, param)
 
 

@@ -186,6 +186,18 @@ def test_a_killed_process_ends_its_streams_alone_and_is_started_again(tmp_path: 
         wait_for(lambda: not any(os.path.exists(f"/proc/{one}") for one in below), lambda: f"the end of {below}")
 
 
+@pytest.mark.slow
+def test_a_process_that_hangs_is_killed_and_its_requests_are_told(tmp_path: Path) -> None:
+    with serving(tmp_path, entry("one")) as server:
+        assert chat(server, "one").status == 200
+        (pid,) = models_of(server)
+        os.kill(pid, signal.SIGSTOP)
+        answer = chat(server, "one", stream=True)
+        assert (answer.status, pid in models_of(server)) in ((200, False), (502, False)), answer.body
+        assert chat(server, "one").status == 200
+        assert len(models_of(server)) == 1
+
+
 def test_ollamas_clients_are_served_and_waits_are_told(tmp_path: Path) -> None:
     with serving(tmp_path, entry("one")) as server:
 

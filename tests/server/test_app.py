@@ -343,3 +343,24 @@ def test_a_batch_of_256_prompts_is_one_request_that_leaves_nothing_behind(num_se
     assert answer.usage["completion_tokens"] == 2 * 256 * num_sequences
     assert answer.usage["prompt_tokens"] == 8 * 256
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/messages/batches", 404),
+        ("GET", "/v1/messages", 405),
+        ("POST", "/api/pull", 404),
+        ("DELETE", "/api/chat", 405),
+    ],
+)
+def test_refusals_have_the_form_of_the_surface_above_them(
+    server: SimulatedServer, method: str, path: str, status: int
+) -> None:
+    answer = server.ask(request(method, path), method)
+    assert (answer.status, "allow" in answer.headers) == (status, status == 405)
+    if path.startswith("/api/"):
+        assert isinstance(answer.json["error"], str)
+    else:
+        assert answer.json["type"] == "error"
+        assert answer.json["request_id"] == answer.headers["request-id"]

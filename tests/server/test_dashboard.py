@@ -123,11 +123,12 @@ def test_each_answer_of_the_page_is_protected(path: str) -> None:
         ).replace(b"http://localhost", b"")
 
 
-def test_others_than_browsers_find_nothing_at_the_front() -> None:
+def test_others_than_browsers_are_told_that_the_server_runs() -> None:
     with serving() as server:
-        answer = server.ask(request("GET", "/"), "GET")
-        assert refusal_of(answer) == (404, "not_found")
-        assert answer.headers["vary"] == "accept"
+        for method, said in (("GET", b"steploop is running"), ("HEAD", b"")):
+            answer = server.ask(request(method, "/"), method)
+            assert (answer.status, answer.body, answer.headers["vary"]) == (200, said, "accept")
+            assert answer.headers["content-type"].startswith("text/plain")
 
 
 def test_the_stream_shows_requests_as_they_go_and_nothing_of_what_they_say() -> None:

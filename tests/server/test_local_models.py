@@ -12,7 +12,16 @@ import pytest
 
 from core.errors import ServiceError
 from server.config import ServerConfig
-from server.local_models import STARTING, WAITING, LocalModel, LocalModels, LocalPool, ModelState
+from server.local_models import (
+    NUM_UNANSWERED,
+    STARTING,
+    WAITING,
+    WATCH_EVERY_S,
+    LocalModel,
+    LocalModels,
+    LocalPool,
+    ModelState,
+)
 from server.observing.logs import NO_REQUEST, current_request_id
 from server.own_processes import News, Plan, Processes, ProcessEvents, Refusal
 from server.upstream.pool import LeadingBlocks
@@ -24,6 +33,18 @@ PROMPT = LeadingBlocks(1)
 LOAD_S, PLAN_S, END_S = 1.0, 0.05, 0.1
 NUM_REQUESTS = 40
 NUM_HISTORIES = 40
+
+
+HUNG: set[str] = set()  # models whose processes do not answer
+
+
+@pytest.fixture(autouse=True)
+def _probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answers(pool: LocalPool) -> bool:
+        return pool.settings.name not in HUNG
+
+    monkeypatch.setattr(LocalPool, "answers", answers)
+    HUNG.clear()
 
 
 class SimulatedProcesses:
@@ -79,6 +100,10 @@ class SimulatedProcesses:
     def kill(self, pid: int, number: signal.Signals) -> None:
         assert self.models is not None
         model = self.models._by_serial[pid]
+        if number is signal.SIGKILL:
+            assert self.running[pid] in HUNG
+            self.loop.call_later(END_S, self._end, pid, 9)
+            return
         assert number is signal.SIGTERM
         assert not model.num_inside, "a model with requests in it"
         self.loop.call_later(END_S, self._end, pid, 0)
@@ -190,6 +215,45 @@ def test_the_least_recently_used_idle_model_gives_way_and_one_that_always_stays_
         assert sorted(processes.running.values()) == ["a", "c", "stays"]
         assert await ask(models, "large", 0.0) == "refused"
         assert "always stay" in str(models.models["large"].failure)
+        await models.close()
+
+    loop.run(run())
+    loop.close()
+
+
+def test_a_process_that_hangs_is_killed_and_the_next_request_starts_it_anew(caplog: pytest.LogCaptureFixture) -> None:
+    loop = VirtualTimeLoop()
+    models, processes = models_of(loop, {"a": 30, "b": 30}, 100, b=-1)
+
+    async def run() -> None:
+        inside = loop.create_task(ask(models, "a", 100.0))
+        await asyncio.sleep(20)
+        assert processes.starts == ["b", "a"]
+        HUNG.add("a")
+        await asyncio.sleep(NUM_UNANSWERED * WATCH_EVERY_S + 1)
+        assert models.models["a"].is_asleep
+        assert "the process of the model a has ended: it hung, and was killed" in caplog.text
+        HUNG.clear()
+        assert await ask(models, "a", 30.0) == await inside == "served"
+        assert processes.starts == ["b", "a", "a"]
+        await models.close()
+
+    loop.run(run())
+    loop.close()
+
+
+def test_the_fork_servers_end_is_told_as_its_own_and_refuses_no_model(caplog: pytest.LogCaptureFixture) -> None:
+    loop = VirtualTimeLoop()
+    models, processes = models_of(loop, {"a": 30}, 100)
+
+    async def run() -> None:
+        for _ in range(3):
+            assert await ask(models, "a", 0.5) == "served"
+            processes.running.clear()
+            models.on_lost()
+        assert processes.starts == ["a"] * 3
+        assert "memory runs out" not in caplog.text
+        assert caplog.text.count("of the model a has ended: the process that starts models has ended") == 3
         await models.close()
 
     loop.run(run())

@@ -78,7 +78,18 @@ def test_a_billing_header_is_left_out_and_documents_are_text() -> None:
         document = {"type": "document", "title": "T", "source": source}
         system, user = prompt(system=[billing, text("S")], messages=[{"role": "user", "content": [document]}])
         assert (system["content"], user["content"]) == ("S", "T\nD")
-    assert len(prompt(system=[billing])) == 1
+    header = billing["text"]
+    for of_header in ([billing], header, f"\n{header}\n", [text(f"\n{header}\n{header}")]):
+        assert len(prompt(system=of_header)) == 1
+    for around in (
+        f"{header}\nS",
+        f"\n\n{header}\n{header}\nS",
+        [text(f"\n {header}\nS")],
+        [text("S"), billing],
+        [text(f"{header}\r\nS"), text(header)],
+    ):
+        assert [one["content"] for one in prompt(system=around)] == ["S", "Hi"]
+    assert prompt(system=f"S {header}")[0]["content"] == f"S {header}"
 
 
 @pytest.mark.parametrize(
