@@ -295,8 +295,8 @@ class _Writer:
             return f"({' | '.join(map(_quoted, texts))}) {_quoted(end)}"
         if schema.get("type") == "string":
             _check(schema, path, _STRING_KEYWORDS)
-            regex = _string_regex(schema)
-            return self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", f"/{regex}/")
+            self._rules.append(f"{(name := f'VALUE_{len(self._rules)}')}: {_string_regex(schema, end)}")
+            return self.rule(f"text_{len(self._rules)}[suffix={_quoted(end)}]", name)
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         if "string" in types:
             return self._bare_union(_alternatives(schema, path, root), end, path, definitions, types)
@@ -306,10 +306,9 @@ class _Writer:
         self, schemas: Sequence[Schema], end: str, path: str, definitions: Schema, types: frozenset[str]
     ) -> str:
         """One lexeme of all that is bare text or a scalar; arrays and objects, which begin as no such text does."""
-        blank, marks = r"[\s\x1c-\x1f]*", re.escape(end.strip())
+        blank = r"[\s\x1c-\x1f]*"
         read = "|".join(sorted({_READ_AS[one] for one in types if one in _READ_AS}))
-        excluded = f"{blank}({read}){blank}" if read else ""
-        excluded = "|".join(filter(None, (excluded, f"(?s:.*){marks}(?s:.*)")))
+        excluded = f"{blank}({read}){blank}"
         texts, others = [], []
         for schema in schemas:
             values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
@@ -319,12 +318,11 @@ class _Writer:
                 for one in values:
                     if isinstance(one, list | dict):
                         raise CannotHold(path, "enum")
-                    if not (isinstance(one, str) and re.fullmatch(excluded, one)):
+                    if not (isinstance(one, str) and (end.strip() in one or (read and re.fullmatch(excluded, one)))):
                         texts.append(_quoted(_bare(one)))
             elif kind == "string":
                 _check(schema, path, _STRING_KEYWORDS)
-                excluding = excluded.replace("/", r"\/")
-                texts.append(f"(/{_string_regex(schema)}/ & ~/{excluding}/)")
+                texts.append(f"({_string_regex(schema, end)} & ~/{excluded}/)" if read else _string_regex(schema, end))
             elif kind in _BARE_SCALARS:
                 _check(schema, path, set())
                 texts.append(_BARE_SCALARS[kind])
@@ -427,11 +425,18 @@ def _check(schema: Schema, path: str, others: set[str]) -> None:
             raise CannotHold(path, keyword)
 
 
-def _string_regex(schema: Schema) -> str:
-    if "pattern" in schema:
-        return str(schema["pattern"]).replace("/", r"\/")
+def _string_regex(schema: Schema, end: str) -> str:
+    """In Lark; what ends the text is not within it."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"(?s:.{{{least},{most}}})"
+    parts = [str(schema["pattern"])] if "pattern" in schema else []
+    if not parts or least or most != "":
+        parts.append(f"(?s:.{{{least},{most}}})")
+    held, marks = (" & ".join(f"/{one}/" for one in _escaped(*parts)), *_escaped(re.escape(end.strip())))
+    return f"({held} & ~/(?s:.*){marks}(?s:.*)/)"
+
+
+def _escaped(*regexes: str) -> list[str]:
+    return [one.replace("/", r"\/") for one in regexes]
 
 
 def _literal(form: LiteralArguments, value: Any) -> str:

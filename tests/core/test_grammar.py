@@ -594,6 +594,7 @@ UNIONS: list[dict[str, Any]] = [
     {"type": ["string", "integer"], "maxLength": 3},
     {"enum": ["1", 1, "true", None]},
     {"enum": ["1", 2]},
+    {"type": "string", "pattern": "[a-c]*", "minLength": 2, "maxLength": 3},
 ]
 
 
