@@ -15,7 +15,7 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_660, 34),
+    "server": (12_700, 34),
     "server/api": (5700, 18),
     "server/batches": (970, 3),
     "server/commands": (2355, 13),
