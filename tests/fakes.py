@@ -27,7 +27,7 @@ def raising_runner(error: Exception, at: int = 1) -> type[SimulatedRunner]:
         def collect(self, ticket: StepPlan) -> StepOutput:
             self.num_collects += 1
             if self.num_collects == at:
-                raise error
+                raise type(error)(*error.args)  # a new one: a raised error keeps its frames
             return super().collect(ticket)
 
     return RaisingRunner
