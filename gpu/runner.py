@@ -110,12 +110,12 @@ class ModelRunner:
             self._recorder = None
             if config.recurrence is None:
                 self._recorder = find_recorder(engine, memory.device, operators)
+            self._states: States | None = None
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
             self._cache = KVCache(
                 config, memory.num_blocks, memory.kv_dtype, device, has_padding=self._recorder is not None
             )
-            self._states = None
             if config.recurrence is not None:
                 self._states = States(config, engine.max_sequences, memory.num_kept_states, memory.device.dtype, device)
             with _device_errors():
