@@ -15,24 +15,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_700, 34),
-    "server/api": (5700, 18),
-    "server/batches": (970, 3),
-    "server/commands": (2355, 13),
+    "server": (12_665, 34),
+    "server/api": (5615, 18),
+    "server/batches": (960, 3),
+    "server/commands": (2350, 13),
     "server/gate": (2570, 8),
-    "server/ledger": (2050, 7),
+    "server/ledger": (2030, 7),
     "server/listening": (1240, 5),
     "server/observing": (2530, 10),
     "server/upstream": (1710, 6),
-    "server/wire": (4815, 14),
-    "core": (15_800, 40),
-    "gpu": (11_049, 34),
+    "server/wire": (4810, 14),
+    "core": (15_600, 40),
+    "gpu": (11_030, 34),
     "gpu/cpu_kernels": (4290, 10),
-    "gpu/kernels": (2835, 7),
+    "gpu/kernels": (2830, 7),
     "gpu/parallel": (765, 5),
-    "bench": (9550, 36),
+    "bench": (9520, 36),
 }
-TEST_LINES = 65_500
+TEST_LINES = 64_860
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
