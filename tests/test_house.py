@@ -15,24 +15,24 @@ PACKAGES = ("server", "core", "gpu")
 
 # Lines and modules of a folder's own files, without its subfolders; of tests: with them.
 BUDGETS = {
-    "server": (12_665, 34),
-    "server/api": (5615, 18),
-    "server/batches": (960, 3),
-    "server/commands": (2350, 13),
-    "server/gate": (2570, 8),
-    "server/ledger": (2030, 7),
-    "server/listening": (1240, 5),
-    "server/observing": (2530, 10),
-    "server/upstream": (1710, 6),
-    "server/wire": (4810, 14),
-    "core": (15_600, 40),
-    "gpu": (11_030, 34),
-    "gpu/cpu_kernels": (4290, 10),
-    "gpu/kernels": (2830, 7),
-    "gpu/parallel": (765, 5),
-    "bench": (9520, 36),
+    "server": (13_365, 37),
+    "server/api": (5815, 19),
+    "server/batches": (1010, 3),
+    "server/commands": (2500, 14),
+    "server/gate": (2870, 9),
+    "server/ledger": (2280, 8),
+    "server/listening": (1300, 5),
+    "server/observing": (2880, 11),
+    "server/upstream": (1810, 6),
+    "server/wire": (4910, 14),
+    "core": (16_500, 42),
+    "gpu": (12_530, 39),
+    "gpu/cpu_kernels": (4890, 12),
+    "gpu/kernels": (2980, 7),
+    "gpu/parallel": (795, 5),
+    "bench": (9820, 37),
 }
-TEST_LINES = 64_860
+TEST_LINES = 67_500
 
 # server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
 ROOMS = (
