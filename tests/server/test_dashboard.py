@@ -92,8 +92,8 @@ def test_two_hosts_are_none() -> None:
 def test_without_keys_every_operators_route_is_guarded_so() -> None:
     routes = [(method, path) for path, method, route in all_routes() if route.scope is Scope.ADMIN]
     assert len(routes) >= 10
-    for method, path in routes:
-        with serving() as server:
+    with serving() as server:
+        for method, path in routes:
             asked = request(method, path, None if method == "GET" else {})
             for peer, data in (
                 (PEER, asked),
