@@ -50,6 +50,7 @@ from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, Listene
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
 from server.local_models import LocalModels, LocalPool
+from server.model_files import tasks_in
 from server.observing.kv_events import kv_events_at
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
@@ -325,7 +326,11 @@ class Server:
         count = self._token_counters.get(pool.settings.name)
         relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
         if isinstance(pool, LocalPool):
-            relay.admission.loading, pool.on_planned = pool, relay.note_length
+            relay.admission.loading, pool.on_planned = pool, lambda length: relay.note(max_model_len=length)
+            path, pooling = pool.process.model, pool.process.pooling
+            if isinstance(path, Path):  # its files are here
+                told = self._loop.run_in_executor(None, tasks_in, path, pooling)
+                told.add_done_callback(lambda done: relay.note(tasks=done.result()))
         return relay
 
     def _serve(self, own: OwnBackend | None, facts: EngineFacts | None) -> None:
