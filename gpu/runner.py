@@ -244,7 +244,7 @@ class ModelRunner:
 
     def load_adapter(self, directory: Path) -> LoadedAdapter:
         """See gpu/adapters.py. Thread: any."""
-        device, adapted = self.memory.device, self._model.adapted
+        device, adapted = self.memory.device, self.model.adapted
         kernel = None if adapted is None else adapted.kernel
         return load_adapter(directory, self.config, device.dtype, device.device, self._engine.max_lora_rank, kernel)
 
