@@ -58,8 +58,13 @@ def whole_stream(**fields: Any) -> list[bytes]:
         return answer.body.split(b"\n\n")[:-1]
 
 
-def read_in_pieces(server: SimulatedServer, rng: random.Random, **fields: Any) -> tuple[list[bytes], int]:
+def read_in_pieces(
+    server: SimulatedServer, rng: random.Random, most_pauses: int = 2, **fields: Any
+) -> tuple[list[bytes], int]:
     """Of a client that is cut off and comes back, again and again, and may have lost what came last.
+
+    Args:
+        most_pauses: of the longest kind, within the time that a stream is kept.
 
     Returns: what it has read, and how often it was cut off.
     """
@@ -76,7 +81,7 @@ def read_in_pieces(server: SimulatedServer, rng: random.Random, **fields: Any) -
         if rng.random() < 0.7:  # otherwise the client comes back before its connection has broken
             rng.choice([transport.reset, transport.feed_eof])()
             server.loop.settle()
-        server.run_for(rng.choice([0, 0.05, GRACE_S / 2]))
+        server.run_for(rng.choice([0, 0.05, GRACE_S / most_pauses]))
         transport, num_cuts = server.send(back("r1", id_of(seen[-1]) if seen else None)), num_cuts + 1
 
 
@@ -99,7 +104,7 @@ def test_a_thousand_random_cuts_lose_and_double_nothing() -> None:
     expected, num_cuts, seeds = whole_stream(), 0, itertools.count(1000)
     while num_cuts < 1000:
         with keeping() as server:
-            events, more = read_in_pieces(server, random.Random(next(seeds)))
+            events, more = read_in_pieces(server, random.Random(next(seeds)), most_pauses=100)
             assert [one.partition(b"\n")[2] for one in events] == expected
             num_cuts += more
 
