@@ -31,6 +31,7 @@ from core.types import (
     Admitted,
     EngineStats,
     FinishReason,
+    PreemptionCause,
     Prefilled,
     Prefilling,
     Request,
@@ -40,6 +41,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
+from core.watch import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class Scheduler:
     Attributes:
         in_flight: oldest first.
         last_work: of the step that came back last.
+        watcher: tells those who watch.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Scheduler:
         self.pool, self.host, self.shares = self.states.pool, self.states.host, self.states.shares
         self.in_flight: deque[Flight] = deque()
         self.last_work = StepWork()
+        self.watcher = Watcher()
         self._counts = _Counts()
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
         self._eos_ids = eos_ids
@@ -275,7 +279,8 @@ class Scheduler:
         states.now_s = now
         self._is_short = False
         if self._searches.groups:
-            self._counts.num_preemptions += self._searches.gather()
+            for sequence in self._searches.gather():
+                self._count_preemption(sequence, PreemptionCause.BEAMS_APART, sequence.request_id)
         builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
         self._make_room(builder, now)
         plain, others, behind = self._ready()
@@ -331,10 +336,11 @@ class Scheduler:
         return plain, others, behind
 
     def _is_forced(self, sequence: Sequence) -> bool:
-        """Whether it decodes, with forced tokens to compute beside its newest sampled one."""
+        """Whether it decodes, with tokens beside its newest one: forced ones, or those before a wrong draft again."""
         num_behind = len(sequence.token_ids) - sequence.num_computed_tokens
         is_answering = sequence.num_computed_tokens >= sequence.num_prompt_tokens
-        return sequence.grammar is not None and is_answering and num_behind <= MOST_FORCED + 1
+        has_several = sequence.grammar is not None or self.states.kept is not None
+        return has_several and is_answering and num_behind <= MOST_FORCED + 1
 
     def _has_to_land(self, sequence: Sequence) -> bool:
         """Whether a sequence in flight must come back before it is computed further.
@@ -374,7 +380,7 @@ class Scheduler:
             self._is_short = True
         else:
             for sequence in giving_way:
-                self._preempt(builder, sequence)
+                self._preempt(builder, sequence, PreemptionCause.OUTRANKED, head)
 
     def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
         """Add a row for each, the plain ones without any check.
@@ -398,6 +404,8 @@ class Scheduler:
         for waiting, sequence in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
             start = sequence.num_computed_tokens
             most = min(len(sequence.token_ids) - start, builder.budget - waiting)
+            if self.states.kept is not None:  # up to a block border, where its state may be kept
+                most = min(most, self.limits.block_size - start % self.limits.block_size)
             self._add_row(builder, sequence, length=allowance.own_tokens(start, most))
 
     def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
@@ -462,7 +470,7 @@ class Scheduler:
             )
             num_reserved += (num_joining - 1) * num_blocks_for(tail, self.limits.block_size)
         while num_joining > len(states.free_slots) or not states.take_blocks(sequence, num_reserved):
-            if not self._preempt_paused(builder):
+            if not self._preempt_paused(builder, sequence):
                 return False
         states.admit(sequence, level)
         group = states.groups[sequence.request_id]
@@ -471,16 +479,21 @@ class Scheduler:
             states.outbox.marks.append(Admitted(sequence.request_id, states.now_s))
         return True
 
-    def _preempt_paused(self, builder: PlanBuilder) -> bool:
+    def _preempt_paused(self, builder: PlanBuilder, head: Sequence) -> bool:
         if self.states.num_paused == 0:
             return False
         paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.num_in_flight]
         if paused:
-            self._preempt(builder, max(paused, key=victim_order(self.shares.least_s())))
+            victim = max(paused, key=victim_order(self.shares.least_s()))
+            self._preempt(builder, victim, PreemptionCause.PAUSED, head)
         return bool(paused)
 
-    def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
+    def _count_preemption(self, victim: Sequence, cause: PreemptionCause, by: str) -> None:
         self._counts.num_preemptions += 1
+        self.watcher.on_preempted(self.states.now_s, victim, cause, by)
+
+    def _preempt(self, builder: PlanBuilder, victim: Sequence, cause: PreemptionCause, by: Sequence) -> None:
+        self._count_preemption(victim, cause, by.request_id)
         # a copy's source must not be handed out in this plan: restart() may have to copy it once more
         assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
         self.states.requeue(victim)
@@ -523,7 +536,7 @@ class Scheduler:
                 self.states.publish(sequence, end)
             elif drafts:
                 sequence.plain_end = 0
-            elif end > sequence.num_prompt_tokens and _is_plain(sequence):
+            elif end > sequence.num_prompt_tokens and end >= len(sequence.token_ids) and _is_plain(sequence):
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
 
@@ -547,7 +560,8 @@ class Scheduler:
                 return False
             order = victim_order(self.shares.least_s())
             victim = max((candidate for candidate in self.states.running if not candidate.num_in_flight), key=order)
-            self._preempt(builder, victim)
+            cause = PreemptionCause.PAUSED if victim.is_paused else PreemptionCause.OUT_OF_BLOCKS
+            self._preempt(builder, victim, cause, sequence)
             if victim is sequence:
                 return False
         return True
@@ -611,6 +625,7 @@ class Scheduler:
     def _account(self, flight: Flight, step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         counts, self.last_work = self._counts, flight.work
+        self.watcher.on_step(self._landed_s, flight.work, step_s, self.step_cost)
         self.step_cost.observe(flight.work, step_s - flight.drafting_s)
         num_held = self.states.charges.charge_step(flight, self.states.running, step_s)
         counts.num_steps += 1

@@ -25,11 +25,14 @@ from gpu.parameters import (
     Empty,
     LayerWeights,
     ModelWeights,
+    MtpWeights,
     Target,
     Targets,
     empty_ends,
     empty_layer,
+    empty_mtp,
     empty_weights,
+    first_matrix,
     has_stacked_experts,
     layer_of,
     matrices,
@@ -131,6 +134,37 @@ def load_weights(
     return weights
 
 
+def mtp_size_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of the head that predicts later tokens (MtpWeights), unquantised; 0: the checkpoint has none that is served."""
+    if not config.num_draft_layers and config.recurrence is None:
+        return 0
+    _, targets = empty_mtp(config, dtype, torch.device("meta"), checkpoint.tensors)
+    wrong = sorted(
+        name
+        for name, target in targets.items()
+        if name not in checkpoint.tensors or checkpoint.tensors[name].shape != target.shape
+    )
+    if wrong:
+        if len(wrong) < len(targets):
+            logger.warning("the head that predicts later tokens is left out: it lacks %s", named_tensors(wrong))
+        return 0
+    return sum(target.into.nbytes for target in targets.values())
+
+
+def load_mtp(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    convert: Callable[[Tensor], Weight] | None,
+) -> MtpWeights:
+    """Fill it; mtp_size_bytes has found it whole."""
+    weights, targets = empty_mtp(config, dtype, device, checkpoint.tensors)
+    with TensorSource(checkpoint, dtype, lambda done, total: None) as source:
+        _load_layer(config, 0, source, MatrixForm(convert), weights.layer, targets)
+    return weights
+
+
 def names_in_blocks(targets: Targets, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """A layer's matrices whose tensors are all stored in blocks that are multiplied so -> their tensors, in order."""
     found: dict[str, list[str]] = {}
@@ -196,7 +230,7 @@ def _load_layer(
 ) -> LayerWeights:
     kept = find_prequantized(config, layer, targets, source.checkpoint) if form.serves_prequantized else {}
     if form.serves_blocks:
-        _load_blocks(layer, targets, source, floats(layer.qkv).dtype)
+        _load_blocks(layer, targets, source, first_matrix(layer).dtype)
     source.fill({name: target for name, target in targets.items() if target.matrix not in kept})
     if kept:
         targets.clear()  # the floats that they hold go, before the quantised matrices come
@@ -302,7 +336,9 @@ def _load_prequantized(
     """
     packing = config.packing
     assert packing is not None
-    dtype, device = floats(layer.qkv).dtype, floats(layer.qkv).device
+    like = first_matrix(layer)
+    dtype, device = like.dtype, like.device
+    del like
     for owner, matrix in matrices(layer):
         if matrix in kept:
             setattr(owner, matrix, torch.empty(0))

@@ -38,7 +38,7 @@ from server.ledger.ledger import End, Entry, EntryState, unavailable
 from server.ledger.responses import Turn
 from server.ledger.store import LedgerRow
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
-from server.observing.recorder import RecordedRequest, digest_of
+from server.observing.recorder import REPLAY_HEADER, RecordedRequest, digest_of
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, output_of
 from server.prompts import Prepared, PromptReader, own_name
@@ -381,7 +381,7 @@ class Generation:
         reader, engine, _ = self._backend
         requests = reader.requests_of(self._prepared, self._request_id, timings.arrived_s, ticket.caller)
         self._place.admit(requests, timings.arrived_s + self._deadlines.ttft_s, self._clock())
-        ticket.reserve(requests)
+        ticket.reserve(requests, self._own_model)
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, self._loop)
         if not self.is_background:
@@ -389,7 +389,7 @@ class Generation:
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
-            row, is_again = self._ledger_row(own_name(reader.cards, call.model)), ticket.caller.is_background
+            row, is_again = self._ledger_row(self._own_model), ticket.caller.is_background
             entry = shared.ledger.open(row, ticket.cost, is_again)
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry
@@ -601,6 +601,7 @@ class Generation:
                 body=None if self._body is None else self._body.decode(errors="replace"),
                 prompt_digest=digest_of(prepared.prompts) if keeps_bodies else None,
                 token_ids=ids if keeps_bodies else None,
+                is_replay=self._stream.request.header(REPLAY_HEADER.encode()) is not None,
                 **self._context.identity,
             )
         )

@@ -43,6 +43,7 @@ class EngineFacts:
         model_digest: of its weights.
         settings: that an answer's tokens may depend on.
         weights_bytes: in memory; quantization: of the layers' matrices; None: they are as dtype says.
+        has_mtp: the model's own head drafts.
     """
 
     model_name: str
@@ -59,6 +60,7 @@ class EngineFacts:
     settings: tuple[object, ...] = ()
     weights_bytes: int = 0
     quantization: str | None = None
+    has_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ piece of work is a token. Three times as fast as torch's operators with the shap
 import ctypes
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, ModelConfig, RecurrentConfig
 from gpu.cpu_kernels.attention import PagedAttention
 from gpu.cpu_kernels.matmul import PackedMatmul, multiply_rows
-from gpu.cpu_kernels.recurrence import KernelDeltaNet, can_compute
+from gpu.cpu_kernels.recurrence import KINDS, can_compute
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     LANES,
@@ -48,6 +49,9 @@ from gpu.operators import HeadNorms, Operators
 from gpu.parameters import RecurrentWeights
 from gpu.quant import Weight
 from gpu.recurrence import Recurrence
+
+if TYPE_CHECKING:
+    from gpu.cpu_kernels.low_rank import LowRankKernel
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A thread is woken for so many numbers: they take a core about as long as waking one.
@@ -284,10 +288,15 @@ class KernelOperators(Operators):
         blocks = in_blocks(embedding)
         return PackedRows(blocks), PackedMatmul(self._multiply, blocks, None)
 
-    def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> Recurrence:
+    def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights) -> Recurrence:
         if not can_compute(config):
-            return super().recurrence(config, weights, taken)
-        return KernelDeltaNet(config, weights, taken)
+            return super().recurrence(config, weights)
+        return KINDS[config.kind](config, weights)
+
+    def low_rank(self) -> "LowRankKernel":
+        from gpu.cpu_kernels.low_rank import LowRankKernel  # compiles for seconds, once
+
+        return LowRankKernel()
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:

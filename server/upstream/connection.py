@@ -6,22 +6,12 @@ at once and outlives a cancelled one (RST_STREAM); HTTP/1.1 carries one after an
 
 import asyncio
 import ssl
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
-from urllib.parse import SplitResult
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import h11
 
-from server.upstream.exchange import (
-    AnswerHead,
-    ConnectionLost,
-    Exchange,
-    Outgoing,
-    Reader,
-    UpstreamFault,
-    WholeAnswer,
-)
+from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Outgoing, Reader, UpstreamFault
 from server.upstream.http2 import Http2, NotHttp2
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 
@@ -33,8 +23,7 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024  # of requests that the upstream does not re
 H2, H1 = b"h2", b"http/1.1"
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where an upstream listens.
 
     Args:
@@ -54,11 +43,9 @@ class Address:
     protocols: tuple[bytes, ...]
 
 
-def address_of(url: SplitResult, tls: ssl.SSLContext | None, protocols: tuple[bytes, ...]) -> Address:
-    """
-    Args:
-        url: http://, https:// or unix:///path.
-    """
+def address_of(of: str, tls: ssl.SSLContext | None, protocols: tuple[bytes, ...]) -> Address:
+    """Of a URL that check_url takes."""
+    url = urlsplit(of)
     if url.scheme == "unix":
         return Address("", 0, url.path, "localhost", "", None, protocols)
     port = url.port or (443 if tls else 80)
@@ -66,7 +53,7 @@ def address_of(url: SplitResult, tls: ssl.SSLContext | None, protocols: tuple[by
 
 
 class _Http1:
-    is_ready = True
+    is_ready, is_multiplexed = True, False
 
     def __init__(self, connection: "Connection") -> None:
         self.is_closing = False
@@ -141,12 +128,15 @@ class _Http1:
             exchange.take_end(fault)
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """
     Attributes:
+        http: its protocol, once it is connected.
         ready: its protocol is known and the peer has said that it speaks it. Its exception is an UpstreamFault.
         speaks_http1: it was tried with HTTP/2, and is HTTP/1.1.
     """
+
+    http: Http2 | _Http1
 
     def __init__(self, address: Address, protocol: bytes) -> None:
         self.address = address
@@ -155,50 +145,13 @@ class Connection(asyncio.Protocol):
         self.speaks_http1 = False
         self.idle_since_s = self.loop.time()
         self._protocol = protocol
-        self._http: Http2 | _Http1 | None = None
         self._transport: asyncio.Transport | None = None
-        self._will_flush = self._will_read = False
-        self._unread = bytearray()  # received, for later turns of the loop; the transport is paused meanwhile
-        self._is_reading = True  # as the exchanges want it
-
-    @property
-    def room(self) -> int:
-        return 0 if self._http is None or self._transport is None or not self._http.is_ready else self._http.room
-
-    @property
-    def num_open(self) -> int:
-        return 0 if self._http is None else self._http.num_open
+        self._buffer = bytearray(BYTES_A_TURN)
+        self._is_reading = True  # as the exchange of HTTP/1.1 wants it
 
     @property
     def is_closed(self) -> bool:
-        return self._transport is None and self._http is not None
-
-    @property
-    def is_closing(self) -> bool:
-        """It takes no more requests, and is to be closed once it has none."""
-        return self._http is not None and self._http.is_closing
-
-    @property
-    def is_multiplexed(self) -> bool:
-        return isinstance(self._http, Http2)
-
-    def send(self, outgoing: Outgoing, reader: Reader) -> Exchange:
-        """Send a request, for which there must be room."""
-        assert self._http is not None
-        return self._http.send(outgoing, reader)
-
-    async def ask(self, outgoing: Outgoing, most_bytes: int) -> tuple[AnswerHead, bytes]:
-        """Send a request, and wait for all of its answer.
-
-        Raises:
-            UpstreamFault: it is broken off, or its body is larger.
-        """
-        answer = WholeAnswer(most_bytes)
-        exchange = self.send(outgoing, answer)
-        try:
-            return await answer.done
-        finally:
-            exchange.cancel()
+        return self._transport is None
 
     def close(self) -> None:
         """Once all is written."""
@@ -206,7 +159,6 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        self._unread.clear()
         if self._transport is not None:
             self._transport.abort()
 
@@ -218,47 +170,18 @@ class Connection(asyncio.Protocol):
             if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
                 self._transport.abort()
 
-    def _flush_soon(self) -> None:
-        """Once for all exchanges that are read in this turn."""
-        if not self._will_flush:
-            self._will_flush = True
-            self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._will_flush = False
-        cast(Http2, self._http).flush()
-
     def set_reading(self, is_reading: bool) -> None:
         self._is_reading = is_reading
-        self._go_on()
+        self._read_or_not()
 
-    def _go_on(self) -> None:
-        """Read what is left in the next turn, and more once nothing is."""
-        if self._unread and self._is_reading and not self._will_read:
-            self._will_read = True
-            self.loop.call_soon(self._read_on)
+    def _read_or_not(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            if self._is_reading and not self._unread:
+            if self._is_reading:
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
 
-    def _read_on(self) -> None:
-        self._will_read = False
-        if self._is_reading:
-            self._read_share()
-            self._go_on()
-
-    def _read_share(self) -> None:
-        share = bytes(self._unread[:BYTES_A_TURN])
-        del self._unread[:BYTES_A_TURN]
-        self._receive(share)
-
-    def _read_all(self) -> None:
-        while self._unread:
-            self._read_share()
-
-    # asyncio.Protocol.
+    # asyncio.BufferedProtocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -268,23 +191,23 @@ class Connection(asyncio.Protocol):
         if self._protocol == H2:
             scheme, authority = b"https" if self.address.tls else b"http", self.address.authority.encode()
             origin = [(b":scheme", scheme), (b":authority", authority)]
-            self._http = Http2(self.write, self._flush_soon, self.loop.time, origin)
+            self.http = Http2(self.write, self.loop.time, origin)
         else:
-            self._http = _Http1(self)
+            self.http = _Http1(self)
             self.ready.set_result(None)
 
-    def data_received(self, data: bytes) -> None:
-        if self._is_reading and not self._unread and len(data) <= BYTES_A_TURN:
-            self._receive(data)
-            return
-        self._unread += data
-        if self._is_reading and not self._will_read:
-            self._read_share()
-        self._go_on()
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        is_full = num_bytes == BYTES_A_TURN
+        self._receive(bytes(self._buffer if is_full else self._buffer[:num_bytes]))
+        if is_full and self._transport is not None and not self._transport.is_closing():  # the loop would read on
+            self._transport.pause_reading()
+            self.loop.call_soon(self._read_or_not)
 
     def _receive(self, data: bytes) -> None:
-        http = self._http
-        assert http is not None
+        http = self.http
         try:
             http.receive(data)
         except ConnectionFault as fault:
@@ -301,22 +224,19 @@ class Connection(asyncio.Protocol):
                 self.close()
 
     def eof_received(self) -> bool:
-        self._read_all()
         self._receive(b"")  # ends a body without a length
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._read_all()
-        self.speaks_http1 |= isinstance(self._http, Http2) and not self._http.is_ready
+        self.speaks_http1 |= not self.http.is_ready
         self._fail(ConnectionLost("the connection was lost" if error is None else f"the connection was lost: {error}"))
 
     def _fail(self, fault: UpstreamFault) -> None:
         if not self.ready.done():
             self.ready.set_exception(fault)
             self.ready.exception()  # marks it as retrieved
-        if self._http is not None:
-            self._http.fail(fault)
+        self.http.fail(fault)
 
 
 async def connect(address: Address, protocol: bytes) -> Connection:
@@ -353,19 +273,3 @@ async def connect(address: Address, protocol: bytes) -> Connection:
         connection.abort()
         raise
     return connection
-
-
-def client_tls(ca: str | None, certificate: str | None, key: str | None, protocols: Sequence[bytes]) -> ssl.SSLContext:
-    """
-    Args:
-        ca: file of the upstream's; None: the system's.
-        certificate, key: files of ours, towards it.
-
-    Raises:
-        OSError: a file cannot be used.
-    """
-    context = ssl.create_default_context(cafile=ca)
-    if certificate is not None:
-        context.load_cert_chain(certificate, key)
-    context.set_alpn_protocols([one.decode() for one in protocols])
-    return context
