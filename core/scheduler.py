@@ -482,7 +482,7 @@ class Scheduler:
     def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
         self._counts.num_preemptions += 1
         # a copy's source must not be handed out in this plan: restart() may have to copy it once more
-        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
+        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.held)
         self.states.requeue(victim)
 
     def _add_row(
@@ -516,6 +516,7 @@ class Scheduler:
                 length = self._to_border(start, length, len(sequence.token_ids), builder.budget)
             sequence.progress_s = self.states.now_s
         end = start + length + len(drafts)
+        self.states.drop_unseen(builder, sequence, start)
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, end - start, drafts)
             self.states.save_states(builder, sequence, start, end)
