@@ -22,8 +22,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.crash import Broken, fork_server
-from bench.kit import MODEL, Flag, Found, bench, free_port, running, serve_command
+from bench.crash import fork_server
+from bench.kit import MODEL, Broken, Flag, Found, bench, free_port, running, serve_command
 from bench.results import Table
 from server.config import ServerConfig
 from server.ledger.store import RowState
@@ -197,8 +197,4 @@ FLAGS = (
 main = bench("batches", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except Broken as error:
-        sys.exit(f"error: {error}")
-    sys.exit(code)
+    sys.exit(main())

@@ -34,7 +34,7 @@ from pathlib import Path
 import uvloop
 
 from bench.client import ConnectionPool, Exchange, Recorder, encode_request
-from bench.kit import MODEL, Flag, Found, bench
+from bench.kit import MODEL, Broken, Flag, Found, bench
 from bench.null_server import Pace, load
 from bench.results import Table
 from server.config import ServerConfig
@@ -66,10 +66,6 @@ class Seen:
     acknowledged: dict[str, int] = field(default_factory=dict)  # completion tokens, as they were told
     begun: set[str] = field(default_factory=set)
     num_sent: int = 0
-
-
-class Broken(Exception):
-    """The ledger has not kept its word."""
 
 
 def fork_server(config: ServerConfig) -> tuple[int, int]:
@@ -251,8 +247,4 @@ FLAGS = (
 main = bench("crash", __doc__, _measure, FLAGS)
 
 if __name__ == "__main__":
-    try:
-        code = main()
-    except Broken as error:
-        sys.exit(f"error: {error}")
-    sys.exit(code)
+    sys.exit(main())

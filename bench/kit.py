@@ -91,12 +91,16 @@ class Found:
     code: int = 0
 
 
+class Broken(Exception):
+    """What a bench measures has not kept its word: there is nothing to write."""
+
+
 def bench(
     name: str, description: str | None, measure: Callable[[argparse.Namespace], Found], flags: Sequence[Flag] = ()
 ) -> Callable[..., int]:
     """The `main` of a bench: parse, measure, show, write.
 
-    It returns the exit code: 2 where nothing could be measured, with a cause and a fix.
+    It returns the exit code: 2 where nothing could be measured, with a cause and a fix; 1 for what is Broken.
     """
 
     def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +119,9 @@ def bench(
         except StartupError as error:
             print(f"bench.{name}: {error.cause}\nFix: {error.fix}", file=sys.stderr)
             return 2
+        except Broken as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         print_tables(found.tables)
         path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"{found.name or name}.json")
         if path is not None:

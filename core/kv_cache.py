@@ -60,11 +60,13 @@ class BlockChange(NamedTuple):
         serial: of the block; 0: of all, which are forgotten.
         parent: the block before it; None: its chain begins with it.
         content: its token ids as int32; empty: it can be found no more.
+        domain: who may share it.
     """
 
     serial: int
     parent: int | None = None
     content: bytes = b""
+    domain: Domain = ("", "")
 
 
 @dataclass(slots=True)
@@ -603,7 +605,8 @@ class BlockPool:
         self._blocks[key], self._keys[block], self._serials[block] = block, key, serial
         table.num_published += 1
         if self.on_change is not None:
-            self.on_change(BlockChange(serial, key[0] if isinstance(key[0], int) else None, key[1]))
+            parent = key[0] if isinstance(key[0], int) else None
+            self.on_change(BlockChange(serial, parent, key[1], table.domain))
 
     def _unpublish(self, block: int) -> None:
         key = self._keys[block]

@@ -98,6 +98,10 @@ class Adapters:
         self._reader.cards = tuple(card for card in cards if card.id != name)
         logger.info("the adapter %r is unloaded", name)
 
+    def names(self) -> dict[str, str]:
+        """Of those that are served, by digest. Any thread."""
+        return {card.adapter.digest: card.id for card in self._reader.cards if card.adapter is not None}
+
     def info(self) -> dict[tuple[str, ...], float]:
         """Of vllm:lora_requests_info: the labels, and the time, as vLLM tells it."""
         names = {card.id for card in self._reader.cards if card.adapter is not None}

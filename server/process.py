@@ -24,7 +24,7 @@ from server import __version__
 from server.adapters import Adapters
 from server.api.models import ServerCard
 from server.app import App, Readiness
-from server.backend import Backend
+from server.backend import Backend, CountTokens
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
 from server.batches.runner import Batches
 from server.batches.store import FileLimits, Quota, Store
@@ -60,7 +60,7 @@ from server.relay import Relay
 from server.routes import find_route
 from server.supervision import EngineLost, ServiceManager, Supervision
 from server.upstream.pool import Pool
-from server.upstream.settings import refuse_same_names
+from server.upstream.settings import ModelSettings, refuse_same_names
 from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -149,11 +149,10 @@ class Server:
         self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._compiling = ThreadPoolExecutor(MAX_AT_ONCE, "grammars")
         self._token_counters = {
-            one.name: token_counter(Path(one.tokenizer), one.max_model_len, self._clock, config.request_limits)
-            for one in config.models
-            if one.tokenizer is not None
+            one.name: self._token_counter(one) for one in config.models if one.tokenizer is not None
         }
         self._upstream_pools = [Pool(one, self._loop) for one in config.models if one.path is None]
+        self._left_pools: list[Pool] = []  # of models that the list no longer has, until their requests have ended
         self._relays: dict[Pool, Relay] = {}
         self._metrics.pools = lambda: {pool.settings.name: pool for pool in self._pools}
         self._metrics.upstreams = lambda: {
@@ -270,7 +269,7 @@ class Server:
         )
         client.stats = loaded.stats  # until the first delivery
         self._client = client
-        self._metrics.model_name, limits = None if self._pools else loaded.facts.model_name, loaded.facts.limits
+        limits = loaded.facts.limits
         self._metrics.own_model = loaded.facts.model_name
         self._metrics.cache_config = {(limits.block_size, limits.num_blocks): 1}
         config = self._config
@@ -280,23 +279,33 @@ class Server:
             reader.turns = None
         reader.records = self._recorder is not None
         self._app.card = server_card(reader.cards[0], loaded, tuple(map(str, self._endpoints)))
-        self._serve(OwnBackend(reader, client, self._admission(lambda: client.stats)), loaded.facts)
+        own = OwnBackend(reader, client, self._admission(lambda: client.stats))
+        self._name_models(own)
+        self._serve(own, loaded.facts)
         self._compiling.submit(reader.make_compiler().prepare)
         if loaded.read_adapter is not None:
             given = config.max_loras, config.lora_dir, self._clock
             self._app.adapters = adapters = Adapters(self._app.served, loaded.read_adapter, *given)
             self._metrics.adapters = adapters.info
+            if self._kv_events is not None:
+                self._kv_events.adapters = adapters.names
 
     async def _begin_relaying(self) -> None:
         """Serve without an engine, once each upstream has been asked."""
         try:
             for pool in self._pools:
                 await pool.wait_probed()
-            self._metrics.model_name = self._pools[0].settings.name if len(self._pools) == 1 else None
+            self._name_models(None)
             self._serve(None, None)
             self._app.card = gateway_card(self._pools, self._app.served.backends, self._endpoints)
         except Exception as error:
             self.on_failed(error)
+
+    def _name_models(self, own: OwnBackend | None) -> None:
+        """In metrics: the one model's name; of several there is none."""
+        names = [pool.settings.name for pool in self._pools]
+        names += [] if own is None else [own.reader.cards[0].id]
+        self._metrics.model_name = names[0] if len(names) == 1 else None
 
     def _admission(self, stats: Callable[[], EngineStats]) -> Admission:
         config = self._config
@@ -322,11 +331,18 @@ class Server:
         return found
 
     def _relay(self, pool: Pool) -> Relay:
-        count = self._token_counters.get(pool.settings.name)
+        settings = pool.settings
+        count = self._token_counters.pop(settings.name, None)
         relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
         if isinstance(pool, LocalPool):
             relay.admission.loading, pool.on_planned = pool, relay.note_length
+        if settings.tokenizer is not None and count is None:  # of a new list: until it is read, bytes are counted
+            self._offload(partial(self._token_counter, settings)).add_done_callback(relay.take_counter)
         return relay
+
+    def _token_counter(self, settings: ModelSettings) -> CountTokens:
+        path, limits = Path(settings.tokenizer or ""), self._config.request_limits
+        return token_counter(path, settings.max_model_len, self._clock, limits)
 
     def _serve(self, own: OwnBackend | None, facts: EngineFacts | None) -> None:
         config = self._config
@@ -396,7 +412,7 @@ class Server:
     def _offload_compiling(self, work: Callable[[], T], /) -> Awaitable[T]:
         return self._loop.run_in_executor(self._compiling, work)
 
-    def _offload(self, work: Callable[[], T], /) -> Awaitable[T]:
+    def _offload(self, work: Callable[[], T], /) -> asyncio.Future[T]:
         return self._loop.run_in_executor(None, work)
 
     @property
@@ -481,7 +497,7 @@ class Server:
             self._supervision.reload(self._reload)
 
     def _reload(self) -> None:
-        """Read certificates, tenants, keys, and the models of this machine again.
+        """Read certificates, tenants, keys and models again.
 
         Raises:
             StartupError: one of them cannot be used. Everything stays as it was, but revocations hold; where only
@@ -513,29 +529,51 @@ class Server:
             self._app.end_revoked()
 
     def _take_models(self, config: ServerConfig) -> None:
-        """The list's models of this machine; those elsewhere, and a model of this process, wait for the next start.
+        """The list's models; a first one of this machine, and a model of this process, wait for the next start.
 
         Raises:
             StartupError: a name is that of the model of this process.
         """
         before, local, generations = self._config, self._local, self._app.generations
-        is_other = config.has_engine != before.has_engine or (local is None and bool(config.own_models))
-        elsewhere = [[one for one in of.models if one.path is None] for of in (config, before)]
-        if is_other or elsewhere[0] != elsewhere[1]:
-            logger.warning("[[models]] has other upstreams, or a first or no path: that takes effect at the next start")
-        if local is None or is_other:
+        is_other = config.has_engine != before.has_engine
+        if is_other or (local is None and config.own_models):
+            logger.warning("[[models]] has a first path, or --model comes or goes: that takes effect at the next start")
+        if is_other:
             return
         own = None if generations is None else generations.own
+        elsewhere = [one for one in config.models if one.path is None]
+        taken = elsewhere if local is None else config.models
         if own is not None:
-            names = (name for one in config.models if one.path is not None for name in one.names)
+            names = (name for one in taken for name in one.names)
             refuse_same_names([*(card.id for card in own.reader.cards), *names], "the configuration")
-        local.take(config)
-        local.begin()
+        self._take_upstreams(elsewhere)
+        if local is not None:
+            local.take(config)
+            local.begin()
         if generations is not None:
+            self._name_models(own)
             generations.others = self._backends(own)
             self._served = {card.id for backend in generations.backends for card in backend.reader.cards}
             if own is None:
                 self._app.card = gateway_card(self._pools, generations.backends, self._endpoints)
+
+    def _take_upstreams(self, models: Sequence[ModelSettings]) -> None:
+        """
+        Raises:
+            StartupError: a file that the list names cannot be used: nothing has changed.
+        """
+        for one in models:
+            one.api_key()
+        known = {one.settings.name: one for one in self._upstream_pools if any(map(one.can_take, models))}
+        pools = [known.get(one.name) or Pool(one, self._loop) for one in models]
+        for pool, settings in zip(pools, models, strict=True):
+            pool.take(settings)
+            pool.start()
+        gone = [one for one in self._upstream_pools if one not in pools]
+        for pool in gone:
+            pool.leave()
+        self._left_pools = [*(one for one in self._left_pools if not one.has_left), *gone]
+        self._upstream_pools = pools
 
     # Drain and end.
 
@@ -589,7 +627,7 @@ class Server:
         if self._relaying is not None:
             self._relaying.cancel()
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        for pool in self._pools:
+        for pool in (*self._pools, *self._left_pools):
             await pool.close()
         if self._app.batches is not None:
             await self._app.batches.close()

@@ -31,7 +31,7 @@ from server.api.fields import GenerationCall, MaxTokens, RequestLimits
 from server.api.models import ServedModel, adapter_card
 from server.api.replies import ReplyContext, Surface
 from server.backend import CountTokens
-from server.clock import Clock
+from server.clock import Clock, DeadlineTimer
 from server.engine_client import NOT_YET, DeltaSink, LoopWork
 from server.gate.admission import Admission
 from server.gate.identity import Caller
@@ -175,6 +175,15 @@ class Relay:
         """The model's context is known now."""
         self.cards = tuple(msgspec.structs.replace(card, max_model_len=max_model_len) for card in self.cards)
 
+    def take_counter(self, made: "asyncio.Future[CountTokens]") -> None:
+        """Count by the model's tokenizer from now on, if it could be read."""
+        if made.cancelled():
+            return
+        if (error := made.exception()) is None:
+            self._count = made.result()
+        else:
+            logger.error("the tokenizer of %s cannot be used, bytes are counted: %s", self.cards[0].id, error)
+
     # PromptSource.
 
     def prepare(self, surface: Surface, body: bytes, tenant: Tenant, marks: StageMarks) -> Passed:
@@ -313,8 +322,11 @@ class Relay:
         if not pool.settings.trusted:
             message = f"The server that answers for this model has no {path} that is known here. Ask another model's."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "not_found", "model")
+        names = ("", "")
         if body is not None:
             fields = parse_object(body)
+            asked = str(fields.get("model") or pool.settings.name)
+            names = pool.settings.name_there(asked), asked
             _address_to(pool.settings, fields, _salt_of(tenant, fields.get("cache_salt")), fields.get("cache_salt"))
             body = sse.json_line(fields)
         slot = pool.take_slot(leading_blocks("", (), 0), caller.priority_of(None), caller.sharing_name)
@@ -330,7 +342,7 @@ class Relay:
             slot.granted.cancel()
             slot.leave()
         if head.status != 200:
-            raise refusal_of(head.status, answer, head)
+            raise refusal_of(head.status, answer, head, names)
         return answer
 
 
@@ -433,7 +445,8 @@ class RelayHandle:
         self._most_events = most * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
         self._is_paused = self._is_cancelled = self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._linger: asyncio.TimerHandle | None = None
+        self._heard_s = 0.0  # when something of the answer came last, or could have
+        self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
         self._task: asyncio.Task[None] | None = None
         self._exchange: Exchange | None = None
         self._fallbacks = list(relay.fallbacks)
@@ -494,6 +507,8 @@ class RelayHandle:
         self._is_paused = False
         if self._exchange is not None:
             self._exchange.resume()
+            self._heard_s = self._loop.time()
+            self._timer.arm()
 
     # On its way out.
 
@@ -544,6 +559,8 @@ class RelayHandle:
         self._exchange = connection.send(outgoing, self)
         if self._is_paused:
             self._exchange.pause()
+        self._heard_s = now_s
+        self._timer.arm()
 
     def _lose(self, fault: UpstreamFault) -> None:
         """No answer has come. What an upstream may be at fault for in the middle of its work is not sent to another."""
@@ -555,7 +572,8 @@ class RelayHandle:
     def _be_refused(self, head: AnswerHead) -> None:
         if head.status == 503 and self._move("it refuses requests"):
             return
-        error = refusal_of(head.status, bytes(self._document), head)
+        settings, asked = self._pool.settings, self._call.model
+        error = refusal_of(head.status, bytes(self._document), head, (settings.name_there(asked), asked))
         if head.status >= 500 or head.status == 429:
             self._fall_back(error)
         else:
@@ -616,10 +634,13 @@ class RelayHandle:
     def on_head(self, head: AnswerHead) -> None:
         self._head = head
         self._pool.note_outcome(self._upstream, head.status < 500 or head.status == 503)
+        self._heard_s = self._loop.time()
+        self._timer.arm()
 
     def on_data(self, data: bytes) -> None:
         assert self._head is not None
         is_refusal, begun_s = self._head.status != 200, self._loop.time()
+        self._heard_s = begun_s
         self._num_bytes += len(data)
         with self._held():
             if self._call.is_stream and not is_refusal:
@@ -630,9 +651,9 @@ class RelayHandle:
                 if len(self._document) > (most := MAX_ERROR_BYTES if is_refusal else MAX_DOCUMENT_BYTES):
                     self._document.clear()  # it is no answer
                     raise UpstreamFault(f"its answer is larger than {most} bytes")
-            if self._answer.is_done and self._linger is None and not self._is_cancelled:
+            if self._answer.is_done and not self._is_cancelled:
                 self._finish_all()  # the answer's end follows, or is not waited for long
-                self._linger = self._loop.call_later(LINGER_S, self._end)
+                self._timer.arm()
         self._relay.work.busy_s += self._loop.time() - begun_s
 
     def on_end(self, fault: UpstreamFault | None) -> None:
@@ -650,6 +671,25 @@ class RelayHandle:
             if not (self._answer.is_done or all(one.is_finished for one in self.sequences)):
                 raise fault or UpstreamFault("its answer ends in the middle")
             self._end()
+
+    def _next_due(self) -> float | None:
+        """When a stream's end is waited for no longer, or its upstream is taken to hang.
+
+        Before their heads only our own are: others send it with the first token.
+        """
+        exchange, settings = self._exchange, self._pool.settings
+        if exchange is None or exchange.is_over or not self._call.is_stream:
+            return None
+        if self._answer.is_done:
+            return self._heard_s + LINGER_S
+        is_due = self._head is not None or (settings.trusted and self._passage.form != "lines")
+        return self._heard_s + settings.silence_s if is_due and not self._is_paused else None
+
+    def _on_due(self) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.cancel()
+        self.on_end(ConnectionLost(f"nothing has come of its answer for {self._pool.settings.silence_s:g} s"))
 
     def _take(self, part: Part, now_s: float) -> None:
         self._num_events += 1
@@ -720,8 +760,7 @@ class RelayHandle:
         if self._has_ended:
             return
         self._has_ended = True
-        if self._linger is not None:
-            self._linger.cancel()
+        self._timer.close()
         if self._exchange is not None:
             self._exchange.cancel()
             self._exchange = None  # which refers back: all is freed without the garbage collector

@@ -422,24 +422,36 @@ _PASSED_ON = {  # statuses of which the client is the cause
 }
 
 
-def refusal_of(status: int, body: bytes, head: AnswerHead) -> ServiceError:
-    """The error for the client of a request that an upstream has refused."""
+def renamed_in(message: str, there: str, asked: str) -> str:
+    """With the name that was asked for in place of the model's name there: where it is quoted, or is no mere word."""
+    name = re.escape(there)
+    bare = "" if there.isalpha() else rf"|(?<![\w/-]){name}(?![\w/-])"
+    return re.sub(rf"(?<=['\"`]){name}(?=['\"`]){bare}", lambda _: asked, message) if there else message
+
+
+def refusal_of(status: int, body: bytes, head: AnswerHead, names: tuple[str, str] = ("", "")) -> ServiceError:
+    """The error for the client of a request that an upstream has refused.
+
+    Args:
+        names: of the model, there and as it was asked for.
+    """
     try:
-        told = parse_object(body)
+        document = parse_object(body)
     except InvalidRequest:
-        told = {}
-    error = told.get("error") or told
+        document = {}
+    error = document.get("error") or document
     fields = error if isinstance(error, dict) else {"message": error}
     message, code, param = (
         value if isinstance(value := fields.get(name), str) else None for name in ("message", "code", "param")
     )
-    message = message or f"The server behind this one refused the request, with the status {status}."
+    told = message or f"The server behind this one refused the request, with the status {status}."
+    message = renamed_in(told, *names)
     if status in _PASSED_ON:
         return ServiceError(_PASSED_ON[status], message, code or "invalid_value", param)
     if status in (429, 503):
         after = head.field(b"retry-after") or b""
         retry_s = min(float(after), 60.0) if after.isdigit() else 1.0
         return ServiceError(ErrorKind.UNAVAILABLE, message, code or "overloaded", retry_after_s=retry_s)
-    logger.error("an upstream refused a request with the status %d: %s", status, message)
+    logger.error("an upstream refused a request with the status %d: %s", status, told)
     what = "refused this server's own key" if status in (401, 403) else f"answered with the status {status}"
     return ServiceError(ErrorKind.UPSTREAM, f"The server behind this one {what}. Tell the operator.", "upstream_error")

@@ -12,14 +12,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from core.errors import ExitCode, StartupError
 from core.kv_cache import BlockChange
+from server.gate.tenants import LOCAL
 from server.listening.sockets import TcpAddress
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,12 @@ ALL_TOLD = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """One after another in a chain, which begins where the parent ends."""
+    """One after another in a chain, which begins where the parent ends.
+
+    Args:
+        extra_keys: what else each block's hash is of: the adapter's name, and of a chain's first block the salts: the
+            tenant's or its cache_domain's, and the request's own.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -40,6 +47,8 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True):
     block_size: int
     lora_id: int | None = None
     medium: str | None = "GPU"
+    lora_name: str | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
@@ -59,10 +68,14 @@ class KVEventBatch(msgspec.Struct, array_like=True):
     events: list[KVCacheEvent]
 
 
-def events_of(changes: Iterable[BlockChange]) -> list[KVCacheEvent]:
-    """Neighbours of one kind, and of one chain, are one event."""
+def events_of(changes: Iterable[BlockChange], adapters: Mapping[str, str] = MappingProxyType({})) -> list[KVCacheEvent]:
+    """Neighbours of one kind, and of one chain, are one event.
+
+    Args:
+        adapters: names by digest; of one that is gone the digest is told.
+    """
     events: list[KVCacheEvent] = []
-    for serial, parent, content in changes:
+    for serial, parent, content, (domain, salt) in changes:
         last = events[-1] if events else None
         token_ids = memoryview(content).cast("i").tolist()
         if not serial:
@@ -71,11 +84,20 @@ def events_of(changes: Iterable[BlockChange]) -> list[KVCacheEvent]:
             last.block_hashes.append(serial)
         elif not token_ids:
             events.append(BlockRemoved([serial]))
-        elif isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
-            last.block_hashes.append(serial)
-            last.token_ids.extend(token_ids)
         else:
-            events.append(BlockStored([serial], parent, token_ids, len(token_ids)))
+            if not (isinstance(last, BlockStored) and last.block_hashes[-1] == parent):
+                last = BlockStored([], parent, [], len(token_ids))
+                events.append(last)
+            shared_by, _, digest = domain.partition("\0")
+            last.lora_name = adapters.get(digest, digest) or None
+            salts = (shared_by if shared_by != LOCAL.cache_salt_domain else "", salt) if parent is None else ()
+            keys = tuple(filter(None, (last.lora_name, *salts))) or None
+            if keys is not None and last.extra_keys is None:
+                last.extra_keys = [None] * len(last.block_hashes)
+            if last.extra_keys is not None:
+                last.extra_keys.append(keys)
+            last.block_hashes.append(serial)
+            last.token_ids += token_ids
     return events
 
 
@@ -109,6 +131,7 @@ class KvEvents:
     """
     Attributes:
         endpoints: of the publisher, and of the other socket if there is one, as they are bound.
+        adapters: returns the names of those that are served, by digest.
     """
 
     def __init__(self, address: TcpAddress, replay: TcpAddress | None) -> None:
@@ -125,6 +148,7 @@ class KvEvents:
         self._changes: SimpleQueue[BlockChange | None] = SimpleQueue()
         self.put = self._changes.put
         self._kept = KeptBatches()
+        self.adapters: Callable[[], Mapping[str, str]] = dict
         self.put(BlockChange(0))
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
@@ -163,7 +187,7 @@ class KvEvents:
 
     def _publish(self, changes: list[BlockChange]) -> None:
         if changes:
-            batch = msgspec.msgpack.encode(KVEventBatch(time.time(), events_of(changes)))
+            batch = msgspec.msgpack.encode(KVEventBatch(time.time(), events_of(changes, self.adapters())))
             self._sockets[0].send_multipart((b"", *self._kept.keep(batch)))
 
     def _replay(self, router: Any) -> None:

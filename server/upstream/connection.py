@@ -7,21 +7,12 @@ at once and outlives a cancelled one (RST_STREAM); HTTP/1.1 carries one after an
 import asyncio
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
-from urllib.parse import SplitResult
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import h11
 
-from server.upstream.exchange import (
-    AnswerHead,
-    ConnectionLost,
-    Exchange,
-    Outgoing,
-    Reader,
-    UpstreamFault,
-    WholeAnswer,
-)
+from server.upstream.exchange import AnswerHead, ConnectionLost, Exchange, Outgoing, Reader, UpstreamFault
 from server.upstream.http2 import Http2, NotHttp2
 from server.wire.messages import ConnectionFault, Http2ErrorCode
 
@@ -33,8 +24,7 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024  # of requests that the upstream does not re
 H2, H1 = b"h2", b"http/1.1"
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where an upstream listens.
 
     Args:
@@ -54,11 +44,9 @@ class Address:
     protocols: tuple[bytes, ...]
 
 
-def address_of(url: SplitResult, tls: ssl.SSLContext | None, protocols: tuple[bytes, ...]) -> Address:
-    """
-    Args:
-        url: http://, https:// or unix:///path.
-    """
+def address_of(of: str, tls: ssl.SSLContext | None, protocols: tuple[bytes, ...]) -> Address:
+    """Of a URL that check_url takes."""
+    url = urlsplit(of)
     if url.scheme == "unix":
         return Address("", 0, url.path, "localhost", "", None, protocols)
     port = url.port or (443 if tls else 80)
@@ -141,7 +129,7 @@ class _Http1:
             exchange.take_end(fault)
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """
     Attributes:
         ready: its protocol is known and the peer has said that it speaks it. Its exception is an UpstreamFault.
@@ -157,9 +145,9 @@ class Connection(asyncio.Protocol):
         self._protocol = protocol
         self._http: Http2 | _Http1 | None = None
         self._transport: asyncio.Transport | None = None
-        self._will_flush = self._will_read = False
-        self._unread = bytearray()  # received, for later turns of the loop; the transport is paused meanwhile
-        self._is_reading = True  # as the exchanges want it
+        self._buffer = bytearray(BYTES_A_TURN)
+        self._will_flush = False
+        self._is_reading = True  # as the exchange of HTTP/1.1 wants it
 
     @property
     def room(self) -> int:
@@ -187,26 +175,12 @@ class Connection(asyncio.Protocol):
         assert self._http is not None
         return self._http.send(outgoing, reader)
 
-    async def ask(self, outgoing: Outgoing, most_bytes: int) -> tuple[AnswerHead, bytes]:
-        """Send a request, and wait for all of its answer.
-
-        Raises:
-            UpstreamFault: it is broken off, or its body is larger.
-        """
-        answer = WholeAnswer(most_bytes)
-        exchange = self.send(outgoing, answer)
-        try:
-            return await answer.done
-        finally:
-            exchange.cancel()
-
     def close(self) -> None:
         """Once all is written."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        self._unread.clear()
         if self._transport is not None:
             self._transport.abort()
 
@@ -230,35 +204,16 @@ class Connection(asyncio.Protocol):
 
     def set_reading(self, is_reading: bool) -> None:
         self._is_reading = is_reading
-        self._go_on()
+        self._read_or_not()
 
-    def _go_on(self) -> None:
-        """Read what is left in the next turn, and more once nothing is."""
-        if self._unread and self._is_reading and not self._will_read:
-            self._will_read = True
-            self.loop.call_soon(self._read_on)
+    def _read_or_not(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            if self._is_reading and not self._unread:
+            if self._is_reading:
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
 
-    def _read_on(self) -> None:
-        self._will_read = False
-        if self._is_reading:
-            self._read_share()
-            self._go_on()
-
-    def _read_share(self) -> None:
-        share = bytes(self._unread[:BYTES_A_TURN])
-        del self._unread[:BYTES_A_TURN]
-        self._receive(share)
-
-    def _read_all(self) -> None:
-        while self._unread:
-            self._read_share()
-
-    # asyncio.Protocol.
+    # asyncio.BufferedProtocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -273,14 +228,15 @@ class Connection(asyncio.Protocol):
             self._http = _Http1(self)
             self.ready.set_result(None)
 
-    def data_received(self, data: bytes) -> None:
-        if self._is_reading and not self._unread and len(data) <= BYTES_A_TURN:
-            self._receive(data)
-            return
-        self._unread += data
-        if self._is_reading and not self._will_read:
-            self._read_share()
-        self._go_on()
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        is_full = num_bytes == BYTES_A_TURN
+        self._receive(bytes(self._buffer if is_full else self._buffer[:num_bytes]))
+        if is_full and self._transport is not None and not self._transport.is_closing():  # the loop would read on
+            self._transport.pause_reading()
+            self.loop.call_soon(self._read_or_not)
 
     def _receive(self, data: bytes) -> None:
         http = self._http
@@ -301,13 +257,11 @@ class Connection(asyncio.Protocol):
                 self.close()
 
     def eof_received(self) -> bool:
-        self._read_all()
         self._receive(b"")  # ends a body without a length
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._read_all()
         self.speaks_http1 |= isinstance(self._http, Http2) and not self._http.is_ready
         self._fail(ConnectionLost("the connection was lost" if error is None else f"the connection was lost: {error}"))
 

@@ -19,19 +19,19 @@ each time, and never so many that fewer than half of the pool is left.
 import asyncio
 import logging
 import math
+import ssl
 from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.upstream.connection import H1, H2, Address, Connection, address_of, client_tls, connect
-from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault
+from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault, WholeAnswer
 from server.upstream.settings import ModelSettings, UpstreamSettings
 
 logger = logging.getLogger(__name__)
@@ -103,20 +103,17 @@ class Upstream:
     def num_connections(self) -> int:
         return sum(not one.is_closed for one in self.connections)
 
+    @property
+    def shown(self) -> str:
+        """In logs: where it is, and its version."""
+        return self.url if self.settings.version is None else f"{self.url}#{self.settings.version}"
+
     def is_in(self, now_s: float) -> bool:
         return self.is_healthy and now_s >= self._ejected_until_s
 
     def takes_requests(self, now_s: float) -> bool:
         """A weight of 0 drains it."""
         return self.settings.weight > 0 and self.is_in(now_s)
-
-    @property
-    def shown(self) -> str:
-        """In logs: where it is, and its version."""
-        return self.url if self.settings.version is None else f"{self.url}#{self.settings.version}"
-
-    def is_ejected(self, now_s: float) -> bool:
-        return now_s < self._ejected_until_s
 
     def weight(self, now_s: float) -> float:
         part = min(1.0, max(LEAST_WEIGHT, (now_s - self._in_since_s) / SLOW_START_S))
@@ -174,7 +171,7 @@ class Upstream:
             raise UpstreamFault("it does not speak HTTP/2", is_untouched=True)
         self.connections.append(connection)
         if not connection.is_multiplexed and self.address.tls is None and H2 in self.address.protocols:
-            self.address = replace(self.address, protocols=(H1,))  # asked once
+            self.address = self.address._replace(protocols=(H1,))  # asked once
         return connection
 
     def _note_opened(self, task: asyncio.Task[Connection]) -> None:
@@ -201,38 +198,34 @@ class Upstream:
         Args:
             why: it failed; None: it is well.
         """
-        is_well = why is None
-        self._num_probed = max(1, self._num_probed + 1) if is_well else min(-1, self._num_probed - 1)
         is_first, self.has_been_asked = not self.has_been_asked, True
-        if is_well and not self.is_healthy and (is_first or self._num_probed >= NUM_SUCCESSES):
-            self.is_healthy, self._in_since_s = True, now_s - (SLOW_START_S if is_first else 0.0)
-            self.why_out = ""
-            logger.info("the upstream %s takes requests", self.shown)
-        elif why is not None:
-            if self.is_healthy and self._num_probed <= -NUM_FAILURES:
-                self.is_healthy = False
-                logger.warning("the upstream %s is out: %s", self.url, why)
-                for one in self.connections:
-                    if not one.num_open:
-                        one.abort()
-            elif not self.is_healthy and self.why_out != why:
-                logger.warning("the upstream %s is out: %s", self.url, why)
-            if not self.is_healthy:
-                self.why_out = why
+        if why is None:
+            self._num_probed = max(1, self._num_probed + 1)
+            if not self.is_healthy and (is_first or self._num_probed >= NUM_SUCCESSES):
+                self.is_healthy, self.why_out = True, ""
+                self._in_since_s = now_s - (SLOW_START_S if is_first else 0.0)
+                logger.info("the upstream %s takes requests", self.shown)
+            return
+        self._num_probed = min(-1, self._num_probed - 1)
+        if self.is_healthy and self._num_probed > -NUM_FAILURES:
+            return
+        if self.is_healthy or self.why_out != why:
+            logger.warning("the upstream %s is out: %s", self.url, why)
+        self.is_healthy, self.why_out = False, why
+        for one in self.connections:
+            if not one.num_open:
+                one.abort()
 
-    def note_outcome(self, is_good: bool) -> bool:
-        """Of a request. Returns whether it should be ejected."""
+    def note_outcome(self, is_good: bool, now_s: float, may_eject: bool) -> None:
+        """Of a request."""
         self.num_failures += not is_good
         self._num_bad = 0 if is_good else self._num_bad + 1
         if is_good:
             self._ejection_s = max(EJECTION_S, self._ejection_s / 2)
-        return self._num_bad >= NUM_BAD_OUTCOMES
-
-    def eject(self, now_s: float) -> None:
-        self._num_bad = 0
-        self._ejected_until_s = now_s + self._ejection_s
-        logger.warning("the upstream %s is ejected for %g s: its answers fail", self.url, self._ejection_s)
-        self._ejection_s = min(MOST_EJECTION_S, 2 * self._ejection_s)
+        elif self._num_bad >= NUM_BAD_OUTCOMES and may_eject:
+            self._num_bad, self._ejected_until_s = 0, now_s + self._ejection_s
+            logger.warning("the upstream %s is ejected for %g s: its answers fail", self.url, self._ejection_s)
+            self._ejection_s = min(MOST_EJECTION_S, 2 * self._ejection_s)
 
 
 class LeadingBlocks(NamedTuple):
@@ -313,22 +306,50 @@ class Pool:
         """
         self.settings = settings
         self._loop = loop
-        self.upstreams = tuple(Upstream(one, _address(one, settings)) for one in settings.upstreams)
-        key = settings.api_key()
-        self._fields = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
-        self._regions = list(dict.fromkeys(one.region for one in settings.upstreams))
-        self._version_weights: dict[str | None, int] = {}
-        for one in settings.upstreams:
-            self._version_weights[one.version] = self._version_weights.get(one.version, 0) + one.weight
+        self._protocols = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}[settings.protocol]
+        self._tls = _tls(settings, self._protocols)
         self._waiting: list[Slot] = []  # in order of arrival
         self._num_active: dict[str, int] = {}  # by tenant
         self._retries = float(MAX_RETRIES)
         self.num_retries = 0
-        self._probes: list[asyncio.Task[None]] = []
+        self._watches: dict[Upstream, asyncio.Task[None]] | None = None  # once it has started
+        self._is_leaving = False
+        self.upstreams: tuple[Upstream, ...] = ()
+        self.take(settings)
+
+    def can_take(self, settings: ModelSettings) -> bool:
+        """It has other upstreams at most."""
+        fields = (one for one in settings.__struct_fields__ if one != "upstreams")
+        is_alike = all(getattr(settings, one) == getattr(self.settings, one) for one in fields)
+        return is_alike and settings.has_tls == self.settings.has_tls
+
+    def take(self, settings: ModelSettings) -> None:
+        """Take the upstreams and the key of an entry that `can_take`. An upstream that is gone ends with its requests.
+
+        Raises:
+            StartupError: the key cannot be read.
+        """
+        key = settings.api_key()
+        self._fields = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
+        known = {one.url: one for one in self.upstreams}
+        self.settings = settings
+        self.upstreams = tuple(known.get(one.url) or self._upstream(one) for one in settings.upstreams)
+        for one, at in zip(self.upstreams, settings.upstreams, strict=True):
+            one.settings = at
+        self._regions = list(dict.fromkeys(one.region for one in settings.upstreams))
+        self._version_weights: dict[str | None, int] = {}
+        for at in settings.upstreams:
+            self._version_weights[at.version] = self._version_weights.get(at.version, 0) + at.weight
+        if self._watches is not None:
+            self.start()
+
+    def _upstream(self, settings: UpstreamSettings) -> Upstream:
+        tls = self._tls if settings.url.startswith("https:") else None
+        return Upstream(settings, address_of(settings.url, tls, self._protocols))
 
     @property
     def num_running(self) -> int:
-        return sum(one.num_active for one in self.upstreams)
+        return sum(self._num_active.values())
 
     @property
     def num_waiting(self) -> int:
@@ -348,12 +369,25 @@ class Pool:
     # Health.
 
     def start(self) -> None:
-        self._probes = [asyncio.create_task(self._watch(one)) for one in self.upstreams]
+        """Ask for the health of those that are not asked yet."""
+        self._watches = watches = {} if self._watches is None else self._watches
+        for one in self.upstreams:
+            if one not in watches:
+                watches[one] = asyncio.create_task(self._watch(one))
+
+    def leave(self) -> None:
+        """The list no longer has the model: what is in progress or waits goes on, and then its connections end."""
+        self._is_leaving = True
+
+    @property
+    def has_left(self) -> bool:
+        return self._is_leaving and not self._watches
 
     async def close(self) -> None:
-        for task in self._probes:
+        tasks = list((self._watches or {}).values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._probes, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for one in self.upstreams:
             one.close()
 
@@ -365,16 +399,25 @@ class Pool:
         while not all(one.has_been_asked for one in self.upstreams):
             await asyncio.sleep(0.01)
 
+    def _is_needed(self, upstream: Upstream) -> bool:
+        is_listed = upstream in self.upstreams and not self._is_leaving
+        return is_listed or upstream.num_active > 0 or bool(self._waiting)
+
     async def _watch(self, upstream: Upstream) -> None:
-        while True:
-            begun_s = self._loop.time()
-            why_out = await self._probe(upstream)
-            if why_out is None and not upstream.is_healthy and self.settings.trusted:
-                await self._read_size(upstream)
-            upstream.note_probe(why_out, self._loop.time())
-            upstream.close_idle(self._loop.time())
-            self._grant()
-            await asyncio.sleep(max(0.0, begun_s + PROBE_EVERY_S - self._loop.time()))
+        try:
+            while self._is_needed(upstream):
+                begun_s = self._loop.time()
+                why_out = await self._probe(upstream)
+                if why_out is None and not upstream.is_healthy and self.settings.trusted:
+                    await self._read_size(upstream)
+                upstream.note_probe(why_out, self._loop.time())
+                upstream.close_idle(self._loop.time())
+                self._grant()
+                await asyncio.sleep(max(0.0, begun_s + PROBE_EVERY_S - self._loop.time()))
+        finally:
+            upstream.close()
+            if self._watches is not None:
+                self._watches.pop(upstream, None)
 
     async def _probe(self, upstream: Upstream) -> str | None:
         """Why it is not well; None: it is."""
@@ -420,7 +463,12 @@ class Pool:
         """The whole answer to a GET, or to a POST of JSON. Raises UpstreamFault."""
         connection = await upstream.connection()
         what = (b"GET", path.encode()) if json is None else (b"POST", path.encode(), JSON, json)
-        return await connection.ask(self.request(upstream, *what), most_bytes)
+        answer = WholeAnswer(most_bytes)
+        exchange = connection.send(self.request(upstream, *what), answer)
+        try:
+            return await answer.done
+        finally:
+            exchange.cancel()
 
     # Slots.
 
@@ -443,6 +491,8 @@ class Pool:
         while self._waiting:
             now_s = self._loop.time()
             if not any(one.is_in(now_s) for one in self.upstreams):
+                if not all(one.has_been_asked for one in self.upstreams):  # they come with a new list: soon
+                    return
                 waiting, self._waiting = self._waiting, []
                 for slot in waiting:
                     if not slot.granted.done():
@@ -535,7 +585,7 @@ class Pool:
         upstream = self._choose(slot, self._loop.time(), without=(failed,))
         if upstream is None:
             # The same one, if it is well: its connection was lost, or it refused a stream
-            if not failed.is_in(self._loop.time()):
+            if failed not in self.upstreams or not failed.is_in(self._loop.time()):
                 return None
             upstream = failed
         self._retries -= 1
@@ -547,10 +597,8 @@ class Pool:
     def note_outcome(self, upstream: Upstream, is_good: bool) -> None:
         """How an upstream has answered a request."""
         now_s = self._loop.time()
-        if upstream.note_outcome(is_good):
-            num_out = sum(one.is_ejected(now_s) or not one.is_healthy for one in self.upstreams)
-            if 2 * (num_out + 1) <= len(self.upstreams):
-                upstream.eject(now_s)
+        num_out = sum(not one.is_in(now_s) for one in self.upstreams)
+        upstream.note_outcome(is_good, now_s, 2 * (num_out + 1) <= len(self.upstreams))
 
     def _nobody(self) -> ServiceError:
         names = "; ".join(f"{one.url}: {one.why_out or 'it is ejected'}" for one in self.upstreams)
@@ -559,13 +607,11 @@ class Pool:
         return ServiceError(ErrorKind.UNAVAILABLE, message, "no_upstream", retry_after_s=PROBE_EVERY_S)
 
 
-def _address(upstream: UpstreamSettings, model: ModelSettings) -> Address:
-    protocols = {"auto": (H2, H1), "h2": (H2,), "h1": (H1,)}[model.protocol]
-    url = urlsplit(upstream.url)
+def _tls(model: ModelSettings, protocols: Sequence[bytes]) -> ssl.SSLContext | None:
+    if not model.has_tls:
+        return None
     try:
-        has_tls = url.scheme == "https"
-        tls = client_tls(model.tls_ca, model.tls_cert, model.tls_key, protocols) if has_tls else None
+        return client_tls(model.tls_ca, model.tls_cert, model.tls_key, protocols)
     except OSError as error:
         cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
         raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
-    return address_of(url, tls, protocols)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.errors import ExitCode, StartupError
-from server.values import DURATION_UNITS, BadValueError, secret_value
+from server.values import DURATION_UNITS, BadValueError, duration_between, secret_value
 
 SAMPLE = '[[models]] with name = "llama-70b" and upstreams = [{ url = "http://gpu1:8000" }]'
 LOCAL_SAMPLE = '[[models]] with name = "qwen3-4b" and path = "/srv/qwen3-4b.gguf"'
@@ -31,7 +31,12 @@ _PATH = re.compile(r"/[!-~]*")
 _DURATIONS = re.compile(r"-?(?:(?:\d+(?:\.\d+)?[a-z]+)+|\d+(?:\.\d+)?)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([a-z]*)")
 _TIMES = 'a time such as "10m", 0 (end at once) or -1 (stay)'
-ELSEWHERE = ("tokenizer", "protocol", "upstream_model", "api_key_file", "tls_ca", "tls_cert", "tls_key", "trusted")
+ELSEWHERE = (
+    *("tokenizer", "protocol", "upstream_model", "api_key_file", "tls_ca", "tls_cert", "tls_key", "trusted"),
+    "silence_timeout",
+)
+SILENCE_S = 120.0  # of a stream; some think long, and say nothing
+OWN_SILENCE_S = 25.0  # our own servers send a comment each 15 s
 
 
 class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,6 +75,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         upstream_model: its name there; None: the same.
         protocol: h2 is prior knowledge where the URL is http; auto tries that, and takes HTTP/1.1 otherwise.
         health: path that answers 200 while the upstream takes requests.
+        silence_timeout: a stream of which nothing comes for so long is broken off: its upstream has failed.
         max_requests: in progress at each upstream; more wait here.
         max_model_len: that /v1/models shows; None: not known.
         tokenizer: of its prompts: a model's directory, perhaps without weights, or GGUF file; None: bytes are counted.
@@ -91,6 +97,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     upstream_model: _Name | None = None
     protocol: Literal["auto", "h2", "h1"] = "auto"
     health: str = "/ready"
+    silence_timeout: str | float | None = None
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
     tokenizer: _Name | None = None
     max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None
@@ -114,10 +121,10 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("keep_alive and settings are for a model with a path, which this server starts itself")
         if not _PATH.fullmatch(self.health):
             raise ValueError(f"health is {self.health!r}, but must be a path such as /ready")
+        _ = self.silence_s
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("tls_key needs tls_cert beside it")
-        has_tls = any(one.url.startswith("https:") for one in self.upstreams)
-        if not has_tls and (self.tls_ca is not None or self.tls_cert is not None):
+        if not self.has_tls and (self.tls_ca is not None or self.tls_cert is not None):
             raise ValueError("tls_ca and tls_cert are for https:// upstreams, and there is none")
         urls = [one.url for one in self.upstreams]
         if len(set(urls)) < len(urls):
@@ -147,6 +154,20 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases, *self.adapters)
+
+    @property
+    def silence_s(self) -> float:
+        """Raises ValueError."""
+        if self.silence_timeout is None:
+            return OWN_SILENCE_S if self.trusted else SILENCE_S
+        try:
+            return duration_between(0.1, 86_400.0)(str(self.silence_timeout))
+        except BadValueError as error:
+            raise ValueError(f"silence_timeout is {self.silence_timeout!r}, but must be {error}") from None
+
+    @property
+    def has_tls(self) -> bool:
+        return any(one.url.startswith("https:") for one in self.upstreams)
 
     def api_key(self) -> str | None:
         """Read anew with each start.

@@ -49,6 +49,25 @@ def test_neighbours_are_one_event() -> None:
     ]
 
 
+def test_adapters_and_salts_are_keys_of_their_blocks_as_vllm_tells_them() -> None:
+    """The salts of a chain's first block alone: the hashes of the others are of it."""
+    of = ("tenant:acme\0digest", "pepper")
+    changes = [
+        BlockChange(1, None, content(5), of),
+        BlockChange(2, 1, content(6), of),
+        BlockChange(3, None, content(5), ("tenant:local", "")),
+        BlockChange(4, None, content(5), ("tenant:local2", "")),
+        BlockChange(5, None, content(5), ("domain:all", "")),
+    ]
+    stored = [one for one in events_of(changes, {"digest": "sql"}) if isinstance(one, BlockStored)]
+    assert [(one.block_hashes, one.lora_name, one.extra_keys) for one in stored] == [
+        ([1, 2], "sql", [("sql", "tenant:acme", "pepper"), ("sql",)]),
+        ([3], None, None),
+        ([4], None, [("tenant:local2",)]),
+        ([5], None, [("domain:all",)]),
+    ]
+
+
 @pytest.mark.parametrize(("size", "num_kept"), [(1, 10), (40, 2), (101, 1)])
 def test_the_last_batches_are_kept(size: int, num_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "NUM_KEPT", 10)

@@ -24,6 +24,7 @@ from server.api.replies import status_of
 from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
 from server.gate.text_rules import TextRule
+from server.generation import Generation
 from server.ledger.store import RowState
 from server.listening.sockets import Bind, UnixAddress
 from server.observing.timing import StageMarks
@@ -32,7 +33,7 @@ from server.relay import Relay, RelayHandle
 from server.relayed import PASSAGES, Part, Passage, UpstreamAnswer, refusal_of
 from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
-from server.upstream.settings import UpstreamSettings
+from server.upstream.settings import ModelSettings, UpstreamSettings
 from server.wire.http2_frames import FRAME_HEADER, HEADERS, PREFACE
 from server.wire.http2_heads import ResponseEncoder
 from tests.certificates import make_certificate
@@ -41,7 +42,7 @@ from tests.core.small_tokenizers import byte_level
 from tests.server import raw_http2
 from tests.server.gateway import ASKED, SURFACES, model, no_engine, relaying, url_of, wait_until
 from tests.server.inline_ledger import rows
-from tests.server.running_server import LIMITS, ask, closing, load_with, open_with, read_answer, serving
+from tests.server.running_server import LIMITS, Running, ask, closing, load_with, open_with, read_answer, serving
 from tests.server.simulated_server import MODEL, STREAM, as_caller, chat, keyed_tenant, request, with_lines
 from tests.server.test_llama_server import mark
 
@@ -456,6 +457,20 @@ def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> N
             assert status_of(refusal_of(status, text, AnswerHead(status, ()))) == told
 
 
+@pytest.mark.parametrize(
+    ("there", "message", "told"),
+    [
+        ("emb", "The model 'emb' makes embeddings.", "The model 'big' makes embeddings."),
+        ("chat", "chat needs messages: no model `chat`", "chat needs messages: no model `big`"),
+        ("org/x-1", "no org/x-1.", "no big."),
+        ("org/x-1", "no /srv/org/x-1-old", "no /srv/org/x-1-old"),
+    ],
+)
+def test_a_refusal_bears_the_name_that_was_asked_for(there: str, message: str, told: str) -> None:
+    body = orjson.dumps({"error": {"message": message}})
+    assert str(refusal_of(400, body, AnswerHead(400, ()), (there, "big"))) == told
+
+
 def test_every_surface_has_a_passage() -> None:
     assert {one.path for one in PASSAGES.values() if not one.is_parts and one.form != "document"} == {
         b"/v1/chat/completions",
@@ -542,6 +557,47 @@ async def test_an_upstream_that_falls_silent_holds_up_its_own_request_alone(said
             await wait_until(lambda: not any(one.num_open for one in upstream.connections))
 
 
+@pytest.mark.parametrize(
+    ("said", "fields", "end", "moved"),
+    [
+        (_HEAD + _chunk(text="a"), {}, "upstream_error", 0),
+        (_HEAD, {}, "upstream_error", 0),
+        (b"", {"trusted": True}, "[DONE]", 1),  # others send their heads late
+    ],
+)
+async def test_a_stream_of_which_nothing_comes_is_broken_off_and_its_upstream_has_failed(
+    said: bytes, fields: dict[str, Any], end: str, moved: int
+) -> None:
+    async with saying(said, hangs=True) as silent, serving() as good:
+        models = (model(silent, url_of(good), protocol="h1", silence_timeout="100ms", **fields),)
+        async with serving(no_engine, models=models) as front:
+            pool = front.server._pools[0]
+            answer = await ask(front.server, closing(SURFACES["chat"](stream=True)))
+            assert end.encode() in answer.body
+            assert [one.num_failures for one in pool.upstreams] == [1, 0]
+            assert [one.num_active for one in pool.upstreams] == [0, 0]
+            assert pool.num_retries == moved
+
+
+async def test_a_reader_that_is_slow_is_no_silence_of_the_upstream() -> None:
+    async with relaying() as gateway:
+        held = await open_with(gateway.server, closing(SURFACES["chat"](stream=True, max_tokens=900)))
+        active = gateway.server._app.served.active
+        await wait_until(lambda: bool(active))
+        (generation,) = active.values()
+        assert isinstance(generation, Generation)
+        (handle,) = generation._handles
+        assert isinstance(handle, RelayHandle)
+        await wait_until(lambda: handle._next_due() is not None)
+        generation.pause()
+        handle._heard_s = 0.0
+        assert handle._next_due() is None
+        generation.resume()
+        due_s = handle._next_due()
+        assert due_s is None or due_s > asyncio.get_running_loop().time()
+        assert (await read_answer(*held)).events[-1] == "[DONE]"
+
+
 _SETTINGS = raw_http2.settings()
 _HEAD_3 = raw_http2.headers(ResponseEncoder().encode([(b":status", b"200")]), raw_http2.END_HEADERS, 3)
 
@@ -599,11 +655,12 @@ _WELL = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
 @asynccontextmanager
-async def saying(said: bytes | None, ends: bool = False) -> AsyncIterator[str]:
+async def saying(said: bytes | None, ends: bool = False, hangs: bool = False) -> AsyncIterator[str]:
     """The URL of an upstream that is well, and answers each request so; None: it listens no more once it is asked.
 
     Args:
         ends: it closes the connection then.
+        hangs: it does neither, whatever it says.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -612,7 +669,7 @@ async def saying(said: bytes | None, ends: bool = False) -> AsyncIterator[str]:
                 if head.startswith(b"GET") and said is None:
                     listening.close()
                 writer.write(_WELL if head.startswith(b"GET") else said or b"")
-                if (ends or not said) and not head.startswith(b"GET"):
+                if (ends or not (said or hangs)) and not head.startswith(b"GET"):
                     break
         writer.close()
 
@@ -762,6 +819,55 @@ async def test_requests_beyond_max_requests_wait_here_and_go_out_in_turn() -> No
         first.leave()
         told = await asyncio.gather(*(read_answer(*one) for one in streams))
         assert [one.events[-1] for one in told] == ["[DONE]"] * 4
+
+
+def reloaded(server: Server, *models: ModelSettings) -> None:
+    """As SIGHUP with another list."""
+    server._read_config = lambda finds_models: replace(server._config, models=models)
+    server._reload()
+
+
+async def test_a_reload_takes_other_upstreams_and_streams_under_way_go_on(tmp_path: Path) -> None:
+    def entry(*ports: Running, **fields: Any) -> ModelSettings:
+        return model(
+            upstreams=tuple(UpstreamSettings(url=url_of(one), weight=i) for i, one in enumerate(ports, 1)), **fields
+        )
+
+    async with (
+        serving() as a,
+        serving() as b,
+        serving(no_engine, models=(entry(a), model(url_of(a), name="old"))) as front,
+    ):
+        server = front.server
+
+        async def begin(name: str = ASKED) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            opened = await open_with(server, closing(SURFACES["chat"](model=name, stream=True, max_tokens=300)))
+            await opened[0].readuntil(b"content")
+            return opened
+
+        async def status(name: str = ASKED) -> int:
+            return (await ask(server, closing(SURFACES["chat"](model=name)))).status
+
+        pool, gone = server._pools
+        (first,) = pool.upstreams
+        streams = [await begin(), await begin("old")]
+        reloaded(server, entry(b, a), model(url_of(b), name="new", aliases=("other",)))
+        assert server._pools[0] is pool
+        assert [one.settings.weight for one in pool.upstreams] == [1, 2]
+        assert pool.upstreams[1] is first
+        assert [await status(name) for name in (ASKED, "new", "other", "old")] == [200, 200, 200, 404]
+        reloaded(server, entry(b), entry(b, name="new", upstream_model="nope"))  # more than its upstreams has changed
+        assert [await status(), await status("new")] == [200, 502]
+        before = first.num_requests
+        assert await status() == 200
+        assert first.num_requests == before
+        for reader, writer in streams:
+            assert b"[DONE]" in await reader.read()
+            writer.close()
+        await wait_until(lambda: gone.has_left and first not in (pool._watches or {}))
+        await wait_until(lambda: not any(one.num_connections for one in (first, *gone.upstreams)))
+        reloaded(server, entry(b, api_key_file=str(tmp_path / "none")))
+        assert (await status(), await status("new")) == (200, 502)  # all as it was
 
 
 async def test_one_of_our_own_holds_no_more_than_it_runs_and_one_refill() -> None:
