@@ -11,7 +11,7 @@ evicted without a host copy, nothing that was computed after it can be found thr
 
 A holder of a published block holds those before it in the chain too, and releases its last block first. So among kept
 blocks the least recently used leaf is evicted next, and never a parent before its children. Only where all layers have
-sliding windows, a sequence gives its first blocks back while it runs; once one is evicted, what follows it is not found.
+sliding windows, a sequence gives its first blocks back while it runs; once one is evicted, what follows is not found.
 
 A block is published when the row that fills it is planned: later rows of the same plan may read it, because a step
 writes all its keys and values before it reads any. If the row fails, the scheduler has the block forgotten, and the
