@@ -39,6 +39,7 @@ from core.types import (
     StepDelivery,
     Submit,
     TokenLogprobs,
+    Watch,
 )
 
 logger = logging.getLogger(__name__)
@@ -375,12 +376,14 @@ class Engine:
 
     def _flush(self) -> None:
         delivery = self._scheduler.flush()
-        if delivery is None and self._inspect is not None:
+        if delivery is None and (self._inspect is not None or self._scheduler.watcher.has_news):
             delivery = StepDelivery([], [], [], [], self._scheduler.stats())
         if delivery is not None:
             self._tell(delivery)
 
     def _tell(self, delivery: StepDelivery) -> None:
+        scheduler = self._scheduler
+        watched = scheduler.watcher.take(scheduler.pool, scheduler.host, scheduler.states.running)
         store = NO_STORE if self._store is None else self._store.state
         if store.num_undeleted or store.num_unwritten:
             counts = {"num_undeleted_blocks": store.num_undeleted, "num_unwritten_blocks": store.num_unwritten}
@@ -389,6 +392,8 @@ class Engine:
             snapshot = EngineSnapshot(self._inspect.serial, state_of(self._scheduler, self._clock()), store)
             delivery = msgspec.structs.replace(delivery, snapshot=snapshot)
             self._inspect = None
+        if watched is not None:
+            delivery = msgspec.structs.replace(delivery, watched=watched)
         self._deliver(delivery)
 
     def _drain_inbox(self) -> None:
@@ -408,6 +413,8 @@ class Engine:
                     self._drop_forgotten(is_asked=True)
                 case Inspect() as inspect:
                     self._inspect = inspect
+                case Watch() as watch:
+                    self._scheduler.watcher.begin(watch)
 
 
 class InconsistentAccounting(Exception):

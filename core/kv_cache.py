@@ -53,6 +53,13 @@ class BlockLabel:
     key: BlockKey
 
 
+class Root(NamedTuple):
+    """Where a chain of published blocks begins: its first block's serial, and who may share it."""
+
+    serial: int
+    domain: str
+
+
 class BlockChange(NamedTuple):
     """What can be found on the device, or no more.
 
@@ -227,6 +234,7 @@ class HostBlocks:
         self.copy_s = copy_s
         self.num_offloaded = self.num_restored = self.num_recomputed = 0  # blocks, since the start
         self._labels: list[BlockLabel | None] = [None] * num_slots  # of slots that are or will be findable
+        self._roots: list[Root | None] = [None] * num_slots  # of these; None: an earlier process filled it
         self._num_copies = [0] * num_slots  # by slot: from or to it, planned or in flight
         self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # findable, least recently used first
         self._coming: dict[BlockKey, int] = {}  # findable once a plan was applied
@@ -256,12 +264,16 @@ class HostBlocks:
         label = None if slot is None else self._labels[slot]
         return None if label is None else label.serial
 
-    def offload(self, block: int, label: BlockLabel) -> None:
+    def roots(self) -> list[Root | None]:
+        """Of the blocks that can be found, least recently used first."""
+        return [self._roots[slot] for slot in self._slots.values()]
+
+    def offload(self, block: int, label: BlockLabel, root: Root | None = None) -> None:
         """Copy a block out before the next plan writes to it, unless it lies here already or no slot is available."""
         if label.key in self._slots:
             self._use(label.key)
         elif label.key not in self._coming and (slot := self._take_slot()) is not None:
-            self._coming[label.key], self._labels[slot] = slot, label
+            self._coming[label.key], self._labels[slot], self._roots[slot] = slot, label, root
             self._num_copies[slot] += 1
             self._next.offloads[slot] = block
             self._next.labels[slot] = label
@@ -431,6 +443,7 @@ class BlockPool:
         self._blocks: dict[BlockKey, int] = {}  # the published ones
         self._keys: list[BlockKey | None] = [None] * num_blocks  # by block
         self._serials = [_UNPUBLISHED] * num_blocks  # by block
+        self._roots: list[Root | None] = [None] * num_blocks  # by block; None: unpublished
         self._last_serial = max(_UNPUBLISHED, self._host.last_serial)
         self.on_change: Callable[[BlockChange], None] | None = None
 
@@ -457,6 +470,10 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         """Whether another holder would see a write to it."""
         return self._references[block] > 1
+
+    def holdings(self) -> tuple[list[int], list[Root | None]]:
+        """By block: how many sequences hold it, and its chain if it is published."""
+        return self._references, self._roots
 
     # Who holds which
 
@@ -601,8 +618,9 @@ class BlockPool:
         return self._content(*token_ids[start : start + self._block_size])
 
     def _publish(self, table: BlockTable, key: BlockKey, serial: int) -> None:
-        block = table.blocks[table.num_published]
+        position, block = table.num_published, table.blocks[table.num_published]
         self._blocks[key], self._keys[block], self._serials[block] = block, key, serial
+        self._roots[block] = self._roots[table.blocks[position - 1]] if position else Root(serial, table.domain[0])
         table.num_published += 1
         if self.on_change is not None:
             parent = key[0] if isinstance(key[0], int) else None
@@ -615,7 +633,7 @@ class BlockPool:
                 self.on_change(BlockChange(self._serials[block]))
             del self._blocks[key]
             self._keys[block] = None
-            self._serials[block] = _UNPUBLISHED
+            self._serials[block], self._roots[block] = _UNPUBLISHED, None
             if self.states is not None:
                 self.states.drop(block)
 
@@ -661,4 +679,4 @@ class BlockPool:
     def _offload(self, block: int) -> None:
         key = self._keys[block]
         if key is not None and self._host.num_slots:
-            self._host.offload(block, BlockLabel(self._serials[block], key))
+            self._host.offload(block, BlockLabel(self._serials[block], key), self._roots[block])

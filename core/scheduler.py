@@ -31,6 +31,7 @@ from core.types import (
     Admitted,
     EngineStats,
     FinishReason,
+    PreemptionCause,
     Prefilled,
     Prefilling,
     Request,
@@ -40,6 +41,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
+from core.watch import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class Scheduler:
     Attributes:
         in_flight: oldest first.
         last_work: of the step that came back last.
+        watcher: tells those who watch.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Scheduler:
         self.pool, self.host, self.shares = self.states.pool, self.states.host, self.states.shares
         self.in_flight: deque[Flight] = deque()
         self.last_work = StepWork()
+        self.watcher = Watcher()
         self._counts = _Counts()
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
         self._eos_ids = eos_ids
@@ -275,7 +279,8 @@ class Scheduler:
         states.now_s = now
         self._is_short = False
         if self._searches.groups:
-            self._counts.num_preemptions += self._searches.gather()
+            for sequence in self._searches.gather():
+                self._count_preemption(sequence, PreemptionCause.BEAMS_APART, sequence.request_id)
         builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
         self._make_room(builder, now)
         plain, others, behind = self._ready()
@@ -374,7 +379,7 @@ class Scheduler:
             self._is_short = True
         else:
             for sequence in giving_way:
-                self._preempt(builder, sequence)
+                self._preempt(builder, sequence, PreemptionCause.OUTRANKED, head)
 
     def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
         """Add a row for each, the plain ones without any check.
@@ -462,7 +467,7 @@ class Scheduler:
             )
             num_reserved += (num_joining - 1) * num_blocks_for(tail, self.limits.block_size)
         while num_joining > len(states.free_slots) or not states.take_blocks(sequence, num_reserved):
-            if not self._preempt_paused(builder):
+            if not self._preempt_paused(builder, sequence):
                 return False
         states.admit(sequence, level)
         group = states.groups[sequence.request_id]
@@ -471,16 +476,21 @@ class Scheduler:
             states.outbox.marks.append(Admitted(sequence.request_id, states.now_s))
         return True
 
-    def _preempt_paused(self, builder: PlanBuilder) -> bool:
+    def _preempt_paused(self, builder: PlanBuilder, head: Sequence) -> bool:
         if self.states.num_paused == 0:
             return False
         paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.num_in_flight]
         if paused:
-            self._preempt(builder, max(paused, key=victim_order(self.shares.least_s())))
+            victim = max(paused, key=victim_order(self.shares.least_s()))
+            self._preempt(builder, victim, PreemptionCause.PAUSED, head)
         return bool(paused)
 
-    def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
+    def _count_preemption(self, victim: Sequence, cause: PreemptionCause, by: str) -> None:
         self._counts.num_preemptions += 1
+        self.watcher.on_preempted(self.states.now_s, victim, cause, by)
+
+    def _preempt(self, builder: PlanBuilder, victim: Sequence, cause: PreemptionCause, by: Sequence) -> None:
+        self._count_preemption(victim, cause, by.request_id)
         # a copy's source must not be handed out in this plan: restart() may have to copy it once more
         assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.held)
         self.states.requeue(victim)
@@ -548,7 +558,8 @@ class Scheduler:
                 return False
             order = victim_order(self.shares.least_s())
             victim = max((candidate for candidate in self.states.running if not candidate.num_in_flight), key=order)
-            self._preempt(builder, victim)
+            cause = PreemptionCause.PAUSED if victim.is_paused else PreemptionCause.OUT_OF_BLOCKS
+            self._preempt(builder, victim, cause, sequence)
             if victim is sequence:
                 return False
         return True
@@ -612,6 +623,7 @@ class Scheduler:
     def _account(self, flight: Flight, step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         counts, self.last_work = self._counts, flight.work
+        self.watcher.on_step(self._landed_s, flight.work, step_s, self.step_cost)
         self.step_cost.observe(flight.work, step_s - flight.drafting_s)
         num_held = self.states.charges.charge_step(flight, self.states.running, step_s)
         counts.num_steps += 1

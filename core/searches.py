@@ -63,9 +63,9 @@ class Searches:
             sequence.sampling = structs.replace(sampling, temperature=0.0, min_tokens=0, num_logprobs=num_top)
         self.groups[request.request_id] = group
 
-    def gather(self) -> int:
-        """Where some beams of a request wait, let the others wait with them; how many were preempted for that."""
-        num_preempted = 0
+    def gather(self) -> list[Sequence]:
+        """Where some beams of a request wait, let the others wait with them. Returns those preempted for that."""
+        preempted: list[Sequence] = []
         for request_id, group in list(self.groups.items()):
             if request_id not in self._states.groups:
                 del self.groups[request_id]
@@ -73,9 +73,9 @@ class Searches:
             members = [sequence for sequence in group.sequences if sequence.index not in group.unforked]
             are_apart = {sequence.state for sequence in members} == {SequenceState.RUNNING, SequenceState.WAITING}
             if are_apart and not any(sequence.num_in_flight for sequence in members):
-                num_preempted += sum(s.state is SequenceState.RUNNING for s in members)
+                preempted += [s for s in members if s.state is SequenceState.RUNNING]
                 self._states.gather(group)
-        return num_preempted
+        return preempted
 
     def advance(self, sequences: Iterable[Sequence]) -> None:
         """After a step of these."""

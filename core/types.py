@@ -1,6 +1,6 @@
 """The messages between the loop and the engine thread: frozen, with tuples inside. Any thread.
 
-Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache, Inspect.
+Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache, Inspect, Watch.
 Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats), with an
 EngineSnapshot in answer to an Inspect.
 """
@@ -8,7 +8,7 @@ EngineSnapshot in answer to an Inspect.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -260,7 +260,14 @@ class Inspect(msgspec.Struct, frozen=True):
     serial: int
 
 
-Message = Submit | Cancel | Pause | Resume | ClearCache | Inspect
+class Watch(msgspec.Struct, frozen=True):
+    """Tell of steps and preemptions until a time, monotonic; and once who has which block."""
+
+    until_s: float
+    tells_blocks: bool = False
+
+
+Message = Submit | Cancel | Pause | Resume | ClearCache | Inspect | Watch
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -448,6 +455,66 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     store: StoreState
 
 
+class PreemptionCause(enum.StrEnum):
+    """Why a sequence lost its blocks."""
+
+    OUTRANKED = "outranked"  # by the queue's head
+    PAUSED = "paused"  # it waited for its reader or a quota while others needed its blocks
+    OUT_OF_BLOCKS = "out_of_blocks"  # a running sequence needed one more, and this was the least urgent
+    BEAMS_APART = "beams_apart"  # beams of its request wait
+
+
+class Preempted(msgspec.Struct, frozen=True):
+    """
+    Args:
+        at_s: monotonic.
+        by: the request that took its place; may be its own.
+    """
+
+    at_s: float
+    request_id: str
+    index: int
+    cause: PreemptionCause
+    by: str
+
+
+class StepTrace(NamedTuple):
+    """
+    Args:
+        at_s: when it came back, monotonic.
+        num_prompt_tokens, num_own_tokens: computed in prefill, and in decode.
+        predicted_s: by the step-cost model, before it learned of this step; None: too few steps were measured.
+    """
+
+    at_s: float
+    num_prompt_tokens: int
+    num_own_tokens: int
+    took_s: float
+    predicted_s: float | None
+
+
+class BlockMap(msgspec.Struct, frozen=True):
+    """
+    Args:
+        cells: by block, uint16, little-endian: an index into owners above the three bits of its state (core/watch.py).
+        host_cells: of blocks copied to the host, in order of use.
+        owners: the number of a prefix, or 0, and its tenant's name or cache domain.
+    """
+
+    cells: bytes
+    host_cells: bytes
+    num_host_slots: int
+    owners: list[tuple[int, str]]
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """News for somebody who watches."""
+
+    steps: list[StepTrace]
+    preempted: list[Preempted]
+    blocks: BlockMap | None = None
+
+
 class StepDelivery(msgspec.Struct, frozen=True):
     """One step's news for the loop. Row i of the columns: one token of sequence indexes[i] of request_ids[i].
 
@@ -465,6 +532,7 @@ class StepDelivery(msgspec.Struct, frozen=True):
     stats: EngineStats
     marks: list[EngineMark] = []  # at most two in a request's life, and one per chunk where a request tells progress
     snapshot: EngineSnapshot | None = None
+    watched: Watched | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
+from typing import TypeVar
 
 import msgspec
 
@@ -23,11 +24,11 @@ from server.callers import Gate
 from server.clock import Clock
 from server.engine_client import EngineClient
 from server.gate.admission import LEAST_BACKLOG, Contender
-from server.gate.cross_origin import CrossOrigin
-from server.gate.identity import Caller, Scope, mask_keys
+from server.gate.cross_origin import CrossOrigin, is_operators
+from server.gate.identity import LOCAL_CALLER, Caller, Scope, mask_keys
 from server.gate.quota import Ticket
 from server.gate.tenants import OwnDeadlineExceeded
-from server.generations import Generations
+from server.generations import Generations, Offload
 from server.ledger.responses import Responses
 from server.listening.clients import DENIED
 from server.listening.listener import Listener
@@ -50,6 +51,8 @@ from server.wire.messages import Headers, Http2ErrorCode, Peer, ResponseHead
 from server.wire.stream import JSON_TYPE, ClientDisconnected, HttpStream, content_headers
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NO_USAGE = Usage(0, 0)
 INTERNAL = ServiceError(
@@ -178,6 +181,10 @@ class Exchange(Account):
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
+async def at_once(work: Callable[[], T], /) -> T:
+    return work()
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """A handler, and what is checked before it runs.
@@ -230,6 +237,7 @@ class App:
         responses: those that are stored; None: none are.
         batches: of files' lines; None: there are none.
         live: the dashboard's stream.
+        offload: runs what waits for the disk on another thread.
     """
 
     def __init__(
@@ -250,7 +258,7 @@ class App:
         self.new_span_id = new_span_id
         self.accounting = Accounting(metrics, clock)
         self.find_route = find_route
-        self._gate = gate
+        self.gate = gate
         self._new_request_id = new_request_id
         self._metrics_need_key = metrics_need_key
         self._cross_origin = cross_origin or CrossOrigin()
@@ -264,6 +272,7 @@ class App:
         self.responses: Responses | None = None
         self.batches: Batches | None = None
         self.live: Live | None = None
+        self.offload: Offload = at_once
 
     # What handlers ask.
 
@@ -419,8 +428,10 @@ class App:
             exchange.stream.common_headers += ((route.errors.id_header, exchange.request_id.encode()),)
         if route.scope is not None and (self._metrics_need_key or route.scope is not Scope.METRICS):
             known = None if exchange.identify is None else exchange.identify()
-            exchange.caller = known or await self._gate.identify(exchange.request, exchange.client)
+            exchange.caller = known or await self.gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
+            if route.scope is Scope.ADMIN and exchange.caller == LOCAL_CALLER:
+                self._check_operator(exchange)
         if route.needs_model:
             self.readiness.check()
         if route.is_counted:
@@ -429,10 +440,19 @@ class App:
             exchange.enter(Stage.ANSWER)
             await route.handler(exchange)
 
+    def _check_operator(self, exchange: Exchange) -> None:
+        """Raises ServiceError (permission): without keys, operators' routes are for this machine alone."""
+        if not is_operators(exchange.request, exchange.stream.peer, self.known_listener.gate.trusts_proxies):
+            message = (
+                "Without a key, this is for the operator on this machine, at http://127.0.0.1 or http://localhost and "
+                "without a proxy. For others, the operator configures a key with the right 'admin' (docs/dashboard.md)."
+            )
+            raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
+
     async def _handle_counted(self, route: Route, exchange: Exchange) -> None:
         """Count the request in its caller's quotas, unless the server has no room for it."""
         exchange.enter(Stage.QUOTA)
-        ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
+        ticket = exchange.ticket = self.gate.quotas.ticket_for(exchange.known_caller)
         exchange.stream.late_headers = ticket.headers
         if (form := exchange.request.header(b"endpoint-load-metrics-format")) is not None:
             exchange.stream.late_headers = lambda: (*ticket.headers(), *self.load().report(form))
@@ -472,7 +492,7 @@ class App:
             stream.fail_body(error)
 
     def has_revoked(self, caller: Caller) -> bool:
-        return self._gate.directory.has_revoked(caller)
+        return self.gate.directory.has_revoked(caller)
 
     def end_revoked(self) -> None:
         """Break off the requests of revoked callers; what they have used is billed."""

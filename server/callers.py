@@ -23,12 +23,14 @@ from server.gate.identity import (
     read_keys,
 )
 from server.gate.jwt import KEY_WAIT_S, JwtRules, JwtVerifier, KeySource
-from server.gate.quota import S_NS, Moment, Quotas, UsedTokens
-from server.gate.tenants import certificate_name, stated_values
+from server.gate.quota import S_NS, Moment, Quotas, Used
+from server.gate.tenants import Tenant, certificate_name, stated_values
+from server.ledger.usage import SAMPLE as PRICES_SAMPLE
 from server.wire.messages import HttpRequest, Peer
 
 logger = logging.getLogger(__name__)
 
+MONTH_S = 31 * 86_400
 # Fields of ServerConfig that a reload applies, beside the files of certificates and of JWTs' keys
 RELOADED = ("tenants", "api_keys", "keys_file")
 SILENT = ("origins", "warnings", "models", "own_models", *RELOADED)
@@ -38,13 +40,13 @@ class Gate:
     """The known callers and their quotas.
 
     Args:
-        used_today: tokens that the ledger has for today.
+        used: what the ledger has of the present day and month.
 
     Raises:
         StartupError: see jwt_rules and load_directory.
     """
 
-    def __init__(self, config: ServerConfig, clock: Clock, used_today: UsedTokens | None = None) -> None:
+    def __init__(self, config: ServerConfig, clock: Clock, used: Used | None = None) -> None:
         self._config = config
         self._in_force = config  # the last that was reloaded
         self._clock = clock
@@ -52,7 +54,9 @@ class Gate:
         self.authenticator = Authenticator(load_directory(config), clock.unix, config.auth)
         self._source = None if config.jwks is None else KeySource(config.jwks, clock.monotonic)
         self.authenticator.verifier = self._verifier(self._source)
-        self.quotas = Quotas(lambda: Moment(round(clock.monotonic() * S_NS), int(clock.unix())), used_today)
+        self.quotas = Quotas(
+            lambda: Moment(round(clock.monotonic() * S_NS), int(clock.unix())), used, config.prices.cost_micro
+        )
 
     def start(self) -> None:
         """Fetch the issuer's keys. The loop runs."""
@@ -157,6 +161,30 @@ class Gate:
 
         return apply
 
+    @property
+    def keys_file(self) -> Path | None:
+        return self._in_force.keys_file
+
+    def take_keys(self) -> None:
+        """Put the keys file in force as it is now; limits that were changed while serving stay.
+
+        Raises:
+            StartupError: it cannot be read.
+        """
+        assert self.keys_file is not None
+        tenants = tuple(self.directory.tenants.values())
+        self.authenticator.directory = make_directory(tenants, self._in_force.api_keys, read_keys(self.keys_file))
+
+    def take_tenant(self, tenant: Tenant) -> None:
+        """Put a tenant's new limits in force, until the configuration is read again.
+
+        Raises:
+            StartupError: see check_budgets.
+        """
+        check_budgets([tenant], self._in_force)
+        self.authenticator.directory = self.directory.with_tenant(tenant)
+        self.quotas.apply(self.directory)
+
     def revoke(self) -> None:
         """A reload has failed: revoke what the new files no longer name, as far as they can be read."""
         before = self.directory
@@ -222,6 +250,7 @@ def load_directory(config: ServerConfig) -> Directory:
     if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
         cause = f"the tenant {named[0]} has certificates, but clients are not asked for any"
         raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
+    check_budgets(config.tenants, config)
     records = None if config.keys_file is None else read_keys(config.keys_file)
     directory = make_directory(config.tenants, config.api_keys, records)
     directory = replace(directory, is_open=directory.is_open and config.jwks is None)
@@ -234,6 +263,22 @@ def load_directory(config: ServerConfig) -> Directory:
     if not (directory.is_open or directory.keys or directory.certificates or config.jwks):
         logger.warning("no tenant has a key or certificate: every request will be refused")
     return directory
+
+
+def check_budgets(tenants: Sequence[Tenant], config: ServerConfig) -> None:
+    """
+    Raises:
+        StartupError: a budget of money, and there are no prices; or of a month, and the ledger forgets sooner.
+    """
+    for tenant in tenants:
+        for limits in (tenant.limits, tenant.key_limits):
+            if (limits.money_per_day or limits.money_per_month) and not config.prices.by_model:
+                cause = f"the tenant {tenant.name} has a budget of money, and nothing has a price"
+                raise StartupError(cause, PRICES_SAMPLE, ExitCode.CONFIGURATION)
+            is_monthly = limits.tokens_per_month or limits.money_per_month
+            if is_monthly and config.ledger is not None and config.ledger_keep_s < MONTH_S:
+                cause = f"the tenant {tenant.name} has a budget of a month, and the ledger keeps less"
+                raise StartupError(cause, "--ledger-keep 31d, or more", ExitCode.CONFIGURATION)
 
 
 def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:

@@ -1,27 +1,25 @@
-"""The dashboard: its files, who may look, and what a frame of its stream shows. Thread: loop.
+"""The dashboard: its files, and what a frame of its stream shows. Thread: loop.
 
-The files hold no data, and everybody may have them. The stream needs the right `admin`; where no keys are configured,
-the operator's own browser on this machine has it, and nobody else.
+The files hold no data, and everybody may have them. The stream needs the right `admin`.
 """
 
 import asyncio
 import math
-import re
-from collections.abc import Mapping
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from core.errors import ErrorKind, ServiceError
+from core.types import BlockMap, Watched
 from server import __version__
 from server.app import App, Exchange, Route
-from server.gate.identity import LOCAL_CALLER, Scope
+from server.gate.identity import Scope
 from server.gate.tenants import Deadlines
 from server.observing.accounting import RequestRecord
-from server.observing.live import COLUMNS, History, Live
+from server.observing.live import COLUMNS, History, Live, Ring, Source
 from server.observing.metrics import resident_bytes
 from server.observing.slo import MINIMA
-from server.wire.messages import HttpRequest, Peer
 
 DIRECTORY = Path(__file__).parent / "page"
 MEDIA_TYPES = {".html": b"text/html", ".css": b"text/css", ".js": b"text/javascript"}
@@ -30,9 +28,15 @@ FILES = {  # by path
     "/dashboard/page.css": "page.css",
     "/dashboard/page.js": "page.js",
     "/dashboard/chart.js": "chart.js",
+    "/dashboard/engine.js": "engine.js",
+    "/dashboard/tenants.js": "tenants.js",
 }
 MAX_RUNNING = 64  # shown of those in progress: with 10 viewers they cost 1 % of a core
-MAX_ENDED = 100
+MAX_ENDED = 1000
+MAX_STEPS = 1024
+MAX_PREEMPTED = 64
+ASK_S = 1.0
+BLOCKS_A_SECOND = 16_384  # looked at by the engine: a larger pool is mapped less often
 PROTECTION = (
     (
         b"content-security-policy",
@@ -43,40 +47,10 @@ PROTECTION = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 )
-_FORWARDING = re.compile(rb"forwarded|via|x-forwarded-.*|x-real-ip|(?:true|x|x-cluster|cf-connecting)-(?:client-)?ip")
-_LOOPBACK_HOST = re.compile(rb"(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
-
-
-# Who may look.
-
-
-def is_operators(request: HttpRequest, peer: Peer, trusts_proxies: bool) -> bool:
-    """Whether a request without a key, to a server without keys, is of the operator's own browser on this machine.
-
-    It is not where a proxy on this machine may have sent it; nor where a page of another site may have: by a name of
-    its own that leads here (DNS rebinding), or across origins where CORS lets it.
-    """
-    if trusts_proxies or peer.address is None or not peer.address.is_loopback:
-        return False
-    hosts = [value for name, value in request.headers if name == b"host"]
-    if len(hosts) != 1 or _LOOPBACK_HOST.fullmatch(hosts[0]) is None:
-        return False
-    if any(_FORWARDING.fullmatch(name) for name, _ in request.headers):
-        return False
-    origin, site = request.header(b"origin"), request.header(b"sec-fetch-site")
-    is_own = origin is None or origin in (b"http://" + hosts[0], b"https://" + hosts[0])
-    return is_own and site in (None, b"same-origin", b"none")
 
 
 async def show_live(exchange: Exchange) -> None:
     server, caller = exchange.server, exchange.known_caller
-    trusts_proxies = server.known_listener.gate.trusts_proxies
-    if caller == LOCAL_CALLER and not is_operators(exchange.request, exchange.stream.peer, trusts_proxies):
-        message = (
-            "Without a key, the dashboard is for a browser on this machine, at http://127.0.0.1 or http://localhost "
-            "and without a proxy. For others, its operator configures a key with the right 'admin' (docs/dashboard.md)."
-        )
-        raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
     assert server.live is not None, "it comes with the app"
     await server.live.show(exchange.stream, lambda: not server.has_revoked(caller))
 
@@ -104,6 +78,47 @@ ROUTES: Mapping[str, dict[str, Route]] = {
 # What a frame shows.
 
 
+class EngineWatch:
+    """What the engine tells while somebody looks: nothing else asks it, and it ends by itself.
+
+    Attributes:
+        steps, preempted, blocks: what was told lately; of blocks, the last map.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._asked_s = self._mapped_s = -math.inf
+        self._map: BlockMap | None = None
+        self.steps: Ring[Sequence[Any]] = Ring(MAX_STEPS)
+        self.preempted: Ring[Sequence[Any]] = Ring(MAX_PREEMPTED)
+        self.blocks: Ring[dict[str, Any]] = Ring(1)
+
+    def look(self) -> None:
+        """To be called at each tick."""
+        now_s, generations = self._app.clock.monotonic(), self._app.generations
+        own = None if generations is None else generations.own
+        if own is not None and now_s >= self._asked_s + ASK_S:
+            self._asked_s = now_s
+            map_s = ASK_S * max(1, own.engine.stats.num_blocks / BLOCKS_A_SECOND)
+            if tells_blocks := now_s >= self._mapped_s + map_s:
+                self._mapped_s = now_s
+            own.engine.watch(2 * ASK_S, tells_blocks, self._take)
+
+    def _take(self, watched: Watched) -> None:
+        unix_s = self._app.clock.unix() - self._app.clock.monotonic()
+        for step in watched.steps:
+            predicted_ms = None if step.predicted_s is None else round(step.predicted_s * 1e3, 3)
+            tokens = step.num_prompt_tokens, step.num_own_tokens
+            self.steps.put((round(step.at_s + unix_s, 3), *tokens, round(step.took_s * 1e3, 3), predicted_ms))
+        for one in watched.preempted:
+            self.preempted.put((round(one.at_s + unix_s, 3), one.request_id, one.index, one.cause, one.by))
+        if watched.blocks is not None and watched.blocks != self._map:
+            self._map = found = watched.blocks
+            cells, host_cells = (b64encode(one).decode() for one in (found.cells, found.host_cells))
+            shown = {"cells": cells, "host_cells": host_cells, "owners": found.owners}
+            self.blocks.put(shown | {"num_host_slots": found.num_host_slots})
+
+
 def live_of(app: App, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> Live:
     """The stream of a server's dashboard.
 
@@ -115,10 +130,21 @@ def live_of(app: App, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> 
 
     promised: tuple[int, list[dict[str, Any]]] = (-1, [])
 
+    watch = EngineWatch(app)
+    devices: tuple[int, list[dict[str, Any]]] = (-1, [])
+
+    def shown_devices() -> list[dict[str, Any]]:
+        nonlocal devices
+        if devices[0] != history.points.num_ever:  # a driver may take milliseconds
+            found = {number: one._asdict() for number, one in app.metrics.devices.states().items()}
+            devices = history.points.num_ever, [{"id": number, **state} for number, state in found.items()]
+        return devices[1]
+
     def frame() -> dict[str, Any]:
         nonlocal promised
-        if promised[0] != history.num_points:  # sorting five minutes of requests takes milliseconds
-            promised = history.num_points, promises(app, deadlines, history)
+        watch.look()
+        if promised[0] != history.points.num_ever:  # sorting five minutes of requests takes milliseconds
+            promised = history.points.num_ever, promises(app, deadlines, history)
         requests = sorted(app.generating(), key=lambda one: one.timings.accepted_s)
         ready = app.readiness
         state = "draining" if ready.is_draining else ready.stage if not ready.is_ready else "ready"
@@ -127,6 +153,7 @@ def live_of(app: App, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> 
             "model": app.metrics.model_name,
             "state": "stalled" if state == "ready" and ready.is_stalled else state,
             "promises": promised[1],
+            "devices": shown_devices(),
             "num_requests": len(requests),
             "requests": [shown_request(one, clock.monotonic()) for one in requests[:MAX_RUNNING]],
         }
@@ -134,7 +161,8 @@ def live_of(app: App, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> 
     def ended(num_seen: int) -> tuple[int, list[dict[str, Any]]]:
         return recorder.num_kept, [shown_ended(one) for one in recorder.since(num_seen)[-MAX_ENDED:]]
 
-    return Live(history, frame, ended, lambda: app.readiness.is_draining, loop)
+    sources: dict[str, Source] = {"ended": ended, "steps": watch.steps.since, "preempted": watch.preempted.since}
+    return Live(history, frame, sources | {"blocks": watch.blocks.since}, lambda: app.readiness.is_draining, loop)
 
 
 def promises(app: App, deadlines: Deadlines, history: History) -> list[dict[str, Any]]:

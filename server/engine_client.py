@@ -43,6 +43,8 @@ from core.types import (
     TokenChunk,
     TokenLogprobs,
     Usage,
+    Watch,
+    Watched,
 )
 from server.gate.text_rules import Matcher, ScreenedDetokenizer, TextScreen
 from server.observing.metrics import Histogram
@@ -462,6 +464,7 @@ class EngineClient:
     # Not yet answered, by serial
     _inspections: deque[tuple[int, asyncio.Future[EngineSnapshot]]] = field(default_factory=deque)
     _num_inspections: int = 0
+    on_watched: Callable[[Watched], None] = lambda watched: None
 
     def submit(
         self,
@@ -514,6 +517,12 @@ class EngineClient:
         self._inspections.append((self._num_inspections, future))
         self.post(Inspect(self._num_inspections))
         return future
+
+    def watch(self, seconds: float, tells_blocks: bool, on_watched: Callable[[Watched], None]) -> None:
+        """Have steps and preemptions told from now on for so long, and once the blocks."""
+        self.on_watched = on_watched
+        if self._error is None:
+            self.post(Watch(self.clock() + seconds, tells_blocks))
 
     async def clear_cache(self) -> None:
         """Let no request, even after a restart, find what was computed before now. Returns once that is so.
@@ -596,6 +605,8 @@ class EngineClient:
                 self.stats = delivery.stats
                 if delivery.snapshot is not None:
                     self._answer_inspections(delivery.snapshot)
+                if delivery.watched is not None:
+                    self.on_watched(delivery.watched)
             finally:
                 self.on_delivered()  # or the engine would wait for it
 

@@ -381,7 +381,7 @@ class Generation:
         reader, engine, _ = self._backend
         requests = reader.requests_of(self._prepared, self._request_id, timings.arrived_s, ticket.caller)
         self._place.admit(requests, timings.arrived_s + self._deadlines.ttft_s, self._clock())
-        ticket.reserve(requests)
+        ticket.reserve(requests, self._own_model)
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, self._loop)
         if not self.is_background:
@@ -389,7 +389,7 @@ class Generation:
         self._work_before = engine.work.num_tokens, engine.work.busy_s
         timings.enter(Stage.QUEUE, self._clock())
         if shared.ledger is not None:
-            row, is_again = self._ledger_row(own_name(reader.cards, call.model)), ticket.caller.is_background
+            row, is_again = self._ledger_row(self._own_model), ticket.caller.is_background
             entry = shared.ledger.open(row, ticket.cost, is_again)
             entry.reserve(ticket.num_reserved, self._progress, partial(self._on_durable, Event.RESERVED))
             self._entry = entry

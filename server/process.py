@@ -36,7 +36,7 @@ from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
-from server.gate.quota import DAY_S, UsedTokens
+from server.gate.quota import PERIOD_LIMITS, Used, period_of
 from server.generations import Generations, OwnBackend
 from server.grammar_guard import MAX_AT_ONCE
 from server.ledger.idempotency import Idempotency
@@ -108,7 +108,7 @@ class Server:
         self._readiness = Readiness()
         self._clock = Clock(time.monotonic, time.time)
         self._files = ThreadPoolExecutor(1, "files")
-        self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
+        self._ledger, used, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
         self._metrics.standing = self._standing
         self._recorder: Recorder | None = None
@@ -116,7 +116,7 @@ class Server:
             bounds = config.record_size_bytes, config.record_keep_s
             self._recorder = Recorder(config.record, config.record_bodies, *bounds, self._clock.unix)
         self._metrics.recorder = self._recorder
-        self._gate = Gate(config, self._clock, used_today)
+        self._gate = Gate(config, self._clock, used)
         self._app = App(
             find_route,
             self._readiness,
@@ -140,6 +140,8 @@ class Server:
         self._app.listener = self.listener
         self._app.drain = self._drain
         self._app.local_models = self._local
+        self._app.offload = self._offload
+        self._metrics.budgets = self._gate.quotas.budgets
         self._metrics.local_models = lambda: {} if self._local is None else self._local.models
         self._agent = None if config.agent_check is None else AgentCheck(config.agent_check, self._app.agent_line)
         self._kv_events = kv_events_at(config.kv_events, config.kv_events_replay, config.has_engine)
@@ -728,12 +730,12 @@ class OpenLedger(NamedTuple):
     """
     Args:
         ledger: None: none is configured.
-        used_today: the tokens that it records for today.
+        used: what it records of the present day and month.
         idempotency: with the answers that it records.
     """
 
     ledger: Ledger | None
-    used_today: UsedTokens
+    used: Used
     idempotency: Idempotency
 
 
@@ -746,8 +748,9 @@ def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventL
         if config.store_responses_s is not None:
             cause = "--store-responses keeps responses in the ledger, and there is none"
             raise StartupError(cause, "--ledger FILE", ExitCode.CONFIGURATION)
-        if any(one.limits.tokens_per_day or one.key_limits.tokens_per_day for one in config.tenants):
-            logger.warning("without --ledger FILE, tokens_per_day begins anew with each start of the server")
+        for name in PERIOD_LIMITS:
+            if any(getattr(limits, name) for one in config.tenants for limits in (one.limits, one.key_limits)):
+                logger.warning("without --ledger FILE, %s begins anew with each start of the server", name)
         return OpenLedger(None, {}, Idempotency(clock.unix))
     try:
         journal = open_journal(config.ledger, min(config.max_queue, MAX_SPILLED))
@@ -764,10 +767,10 @@ def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventL
 def opened(
     journal: Journal, writer: Writer, config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop
 ) -> OpenLedger:
-    """Read what the journal has of today now: later it belongs to the writer."""
-    midnight_s = int(clock.unix()) // DAY_S * DAY_S
-    used_today, answers = journal.store.used_since(midnight_s * MICRO), journal.store.answers()
+    """Read what the journal has of this day and month now: later it belongs to the writer."""
+    begins_us = [period_of(int(clock.unix()), is_month)[0] * MICRO for is_month in (False, True)]
+    used, answers = journal.store.used_since(*begins_us), journal.store.answers()
     assert config.ledger is not None
     kept_s = config.ledger_keep_s, config.store_responses_s or 0.0
     ledger = Ledger(config.ledger, writer, config.prices, clock.unix, loop, *kept_s)
-    return OpenLedger(ledger, used_today, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))
+    return OpenLedger(ledger, used, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.turns import Domain
-from server import batch_routes, dashboard
+from server import batch_routes, dashboard, tenant_routes
 from server.adapters import Adapters
 from server.api import (
     chat,
@@ -583,6 +583,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/engine": {"GET": Route(show_engine, Scope.ADMIN, needs_model=False)},
     "/admin/cache/clear": {"POST": Route(clear_cache, Scope.ADMIN, needs_model=False)},
     "/admin/drain": {"POST": Route(drain, Scope.ADMIN, needs_model=False)},
+    **tenant_routes.ROUTES,
     **batch_routes.ROUTES,
     "/dashboard": dashboard.ROUTES["/dashboard"],
 }
@@ -619,6 +620,7 @@ PREFIXES: dict[str, dict[str, Route]] = {
     "/models/": {"GET": Route(get_model, ASKS)},
     "/v1/responses/": {"GET": Route(show_response, ASKS), "DELETE": Route(delete_response, ASKS)},
     **batch_routes.PREFIXES,
+    **tenant_routes.PREFIXES,
     "/admin/models/": {"POST": Route(switch_model, Scope.ADMIN)},
     "/admin/requests/": {
         "GET": Route(show_request, Scope.ADMIN, needs_model=False),

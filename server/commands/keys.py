@@ -10,11 +10,19 @@ import msgspec
 
 from core.errors import ExitCode, StartupError
 from server.config import ServerConfig
-from server.gate.identity import COMMON_SCOPES, KeyRecord, Scope, create_key, expiry_value, read_keys, revoke_key
-from server.gate.tenants import LOCAL_NAME
+from server.gate.identity import (
+    COMMON_SCOPES,
+    KeyRecord,
+    Scope,
+    create_key,
+    expiry_value,
+    label_value,
+    read_keys,
+    revoke_key,
+    tenant_value,
+)
 from server.values import BadValueError, did_you_mean
 
-MAX_LABEL_CHARS = 64
 RELOAD = "A running server takes this on SIGHUP: systemctl reload steploop, or kill -HUP and its process id."
 
 
@@ -44,7 +52,7 @@ def print_keys(arguments: argparse.Namespace, config: ServerConfig, now: datetim
     """List the file's keys, the oldest first."""
     records = read_keys(_keys_file(config))
     if arguments.json:
-        listed = [_public(record) | {"state": record.state(now)} for record in records]
+        listed = [record.public(now) for record in records]
         print(msgspec.json.format(msgspec.json.encode(listed)).decode())
         return
     head = ("PREFIX", "TENANT", "STATE", "SCOPES", "CREATED", "EXPIRES", "LABEL")
@@ -71,25 +79,22 @@ def _keys_file(config: ServerConfig) -> Path:
 
 
 def _tenant(name: str | None, config: ServerConfig) -> str:
-    known = [tenant.name for tenant in config.tenants] or [LOCAL_NAME]
-    if name is None and len(known) > 1:
-        raise StartupError(
-            "the configuration has several tenants: whose key is it?",
-            f"--tenant, one of {', '.join(known)}",
-            ExitCode.USAGE,
-        )
-    if name is not None and name not in known:
-        where = f"--tenant, one of {', '.join(known)}" if config.tenants else "--config FILE, the one with [[tenants]]"
-        cause = f"the configuration has no tenant {name!r}{did_you_mean(name, known)}"
-        raise StartupError(cause, where, ExitCode.USAGE)
-    return name or known[0]
+    try:
+        return tenant_value(name, config.tenants)
+    except BadValueError as error:
+        cause = "the configuration has several tenants: whose key is it?"
+        if name is not None:
+            cause = f"the configuration has no tenant {name!r}"
+        where = f"--tenant, {error.expected}" if config.tenants else "--config FILE, the one with [[tenants]]"
+        raise StartupError(cause, where, ExitCode.USAGE) from error
 
 
 def _label(text: str) -> str:
-    if len(text) > MAX_LABEL_CHARS or not text.isprintable():
+    try:
+        return label_value(text)
+    except BadValueError as error:
         cause = f"--label has {len(text)} characters, or some that cannot be shown"
-        raise StartupError(cause, f"at most {MAX_LABEL_CHARS} printable ones, in one line", ExitCode.USAGE)
-    return text
+        raise StartupError(cause, error.expected, ExitCode.USAGE) from error
 
 
 def _scopes(words: Iterable[str]) -> tuple[Scope, ...]:
@@ -108,11 +113,6 @@ def _expiry(text: str, now: datetime) -> datetime:
         raise StartupError(
             f"--expires is {text!r}: it must be {error.expected}", "--expires 90d", ExitCode.USAGE
         ) from error
-
-
-def _public(record: KeyRecord) -> dict[str, object]:
-    """All but the digest."""
-    return {name: value for name, value in msgspec.structs.asdict(record).items() if name != "sha256"}
 
 
 def _row(record: KeyRecord, now: datetime) -> tuple[str, ...]:

@@ -1,17 +1,20 @@
-"""CORS: which origins' pages may read answers, and the answers to their preflights. Thread: loop.
+"""What pages of other origins may do: CORS with its preflights, and nothing of an operator's. Thread: loop.
 
 Source: the Fetch standard, HTTP-CORS protocol. Credentials mode is not allowed: no key comes in a cookie.
 """
 
+import re
 from urllib.parse import urlsplit
 
 from server.values import BadValueError
-from server.wire.messages import Headers, HttpRequest
+from server.wire.messages import Headers, HttpRequest, Peer
 
 ANY_ORIGIN = "*"
 METHODS = b"GET, POST, DELETE"
 MAX_AGE_S = b"7200"  # Chromium's maximum
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_FORWARDING = re.compile(rb"forwarded|via|x-forwarded-.*|x-real-ip|(?:true|x|x-cluster|cf-connecting)-(?:client-)?ip")
+_LOOPBACK_HOST = re.compile(rb"(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
 
 
 def origin_value(text: str) -> str:
@@ -64,3 +67,21 @@ class CrossOrigin:
         named = request.header(b"access-control-request-headers")
         allowed = () if named is None else ((b"access-control-allow-headers", named),)  # * excludes authorization
         return ((b"access-control-allow-methods", METHODS), *allowed, (b"access-control-max-age", MAX_AGE_S))
+
+
+def is_operators(request: HttpRequest, peer: Peer, trusts_proxies: bool) -> bool:
+    """Whether a request without a key, to a server without keys, is of the operator on this machine.
+
+    It is not where a proxy on this machine may have sent it; nor where a page of another site may have: by a name of
+    its own that leads here (DNS rebinding), or across origins where CORS lets it.
+    """
+    if trusts_proxies or peer.address is None or not peer.address.is_loopback:
+        return False
+    hosts = [value for name, value in request.headers if name == b"host"]
+    if len(hosts) != 1 or _LOOPBACK_HOST.fullmatch(hosts[0]) is None:
+        return False
+    if any(_FORWARDING.fullmatch(name) for name, _ in request.headers):
+        return False
+    origin, site = request.header(b"origin"), request.header(b"sec-fetch-site")
+    is_own = origin is None or origin in (b"http://" + hosts[0], b"https://" + hosts[0])
+    return is_own and site in (None, b"same-origin", b"none")

@@ -47,6 +47,7 @@ NUM_ID_CHARS = 8
 NUM_SECRET_CHARS = 32  # of 62 characters: 190 bits
 NUM_ID_DIGITS = 12  # of the digest, which identify a key that is not in the keys file
 FILE_MODE = 0o600
+MAX_LABEL_CHARS = 64
 _CHARACTERS = string.ascii_letters + string.digits
 # A key of ours, its prefix apart; or anything else that begins like one
 _KEY_LIKE = re.compile(
@@ -92,6 +93,11 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     expires: datetime | None = None
     revoked: datetime | None = None
 
+    def public(self, now: datetime) -> dict[str, object]:
+        """All but the digest, and its state."""
+        told = {name: value for name, value in msgspec.structs.asdict(self).items() if name != "sha256"}
+        return told | {"state": self.state(now)}
+
     def state(self, now: datetime) -> str:
         if self.revoked is not None:
             return "revoked"
@@ -130,6 +136,21 @@ def read_moment(text: str, now: datetime, sign: int, expected: str) -> datetime:
     except (ValueError, OverflowError) as error:
         raise BadValueError(expected) from error
     return when if when.tzinfo else when.replace(tzinfo=UTC)
+
+
+def label_value(text: str) -> str:
+    """A key's label. Raises BadValueError."""
+    if len(text) > MAX_LABEL_CHARS or not text.isprintable():
+        raise BadValueError(f"at most {MAX_LABEL_CHARS} printable characters, in one line")
+    return text
+
+
+def tenant_value(name: str | None, tenants: Iterable[Tenant]) -> str:
+    """The name of one of these, or of the only one. Raises BadValueError."""
+    known = [tenant.name for tenant in tenants] or [LOCAL_NAME]
+    if name not in known and (name is not None or len(known) > 1):
+        raise BadValueError(f"one of {', '.join(known)}{did_you_mean(name or '', known)}")
+    return name or known[0]
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:
@@ -338,6 +359,17 @@ class Directory:
         }
         found = replace(self, tenants=tenants, keys=keys, certificates=certificates)
         return self if found == self else found
+
+    def with_tenant(self, tenant: Tenant) -> "Directory":
+        """With this tenant in place of the one of its name."""
+        keys = {
+            digest: replace(known, caller=replace(known.caller, tenant=tenant))
+            if known.caller.tenant.name == tenant.name
+            else known
+            for digest, known in self.keys.items()
+        }
+        certificates = {name: tenant if one.name == tenant.name else one for name, one in self.certificates.items()}
+        return replace(self, tenants={**self.tenants, tenant.name: tenant}, keys=keys, certificates=certificates)
 
     def num_valid_keys(self, unix_s: float) -> int:
         return sum(not (key.is_revoked or key.is_expired(unix_s)) for key in self.keys.values())

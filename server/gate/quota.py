@@ -1,21 +1,24 @@
-"""Quotas: how many requests and tokens each tenant and each of its keys may use. Thread: loop.
+"""Quotas: how many requests and tokens each tenant and each of its keys may use, and for how much. Thread: loop.
 
 Tokens are reserved before the work in all pools that bound a request, or in none; topped up while the answer goes on
 (`Allowance`); and settled to what was used. Whole numbers throughout; time is an argument; nothing runs in the
-background. What a day's pools gave before the process started comes from the ledger. The
+background. What a day's and a month's pools gave before the process started comes from the ledger. The
 x-ratelimit-* fields of an answer show what is left.
 """
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
+from calendar import timegm
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Demand, Usage
 from server.gate.identity import Caller, Directory
-from server.gate.tenants import Limits
+from server.gate.tenants import Limits, Tenant
 from server.wire.messages import Headers
 
 logger = logging.getLogger(__name__)
@@ -23,7 +26,11 @@ logger = logging.getLogger(__name__)
 S_NS = 10**9
 MINUTE_NS = 60 * S_NS
 DAY_S = 86_400
-DAYS_KEPT = 4  # other days' use: a clock may be set wrong, and be set right again
+PERIODS_KEPT = 4  # other days' and months' use: a clock may be set wrong, and be set right again
+PERIOD_LIMITS = ("tokens_per_day", "tokens_per_month", "money_per_day", "money_per_month")  # of Limits
+WARN_AT = (0.8, 1.0)  # of a budget: in headers, metrics and the log
+MOST_BUDGETS = 2000  # that metrics show
+MILLION = MICRO = 10**6
 PRUNED_ACCOUNTS = 1024  # at twice as many as were left the last time, untouched accounts are dropped
 FIRST_TOKENS = 512  # of each sequence's answer, reserved before the work
 TOP_UP_TOKENS = 256
@@ -36,7 +43,9 @@ MAX_WAIT_NS = round(MAX_WAIT_S * S_NS)
 LEAST_RETRY_S = 1
 POLL_S = 1.0  # between attempts to top up a paused answer: other requests settle at any time
 
-UsedTokens = Mapping[tuple[str, str | None], int]  # by tenant and key; None: all of the tenant's
+# By name of PERIOD_LIMITS, and by tenant and key; None: all of the tenant's. Tokens, or millionths of the currency
+Used = Mapping[str, Mapping[tuple[str, str | None], int]]
+CostMicro = Callable[[str, Usage], int]  # of a model's usage, in millionths of the currency
 
 
 class Moment(NamedTuple):
@@ -56,6 +65,7 @@ class Pool(ABC):
 
     __slots__ = ("_num_reserved", "_taken", "capacity", "name")
     SCALE = 1
+    is_money = False
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -71,6 +81,9 @@ class Pool(ABC):
     def is_untouched(self, now: Moment) -> bool:
         self._advance(now)
         return self._taken == 0
+
+    def shown(self, num: int) -> str:
+        return f"{num}"
 
     def reserve(self, num: int, now: Moment) -> None:
         self._advance(now)
@@ -130,28 +143,76 @@ class Bucket(Pool):
         return -(-missing // self.rate)
 
 
-class DayPool(Pool):
-    """A calendar day's, UTC. What is in progress at midnight counts on the day on which it is settled."""
+class PeriodPool(Pool):
+    """A budget of a calendar day or month, UTC. What is in progress at its end counts in the one where it is settled.
 
-    __slots__ = ("_day", "_other_days")
+    Args:
+        name: of PERIOD_LIMITS; those of money are in millionths of the currency.
+        num_used: of it, by that time.
+    """
+
+    __slots__ = ("_begins_s", "_ends_s", "_is_month", "_others", "_told", "is_money")
 
     def __init__(self, name: str, capacity: int, num_used: int, at: Moment) -> None:
-        """`num_used` of that day are used already."""
         super().__init__(name, capacity)
+        self.is_money = name.startswith("money")
+        self._is_month = name.endswith("month")
         self._taken = num_used
-        self._day = at.unix_s // DAY_S
-        self._other_days: dict[int, int] = {}  # what was used on them
+        self._begins_s, self._ends_s = period_of(at.unix_s, self._is_month)
+        self._others: dict[int, int] = {}  # what was used in other periods, by their beginning
+        self._told = 0.0  # the part of it that was warned of
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.capacity < NEVER
+
+    def num_used(self, now: Moment) -> int:
+        self._advance(now)
+        return self._taken - self._num_reserved
+
+    def used_part(self, now: Moment) -> float:
+        return self.num_used(now) / self.capacity
+
+    def is_near(self, now: Moment) -> bool:
+        """A part of WARN_AT has been used."""
+        return self.is_bounded and self.used_part(now) >= WARN_AT[0]
+
+    def ends_s(self, now: Moment) -> int:
+        """Unix time."""
+        self._advance(now)
+        return self._ends_s
+
+    def news(self, now: Moment) -> float | None:
+        """The part of WARN_AT that its use has reached since it was last asked; None: no other one."""
+        part = self.used_part(now)
+        reached = max((one for one in WARN_AT if part >= one), default=0.0)
+        told, self._told = self._told, reached
+        return reached if reached > told else None
+
+    def shown(self, num: int) -> str:
+        return f"{num / MICRO:.6g}" if self.is_money else f"{num}"
 
     def _advance(self, now: Moment) -> None:
-        day = now.unix_s // DAY_S
-        if day != self._day:
-            self._other_days[self._day] = self._taken - self._num_reserved
-            self._day, self._taken = day, self._other_days.pop(day, 0) + self._num_reserved
-            if len(self._other_days) > DAYS_KEPT:
-                del self._other_days[next(iter(self._other_days))]
+        if not self._begins_s <= now.unix_s < self._ends_s:
+            self._others[self._begins_s] = self._taken - self._num_reserved
+            self._begins_s, self._ends_s = period_of(now.unix_s, self._is_month)
+            self._taken, self._told = self._others.pop(self._begins_s, 0) + self._num_reserved, 0.0
+            if len(self._others) > PERIODS_KEPT:
+                del self._others[next(iter(self._others))]
 
     def _gain_ns(self, missing: int, now: Moment) -> int:
-        return (DAY_S - now.unix_s % DAY_S) * S_NS
+        return (self._ends_s - now.unix_s) * S_NS
+
+
+def period_of(unix_s: int, is_month: bool) -> tuple[int, int]:
+    """When the day or month begins and ends, in unix time; UTC."""
+    if not is_month:
+        begins_s = unix_s // DAY_S * DAY_S
+        return begins_s, begins_s + DAY_S
+    year, month = time.gmtime(unix_s)[:2]
+    following = (year + 1, 1) if month == 12 else (year, month + 1)
+    begins_s, ends_s = (timegm((*one, 1, 0, 0, 0)) for one in ((year, month), following))
+    return begins_s, ends_s
 
 
 class Shortage(NamedTuple):
@@ -171,17 +232,18 @@ class Shortage(NamedTuple):
 
     def error(self) -> ServiceError:
         owner, limit = self.account.owner, self.pool.name
-        wanted = f"this asks for {'at least ' if self.is_least else ''}{self.num_wanted}"
+        shown, most = self.pool.shown, self.pool.shown(self.pool.capacity)
+        wanted = f"this asks for {'at least ' if self.is_least else ''}{shown(self.num_wanted)}"
         if self.wait_ns is None:
             message = (
-                f"{owner} may take {self.pool.capacity} at once by its {limit}, and {wanted}."
+                f"{owner} may take {most} at once by its {limit}, and {wanted}."
                 " Ask for fewer max_tokens, shorten the prompt, or ask the operator for more."
             )
             return ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded")
         wait_s = self.wait_ns / S_NS
         message = (
-            f"{owner} is over its {limit}: {wanted}, and {max(0, self.num_available)} of"
-            f" {self.pool.capacity} are left. Try again in {-(-self.wait_ns // S_NS)} s."
+            f"{owner} is over its {limit}: {wanted}, and {shown(max(0, self.num_available))} of"
+            f" {most} are left. Try again in {-(-self.wait_ns // S_NS)} s."
         )
         return ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded", retry_after_s=wait_s)
 
@@ -194,17 +256,19 @@ class QuotaAccount:
         num_active: requests in progress.
         num_reserved: their tokens.
         requests: None: unlimited.
-        tokens: each of these bounds every request.
+        periods: what was used of the day and the month, bounded or not.
+        tokens, money: each of these bounds every request.
     """
 
-    def __init__(self, owner: str, limits: Limits, now: Moment, day: DayPool) -> None:
+    def __init__(self, owner: str, limits: Limits, now: Moment, periods: tuple[PeriodPool, ...]) -> None:
         self.owner = owner
         self.num_active = 0
         self.num_reserved = 0
         self.requests: Bucket | None = None
         self.tokens: tuple[Pool, ...] = ()
+        self.money: tuple[Pool, ...] = ()
+        self.periods = periods
         self._minute: Bucket | None = None
-        self._day = day
         self.apply(limits, now)
 
     def apply(self, limits: Limits, now: Moment) -> None:
@@ -214,15 +278,27 @@ class QuotaAccount:
             self.requests, "requests_per_minute", limits.requests_per_minute, limits.burst_requests, now
         )
         self._minute = _resized(self._minute, "tokens_per_minute", limits.tokens_per_minute, limits.burst_tokens, now)
-        self.tokens = () if self._minute is None else (self._minute,)
-        if limits.tokens_per_day is not None:
-            self._day.capacity = limits.tokens_per_day
-            self.tokens += (self._day,)
+        for pool in self.periods:
+            limit = getattr(limits, pool.name)
+            pool.capacity = NEVER if limit is None else round(limit * MICRO) if pool.is_money else limit
+        bounded = [pool for pool in self.periods if pool.is_bounded]
+        minutes = () if self._minute is None else (self._minute,)
+        self.tokens = (*minutes, *(pool for pool in bounded if not pool.is_money))
+        self.money = tuple(pool for pool in bounded if pool.is_money)
 
     def is_untouched(self, now: Moment) -> bool:
         """Whether a new account would allow no more."""
-        pools = (pool for pool in (self.requests, self._minute, self._day) if pool is not None)
+        pools: list[Pool] = [pool for pool in (self.requests, self._minute) if pool is not None]
+        pools += [pool for pool in self.periods if pool.is_bounded]
         return not (self.num_active or self.num_reserved) and all(pool.is_untouched(now) for pool in pools)
+
+    def warn(self, now: Moment) -> None:
+        """Log each budget of which a part of WARN_AT has been used just now."""
+        for pool in self.periods:
+            if pool.is_bounded and (part := pool.news(now)) is not None:
+                used, most = pool.shown(pool.num_used(now)), pool.shown(pool.capacity)
+                text = "%s has used %.0f %% of its %s: %s of %s"
+                logger.warning(text, self.owner, part * 100, pool.name, used, most)
 
     def check_concurrency(self) -> None:
         if self.max_active is not None and self.num_active >= self.max_active:
@@ -245,15 +321,35 @@ class Ticket:
 
     Args:
         clock: read at each step.
+        cost_micro: what a usage of a model costs, in millionths of the currency.
     """
 
-    __slots__ = ("_accounts", "_clock", "_held", "_is_in", "caller", "num_reserved")
+    __slots__ = (
+        "_accounts",
+        "_clock",
+        "_cost_micro",
+        "_held",
+        "_is_in",
+        "_micro_reserved",
+        "_price",
+        "caller",
+        "num_reserved",
+    )
 
-    def __init__(self, caller: Caller, accounts: Sequence[QuotaAccount], clock: Callable[[], Moment]) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        accounts: Sequence[QuotaAccount],
+        clock: Callable[[], Moment],
+        cost_micro: CostMicro = lambda model, usage: 0,
+    ) -> None:
         self.caller = caller
         self.num_reserved = 0  # tokens
         self._accounts = accounts
         self._clock = clock
+        self._cost_micro = cost_micro
+        self._price: Callable[[Usage], int] = lambda usage: 0
+        self._micro_reserved = 0
         self._held: tuple[tuple[QuotaAccount, tuple[Pool, ...]], ...] = ()  # the pools as of its reservation
         self._is_in = False
 
@@ -292,38 +388,53 @@ class Ticket:
             for account in self._accounts:
                 account.num_active -= 1
 
-    def reserve(self, requests: Iterable[Demand]) -> None:
-        """Hold the prompts and the first tokens of each sequence; a refused request holds nothing."""
-        num = 0
+    def reserve(self, requests: Iterable[Demand], model: str = "") -> None:
+        """Hold the prompts and the first tokens of each sequence; a refused request holds nothing.
+
+        Of money, it holds what they cost at most.
+        """
+        num, self._price = 0, partial(self._cost_micro, model)
         for one in requests:
             num += one.num_prompt_tokens + one.num_sequences * _first_tokens(one)
-        self._held = tuple((account, account.tokens) for account in self._accounts)
+        self._held = tuple((account, (*account.tokens, *account.money)) for account in self._accounts)
         shortage = self.top_up(num)
         if shortage is not None:
             raise shortage.error()
 
     @property
     def is_bounded(self) -> bool:
-        """Whether any pool bounds its tokens."""
+        """Whether any pool bounds its tokens or their price."""
         return any(pools for _, pools in self._held)
 
     def top_up(self, num: int) -> Shortage | None:
         """Hold so many more in all pools; or tell which lacks them longest, and hold no more."""
-        now = self._clock()
-        shortages = _shortages([(account, pool) for account, pools in self._held for pool in pools], num, now)
+        now, micro = self._clock(), -(-num * self._dearest() // MILLION)
+        pools = [(account, pool) for account, pools in self._held for pool in pools if micro or not pool.is_money]
+        shortages = _shortages([one for one in pools if not one[1].is_money], num, now)
+        shortages += _shortages([one for one in pools if one[1].is_money], micro, now)
         if shortages:
             return _longest(shortages)
         self.num_reserved += num
-        for account, pools in self._held:
+        self._micro_reserved += micro
+        for account, _ in self._held:
             account.num_reserved += num
-            for pool in pools:
-                pool.reserve(num, now)
+        for _, pool in pools:
+            pool.reserve(micro if pool.is_money else num, now)
         return None
+
+    def _dearest(self) -> int:
+        """What a million tokens cost at most, in millionths of the currency."""
+        if not any(pool.is_money for _, pools in self._held for pool in pools):
+            return 0
+        return max(map(self._price, (Usage(MILLION, 0), Usage(0, MILLION), Usage(MILLION, 0, MILLION))))
 
     def top_up_rest(self, most: int, num_parts: int = 1) -> int:
         """Hold a part of what is left, rounded up, after a top-up failed. Returns how many tokens it gained."""
-        now = self._clock()
-        left = min(pool.available(now) for _, pools in self._held for pool in pools)
+        now, dearest = self._clock(), self._dearest()
+        pools = [pool for _, pools in self._held for pool in pools]
+        left = min((pool.available(now) for pool in pools if not pool.is_money), default=most)
+        if dearest:
+            left = min(left, min(pool.available(now) for pool in pools if pool.is_money) * MILLION // dearest)
         num = min(most, -(-left // num_parts))
         return num if num > 0 and self.top_up(num) is None else 0
 
@@ -345,12 +456,17 @@ class Ticket:
 
     def settle(self, usage: Usage) -> None:
         """Count what was used in place of what was held. Idempotent."""
-        now, num_used = self._clock(), self.cost(usage)
+        now, num_used, micro_used = self._clock(), self.cost(usage), self._price(usage)
         for account, pools in self._held:
             account.num_reserved -= self.num_reserved
-            for pool in pools:
-                pool.settle(self.num_reserved, num_used, now)
-        self._held, self.num_reserved = (), 0
+            for pool in (*pools, *(one for one in account.periods if one not in pools)):
+                is_held = pool in pools
+                if pool.is_money:
+                    pool.settle(is_held * self._micro_reserved, micro_used, now)
+                else:
+                    pool.settle(is_held * self.num_reserved, num_used, now)
+            account.warn(now)
+        self._held, self.num_reserved, self._micro_reserved = (), 0, 0
 
     def cost(self, usage: Usage) -> int:
         """Tokens that count against the limits: cached ones of the prompt at the tenant's discount."""
@@ -358,7 +474,7 @@ class Ticket:
         return usage.num_prompt_tokens + usage.num_completion_tokens - discount
 
     def headers(self) -> Headers:
-        """x-ratelimit-*: of requests and of tokens, the pool that has least left now."""
+        """x-ratelimit-*: of requests and of tokens, the pool that has least left now; and x-budget-warning."""
         now, found = self._clock(), []
         requests = [account.requests for account in self._accounts if account.requests is not None]
         tokens = [pool for account in self._accounts for pool in account.tokens]
@@ -368,6 +484,14 @@ class Ticket:
                 left, reset = max(0, pool.available(now)), format_reset(-(-pool.full_ns(now) // S_NS))
                 values = {"limit": pool.capacity, "remaining": left, "reset": reset}
                 found += [(f"x-ratelimit-{name}-{kind}".encode(), f"{one}".encode()) for name, one in values.items()]
+        near = [
+            f"{pool.name}={pool.used_part(now):.0%};reset={format_reset(pool.ends_s(now) - now.unix_s)}"
+            for account in self._accounts
+            for pool in account.periods
+            if pool.is_near(now)
+        ]
+        if near:
+            found.append((b"x-budget-warning", ", ".join(near).encode()))
         return tuple(found)
 
 
@@ -399,27 +523,53 @@ class Quotas:
     """The accounts of all callers so far, by tenant and key.
 
     Args:
-        used_today: tokens, before the process started.
+        used: of the present day and month, before the process started.
+        cost_micro: see Ticket.
     """
 
-    def __init__(self, clock: Callable[[], Moment], used_today: UsedTokens | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], Moment],
+        used: Used | None = None,
+        cost_micro: CostMicro = lambda model, usage: 0,
+    ) -> None:
         self._clock = clock
         self._started = clock()
-        self._used_today = used_today or {}
+        self._used = used or {}
+        self._cost_micro = cost_micro
         self._accounts: dict[tuple[str, str | None], QuotaAccount] = {}
         self._most_accounts = PRUNED_ACCOUNTS
 
     def ticket_for(self, caller: Caller) -> Ticket:
         tenant = caller.tenant
-        accounts = [self._account(f"The tenant {tenant.name}", (tenant.name, None), tenant.limits)]
+        accounts = [self.account_of(tenant)]
         if caller.key_id is not None:
             owner = f"The {'key' if caller.subject is None else 'JWT subject'} {caller.key_id}"
             accounts.append(self._account(owner, (tenant.name, caller.key_id), tenant.key_limits))
-        return Ticket(caller, accounts, self._clock)
+        return Ticket(caller, accounts, self._clock, self._cost_micro)
 
     @property
     def accounts(self) -> tuple[QuotaAccount, ...]:
         return tuple(self._accounts.values())
+
+    def account_of(self, tenant: Tenant) -> QuotaAccount:
+        return self._account(f"The tenant {tenant.name}", (tenant.name, None), tenant.limits)
+
+    def keys_of(self, tenant: str) -> dict[str, QuotaAccount]:
+        """The accounts of its keys that were used, by the key's id."""
+        return {key_id: one for (name, key_id), one in self._accounts.items() if name == tenant and key_id is not None}
+
+    def now(self) -> Moment:
+        return self._clock()
+
+    def budgets(self) -> dict[tuple[str, ...], float]:
+        """The used part of tenants' budgets, and of those of keys that are near their end: by tenant, key, limit."""
+        now, found = self._clock(), dict[tuple[str, ...], float]()
+        for (name, key_id), account in self._accounts.items():
+            for pool in account.periods if len(found) < MOST_BUDGETS else ():
+                if pool.is_bounded and (key_id is None or pool.is_near(now)):
+                    found[name, key_id or "", pool.name] = round(pool.used_part(now), 4)
+        return found
 
     def apply(self, directory: Directory) -> None:
         """Put the directory's limits in force, for requests in progress too.
@@ -437,14 +587,18 @@ class Quotas:
         if account is None:
             if len(self._accounts) >= self._most_accounts:
                 self._prune()
-            day = DayPool("tokens_per_day", 0, self._used_today.get(place, 0), self._started)
-            account = self._accounts[place] = QuotaAccount(owner, limits, self._clock(), day)
+            periods = tuple(
+                PeriodPool(name, NEVER, self._used.get(name, {}).get(place, 0), self._started) for name in PERIOD_LIMITS
+            )
+            account = self._accounts[place] = QuotaAccount(owner, limits, self._clock(), periods)
         return account
 
     def _prune(self) -> None:
         """Issuers of JWTs may name any number of subjects."""
         now = self._clock()
-        self._accounts = {place: one for place, one in self._accounts.items() if not one.is_untouched(now)}
+        self._accounts = {
+            place: one for place, one in self._accounts.items() if place[1] is None or not one.is_untouched(now)
+        }
         self._most_accounts = max(PRUNED_ACCOUNTS, 2 * len(self._accounts))
 
 

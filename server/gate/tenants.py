@@ -22,6 +22,7 @@ _NAME_KINDS = {"DNS": "DNS", "URI": "URI", "EMAIL": "email", "IP": "IP Address"}
 
 T = TypeVar("T")
 _Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+_Money = Annotated[float, msgspec.Meta(ge=1e-6, le=10**9)]
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Milliseconds = Annotated[float, msgspec.Meta(ge=1, le=MAX_DEADLINE_MS)]
@@ -32,7 +33,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     Args:
         burst_requests, burst_tokens: that may come at once after a quiet time; None: those of a minute.
-        tokens_per_day: of a calendar day, UTC.
+        tokens_per_day, tokens_per_month: of a calendar day and month, UTC.
+        money_per_day, money_per_month: likewise, in the currency of [prices].
     """
 
     requests_per_minute: _Count | None = None
@@ -40,6 +42,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tokens_per_minute: _Count | None = None
     burst_tokens: _Count | None = None
     tokens_per_day: _Count | None = None
+    tokens_per_month: _Count | None = None
+    money_per_day: _Money | None = None
+    money_per_month: _Money | None = None
     concurrent_requests: _Count | None = None
 
     def __post_init__(self) -> None:

@@ -380,13 +380,22 @@ class LedgerStore:
             self._database.execute(_ABORT)
         return int(_value(self._database.execute("SELECT changes()")))
 
-    def used_since(self, since_us: int) -> dict[tuple[str, str | None], int]:
-        """Tokens counted against quotas since then: by tenant and key, and by tenant with None for all of them."""
-        used: dict[tuple[str, str | None], int] = {}
-        sums = "SELECT tenant, key_id, sum(counted_tokens) FROM requests WHERE updated_us >= ? GROUP BY tenant, key_id"
-        for tenant, key_id, num_tokens in self._database.execute(sums, (since_us,)):
-            for place in {(tenant, key_id), (tenant, None)}:
-                used[place] = used.get(place, 0) + num_tokens
+    def used_since(self, day_us: int, month_us: int) -> dict[str, dict[tuple[str, str | None], int]]:
+        """Tokens counted against quotas since these times, and their price: by the limit's name, and by tenant and key.
+
+        None for the key: all of the tenant's.
+        """
+        names = "tokens_per_day", "money_per_day", "tokens_per_month", "money_per_month"
+        used: dict[str, dict[tuple[str, str | None], int]] = {name: {} for name in names}
+        sums = (
+            "SELECT tenant, key_id, sum(iif(updated_us >= ?1, counted_tokens, 0)),"
+            " sum(iif(updated_us >= ?1, price_micro, 0)), sum(counted_tokens), sum(price_micro)"
+            " FROM requests WHERE updated_us >= ?2 GROUP BY tenant, key_id"
+        )
+        for tenant, key_id, *found in self._database.execute(sums, (day_us, month_us)):
+            for name, num in zip(names, found, strict=True):
+                for place in {(tenant, key_id), (tenant, None)}:
+                    used[name][place] = used[name].get(place, 0) + num
         return used
 
     def answers(self) -> list[StoredAnswer]:

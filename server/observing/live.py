@@ -6,10 +6,10 @@ makes one frame each TICK_S while somebody looks, the same for all; nothing of a
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import orjson
 
@@ -20,6 +20,8 @@ from server.observing.timing import NO_STORE
 from server.wire.messages import ResponseHead
 from server.wire.sse import event
 from server.wire.stream import HttpStream
+
+T = TypeVar("T")
 
 TICK_S = 0.25
 POINT_S = 5.0
@@ -69,6 +71,26 @@ def quantile_ms(bounds: Sequence[float], counts: Sequence[int], part: float) -> 
     return None
 
 
+Source = Callable[[int], tuple[int, list[Any]]]  # how many things there ever were, and the latest after so many
+Seen = tuple[int, ...]  # so many of each source's things a viewer has been sent
+
+
+class Ring(Generic[T]):
+    """The latest things, as a Source."""
+
+    def __init__(self, most: int) -> None:
+        self._things: deque[T] = deque(maxlen=most)
+        self.num_ever = 0
+
+    def put(self, thing: T) -> None:
+        self._things.append(thing)
+        self.num_ever += 1
+
+    def since(self, num_seen: int) -> tuple[int, list[T]]:
+        num_new = min(self.num_ever - num_seen, len(self._things))
+        return self.num_ever, list(islice(self._things, len(self._things) - num_new, None))
+
+
 class History:
     """An hour of points; rates are those of the time between two of them, times to tokens those of a minute.
 
@@ -78,7 +100,7 @@ class History:
         unix: seconds since 1970.
 
     Attributes:
-        num_points: ever.
+        points: the hour's.
     """
 
     def __init__(
@@ -89,25 +111,18 @@ class History:
         unix: Callable[[], float],
     ) -> None:
         self._metrics, self._stats, self._clock, self._unix = metrics, stats, clock, unix
-        self._points: deque[Row] = deque(maxlen=MAX_POINTS)
-        self.num_points = 0
+        self.points: Ring[Row] = Ring(MAX_POINTS)
         self._counters = deque([self._count()], maxlen=MINUTE_POINTS + 1)
 
     def take(self) -> None:
         """To be called every POINT_S."""
         counters = self._count()
-        self._points.append(self._row(counters, self._counters[-1]))
-        self.num_points += 1
+        self.points.put(self._row(counters, self._counters[-1]))
         self._counters.append(counters)
 
     def now(self) -> Row:
         """As a point of the last 5 to 10 seconds."""
         return self._row(self._count(), self._counters[-2 if len(self._counters) > 1 else -1])
-
-    def since(self, num_seen: int) -> list[Row]:
-        """The points after so many, oldest first, as far as they are kept."""
-        num_new = min(self.num_points - num_seen, len(self._points))
-        return list(islice(self._points, len(self._points) - num_new, None))
 
     def _count(self) -> _Counters:
         metrics, stats = self._metrics, self._stats()
@@ -147,13 +162,6 @@ class History:
         )
 
 
-class Seen(NamedTuple):
-    """How many points, and how many requests that are over, a viewer has been sent of those that there ever were."""
-
-    num_points: int
-    num_ended: int
-
-
 @dataclass(slots=True, eq=False)
 class _Viewer:
     stream: HttpStream
@@ -164,13 +172,13 @@ class _Viewer:
 
 
 class Live:
-    """The stream of events at 4 Hz: `{"now": {...}, "points": [...], "ended": [...], ...}`, the last two since Seen.
+    """The stream of events at 4 Hz: `{"now": {...}, "points": [...], "ended": [...], ...}`, of sources since Seen.
 
     A viewer that does not read is sent nothing until it does; its connection's stall limit ends it.
 
     Args:
         frame: what is so now, made once a tick.
-        ended: how many requests are over, and the latest after so many.
+        sources: by name, beside the points.
         is_over: no more is to be shown: the server drains.
     """
 
@@ -178,12 +186,13 @@ class Live:
         self,
         history: History,
         frame: Callable[[], dict[str, Any]],
-        ended: Callable[[int], tuple[int, list[dict[str, Any]]]],
+        sources: Mapping[str, Source],
         is_over: Callable[[], bool],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.history = history
-        self._frame, self._ended, self._is_over, self._loop = frame, ended, is_over, loop
+        self._frame, self._is_over, self._loop = frame, is_over, loop
+        self._sources = {"points": history.points.since, **sources}
         self._viewers: list[_Viewer] = []
         self._ticker: asyncio.TimerHandle | None = None
         self._pointer: asyncio.TimerHandle | None = None
@@ -254,11 +263,10 @@ class Live:
             viewer.stream.send(data)
 
     def _event(self, frame: dict[str, Any], seen: Seen | None) -> tuple[bytes, Seen]:
-        num_seen = seen or Seen(0, 0)
-        num_ended, ended = self._ended(num_seen.num_ended)
-        points = self.history.since(num_seen.num_points)
-        shown = frame | {"points": points, "ended": ended}
+        nums_seen = seen or (0,) * len(self._sources)
+        news = [since(num) for since, num in zip(self._sources.values(), nums_seen, strict=True)]
+        shown = frame | {name: things for name, (_, things) in zip(self._sources, news, strict=True)}
         if seen is None:
             shown["columns"] = COLUMNS
         line = orjson.dumps(shown).replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-        return event(line), Seen(self.history.num_points, num_ended)
+        return event(line), tuple(num_ever for num_ever, _ in news)

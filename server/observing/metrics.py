@@ -186,6 +186,7 @@ class Metrics:
         self.pools: Callable[[], Mapping[str, Any]] = dict
         self.local_models: Callable[[], Mapping[str, Any]] = dict
         self.adapters: Callable[[], Mapping[tuple[str, ...], float]] = dict
+        self.budgets: Callable[[], Mapping[tuple[str, ...], float]] = dict
         self.recorder: Recorder | None = None
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -194,7 +195,7 @@ class Metrics:
         self.slo = SloMonitor(slo or NO_PROMISES, clock)
         self._clock = clock
         self._started_s = clock()
-        self._devices = DeviceMonitor()
+        self.devices = DeviceMonitor()
         self.scrape_s = 0.0
         self._step = EngineStats()  # as of the last step
 
@@ -318,7 +319,8 @@ class Metrics:
             "running": {name: one.num_running for name, one in (*pools.items(), *own)},
             "local_models": self.local_models(),
             "adapters": self.adapters(),
-            "devices": self._devices.states(),
+            "budgets": self.budgets(),
+            "devices": self.devices.states(),
             "slo": slo,
             "promised": {name: state for name, state in slo.items() if state.threshold is not None},
             "refused": OUR_REFUSALS | self.refused,
@@ -413,6 +415,8 @@ steploop_tenant_cached_tokens_total counter tenants.num_cached_tokens[tenant] | 
 steploop_tenant_completion_tokens_total counter tenants.num_completion_tokens[tenant] | Generated tokens that are
     billed.
 steploop_tenant_queue_seconds_total counter tenants.queue_s[tenant] | Waited in the queue.
+steploop_budget_used_ratio gauge budgets[tenant,key,limit] | Used part of the budgets of the day and the month: of
+    tenants; of keys, those of which 80 % are used.
 steploop_kv_blocks gauge stats.num_blocks | KV blocks.
 steploop_kv_blocks_used gauge stats.num_used_blocks | KV blocks in use.
 steploop_kv_blocks_cached gauge stats.num_cached_blocks | Free KV blocks that are kept.

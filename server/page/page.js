@@ -1,14 +1,18 @@
 // The dashboard: reads the one stream of frames and shows it. What the server sends is set as text, never as markup.
 
 import { Chart, bar } from "/dashboard/chart.js";
+import { BlockGrid, STATES, StepLoop } from "/dashboard/engine.js";
+import { tenants } from "/dashboard/tenants.js";
 
 /**
  * @typedef {Record<string, string | number | boolean | null>} Row
  * @typedef {{version: string, model: string | null, state: string, columns?: string[], points: (number | null)[][],
- *   now: (number | null)[], promises: Row[], num_requests: number, requests: Row[], ended: Row[]}} Frame
+ *   now: (number | null)[], promises: Row[], num_requests: number, requests: Row[], ended: Row[],
+ *   devices: Row[], steps: import("/dashboard/engine.js").Step[], preempted: [number, string, number, string, string][],
+ *   blocks: import("/dashboard/engine.js").BlockMap[]}} Frame
  */
 
-const MAX_POINTS = 720, MAX_ENDED = 100, RETRY_MS = 1000, MAX_RETRY_MS = 15000;
+const MAX_POINTS = 720, MAX_ENDED = 1000, MAX_SHOWN = 100, MAX_PREEMPTED = 64, RETRY_MS = 1000, MAX_RETRY_MS = 15000;
 
 /** @type {string | null} */
 let key = null; // in memory alone
@@ -202,6 +206,46 @@ function updatePromise(cells, row) {
   cells[3].className = row.is_ok ? "good" : "bad";
 }
 
+const steps = new StepLoop($("steps"), $("step")), blocks = new BlockGrid($("blocks"), $("block"));
+$("states").append(...STATES.map((name) => made("span", name, `mark ${name}`)));
+$("by-tenant").addEventListener("change", () => {
+  blocks.byTenant = $("by-tenant").checked;
+  blocks.draw();
+});
+
+/** @type {Row[]} */
+let preempted = [];
+
+const CAUSES = {
+  outranked: "the head of the queue goes first", paused: "it was paused, and others need its blocks",
+  out_of_blocks: "no block was free", beams_apart: "its other beams wait",
+};
+
+/** @param {Frame} frame */
+function showEngine(frame) {
+  if (frame.columns) preempted = [];
+  if (frame.steps.length || frame.blocks.length) $("engine").hidden = false;
+  steps.add(frame.steps, Boolean(frame.columns));
+  if (frame.blocks.length) blocks.set(frame.blocks[frame.blocks.length - 1]);
+  if (!frame.preempted.length && !frame.columns) return;
+  const more = frame.preempted.map(([at, id, index, cause, by]) => ({ name: `${at} ${id} ${index}`, at, id, cause, by }));
+  preempted = more.reverse().concat(preempted).slice(0, MAX_PREEMPTED);
+  $("preempted").hidden = !preempted.length;
+  fill($("preempted").querySelector("tbody"), preempted.map((one) => ({ ...one, id: one.name, request: one.id })),
+    (row) => emptyRow(4, [], opener({ id: row.request })), (cells, row) => {
+      tell(cells[1], new Date(Number(row.at) * 1000).toLocaleTimeString());
+      tell(cells[2], CAUSES[/** @type {keyof CAUSES} */ (row.cause)] ?? String(row.cause));
+      tell(cells[3], row.by === row.request ? "itself" : String(row.by).slice(0, 12));
+    }, "None.");
+}
+
+/** @param {HTMLCollectionOf<HTMLTableCellElement>} cells @param {Row} row */
+function updateDevice(cells, row) {
+  tell(cells[0], String(row.id));
+  tell(cells[1], `${size(Number(row.memory_used_bytes))} of ${size(Number(row.memory_total_bytes))}`);
+  tell(cells[2], known(row.utilization, percent));
+}
+
 /** @param {Frame} frame */
 function show(frame) {
   if (frame.columns) [columns, points, ended] = [frame.columns, [], []];
@@ -209,20 +253,33 @@ function show(frame) {
     points = points.concat(frame.points).slice(-MAX_POINTS);
     drawCharts();
   }
+  showEngine(frame);
   ended = frame.ended.reverse().concat(ended).slice(0, MAX_ENDED);
   tell($("about"), [frame.model, frame.version].filter(Boolean).join(" · "));
   tell($("state"), frame.state);
   for (const { named, format, values } of tiles) {
     named.forEach(([name], i) => tell(values[i], known(frame.now[columns.indexOf(name)], format)));
   }
+  $("devices").hidden = !frame.devices.length;
+  fill($("devices").querySelector("tbody"), frame.devices, () => emptyRow(3, [1, 2]), updateDevice, "None.");
   $("promises").hidden = !frame.promises.length;
   fill($("promises").querySelector("tbody"), frame.promises, () => emptyRow(4, [1, 2]), updatePromise, "None.");
   const more = frame.num_requests - frame.requests.length;
   tell($("num-running"), `${whole(frame.num_requests)}${more ? `, the oldest ${frame.requests.length} are shown` : ""}`);
   fill($("running").tBodies[0], frame.requests, makeRunning, updateRunning, "None.");
-  fill($("ended").tBodies[0], ended, (row) => emptyRow(10, [6, 7, 8, 9], opener(row)), updateEnded, "None yet.");
+  if (frame.ended.length || frame.columns) showEnded();
+  refreshTenants();
   if (shownId !== null && (frame.ended.some(isShown) || (frame.requests.some(isShown) && Date.now() - asked > 1000))) refresh();
 }
+
+function showEnded() {
+  const wanted = $("search").value.trim().toLowerCase();
+  const found = wanted ? ended.filter((one) => [one.id, one.tenant, one.model, one.path, one.reason, one.status].some((text) => String(text).toLowerCase().includes(wanted))) : ended;
+  const shown = found.slice(0, MAX_SHOWN), of = wanted ? `${found.length} of ${ended.length}` : `${ended.length} of the last thousand`;
+  tell($("num-ended"), found.length > shown.length ? `${of}, the latest ${shown.length} are shown` : of);
+  fill($("ended").tBodies[0], shown, (row) => emptyRow(10, [6, 7, 8, 9], opener(row)), updateEnded, wanted ? "None is like that." : "None yet.");
+}
+$("search").addEventListener("input", showEnded);
 
 /** @param {string} path @param {RequestInit} [more] */
 const ask = (path, more = {}) =>
@@ -282,6 +339,8 @@ async function refresh() {
     return line;
   }));
 }
+
+const refreshTenants = tenants(ask, refusal);
 
 /** Read the stream to its end. @param {Response} answer */
 async function read(answer) {

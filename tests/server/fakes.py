@@ -15,6 +15,7 @@ from server.wire.stream import HttpStream, content_headers
 from tests.server.virtual_loop import VirtualTimeLoop
 
 PEER = Peer(IPv4Address("192.0.2.7"), 4242)
+OPERATOR = Peer(IPv4Address("127.0.0.1"), 4242)
 
 
 class MemoryTls:
@@ -167,7 +168,11 @@ def refuse(
 
 
 class MemoryServer:
-    """The real listener and its connections on a virtual-time loop, with peers in memory instead of sockets."""
+    """The real listener and its connections on a virtual-time loop, with peers in memory instead of sockets.
+
+    Attributes:
+        peer: of new connections.
+    """
 
     def __init__(
         self,
@@ -180,6 +185,7 @@ class MemoryServer:
         takes_upgrade: bool = False,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
+        self.peer = PEER
         config = ListenerConfig(
             connection=limits or ConnectionLimits(),
             clients=clients or ClientRules(),
@@ -195,7 +201,7 @@ class MemoryServer:
 
     def dial(self, peer_reads: bool = True) -> MemoryTransport:
         """A new connection that is made when the loop runs next."""
-        connection = self.listener.admit(PEER)
+        connection = self.listener.admit(self.peer)
         assert connection is not None, "the connection was refused"
         return MemoryTransport(self.loop, connection, peer_reads)
 

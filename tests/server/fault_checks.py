@@ -9,7 +9,7 @@ from core.plan import SequenceStart
 from core.sequence import sequence_seed
 from core.simulation import continuation
 from core.types import Request, Submit, Usage
-from server.gate.quota import DayPool
+from server.gate.quota import PeriodPool
 from server.ledger.store import LedgerRow, RowState
 from tests.server.drawn_calls import CACHED_DISCOUNT, TENANTS
 from tests.server.inline_ledger import rows
@@ -127,7 +127,7 @@ class LifeChecks:
             account = server.gate.quotas._accounts.get((name, None))
             used = 0
             if account is not None:
-                (pool,) = (pool for pool in account.tokens if isinstance(pool, DayPool))
+                (pool,) = (pool for pool in account.tokens if isinstance(pool, PeriodPool))
                 before = sum(row.counted_tokens for row in self._written_before.values() if row.tenant == name)
                 used = pool.capacity - pool.available(now) - before
             assert used == sum(billed), f"the quota of {name} has counted {used}, its answers {sum(billed)}"

@@ -152,7 +152,7 @@ def answers(received: bytes, method: str = "POST") -> list[Answer]:
 def request(method: str, path: str, body: Any = None, *lines: str) -> bytes:
     """A request's bytes. A body of JSON values is encoded, one of bytes is sent as it is."""
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    fields = [f"{method} {path} HTTP/1.1", "Host: a", *lines]
+    fields = [f"{method} {path} HTTP/1.1", "Host: localhost", *lines]
     if body is not None:
         fields.append(f"Content-Length: {len(content)}")
     return "\r\n".join([*fields, "", ""]).encode() + content
@@ -199,6 +199,7 @@ class SimulatedServer:
         store: of blocks beyond the end of the process.
         store_responses_s: how long responses are kept; None: none are.
         files: the directory of files and batches; None: there are none.
+        keys_file: of keys; None: there is none.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class SimulatedServer:
         store: BlockStore | None = None,
         store_responses_s: float | None = None,
         files: Path | None = None,
+        keys_file: Path | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -238,10 +240,15 @@ class SimulatedServer:
         self.posted, self.delivered = self.engine.posted, self.engine.delivered
         self.ledger_writer = None if ledger is None else InlineWriter(ledger, self.loop)
         config = ServerConfig(
-            api_keys=keys, tenants=tenants, prices=prices, ledger=ledger, store_responses_s=store_responses_s
+            api_keys=keys,
+            keys_file=keys_file,
+            tenants=tenants,
+            prices=prices,
+            ledger=ledger,
+            store_responses_s=store_responses_s,
         )
         opening = self._open_ledger(config, clock)
-        self.gate = Gate(config, clock, opening.used_today)
+        self.gate = Gate(config, clock, opening.used)
         numbers = itertools.count(first_id)
         self.app = App(
             find_route,

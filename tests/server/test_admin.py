@@ -14,9 +14,15 @@ from server.engine_client import LOOK_S, MOST_LOOKS
 from server.gate.identity import Scope
 from server.gate.tenants import Tenant
 from tests.fakes import raising_runner
+from tests.server.fakes import OPERATOR
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, completion, request
 
 KEY = "Authorization: Bearer s3cret"
+
+
+@pytest.fixture(autouse=True)
+def _is_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.server.fakes.PEER", OPERATOR)
 
 
 def engine_of(server: SimulatedServer) -> Any:

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 
 from core.types import EngineStats
-from server.dashboard import FILES, PROTECTION, is_operators
+from server.dashboard import FILES, PROTECTION
+from server.gate.cross_origin import is_operators
+from server.gate.identity import Scope
 from server.observing.live import COLUMNS, MAX_POINTS, MAX_VIEW_S, MAX_VIEWERS, POINT_S, TICK_S, History, quantile_ms
 from server.observing.metrics import Metrics
 from server.wire.messages import HttpRequest, Peer
+from tests.server.fakes import OPERATOR, PEER
 from tests.server.running_server import LIMIT_S, ask, closing, open_with
 from tests.server.running_server import serving as running
 from tests.server.simulated_server import (
@@ -22,7 +25,9 @@ from tests.server.simulated_server import (
     request,
     serving,
     the_answer,
+    with_lines,
 )
+from tests.server.test_gate import all_routes
 
 LIVE = request("GET", "/dashboard/live")
 KEY = "s3cret"
@@ -84,9 +89,23 @@ def test_two_hosts_are_none() -> None:
     assert not is_operators(asked, Peer(ip_address("127.0.0.1")), False)
 
 
+def test_without_keys_every_operators_route_is_guarded_so() -> None:
+    routes = [(method, path) for path, method, route in all_routes() if route.scope is Scope.ADMIN]
+    assert len(routes) >= 10
+    with serving() as server:
+        for method, path in routes:
+            asked = request(method, path, None if method == "GET" else {})
+            for peer, data in (
+                (PEER, asked),
+                (OPERATOR, asked.replace(b"Host: localhost", b"Host: evil.example")),
+                (OPERATOR, with_lines(asked, "X-Forwarded-For: 192.0.2.7")),
+                (OPERATOR, with_lines(asked, "Origin: http://evil.example")),
+            ):
+                server.network.peer = peer
+                assert refusal_of(server.ask(data, method)) == (403, "permission_denied"), (method, path)
+
+
 def test_others_need_a_key_with_the_right_admin() -> None:
-    with serving() as server:  # no keys, and its peers are elsewhere
-        assert refusal_of(server.ask(LIVE, "GET")) == (403, "permission_denied")
     with serving(keys=(KEY,), tenants=(keyed_tenant("acme"),)) as server:
         for data, expected in (
             (LIVE, (401, "invalid_api_key")),
@@ -99,10 +118,9 @@ def test_others_need_a_key_with_the_right_admin() -> None:
 
 async def test_the_operators_browser_sees_a_server_without_keys_and_does_not_hold_up_its_end() -> None:
     async with running() as one:
-        local = LIVE.replace(b"Host: a", b"Host: localhost")
-        reader, writer = await open_with(one.server, local)
+        reader, writer = await open_with(one.server, LIVE)
         await reader.readuntil(b"data: {")
-        assert (await ask(one.server, closing(LIVE))).status == 403
+        assert (await ask(one.server, closing(LIVE.replace(b"Host: localhost", b"Host: a")))).status == 403
         one.server.stop(LIMIT_S)
         assert (await reader.read()).endswith(b"\r\n0\r\n\r\n")
         writer.close()
@@ -222,14 +240,14 @@ def test_history_keeps_an_hour_of_rates_and_of_times_of_the_last_minute() -> Non
         if i < MAX_POINTS:
             metrics.count_first_token(0.05, "m")
         history.take()
-    points = history.since(0)
-    assert (len(points), history.num_points) == (MAX_POINTS, MAX_POINTS + 30)
+    num_ever, points = history.points.since(0)
+    assert (len(points), num_ever) == (MAX_POINTS, MAX_POINTS + 30)
     first, last = (dict(zip(COLUMNS, points[i], strict=True)) for i in (0, -1))
     assert (last["at"], last["tokens_out_per_s"], last["kv_used"]) == (1000 + now[0], 10.0, 0.5)
     assert first["ttft_p50_ms"] == 60
     assert last["ttft_p50_ms"] is None
-    assert history.since(MAX_POINTS + 29) == points[-1:]
-    assert history.since(MAX_POINTS + 30) == []
+    assert history.points.since(MAX_POINTS + 29) == (num_ever, points[-1:])
+    assert history.points.since(MAX_POINTS + 30) == (num_ever, [])
 
 
 def test_quantiles_lie_on_a_line_within_their_bucket() -> None:

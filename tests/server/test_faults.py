@@ -36,7 +36,7 @@ from server.wire.http2_exchanges import Http2Exchanges
 from server.wire.http2_streams import Responses as Http2Response
 from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
-from tests.server.fakes import MemoryServer
+from tests.server.fakes import OPERATOR, MemoryServer
 from tests.server.inline_ledger import rows
 from tests.server.raw_peer import respond
 from tests.server.recording_peers import Call, Http1Caller, Http2Caller
@@ -169,6 +169,7 @@ def test_fault_is_shown_to_the_admin_with_its_stage_and_counted(
     server: SimulatedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_at(monkeypatch, *LOOP_STAGES["template and tokenize"])
+    server.network.peer = OPERATOR
     told = server.ask(guilty())
     assert (told.status, told.json["error"]["code"]) == (500, "internal_error")
     (failed,) = server.ask(request("GET", "/admin/requests"), "GET").json["failed"]

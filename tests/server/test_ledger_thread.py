@@ -176,6 +176,6 @@ def test_without_a_ledger_limits_of_days_are_warned_of(caplog: pytest.LogCapture
     assert open_ledger(ServerConfig(), clock, loop).ledger is None
     assert caplog.text == ""
     bounded = (Tenant(name="acme", key_limits=Limits(tokens_per_day=5)),)
-    assert open_ledger(ServerConfig(tenants=bounded), clock, loop).used_today == {}
+    assert open_ledger(ServerConfig(tenants=bounded), clock, loop).used == {}
     assert "--ledger" in caplog.text
     loop.close()

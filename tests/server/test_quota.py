@@ -12,14 +12,14 @@ from core.types import Request, SamplingParams, Usage
 from server.gate.identity import Caller, make_directory
 from server.gate.quota import (
     DAY_S,
-    DAYS_KEPT,
     FIRST_TOKENS,
     MINUTE_NS,
+    PERIODS_KEPT,
     PRUNED_ACCOUNTS,
     S_NS,
     Bucket,
-    DayPool,
     Moment,
+    PeriodPool,
     Pool,
     Quotas,
     Ticket,
@@ -132,7 +132,7 @@ def test_a_clock_that_steps_back_gives_nothing() -> None:
 
 
 def test_a_clock_that_leaps_forward_and_back_takes_no_day_away_and_gives_none() -> None:
-    pool = DayPool("tokens_per_day", 100, 0, START)
+    pool = PeriodPool("tokens_per_day", 100, 0, START)
     tomorrow, next_year = (Moment(days, START.unix_s + days * DAY_S) for days in (1, 365))
     pool.reserve(40, START)
     pool.settle(40, 40, START)
@@ -143,7 +143,7 @@ def test_a_clock_that_leaps_forward_and_back_takes_no_day_away_and_gives_none() 
     assert pool.available(tomorrow) == 100  # a new day, though one that seemed later was used up
     for leap in range(2, 50):
         pool.available(Moment(leap, START.unix_s + leap * DAY_S))
-    assert len(pool._other_days) <= DAYS_KEPT
+    assert len(pool._others) <= PERIODS_KEPT
 
 
 def test_accounts_of_subjects_that_hold_nothing_are_forgotten() -> None:
@@ -163,7 +163,7 @@ def test_accounts_of_subjects_that_hold_nothing_are_forgotten() -> None:
 
 
 def test_a_day_begins_anew_at_midnight_with_what_is_in_progress() -> None:
-    pool = DayPool("tokens_per_day", 100, 0, START)
+    pool = PeriodPool("tokens_per_day", 100, 0, START)
     pool.reserve(70, at(0))
     pool.settle(50, 40, at(S_NS))
     assert pool.available(at(S_NS)) == 40
@@ -357,7 +357,7 @@ class Race:
         assert num_left >= 0
         filled = Fraction(pool.rate * self.time.ns, MINUTE_NS) if isinstance(pool, Bucket) else 0
         assert num_settled + num_reserved <= pool.capacity + filled
-        if not self.does_time_pass or isinstance(pool, DayPool):  # nothing flows in: what is gone is in the books
+        if not self.does_time_pass or isinstance(pool, PeriodPool):  # nothing flows in: what is gone is in the books
             assert pool.capacity - num_left == num_settled + num_reserved
 
 

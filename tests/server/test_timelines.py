@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from core.types import Admitted
+from tests.server.fakes import OPERATOR
 from tests.server.simulated_engine import MortalRunner
 from tests.server.simulated_server import (
     STREAM,
@@ -71,6 +72,7 @@ def test_other_tenants_requests_are_not_shown_running_or_over() -> None:
 
 def test_admin_sees_the_slowest_the_failed_and_those_that_run() -> None:
     with serving(runner=MortalRunner) as server:
+        server.network.peer = OPERATOR
         server.ask(chat(max_tokens=1))
         server.ask(chat(**STREAM))
         shown = get(server, "/admin/requests?slowest=1")
@@ -81,6 +83,7 @@ def test_admin_sees_the_slowest_the_failed_and_those_that_run() -> None:
 
 @pytest.mark.parametrize("query", ["slowest=0", "slowest=33", "slowest=x", "slowest=", "fastest=3"])
 def test_admin_query_that_is_none_is_refused_with_what_may_be_asked(server: SimulatedServer, query: str) -> None:
+    server.network.peer = OPERATOR
     answer = server.ask(request("GET", f"/admin/requests?{query}"), "GET")
     assert (answer.status, answer.json["error"]["param"]) == (400, "slowest")
     assert "from 1 to 32" in answer.json["error"]["message"]

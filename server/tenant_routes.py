@@ -1,0 +1,222 @@
+"""Operators' routes for tenants and keys: who may ask, how much, and what they have used. Thread: loop.
+
+Keys are changed in the keys file, as `steploop keys` does, and are in force once the answer is out. Limits are changed
+in this process alone: the next reload or start takes those of the configuration.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from core.errors import ErrorKind, InvalidRequest, ServiceError, StartupError
+from server.api.decoding import decode
+from server.app import App, Exchange, Route
+from server.gate.identity import (
+    COMMON_SCOPES,
+    KeyRecord,
+    Scope,
+    create_key,
+    expiry_value,
+    label_value,
+    read_keys,
+    revoke_key,
+    tenant_value,
+)
+from server.gate.quota import MICRO, S_NS, Moment, Pool, QuotaAccount
+from server.gate.tenants import Limits, Tenant
+from server.values import BadValueError
+from server.wire import sse
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BODY_BYTES = 16_384
+MAX_KEYS = 100  # of a tenant's: those that have spent most this month
+
+
+class NewKey(msgspec.Struct, frozen=True, kw_only=True):
+    """What POST /admin/keys takes; `expires` as `steploop keys create --expires` has it."""
+
+    tenant: str | None = None
+    label: str = ""
+    scopes: tuple[Scope, ...] = COMMON_SCOPES
+    expires: str | None = None
+
+
+class NewLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What PATCH /admin/tenants/NAME takes; None: as they are."""
+
+    limits: Limits | None = None
+    key_limits: Limits | None = None
+
+
+# Keys.
+
+
+async def list_keys(exchange: Exchange) -> None:
+    records, now = await _of_keys_file(exchange, read_keys), _now(exchange.server)
+    _send_list(exchange, [record.public(now) for record in records])
+
+
+async def make_key(exchange: Exchange) -> None:
+    asked, now = await _body(exchange, NewKey), _now(exchange.server)
+    tenant = _value("tenant", lambda: tenant_value(asked.tenant, exchange.server.gate.directory.tenants.values()))
+    label = _value("label", lambda: label_value(asked.label))
+    expires = None if asked.expires is None else _value("expires", partial(expiry_value, asked.expires, now))
+    if not asked.scopes:
+        raise InvalidRequest(f"scopes must name some of {', '.join(Scope)}.", "scopes")
+    terms: dict[str, Any] = {"label": label, "scopes": tuple(dict.fromkeys(asked.scopes)), "expires": expires}
+    key, record = await _of_keys_file(exchange, lambda path: create_key(path, now, tenant, **terms))
+    _put_in_force(exchange, record, "created")
+    exchange.send(sse.json_line({"key": key, **_plain(record.public(now))}), status=201)
+
+
+async def end_key(exchange: Exchange) -> None:
+    prefix, now = exchange.argument, _now(exchange.server)
+    if not any(record.prefix == prefix for record in await _of_keys_file(exchange, read_keys)):
+        message = "No key of the keys file has this prefix. GET /admin/keys lists them."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "key_not_found")
+    record = await _of_keys_file(exchange, lambda path: revoke_key(path, prefix, now))
+    _put_in_force(exchange, record, "revoked")
+    exchange.send(sse.json_line(_plain(record.public(now))))
+
+
+def _put_in_force(exchange: Exchange, record: KeyRecord, what: str) -> None:
+    server = exchange.server
+    try:
+        server.gate.take_keys()
+    except StartupError as error:
+        raise _file_error(error) from error
+    server.end_revoked()
+    logger.info("the key %s of %s is %s, as %s asks", record.prefix, record.tenant, what, exchange.request.path)
+
+
+async def _of_keys_file(exchange: Exchange, work: Callable[[Any], T]) -> T:
+    """What `work` does with the file's path, on another thread: it waits for a lock and for the disk.
+
+    Raises:
+        ServiceError: there is no keys file, or it cannot be read or written.
+    """
+    server = exchange.server
+    if (path := server.gate.keys_file) is None:
+        message = "This server has no keys file. Start it with --keys-file FILE (docs/tenants.md)."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "no_keys_file")
+    try:
+        return await server.offload(lambda: work(path))
+    except StartupError as error:
+        raise _file_error(error) from error
+
+
+def _file_error(error: StartupError) -> ServiceError:
+    return ServiceError(ErrorKind.CONFLICT, f"{error.cause}. {error.fix}.", "keys_file_unusable")
+
+
+# Tenants.
+
+
+async def list_tenants(exchange: Exchange) -> None:
+    """Each tenant's limits, what is left of them, and what it and its keys have used of this day and month."""
+    gate = exchange.server.gate
+    _send_list(exchange, [_shown_tenant(exchange.server, one) for one in gate.directory.tenants.values()])
+
+
+async def change_limits(exchange: Exchange) -> None:
+    gate = exchange.server.gate
+    before = gate.directory.tenants.get(exchange.argument)
+    if before is None:
+        message = f"There is no such tenant. Known: {', '.join(gate.directory.tenants)}."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "tenant_not_found")
+    asked = await _body(exchange, NewLimits)
+    before = gate.directory.tenants.get(before.name, before)  # it may have changed meanwhile
+    limits, key_limits = asked.limits or before.limits, asked.key_limits or before.key_limits
+    tenant = msgspec.structs.replace(before, limits=limits, key_limits=key_limits)
+    try:
+        gate.take_tenant(tenant)
+    except StartupError as error:
+        raise InvalidRequest(f"{error.cause}. {error.fix}.", "limits") from error
+    logger.info("the limits of %s are changed until the configuration is read again", tenant.name)
+    exchange.send(sse.json_line(_shown_tenant(exchange.server, tenant)))
+
+
+def _shown_tenant(server: App, tenant: Tenant) -> dict[str, Any]:
+    quotas = server.gate.quotas
+    now, keys = quotas.now(), quotas.keys_of(tenant.name)
+    by_use = sorted(keys, key=lambda key_id: -keys[key_id].periods[-1].num_used(now))
+    return {
+        "name": tenant.name,
+        "class": tenant.tenant_class,
+        "share": tenant.share,
+        "limits": _set(tenant.limits),
+        "key_limits": _set(tenant.key_limits),
+        **_shown_account(quotas.account_of(tenant), now),
+        "keys": [{"id": key_id, **_shown_account(keys[key_id], now)} for key_id in by_use[:MAX_KEYS]],
+    }
+
+
+def _shown_account(account: QuotaAccount, now: Moment) -> dict[str, Any]:
+    """Money in the currency of [prices]; None: not bounded."""
+    buckets = [*account.tokens, *account.money, *(() if account.requests is None else (account.requests,))]
+    return {
+        "num_active": account.num_active,
+        "used": {pool.name: _in_units(pool, pool.num_used(now)) for pool in account.periods},
+        "left": {
+            pool.name: {"limit": _in_units(pool, pool.capacity), "left": _in_units(pool, pool.available(now))}
+            | {"full_in_s": round(pool.full_ns(now) / S_NS, 1)}
+            for pool in buckets
+        },
+        "is_near": [one.name for one in account.periods if one.is_near(now)],
+    }
+
+
+def _in_units(pool: Pool, num: int) -> float:
+    return num / MICRO if pool.is_money else num
+
+
+def _set(limits: Limits) -> dict[str, float]:
+    return {name: value for name, value in msgspec.structs.asdict(limits).items() if value is not None}
+
+
+# Bodies and answers.
+
+
+async def _body(exchange: Exchange, shape: type[T]) -> T:
+    body = await exchange.stream.read_body(BODY_BYTES, exchange.known_caller.sharing_name)
+    asked, unknown = decode(body, shape, {})
+    if unknown:
+        raise InvalidRequest(f"There is no field {unknown[0][:64]!r} here.", unknown[0][:64])
+    return asked
+
+
+def _value(name: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except BadValueError as error:
+        raise InvalidRequest(f"{name} must be {error.expected}.", name) from error
+
+
+def _send_list(exchange: Exchange, found: list[dict[str, Any]]) -> None:
+    exchange.send(sse.json_line({"object": "list", "data": _plain(found)}))
+
+
+def _plain(value: Any) -> Any:
+    return msgspec.to_builtins(value)
+
+
+def _now(server: App) -> datetime:
+    return datetime.fromtimestamp(server.clock.unix(), UTC)
+
+
+def _route(handler: Any) -> Route:
+    return Route(handler, Scope.ADMIN, needs_model=False)
+
+
+ROUTES = {
+    "/admin/keys": {"GET": _route(list_keys), "POST": _route(make_key)},
+    "/admin/tenants": {"GET": _route(list_tenants)},
+}
+PREFIXES = {"/admin/keys/": {"DELETE": _route(end_key)}, "/admin/tenants/": {"PATCH": _route(change_limits)}}
