@@ -51,7 +51,7 @@ def switch(runner: ModelRunner, has_adapters: bool) -> None:
     model.adapted = step = StepAdapters() if has_adapters else None
     for index, layer in enumerate(model.layers):
         for site in SITES:
-            owner: Any = layer if hasattr(layer, site) else layer.mlp
+            owner: Any = layer.attention if site in ("qkv", "output") else layer.mlp
             linear = getattr(owner, site)
             setattr(owner, site, linear.linear if step is None else AdaptedLinear(linear, index, site, step))
 

@@ -105,6 +105,26 @@ LFM2_12B = _preset(
     block_ffn_dim_multiplier=1.0,
     full_attn_idxs=[2, 5, 8, 10, 12, 14],
 )
+# Four layers of forty attend; the others are Mamba-2's.
+GRANITE4_H_1B = _preset(
+    *("GraniteMoeHybridForCausalLM", 1536, 4096, 40, (12, 4)),
+    model_type="granitemoehybrid",
+    vocab_size=100_352,
+    shared_intermediate_size=4096,
+    num_local_experts=0,
+    layer_types=["attention" if index % 10 == 5 else "mamba" for index in range(40)],
+    position_embedding_type="nope",
+    mamba_n_heads=48,
+    mamba_d_head=64,
+    mamba_n_groups=1,
+    mamba_d_state=128,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    attention_multiplier=0.0078125,
+    embedding_multiplier=12,
+    residual_multiplier=0.22,
+    logits_scaling=6,
+)
 PRESETS = {
     "qwen2.5-0.5b": QWEN2_05B,
     "qwen3-0.6b": QWEN3_06B,
@@ -112,6 +132,7 @@ PRESETS = {
     "moe-1b": MOE_1B,
     "qwen3.5-0.8b": QWEN35_08B,
     "lfm2-1.2b": LFM2_12B,
+    "granite4-h-1b": GRANITE4_H_1B,
     "llama-8b": LLAMA_8B,
 }
 

@@ -39,6 +39,8 @@ INTER_TOKEN_TARGET = 1.6  # of EngineConfig
 QUANTIZE_SCHEMES = ("int8", "fp8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # before transformers 5
+BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}  # of Nemotron-H's patterns
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 DEFAULT_POSITIONS = 2048  # of families without a default of their own: transformers' LlamaConfig
 
@@ -171,13 +173,17 @@ class LayerConfig:
         rope: None: q and k are not rotated.
         window: how many tokens a token attends to, itself included; None: all before it.
         is_sparse: its MLP is the model's experts.
-        is_recurrent: it has the model's recurrence instead of attention.
+        is_recurrent: it has the model's recurrence, instead of attention or beside it.
+        attends: it has attention.
+        has_mlp: it has an MLP, or experts.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     is_sparse: bool = False
     is_recurrent: bool = False
+    attends: bool = True
+    has_mlp: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +191,19 @@ class RecurrentConfig:
     """What recurrent layers compute: a token reads and changes a state, whose size does not grow with the sequence.
 
     Args:
-        kind: "conv" (LFM2's gated short convolution) or "linear_attention" (gated delta rule, arXiv:2412.06464).
+        kind: "conv" (LFM2's gated short convolution), "linear_attention" (gated delta rule, arXiv:2412.06464) or
+            "mamba" (Mamba-2's state space, arXiv:2405.21060).
         taps: tokens that the convolution sees, the token itself included; the state has those before it.
         channels: that are convolved.
-        num_heads, num_key_heads, key_dim, value_dim: of linear attention; several heads may share a key head.
-        has_bias: matrices and convolution have biases.
+        num_heads, num_key_heads, key_dim, value_dim: of linear attention and state spaces; several heads may share a
+            key head (Mamba-2: a group).
+        has_bias, has_convolution_bias: of its matrices, and of the convolution.
         is_grouped: the checkpoint stores linear attention's matrices by key head.
-        eps: of the norm of linear attention's heads.
+        has_norm, is_normed_first: of state spaces: what the heads of a group have read is normed, after the gate or
+            before it.
+        eps: of the norm.
+        input_factors: of state spaces: what rows of the first matrix are multiplied by: gates, values, keys, queries,
+            steps; empty: nothing.
     """
 
     kind: str
@@ -202,15 +214,25 @@ class RecurrentConfig:
     key_dim: int = 0
     value_dim: int = 0
     has_bias: bool = False
+    has_convolution_bias: bool = False
     is_grouped: bool = False
+    has_norm: bool = True
+    is_normed_first: bool = False
     eps: float = 1e-6
+    input_factors: tuple[float, ...] = ()
+
+    @property
+    def input_sizes(self) -> tuple[int, ...]:
+        """What the hidden state is first multiplied to, by parts: gates, convolved channels, and what heads need."""
+        if self.kind == "conv":
+            return (3 * self.channels,)
+        if self.kind == "mamba":
+            return self.output_size, self.channels, self.num_heads
+        return self.channels, self.output_size, self.num_heads, self.num_heads
 
     @property
     def input_size(self) -> int:
-        """What the hidden state is first multiplied to: gates and convolved channels."""
-        if self.kind == "conv":
-            return 3 * self.channels
-        return self.channels + self.output_size + 2 * self.num_heads
+        return sum(self.input_sizes)
 
     @property
     def output_size(self) -> int:
@@ -220,6 +242,14 @@ class RecurrentConfig:
     def memory_shape(self) -> tuple[int, int, int]:
         """Of the state beside the convolution's."""
         return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Beside its two matrices."""
+        found = (self.taps + self.has_convolution_bias) * self.channels
+        if self.kind == "mamba":
+            return found + 3 * self.num_heads + self.has_norm * self.output_size
+        return found + 2 * self.num_heads + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +292,7 @@ class ExpertsConfig:
         scale: a factor of the shares.
         shared_size: width of an expert that all tokens go through; 0: none.
         has_shared_gate: its output is multiplied by a sigmoid of its own.
+        has_gate: see Traits.
     """
 
     num_experts: int
@@ -279,6 +310,7 @@ class ExpertsConfig:
     scale: float = 1.0
     shared_size: int = 0
     has_shared_gate: bool = False
+    has_gate: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +324,7 @@ class ModelConfig(Traits):
         attention_scale: factor of the scores; None: 1 / sqrt(head_dim).
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: factors of embeddings, of what each block adds, and of logits.
+        factors: what tensors of a layer are multiplied by while they load, by their usual names.
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
         recurrence: of its recurrent layers; None: all attend.
         num_scores: of a classification head in the generating one's place; 0: it has none.
@@ -325,6 +358,7 @@ class ModelConfig(Traits):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    factors: tuple[tuple[str, float], ...] = ()
     tie_embeddings: bool = False
     packed: PackedConfig | None = None
     fp8: Fp8Config | None = None
@@ -345,7 +379,7 @@ class ModelConfig(Traits):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of its layers."""
-        return tuple(dict.fromkeys(layer.window for layer in self.all_layers if not layer.is_recurrent))
+        return tuple(dict.fromkeys(layer.window for layer in self.all_layers if layer.attends))
 
     @property
     def longest_window(self) -> int | None:
@@ -364,7 +398,7 @@ class ModelConfig(Traits):
     @property
     def num_attention_layers(self) -> int:
         """Those that cache keys and values."""
-        return self.num_layers - self.num_recurrent_layers
+        return sum(layer.attends for layer in self.all_layers)
 
     @property
     def query_size(self) -> int:
@@ -394,33 +428,37 @@ class ModelConfig(Traits):
     @property
     def num_parameters(self) -> int:
         """Counted once where embeddings are tied."""
-        num_sparse = sum(self.layer(index).is_sparse for index in range(self.num_layers))
-        mlps = num_sparse * self._expert_parameters + (self.num_layers - num_sparse) * self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        mixers = self.num_attention_layers * self._attention_parameters
-        mixers += self.num_recurrent_layers * self._recurrent_parameters
-        return mixers + mlps + embeddings + self.hidden_size
+        return sum(map(self._layer_parameters, self.all_layers)) + embeddings + self.hidden_size
+
+    def _layer_parameters(self, layer: LayerConfig) -> int:
+        num_norms, found = 0, 0
+        if layer.attends or layer.is_recurrent:
+            num_norms += sum(map(bool, self.norms[:2]))
+            found += layer.attends * self._attention_parameters + layer.is_recurrent * self._recurrent_parameters
+        if layer.has_mlp:
+            num_norms += sum(map(bool, self.norms[2:]))
+            found += self._expert_parameters if layer.is_sparse else self._mlp_parameters
+        return found + num_norms * self.hidden_size
 
     @property
     def _attention_parameters(self) -> int:
         qkv = self.query_size + 2 * self.kv_size
-        norms = sum(map(bool, self.norms)) * self.hidden_size  # the MLP's too
         qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
         qkv += self.query_size * self.has_output_gate
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
         sinks = self.num_heads * self.has_sinks
         if self.latent is not None:
-            return self._latent_parameters + norms
-        return (qkv + self.query_size) * self.hidden_size + norms + qk_norms + biases + sinks
+            return self._latent_parameters
+        return (qkv + self.query_size) * self.hidden_size + qk_norms + biases + sinks
 
     @property
     def _recurrent_parameters(self) -> int:
         if self.recurrence is None:
             return 0
         own = self.recurrence
-        matrices = (own.input_size + own.output_size) * self.hidden_size + own.taps * own.channels
-        biases = own.has_bias * (own.input_size + self.hidden_size + own.channels)
-        return matrices + biases + 2 * own.num_heads + own.value_dim + sum(map(bool, self.norms)) * self.hidden_size
+        matrices = (own.input_size + own.output_size) * self.hidden_size
+        return matrices + own.has_bias * (own.input_size + self.hidden_size) + own.num_parameters
 
     @property
     def _latent_parameters(self) -> int:
@@ -446,9 +484,12 @@ class ModelConfig(Traits):
         if self.experts is None:
             return 0
         width = self.experts.intermediate_size
-        expert = 3 * self.hidden_size * width + (2 * width + self.hidden_size) * self.experts.has_bias
+        num_matrices = 2 + self.experts.has_gate
+        expert = num_matrices * self.hidden_size * width + (2 * width + self.hidden_size) * self.experts.has_bias
         router = self.hidden_size + self.experts.has_bias + self.experts.has_choice_bias
-        shared = 3 * self.hidden_size * self.experts.shared_size + self.hidden_size * self.experts.has_shared_gate
+        shared = (
+            num_matrices * self.hidden_size * self.experts.shared_size + self.hidden_size * self.experts.has_shared_gate
+        )
         return self.experts.num_experts * (expert + router) + shared
 
 
@@ -474,19 +515,21 @@ def parse_model_config(config: Mapping[str, Any], context: int | None = None) ->
     rope_head_dim = sizes["head_dim"] if latent is None else latent.rope_dim
     rope, local_rope = _ropes(config, family, max_position, rope_head_dim, context)
     biased = {part for name, parts in family.biases.items() if not name or read_bool(config, name) for part in parts}
+    layers = _layers(config, family, sizes["num_layers"], rope, local_rope)
+    is_recurrent = any(layer.is_recurrent for layer in layers)
     return ModelConfig(
         architecture=family.architecture,
         **sizes,
         max_position=_served_positions(config, rope, max_position, context),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        layers=_layers(config, family, sizes["num_layers"], rope, local_rope),
+        layers=layers,
         qkv_bias="qkv" in biased,
         output_bias="output" in biased,
         mlp_bias="mlp" in biased,
         **_traits(config, family),
         experts=_experts(config, family),
-        recurrence=_recurrence(config, family, "recurrence" in biased),
+        recurrence=_recurrence(config, family, "recurrence" in biased) if is_recurrent else None,
         activation=_activation(config, family),
         **_scales(config, family, latent),
         tie_embeddings=read_bool(config, "tie_word_embeddings") or _generating(name) != name,
@@ -529,7 +572,17 @@ def stated_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _renamed(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """With the usual names of what the family calls otherwise."""
-    return {**config, **{usual: config[own] for own, usual in family.aliases.items() if config.get(own) is not None}}
+    aliases = {usual: config[own] for own, usual in family.aliases.items() if config.get(own) is not None}
+    config = {**config, **aliases}
+    if not family.is_of_blocks:
+        return config
+    pattern, blocks = config.get("hybrid_override_pattern"), config.get("layer_types")
+    if blocks is None and isinstance(pattern, str) and set(pattern) <= set(BLOCKS):
+        blocks = [BLOCKS[letter] for letter in pattern]
+    if not isinstance(blocks, list):
+        raise bad_field(f"layers_block_type={blocks!r} and hybrid_override_pattern={pattern!r} name no layers.")
+    blocks = [OLDER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in blocks]
+    return {**config, "layer_types": blocks, "num_hidden_layers": len(blocks)}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -581,7 +634,9 @@ def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _intermediate_size(config: Mapping[str, Any], family: Family) -> int:
-    """LFM2's MLP has two thirds of it, times a factor, rounded up."""
+    """LFM2's MLP has two thirds of it, times a factor, rounded up; Granite 4's is the shared expert's."""
+    if family.experts is not None and _has_no_experts(config, family):
+        return positive_int(config, family.experts.shared_width, at_most=MAX_WIDTH)
     size = positive_int(config, "intermediate_size", at_most=MAX_WIDTH)
     if "block_auto_adjust_ff_dim" not in family.defaults or not read_bool(config, "block_auto_adjust_ff_dim"):
         return size
@@ -597,7 +652,11 @@ def _recurrence(config: Mapping[str, Any], family: Family, has_bias: bool) -> Re
         raise unsupported_field("quantization_config", config["quantization_config"], (None,))
     if family.recurrence == "conv":
         width = positive_int(config, "hidden_size", at_most=MAX_WIDTH)
-        return RecurrentConfig("conv", _taps(config, "conv_L_cache"), width, has_bias=has_bias)
+        return RecurrentConfig(
+            "conv", _taps(config, "conv_L_cache"), width, has_bias=has_bias, has_convolution_bias=has_bias
+        )
+    if family.recurrence == "mamba":
+        return _state_space(config, family)
     heads, key_heads, key_dim, value_dim = (
         positive_int(config, f"linear_{name}", at_most=MAX_WIDTH)
         for name in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
@@ -619,6 +678,69 @@ def _recurrence(config: Mapping[str, Any], family: Family, has_bias: bool) -> Re
         is_grouped=family.model_type == "qwen3_next",
         eps=positive_float(config, "rms_norm_eps", 1e-6),
     )
+
+
+def _state_space(config: Mapping[str, Any], family: Family) -> RecurrentConfig:
+    heads, groups, key_dim = (
+        positive_int(config, f"mamba_{name}", at_most=MAX_WIDTH) for name in ("n_heads", "n_groups", "d_state")
+    )
+    width = config.get("mamba_d_ssm")
+    if width is None and "mamba_expand" in config:
+        width = positive_int(config, "mamba_expand") * positive_int(config, "hidden_size", at_most=MAX_WIDTH)
+    given = config.get("mamba_d_head")
+    value_dim = width // heads if given in ("auto", None) and isinstance(width, int) else given
+    value_dim = positive_int({"mamba_d_head": value_dim}, "mamba_d_head", at_most=MAX_WIDTH)
+    channels = heads * value_dim + 2 * groups * key_dim
+    if width not in (None, heads * value_dim) or heads % groups or channels > MAX_WIDTH:
+        raise bad_field(
+            f"mamba_n_heads={heads} of mamba_d_head={value_dim} are not the width {width!r}, not a multiple of "
+            f"mamba_n_groups={groups}, or more than any model has."
+        )
+    return RecurrentConfig(
+        "mamba",
+        _taps(config, "mamba_d_conv"),
+        channels,
+        heads,
+        groups,
+        key_dim,
+        value_dim,
+        has_bias=read_bool(config, "mamba_proj_bias"),
+        has_convolution_bias=read_bool(config, "mamba_conv_bias", True),
+        has_norm=read_bool(config, "mamba_rms_norm", True),
+        is_normed_first=read_bool(config, "mamba_norm_before_gate"),
+        eps=positive_float(config, "rms_norm_eps", 1e-6),
+        input_factors=_input_factors(config) if family.has_factors else (),
+    )
+
+
+def _input_factors(config: Mapping[str, Any]) -> tuple[float, ...]:
+    of_all = positive_float(config, "ssm_in_multiplier", 1.0)
+    return tuple(of_all * factor for factor in _floats(config, "ssm_multipliers", 5))
+
+
+def _factors(config: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Falcon-H1's, of matrices in place of what they are multiplied by, as llama.cpp's converter has them."""
+    before = positive_float(config, "attention_in_multiplier", 1.0)
+    gate, down = _floats(config, "mlp_multipliers", 2)
+    found = {
+        "self_attn.q_proj.weight": before,
+        "self_attn.k_proj.weight": before * positive_float(config, "key_multiplier", 1.0),
+        "self_attn.v_proj.weight": before,
+        "self_attn.o_proj.weight": positive_float(config, "attention_out_multiplier", 1.0),
+        "mamba.out_proj.weight": positive_float(config, "ssm_out_multiplier", 1.0),
+        "mlp.gate_proj.weight": gate,
+        "mlp.down_proj.weight": down,
+    }
+    return tuple((name, factor) for name, factor in found.items() if factor != 1)
+
+
+def _floats(config: Mapping[str, Any], name: str, length: int) -> tuple[float, ...]:
+    """Ones, where the field is not set."""
+    listed = config.get(name)
+    listed = [1.0] * length if listed is None else listed
+    if not isinstance(listed, list | tuple) or len(listed) != length:
+        raise bad_field(f"{name}={listed!r} is not a list of {length} numbers.")
+    return tuple(positive_float({name: one}, name) for one in listed)
 
 
 def _taps(config: Mapping[str, Any], name: str) -> int:
@@ -695,12 +817,18 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
 
 
 def _scales(config: Mapping[str, Any], family: Family, latent: LatentConfig | None) -> dict[str, Any]:
-    """Factors and caps of Granite, Gemma and DeepSeek; other families have none of these fields."""
+    """Factors and caps of Granite, Falcon-H1, Gemma and DeepSeek; other families have none of these fields."""
     if latent is not None:
         return {
             "attention_scale": (latent.plain_dim + latent.rope_dim) ** -0.5 * _yarn_growth(_rope_fields(config)) ** 2
         }
-    if family.model_type == "granite":
+    if family.has_factors:
+        return {
+            "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),
+            "logits_scale": positive_float(config, "lm_head_multiplier", 1.0),
+            "factors": _factors(config),
+        }
+    if family.model_type in ("granite", "granitemoehybrid"):
         return {
             "attention_scale": positive_float(config, "attention_multiplier"),
             "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),
@@ -782,39 +910,51 @@ def _layers(
     is_rotated = _rotated_layers(config, family, num_layers)
     is_windowed = _windowed_layers(config, family, is_rotated)
     window = positive_int(config, "sliding_window") if any(is_windowed) else None
-    is_recurrent = _recurrent_layers(config, family, num_layers)
+    is_recurrent, is_sparse = _recurrent_layers(config, family, num_layers), _sparse_layers(config, family, num_layers)
     layers = []
-    for rotated, windowed, is_sparse, recurrent in zip(
-        is_rotated, is_windowed, _sparse_layers(config, family, num_layers), is_recurrent, strict=True
-    ):
-        own_rope = local_rope if windowed else rope
-        is_turned = rotated and not recurrent
-        layers.append(LayerConfig(own_rope if is_turned else None, window if windowed else None, is_sparse, recurrent))
+    for index in range(num_layers):
+        recurrent, windowed = is_recurrent[index], is_windowed[index]
+        attends, has_mlp = family.has_parallel_mixers or not recurrent, True
+        if family.is_of_blocks:
+            attends = config["layer_types"][index] == "full_attention"
+            has_mlp = not attends and not recurrent
+        own_rope = (local_rope if windowed else rope) if attends and is_rotated[index] else None
+        own_window = window if windowed else None
+        layers.append(LayerConfig(own_rope, own_window, is_sparse[index], recurrent, attends, has_mlp))
     return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
 
 
 def _recurrent_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """By layer_types, or else the older full_attn_idxs (LFM2) or full_attention_interval (Qwen)."""
-    if not family.recurrence:
-        return [False] * num_layers
-    kinds, listed = (family.recurrence, "full_attention"), config.get("layer_types")
+    """By layer_types, or else full_attn_idxs (LFM2, Bamba) or full_attention_interval (Qwen)."""
+    if not family.recurrence or family.has_parallel_mixers:
+        return [family.has_parallel_mixers] * num_layers
+    own = "linear_attention" if family.recurrence == "mamba" else family.recurrence
+    kinds, listed = (own, "full_attention"), config.get("layer_types")
     attending = config.get("full_attn_idxs")
-    if listed is None and isinstance(attending, list):
+    if isinstance(listed, list):
+        listed = [OLDER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+    elif isinstance(attending, list):
         listed = [kinds[index in attending] for index in range(num_layers)]
-    elif listed is None and "full_attention_interval" in family.defaults:
+    elif "full_attention_interval" in family.defaults:
         interval = positive_int(config, "full_attention_interval")
         listed = [kinds[(index + 1) % interval == 0] for index in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or any(kind not in kinds for kind in listed):
-        raise unsupported_field("layer_types", listed, kinds)
+    allowed = (*kinds, "mlp", "moe") if family.is_of_blocks else kinds
+    if not isinstance(listed, list) or len(listed) != num_layers or any(kind not in allowed for kind in listed):
+        raise unsupported_field("layer_types", listed, allowed)
     if "full_attention" not in listed:
         raise unsupported_field("layer_types", listed, ("some full_attention",))
-    return [kind == family.recurrence for kind in listed]
+    return [kind == own for kind in listed]
 
 
 def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """SmolLM3: no_rope_layers has a 1 for layers that do have rope."""
+    """SmolLM3: no_rope_layers has a 1 for layers that do have rope. Granite 4: all or none."""
+    if family.rotates == "if asked":
+        kind = config.get("position_embedding_type")
+        if kind not in ("rope", "nope", None):
+            raise unsupported_field("position_embedding_type", kind, ("rope", "nope"))
+        return [kind == "rope"] * num_layers
     if family.windows != "unrotated":
-        return [True] * num_layers
+        return [family.rotates == "all"] * num_layers
     listed = config.get("no_rope_layers")
     if listed is None:
         interval = positive_int(config, "no_rope_layer_interval")
@@ -866,8 +1006,10 @@ def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: l
 
 def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
     """See ExpertFields.dense."""
-    if family.experts is None or family.experts.dense == "none":
-        return [family.experts is not None] * num_layers
+    if family.experts is None or family.experts.dense == "none" or _has_no_experts(config, family):
+        return [family.experts is not None and not _has_no_experts(config, family)] * num_layers
+    if family.experts.dense == "blocks":
+        return [kind == "moe" for kind in config["layer_types"]]
     if family.experts.dense == "first":
         listed = config.get("mlp_layer_types")
         if isinstance(listed, list) and len(listed) == num_layers and set(listed) <= {"dense", "sparse"}:
@@ -887,8 +1029,14 @@ def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -
     return [index not in dense and (index + 1) % step == 0 for index in range(num_layers)]
 
 
+def _has_no_experts(config: Mapping[str, Any], family: Family) -> bool:
+    return family.experts is not None and family.experts.is_optional and config.get(family.experts.count[0]) == 0
+
+
 def _experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
-    if family.experts is None:
+    if family.experts is None or _has_no_experts(config, family):
+        return None
+    if family.experts.dense == "blocks" and "moe" not in config["layer_types"]:
         return None
     fields = family.experts
     field = next((name for name in fields.count if config.get(name) is not None), fields.count[-1])
@@ -916,6 +1064,7 @@ def _experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
         scale=positive_float(config, fields.scale, 1.0) if fields.scale else 1.0,
         shared_size=shared_size,
         has_shared_gate=fields.has_shared_gate,
+        has_gate=family.has_gate,
         **(_groups(config, num_experts, num_active) if fields.has_groups else {}),
     )
     widths = (positive_int(config, "hidden_size"), experts.intermediate_size)

@@ -50,9 +50,10 @@ class ExpertFields:
         scale: a factor of the shares; "": none.
         scoring, has_choice_bias, is_router_float: see core.config.ExpertsConfig.
         has_groups: experts are chosen within the best topk_group of n_group.
+        is_optional: the count may be 0: then all layers have a plain MLP of shared_width.
         dense: which layers have a plain MLP: "none"; "first" (first_k_dense_replace, or mlp_layer_types); "steps" (all
             but every decoder_sparse_step-th, and mlp_only_layers); "ernie" (moe_layer_start_index, _end_index,
-            _interval).
+            _interval); "blocks" (what layer_types does not call "moe").
     """
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -67,6 +68,7 @@ class ExpertFields:
     has_choice_bias: bool = False
     is_router_float: bool = False
     has_groups: bool = False
+    is_optional: bool = False
     dense: str = "none"
 
 
@@ -92,8 +94,11 @@ class Family(Traits):
         qk_norm_field: whether q and k are normed as qk_norm says; "": always.
         activation_field: which field names the activation; `activation`: where no field does.
         aliases: this family's own names of fields, which go before the usual ones, and those.
-        recurrence: what layers that layer_types calls by this name compute instead of attention: "conv",
-            "linear_attention"; "": all attend.
+        recurrence: what recurrent layers compute: see core.config.RecurrentConfig.kind; "": all attend.
+        has_parallel_mixers: all layers attend and are recurrent.
+        is_of_blocks: a layer is one of attention, recurrence, MLP and experts, as layer_types says.
+        has_factors: the checkpoint's matrices are multiplied by factors: Falcon-H1's *_multiplier.
+        rotates: which layers that attend have RoPE: "all", "none", "if asked" (position_embedding_type); see windows.
     """
 
     architecture: str
@@ -114,6 +119,10 @@ class Family(Traits):
     activation: str | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     recurrence: str = ""
+    has_parallel_mixers: bool = False
+    is_of_blocks: bool = False
+    has_factors: bool = False
+    rotates: str = "all"
 
 
 _ATTENTION_BIAS = {"attention_bias": ("qkv", "output")}
@@ -218,10 +227,19 @@ _DELTA: dict[str, Any] = {
     "has_output_gate": True,
     "has_partial_rope": True,
     "has_mrope": True,
-    "renamed": (("conv.in_proj.", "linear_attn.in_proj_"), ("conv.out_proj.", "linear_attn.out_proj.")),
     "recurrence": "linear_attention",
 }
 _DELTA_EXPERTS = ExpertFields(shared_width="shared_expert_intermediate_size", has_shared_gate=True)
+_NO_LIMIT = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None)  # the second as transformers 5 writes it
+_MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+_MAMBA_NEUTRAL = {"hidden_act": ("silu", None), "time_step_limit": _NO_LIMIT}
+_FEED_FORWARD = (("mlp.", "feed_forward."),)
 _DEEPSEEK_NEUTRAL = {
     "rope_interleave": (True, None),
     "moe_layer_freq": (1, None),
@@ -680,6 +698,118 @@ FAMILIES = (
         },
         experts=_DELTA_EXPERTS,
         **_DELTA,
+    ),
+    Family(
+        architecture="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        defaults={
+            **_MAMBA_DEFAULTS,
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+        },
+        biases=_ATTENTION_BIAS,
+        neutral=_MAMBA_NEUTRAL,
+        has_fused_gate_up=True,
+        renamed=(
+            ("mlp.gate_up_proj.", "shared_mlp.input_linear."),
+            ("mlp.down_proj.", "shared_mlp.output_linear."),
+        ),
+        experts=ExpertFields(
+            count=("num_local_experts",),
+            width="intermediate_size",
+            shared_width="shared_intermediate_size",
+            is_optional=True,
+        ),
+        aliases={"layers_block_type": "layer_types"},
+        recurrence="mamba",
+        rotates="if asked",
+    ),
+    Family(
+        architecture="BambaForCausalLM",
+        model_type="bamba",
+        defaults={
+            **_MAMBA_DEFAULTS,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        biases=_BIASES,
+        neutral=_MAMBA_NEUTRAL,
+        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
+        has_partial_rope=True,
+        renamed=(("model.norm.", "model.final_layernorm."), *_FEED_FORWARD),
+        aliases={"attn_layer_indices": "full_attn_idxs"},
+        recurrence="mamba",
+    ),
+    Family(
+        architecture="FalconH1ForCausalLM",
+        model_type="falcon_h1",
+        defaults={
+            **_MAMBA_DEFAULTS,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+        },
+        neutral={**_MAMBA_NEUTRAL, "projectors_bias": (False, None), "mamba_proj_bias": (False, None)},
+        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
+        renamed=(("model.norm.", "model.final_layernorm."), *_FEED_FORWARD),
+        recurrence="mamba",
+        has_parallel_mixers=True,
+        has_factors=True,
+    ),
+    Family(
+        architecture="NemotronHForCausalLM",
+        model_type="nemotron_h",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "intermediate_size": 21_504,
+            "layer_norm_epsilon": 1e-5,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
+        },
+        neutral={
+            "mlp_hidden_act": ("relu2", None),
+            "mamba_hidden_act": ("silu", None),
+            "time_step_limit": _NO_LIMIT,
+            "moe_latent_size": (None,),
+            "residual_in_fp32": (False, None),
+        },
+        norms=("norm", "", "norm", ""),
+        has_gate=False,
+        renamed=(("self_attn.", "mixer."), ("mlp.", "mixer."), ("mamba.", "mixer.")),
+        experts=replace(_DEEPSEEK_EXPERTS, shared_width="moe_shared_expert_intermediate_size", dense="blocks"),
+        activation="relu2",
+        aliases={
+            "layers_block_type": "layer_types",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "attention_head_dim": "head_dim",
+            "mamba_num_heads": "mamba_n_heads",
+            "mamba_head_dim": "mamba_d_head",
+            "n_groups": "mamba_n_groups",
+            "ssm_state_size": "mamba_d_state",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
+            "use_bias": "mamba_proj_bias",
+        },
+        recurrence="mamba",
+        is_of_blocks=True,
+        rotates="none",
     ),
     Family(
         architecture="GptOssForCausalLM",

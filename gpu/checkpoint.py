@@ -64,6 +64,9 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "backbone.embeddings.": "model.embed_tokens.",  # these three: Nemotron-H
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
 }
 OTHER_TOWERS = tuple(
     f"{outer}{name}." for outer in ("", "model.") for name in ("vision_tower", "visual", "multi_modal_projector")
@@ -247,7 +250,7 @@ def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
 
 
 def text_name(name: str) -> str:
-    """A tensor's name in a model that has its language model alone."""
+    """A tensor's usual name, in a model that has its language model alone."""
     for prefix, own in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

@@ -53,23 +53,48 @@ UNROTATED = Rotation(None, None)
 
 
 @dataclass(slots=True)
-class Layer:
-    """One layer, ready to compute. A norm that the family lacks is None."""
+class LayerAttention:
+    """A layer's attention."""
 
     rope: int | None  # index among the model's; None: q and k are not rotated
     window: int | None
-    attention_norm: Tensor | None  # [hidden]
     qkv: Linear  # hidden -> query + 2 * kv; see LatentWeights
     head_norms: HeadNorms | None
     latent: Latent | None
-    recurrence: Recurrence | None  # instead of attention, of which only `output` and the norms are then left
-    cached: int  # index among the layers that attend, or among those that are recurrent
+    cached: int  # index among the layers that attend
     scores: Scores
     output: Linear  # all heads -> hidden
-    attention_post_norm: Tensor | None  # [hidden]
+
+
+@dataclass(slots=True)
+class LayerRecurrence:
+    """A layer's recurrence."""
+
+    taken: Linear  # hidden -> RecurrentConfig.input_size
+    mix: Recurrence
+    state: int  # index among the recurrent layers
+    given: Linear  # RecurrentConfig.output_size -> hidden
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer, ready to compute: attention, a recurrence or both, and an MLP. What it lacks is None."""
+
+    norm: Tensor | None  # [hidden], before attention and recurrence
+    attention: LayerAttention | None
+    recurrence: LayerRecurrence | None
+    post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor | None  # [hidden]
-    mlp: Block
+    mlp: Block | None
     mlp_post_norm: Tensor | None  # [hidden]
+
+    @property
+    def mixes(self) -> bool:
+        return self.attention is not None or self.recurrence is not None
+
+    @property
+    def first_norm(self) -> Tensor | None:
+        return self.norm if self.mixes else self.mlp_norm
 
 
 class Model:
@@ -99,10 +124,10 @@ class Model:
         self.adapted = StepAdapters() if takes_adapters else None
         if self.adapted is not None:
             for index, one in enumerate(self.layers):
-                for owner, sites in ((one, ("qkv", "output")), (one.mlp, ("gate_up", "down"))):
-                    for site in sites if isinstance(owner, Layer | Mlp) else ():
+                for owner, sites in ((one.attention, ("qkv", "output")), (one.mlp, ("gate_up", "down"))):
+                    for site in sites if isinstance(owner, LayerAttention | Mlp) else ():
                         setattr(owner, site, AdaptedLinear(getattr(owner, site), index, site, self.adapted))
-        self._next_norms = [layer.attention_norm for layer in self.layers[1:]] + [None]
+        self._next_norms = [layer.first_norm for layer in self.layers[1:]] + [None]
         # Rounded to the weights' format, as in training.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self._residual_scale = float(torch.tensor(config.residual_scale, dtype=dtype))
@@ -119,26 +144,25 @@ class Model:
             batch.recurrent.copy_states()
         positions = batch.tokens.positions
         rotations = [Rotation(rope.rotation(positions), rope.query_scale(positions)) for rope in self.ropes]
-        first_norm = self.layers[0].attention_norm
+        first_norm = self.layers[0].first_norm
         normed = x if first_norm is None else self.operators.norm(x, first_norm)
         for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
-            if layer.recurrence is None:
-                added = self._attention(layer, normed, rotations, batch, cache.layers[layer.cached])
-            else:
-                assert batch.recurrent is not None, "the model has recurrent layers"
-                added = layer.output(layer.recurrence(normed, batch.recurrent, layer.cached))
+            mixed = self._mixed(layer, normed, rotations, batch, cache) if layer.mixes else None
             if layer is self.layers[-1]:  # the other tokens' outputs are not needed from here on
                 if batch.asked is not None:
-                    x, added = x.index_select(0, batch.asked), added.index_select(0, batch.asked)
+                    x, normed = x.index_select(0, batch.asked), normed.index_select(0, batch.asked)
+                    mixed = None if mixed is None else mixed.index_select(0, batch.asked)
                     if adapted is not None and with_adapters is not None:
                         adapted.groups = with_adapters.asked
                 if not len(x):
                     return x
-            x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
-            added = layer.mlp(normed)
-            if self.operators.ranks is not None:
-                added = self.operators.ranks.sum(added)
-            x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
+            if mixed is not None:
+                x, normed = self._add(x, mixed, layer.post_norm, next_norm if layer.mlp is None else layer.mlp_norm)
+            if layer.mlp is not None:
+                added = layer.mlp(normed)
+                if self.operators.ranks is not None:
+                    added = self.operators.ranks.sum(added)
+                x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
         if adapted is not None:
             adapted.groups = []  # an adapter's memory goes with its last request
         return x
@@ -179,7 +203,11 @@ class Model:
             width = config.intermediate_size
             if isinstance(layer.mlp, Experts) and config.experts is not None:
                 width = config.experts.intermediate_size
-            found += [(layer.qkv, config.hidden_size), (layer.output, _mixed_size(config, layer))]
+            if layer.attention is not None:
+                found += [(layer.attention.qkv, config.hidden_size), (layer.attention.output, config.attended_size)]
+            if layer.recurrence is not None and config.recurrence is not None:
+                given = layer.recurrence.given, config.recurrence.output_size
+                found += [(layer.recurrence.taken, config.hidden_size), given]
             for mlp in mlps:
                 found += [(mlp.gate_up, config.hidden_size), (mlp.down, width)]
             size += (
@@ -190,7 +218,21 @@ class Model:
                 break
         return found
 
-    def _attention(self, layer: Layer, x: Tensor, rotations: list[Rotation], batch: Batch, kv: LayerKV) -> Tensor:
+    def _mixed(self, layer: Layer, x: Tensor, rotations: list[Rotation], batch: Batch, cache: KVCache) -> Tensor:
+        """What attention and recurrence add. x: [tokens, hidden], normed; also returned so."""
+        attention, recurrence, added = layer.attention, layer.recurrence, None
+        if attention is not None:
+            added = self._attention(attention, x, rotations, batch, cache.layers[attention.cached])
+        if recurrence is not None:
+            assert batch.recurrent is not None, "the model has recurrent layers"
+            beside = recurrence.given(recurrence.mix(recurrence.taken(x), batch.recurrent, recurrence.state))
+            added = beside if added is None else added.add_(beside)
+        assert added is not None, "it attends, or is recurrent"
+        return added
+
+    def _attention(
+        self, layer: LayerAttention, x: Tensor, rotations: list[Rotation], batch: Batch, kv: LayerKV
+    ) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
         operators = self.operators
         turned = UNROTATED if layer.rope is None else rotations[layer.rope]
@@ -212,7 +254,7 @@ class Model:
         added = layer.output(attended if gate is None else attended * sigmoid(gate))
         return added if operators.ranks is None else operators.ranks.sum(added)
 
-    def _own_norms(self, layer: Layer, qkv: Tensor) -> HeadNorms | None:
+    def _own_norms(self, layer: LayerAttention, qkv: Tensor) -> HeadNorms | None:
         """Norms within a head; norms over all ranks' heads are applied here. qkv: see Operators.rotate_and_store."""
         norms, ranks = layer.head_norms, self.operators.ranks
         if norms is None or ranks is None or norms[0].dim() == 1:
@@ -227,13 +269,6 @@ class Model:
         if post_norm is not None:
             added = self.operators.norm(added, post_norm)
         return self.operators.add_norm(x, added, self._residual_scale, next_norm)
-
-
-def _mixed_size(config: ModelConfig, layer: Layer) -> int:
-    """Width of what the layer's output matrix multiplies."""
-    if layer.recurrence is None or config.recurrence is None:
-        return config.attended_size
-    return config.recurrence.output_size
 
 
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
@@ -251,33 +286,53 @@ def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
 def _layer(
     config: ModelConfig, weights: LayerWeights, index: int, ropes: list[RopeConfig], operators: Operators
 ) -> Layer:
-    layer, head_norms, recurrence = config.layer(index), None, None
-    taken = operators.linear(weights.qkv, weights.qkv_bias)
-    if weights.recurrent is not None and config.recurrence is not None:
-        recurrence = operators.recurrence(config.recurrence, weights.recurrent, taken)
-    if weights.query_norm is not None and weights.key_norm is not None:
-        head_norms = (weights.query_norm, weights.key_norm)
     return Layer(
-        rope=ropes.index(layer.rope) if layer.rope else None,
-        window=layer.window,
-        attention_norm=weights.attention_norm,
-        qkv=taken,
-        head_norms=head_norms,
-        latent=None
-        if config.latent is None or weights.latent is None
-        else Latent(config.latent, weights.latent, operators.linear),
-        recurrence=recurrence,
-        cached=sum(one.is_recurrent == layer.is_recurrent for one in config.all_layers[:index]),
-        scores=Scores(config.attention_scale, config.attention_cap, weights.sinks, config.latent is not None),
-        output=operators.linear(weights.output, weights.output_bias),
-        attention_post_norm=weights.attention_post_norm,
+        norm=weights.attention_norm,
+        attention=_attention(config, weights, index, ropes, operators),
+        recurrence=_recurrence(config, weights, index, operators),
+        post_norm=weights.attention_post_norm,
         mlp_norm=weights.mlp_norm,
         mlp=_mlp(config, weights, operators),
         mlp_post_norm=weights.mlp_post_norm,
     )
 
 
-def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Block:
+def _attention(
+    config: ModelConfig, weights: LayerWeights, index: int, ropes: list[RopeConfig], operators: Operators
+) -> LayerAttention | None:
+    if weights.qkv is None or weights.output is None:
+        return None
+    layer, latent, head_norms = config.layer(index), None, None
+    if weights.query_norm is not None and weights.key_norm is not None:
+        head_norms = (weights.query_norm, weights.key_norm)
+    if config.latent is not None and weights.latent is not None:
+        latent = Latent(config.latent, weights.latent, operators.linear)
+    return LayerAttention(
+        rope=ropes.index(layer.rope) if layer.rope else None,
+        window=layer.window,
+        qkv=operators.linear(weights.qkv, weights.qkv_bias),
+        head_norms=head_norms,
+        latent=latent,
+        cached=sum(one.attends for one in config.all_layers[:index]),
+        scores=Scores(config.attention_scale, config.attention_cap, weights.sinks, config.latent is not None),
+        output=operators.linear(weights.output, weights.output_bias),
+    )
+
+
+def _recurrence(config: ModelConfig, weights: LayerWeights, index: int, operators: Operators) -> LayerRecurrence | None:
+    if weights.taken is None or weights.given is None or weights.recurrent is None or config.recurrence is None:
+        return None
+    return LayerRecurrence(
+        taken=operators.linear(weights.taken, weights.taken_bias),
+        mix=operators.recurrence(config.recurrence, weights.recurrent),
+        state=sum(one.is_recurrent for one in config.all_layers[:index]),
+        given=operators.linear(weights.given, weights.given_bias),
+    )
+
+
+def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Block | None:
+    if weights.mlp is None:
+        return None
     gated = operators.gated(config.activation)
     if isinstance(weights.mlp, ExpertWeights):
         assert config.experts is not None

@@ -87,9 +87,9 @@ class Operators:
         """A layer's experts, with their router."""
         return Experts(config, weights, gated, self.linear)
 
-    def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> Recurrence:
-        """What a recurrent layer computes. taken: hidden -> RecurrentConfig.input_size."""
-        return make_recurrence(config, weights, taken)
+    def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights) -> Recurrence:
+        """What a recurrent layer computes between its matrices."""
+        return make_recurrence(config, weights)
 
     def gated(self, activation: str) -> Gated:
         """An MLP's gate, activated, times up. activation: of GATED."""

@@ -4,14 +4,14 @@ One pass allocates a layer's parameters and says where each tensor of the checkp
 way; it knows how the families name and store layers and experts. Thread: engine (at start).
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from core.config import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
+from core.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from gpu.blocks import BlockWeight
 from gpu.quant import Weight, floats
 
@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"
 SCORE = "score.weight"
 EMBEDDING = "model.embed_tokens.weight"
 # May be quantised; routers stay: their choices matter more than bytes.
-ATTENTION_MATRICES = ("qkv", "output")
+MIXER_MATRICES = ("qkv", "output", "taken", "given")  # of attention, and of a recurrence
 MLP_MATRICES = ("gate_up", "down", "shared_gate_up", "shared_down")  # the last two of experts alone
 Empty = Callable[[tuple[int, ...]], Tensor]
 
@@ -76,7 +76,7 @@ class Target:
         stored_shape: the checkpoint's tensor; None: the shape of `into`.
         is_packed: stored as bytes, not as floats.
         is_scale: multiplies what another tensor has written, so it is read last.
-        arrange: gives all rows in their order here, from that of the checkpoint; None: it is the same.
+        arrange: gives all rows as they are here from those of the checkpoint; None: they are the same.
         matrix: which matrix (see matrices) the rows belong to; None: none, or a bias.
     """
 
@@ -200,7 +200,7 @@ class ExpertWeights:
 
     router: Tensor  # [experts, hidden]; see ExpertsConfig.is_router_float
     router_bias: Tensor | None  # [experts]
-    gate_up: Weight  # [experts, 2 * width, hidden]
+    gate_up: Weight  # [experts, 2 * width, hidden], or without a gate [experts, width, hidden]
     gate_up_bias: Tensor | None  # [experts, 2 * width]
     down: Weight  # [experts, hidden, width]
     down_bias: Tensor | None  # [experts, hidden]
@@ -232,37 +232,42 @@ class LatentWeights:
 
 @dataclass(slots=True)
 class RecurrentWeights:
-    """Of a recurrent layer, beside its two matrices: `qkv` [RecurrentConfig.input_size, hidden] and `output`."""
+    """Of a recurrent layer, beside its two matrices."""
 
     convolution: Tensor  # [taps, channels], float32
     convolution_bias: Tensor | None  # [channels]
-    # Of linear attention, float32: the logarithm of a step's decay, what is added to the step, the norm of a head
+    # Float32; the first is the logarithm of a step's decay, the second is added to the step
     decay: Tensor | None = None  # [heads]
     step_bias: Tensor | None = None  # [heads]
-    norm: Tensor | None = None  # [value_dim]
+    norm: Tensor | None = None  # [value_dim], or of a state space [heads * value_dim]
+    skip: Tensor | None = None  # [heads], of a state space: the factor of a value that goes around the memory
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer; None: the family has no such parameter. Rows of q and k are reordered: see interleave_halves.
+    """One layer; None: it has no such parameter. Rows of q and k are reordered: see interleave_halves.
 
     Norms are float32 where the checkpoint stores offsets from 1, which a shorter format would round.
     """
 
-    attention_norm: Tensor | None  # [hidden]
-    qkv: Weight  # [query + 2 * kv, hidden]
-    qkv_bias: Tensor | None  # [query + 2 * kv]
-    query_norm: Tensor | None  # [head_dim], or [heads, head_dim] over all heads at once
-    key_norm: Tensor | None  # [head_dim], or [kv_heads, head_dim]
-    sinks: Tensor | None  # [heads]
-    output: Weight  # [hidden, query]
-    output_bias: Tensor | None  # [hidden]
-    attention_post_norm: Tensor | None  # [hidden]
-    mlp_norm: Tensor | None  # [hidden]
-    mlp: MlpWeights | ExpertWeights
-    mlp_post_norm: Tensor | None  # [hidden]
+    attention_norm: Tensor | None = None  # [hidden]; before a recurrence, too
+    qkv: Weight | None = None  # [query + 2 * kv, hidden]
+    qkv_bias: Tensor | None = None  # [query + 2 * kv]
+    query_norm: Tensor | None = None  # [head_dim], or [heads, head_dim] over all heads at once
+    key_norm: Tensor | None = None  # [head_dim], or [kv_heads, head_dim]
+    sinks: Tensor | None = None  # [heads]
+    output: Weight | None = None  # [hidden, query]
+    output_bias: Tensor | None = None  # [hidden]
+    attention_post_norm: Tensor | None = None  # [hidden]
+    mlp_norm: Tensor | None = None  # [hidden]
+    mlp: MlpWeights | ExpertWeights | None = None
+    mlp_post_norm: Tensor | None = None  # [hidden]
     latent: LatentWeights | None = None
     recurrent: RecurrentWeights | None = None
+    taken: Weight | None = None  # [RecurrentConfig.input_size, hidden]
+    taken_bias: Tensor | None = None  # [RecurrentConfig.input_size]
+    given: Weight | None = None  # [hidden, RecurrentConfig.output_size]
+    given_bias: Tensor | None = None  # [hidden]
 
 
 @dataclass(slots=True)
@@ -328,173 +333,235 @@ def _norm_offset(config: ModelConfig) -> float:
     return 1.0 if config.has_norm_offset else 0.0
 
 
+@dataclass(slots=True)
+class _Allocation:
+    """A layer's parameters, as they are allocated.
+
+    Args:
+        targets: the tensors that fill them, by their usual names within a layer.
+    """
+
+    config: ModelConfig
+    empty: Empty
+    empty_norm: Empty
+    targets: Targets = field(default_factory=dict)
+
+    @property
+    def reordered(self) -> int | None:
+        """The head size within which rows of q and k are reordered; None: they are as they are here."""
+        return None if self.config.are_pairs_adjacent else self.config.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.config.rope.rotary_dim(self.config.head_dim)  # RoPE rotates q and k, not v
+
+    def whole(self, name: str, *shape: int, matrix: str | None = None) -> Tensor:
+        """A parameter that one tensor fills."""
+        into = self.empty(shape)
+        self.targets[name] = Target(into, matrix=matrix)
+        return into
+
+    def parts(self, sizes: Mapping[str, int], suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
+        """A parameter whose rows come from several tensors, so many from each."""
+        into = self.empty((sum(sizes.values()), *inputs))
+        for name, rows in zip(sizes, into.split_with_sizes(list(sizes.values())), strict=True):
+            self.targets[f"{name}.{suffix}"] = Target(rows, matrix=matrix)
+        return into
+
+    def in_float(self, name: str, *shape: int) -> Tensor:
+        into = self.empty_norm(shape).float()
+        self.targets[name] = Target(into)
+        return into
+
+    def norm(self, name: str, *shape: int, head_dim: int | None = None) -> Tensor:
+        into = self.empty_norm(shape)
+        offset = _norm_offset(self.config)
+        self.targets[f"{name}.weight"] = Target(into.view(-1), head_dim, self.rotary_dim, offset=offset)
+        return into
+
+    def layer_norm(self, name: str) -> Tensor | None:
+        return self.norm(name, self.config.hidden_size) if name else None
+
+
+def _attention(layer: LayerWeights, found: _Allocation) -> None:
+    config = found.config
+    hidden, head_dim = config.hidden_size, config.head_dim
+    layer.qkv = _queries_keys_values(found, "weight", hidden, matrix="qkv")
+    layer.qkv_bias = _queries_keys_values(found, "bias") if config.qkv_bias else None
+    if config.qk_norm != "none":
+        heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
+        layer.query_norm = found.norm("self_attn.q_norm", *heads, head_dim, head_dim=found.reordered)
+        layer.key_norm = found.norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=found.reordered)
+    layer.sinks = found.whole("self_attn.sinks", config.num_heads) if config.has_sinks else None
+    layer.output = found.whole("self_attn.o_proj.weight", hidden, config.attended_size, matrix="output")
+    layer.output_bias = found.whole("self_attn.o_proj.bias", hidden) if config.output_bias else None
+
+
+def _queries_keys_values(found: _Allocation, suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
+    config, reordered, rotary_dim = found.config, found.reordered, found.rotary_dim
+    if config.has_fused_qkv:
+        into = found.empty((config.query_size + 2 * config.kv_size, *inputs))
+        num_reordered = config.query_size + config.kv_size
+        target = Target(into, reordered, rotary_dim, num_reordered, matrix=matrix)
+        found.targets[f"self_attn.qkv_proj.{suffix}"] = target
+        return into
+    query, key, value = (f"self_attn.{name}_proj" for name in "qkv")
+    sizes = {query: config.query_size * (1 + config.has_output_gate), key: config.kv_size, value: config.kv_size}
+    into = found.parts(sizes, suffix, *inputs, matrix=matrix)
+    for name in (query, key):
+        place = f"{name}.{suffix}"
+        found.targets[place] = replace(found.targets[place], head_dim=reordered, rotary_dim=rotary_dim)
+    if config.has_output_gate:
+        arrange = partial(gates_first, head_dim=config.head_dim, rotary_dim=rotary_dim)
+        place = f"{query}.{suffix}"
+        found.targets[place] = replace(found.targets[place], head_dim=None, arrange=arrange)
+    return into
+
+
+def _latent_attention(layer: LayerWeights, found: _Allocation) -> None:
+    config, hidden = found.config, found.config.hidden_size
+    assert config.latent is not None
+    latent, query_rank = config.latent, config.latent.query_rank
+    queries = config.num_heads * (latent.plain_dim + latent.rope_dim)
+    up = config.num_heads * (latent.plain_dim + latent.value_dim)
+    first = "self_attn.q_a_proj" if query_rank else "self_attn.q_proj"
+    sizes = {first: query_rank or queries, "self_attn.kv_a_proj_with_mqa": latent.rank + latent.rope_dim}
+    layer.qkv = found.parts(sizes, "weight", hidden, matrix="qkv")
+    layer.output = found.whole("self_attn.o_proj.weight", hidden, config.attended_size, matrix="output")
+    layer.output_bias = found.whole("self_attn.o_proj.bias", hidden) if config.output_bias else None
+    query_up = "self_attn.q_b_proj.weight"
+    layer.latent = LatentWeights(
+        found.norm("self_attn.q_a_layernorm", query_rank) if query_rank else None,
+        found.whole(query_up, queries, query_rank, matrix="query_up") if query_rank else None,
+        found.norm("self_attn.kv_a_layernorm", latent.rank),
+        found.whole("self_attn.kv_b_proj.weight", up, latent.rank),
+    )
+
+
+def _multiply(targets: Targets, name: str, factor: float | Tensor) -> None:
+    """Have what a tensor fills be multiplied once it is read. factor: of all numbers, or [rows, 1]."""
+    if name in targets:
+        targets[name] = replace(targets[name], arrange=partial(_scaled, factor=factor))
+
+
+def _scaled(rows: Tensor, factor: float | Tensor) -> Tensor:
+    return rows * (factor if isinstance(factor, float) else factor.to(rows.device))
+
+
+def _short_convolution(layer: LayerWeights, found: _Allocation, own: RecurrentConfig) -> None:
+    hidden, width = found.config.hidden_size, own.output_size
+    layer.taken = found.whole("conv.in_proj.weight", own.input_size, hidden, matrix="taken")
+    layer.taken_bias = found.whole("conv.in_proj.bias", own.input_size) if own.has_bias else None
+    layer.given = found.whole("conv.out_proj.weight", hidden, width, matrix="given")
+    layer.given_bias = found.whole("conv.out_proj.bias", hidden) if own.has_bias else None
+    layer.recurrent = RecurrentWeights(*_convolution(found, own, "conv.conv"))
+
+
+def _convolution(found: _Allocation, own: RecurrentConfig, name: str) -> tuple[Tensor, Tensor | None]:
+    """Of a checkpoint's [channels, 1, taps]: [taps, channels], and its bias."""
+    taps = found.empty_norm((own.taps, own.channels)).float()
+    stored_shape = (own.channels, 1, own.taps)
+    found.targets[f"{name}.weight"] = Target(taps, write=write_taps, stored_shape=stored_shape)
+    return taps, found.whole(f"{name}.bias", own.channels) if own.has_convolution_bias else None
+
+
+def _delta_net(layer: LayerWeights, found: _Allocation, own: RecurrentConfig) -> None:
+    hidden = found.config.hidden_size
+    qkv, gate, strength, step = (f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
+    sizes = {qkv: own.channels, gate: own.output_size, strength: own.num_heads, step: own.num_heads}
+    if own.is_grouped:
+        sizes = {f"{qkv}z": own.channels + own.output_size, f"{strength}a": 2 * own.num_heads}
+    layer.taken = found.parts(sizes, "weight", hidden, matrix="taken")
+    if own.is_grouped:
+        per_key = own.num_heads // own.num_key_heads
+        of_keys = [own.key_dim, own.key_dim, per_key * own.value_dim, per_key * own.value_dim], [per_key, per_key]
+        for name, of_key in zip(sizes, of_keys, strict=True):
+            arrange = partial(parts_first, num_groups=own.num_key_heads, sizes=of_key)
+            found.targets[f"{name}.weight"] = replace(found.targets[f"{name}.weight"], arrange=arrange)
+    layer.given = found.whole("linear_attn.out_proj.weight", hidden, own.output_size, matrix="given")
+    layer.recurrent = RecurrentWeights(
+        *_convolution(found, own, "linear_attn.conv1d"),
+        found.in_float("linear_attn.A_log", own.num_heads),
+        found.in_float("linear_attn.dt_bias", own.num_heads),
+        found.in_float("linear_attn.norm.weight", own.value_dim),
+    )
+
+
+def _state_space(layer: LayerWeights, found: _Allocation, own: RecurrentConfig) -> None:
+    hidden = found.config.hidden_size
+    layer.taken = found.whole("mamba.in_proj.weight", own.input_size, hidden, matrix="taken")
+    if own.input_factors:
+        keys = own.num_key_heads * own.key_dim
+        sizes = torch.tensor([own.output_size, own.output_size, keys, keys, own.num_heads])
+        factors = torch.tensor(own.input_factors).repeat_interleave(sizes).unsqueeze(1)  # [input_size, 1]
+        _multiply(found.targets, "mamba.in_proj.weight", factors)
+    layer.taken_bias = found.whole("mamba.in_proj.bias", own.input_size) if own.has_bias else None
+    layer.given = found.whole("mamba.out_proj.weight", hidden, own.output_size, matrix="given")
+    layer.given_bias = found.whole("mamba.out_proj.bias", hidden) if own.has_bias else None
+    layer.recurrent = RecurrentWeights(
+        *_convolution(found, own, "mamba.conv1d"),
+        found.in_float("mamba.A_log", own.num_heads),
+        found.in_float("mamba.dt_bias", own.num_heads),
+        found.in_float("mamba.norm.weight", own.output_size) if own.has_norm else None,
+        found.in_float("mamba.D", own.num_heads),
+    )
+
+
+def _mlp(layer: LayerWeights, found: _Allocation) -> None:
+    config, hidden = found.config, found.config.hidden_size
+    width, names = config.intermediate_size, ("gate", "up") if config.has_gate else ("up",)
+    sizes = {f"mlp.{name}_proj": width for name in names}
+    if config.has_fused_gate_up:
+        sizes = {"mlp.gate_up_proj": 2 * width}
+    layer.mlp = MlpWeights(
+        gate_up=found.parts(sizes, "weight", hidden, matrix="gate_up"),
+        gate_up_bias=found.parts(sizes, "bias") if config.mlp_bias else None,
+        down=found.whole("mlp.down_proj.weight", hidden, width, matrix="down"),
+        down_bias=found.whole("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
+    )
+
+
+def _experts(layer: LayerWeights, found: _Allocation) -> None:
+    experts = found.config.experts
+    assert experts is not None
+    layer.mlp = _empty_experts(experts, found.config.hidden_size, found.empty)
+    found.targets |= _expert_targets(experts, layer.mlp)
+
+
+# by RecurrentConfig.kind
+_RECURRENCES = {"conv": _short_convolution, "linear_attention": _delta_net, "mamba": _state_space}
+
+
 def layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -> tuple[LayerWeights, Targets]:
     """A layer's parameters, as `empty` makes them, and the checkpoint's tensors that fill them."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    rotary_dim = config.rope.rotary_dim(head_dim)  # RoPE rotates q and k, not v
-    reordered = None if config.are_pairs_adjacent else head_dim
-    targets: Targets = {}
-
-    def named(targets: Targets) -> Targets:
-        return {f"model.layers.{index}.{_own_name(config, name)}": target for name, target in targets.items()}
-
-    def norm(name: str, *shape: int, head_dim: int | None = None) -> Tensor:
-        into = empty_norm(shape)
-        offset = _norm_offset(config)
-        targets[f"{name}.weight"] = Target(into.view(-1), head_dim, rotary_dim, offset=offset)
-        return into
-
-    def layer_norm(name: str) -> Tensor | None:
-        return norm(name, hidden) if name else None
-
-    def whole(name: str, *shape: int, matrix: str | None = None) -> Tensor:
-        into = empty(shape)
-        targets[name] = Target(into, matrix=matrix)
-        return into
-
-    def queries_and_cached(latent: LatentConfig) -> Tensor:
-        queries = config.num_heads * (latent.plain_dim + latent.rope_dim)
-        sizes = [latent.query_rank or queries, latent.rank + latent.rope_dim]
-        into = empty((sum(sizes), hidden))
-        names = ("q_a_proj" if latent.query_rank else "q_proj", "kv_a_proj_with_mqa")
-        for name, rows in zip(names, into.split_with_sizes(sizes), strict=True):
-            targets[f"self_attn.{name}.weight"] = Target(rows, matrix="qkv")
-        return into
-
-    def of_latent(latent: LatentConfig) -> LatentWeights:
-        queries = config.num_heads * (latent.plain_dim + latent.rope_dim)
-        query_rank, up = latent.query_rank, config.num_heads * (latent.plain_dim + latent.value_dim)
-        return LatentWeights(
-            norm("self_attn.q_a_layernorm", query_rank) if query_rank else None,
-            whole("self_attn.q_b_proj.weight", queries, query_rank, matrix="query_up") if query_rank else None,
-            norm("self_attn.kv_a_layernorm", latent.rank),
-            whole("self_attn.kv_b_proj.weight", up, latent.rank),
-        )
-
-    def qkv(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
-        sizes = [config.query_size * (1 + config.has_output_gate), config.kv_size, config.kv_size]
-        into = empty((sum(sizes), *inputs))
-        if config.has_fused_qkv:
-            num_reordered = config.query_size + config.kv_size
-            targets[f"self_attn.qkv_proj.{suffix}"] = Target(into, reordered, rotary_dim, num_reordered, matrix=matrix)
-            return into
-        for name, rows in zip("qkv", into.split_with_sizes(sizes), strict=True):
-            own = None if name == "v" else reordered
-            if name == "q" and config.has_output_gate:
-                arrange = partial(gates_first, head_dim=head_dim, rotary_dim=rotary_dim)
-                targets[f"self_attn.q_proj.{suffix}"] = Target(rows, arrange=arrange, matrix=matrix)
-                continue
-            targets[f"self_attn.{name}_proj.{suffix}"] = Target(rows, own, rotary_dim, matrix=matrix)
-        return into
-
-    def gate_up(suffix: str, *inputs: int, matrix: str | None = None) -> Tensor:
-        names = ("gate", "up") if config.has_gate else ("up",)
-        into = empty((len(names) * config.intermediate_size, *inputs))
-        names = ("gate_up",) if config.has_fused_gate_up else names
-        for name, rows in zip(names, into.chunk(len(names)), strict=True):
-            targets[f"mlp.{name}_proj.{suffix}"] = Target(rows, matrix=matrix)
-        return into
-
-    def mlp() -> MlpWeights:
-        return MlpWeights(
-            gate_up=gate_up("weight", hidden, matrix="gate_up"),
-            gate_up_bias=gate_up("bias") if config.mlp_bias else None,
-            down=whole("mlp.down_proj.weight", hidden, config.intermediate_size, matrix="down"),
-            down_bias=whole("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
-        )
-
-    def experts() -> ExpertWeights:
-        assert config.experts is not None
-        weights = _empty_experts(config.experts, hidden, empty)
-        targets.update(_expert_targets(config.experts, weights))
-        return weights
-
-    def in_float(name: str, *shape: int) -> Tensor:
-        into = empty_norm(shape).float()
-        targets[name] = Target(into)
-        return into
-
-    def taken(own: RecurrentConfig) -> Tensor:
-        into = empty((own.input_size, hidden))
-        if own.kind == "conv":
-            targets["conv.in_proj.weight"] = Target(into, matrix="qkv")
-            return into
-        sizes = [own.channels, own.output_size, own.num_heads, own.num_heads]
-        names, arrange = ["qkv", "z", "b", "a"], list[Callable[[Tensor], Tensor] | None]([None] * 4)
-        if own.is_grouped:
-            per_key = own.num_heads // own.num_key_heads
-            parts = [own.key_dim, own.key_dim, per_key * own.value_dim, per_key * own.value_dim], [per_key, per_key]
-            arrange = [partial(parts_first, num_groups=own.num_key_heads, sizes=one) for one in parts]
-            sizes, names = [sizes[0] + sizes[1], 2 * own.num_heads], ["qkvz", "ba"]
-        for name, rows, arranged in zip(names, into.split_with_sizes(sizes), arrange, strict=True):
-            targets[f"conv.in_proj.{name}.weight"] = Target(rows, arrange=arranged, matrix="qkv")
-        return into
-
-    def recurrent(own: RecurrentConfig) -> RecurrentWeights:
-        into = empty_norm((own.taps, own.channels)).float()
-        shape, prefix = (own.channels, 1, own.taps), "conv.conv" if own.kind == "conv" else "linear_attn.conv1d"
-        targets[f"{prefix}.weight"] = Target(into, write=write_taps, stored_shape=shape)
-        if own.kind == "conv":
-            return RecurrentWeights(into, whole(f"{prefix}.bias", own.channels) if own.has_bias else None)
-        return RecurrentWeights(
-            into,
-            None,
-            in_float("linear_attn.A_log", own.num_heads),
-            in_float("linear_attn.dt_bias", own.num_heads),
-            in_float("linear_attn.norm.weight", own.value_dim),
-        )
-
-    if config.layer(index).is_recurrent and config.recurrence is not None:
-        own, (norm_before, _, norm_between, _) = config.recurrence, config.norms
-        layer = LayerWeights(
-            attention_norm=layer_norm(norm_before),
-            qkv=taken(own),
-            qkv_bias=whole("conv.in_proj.bias", own.input_size) if own.has_bias else None,
-            query_norm=None,
-            key_norm=None,
-            sinks=None,
-            output=whole("conv.out_proj.weight", hidden, own.output_size, matrix="output"),
-            output_bias=whole("conv.out_proj.bias", hidden) if own.has_bias else None,
-            attention_post_norm=None,
-            mlp_norm=layer_norm(norm_between),
-            mlp=experts() if config.layer(index).is_sparse else mlp(),
-            mlp_post_norm=None,
-            recurrent=recurrent(own),
-        )
-        return layer, named(targets)
-    has_head_norms = config.qk_norm != "none"
-    query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
-    norms = [layer_norm(name) for name in config.norms]
-    layer = LayerWeights(
-        attention_norm=norms[0],
-        qkv=qkv("weight", hidden, matrix="qkv") if config.latent is None else queries_and_cached(config.latent),
-        qkv_bias=qkv("bias") if config.qkv_bias else None,
-        query_norm=norm("self_attn.q_norm", *query_heads, head_dim, head_dim=reordered) if has_head_norms else None,
-        key_norm=norm("self_attn.k_norm", *kv_heads, head_dim, head_dim=reordered) if has_head_norms else None,
-        sinks=whole("self_attn.sinks", config.num_heads) if config.has_sinks else None,
-        output=whole("self_attn.o_proj.weight", hidden, config.attended_size, matrix="output"),
-        output_bias=whole("self_attn.o_proj.bias", hidden) if config.output_bias else None,
-        attention_post_norm=norms[1],
-        mlp_norm=norms[2],
-        mlp=experts() if config.layer(index).is_sparse else mlp(),
-        mlp_post_norm=norms[3],
-        latent=None if config.latent is None else of_latent(config.latent),
-    )
-    return layer, named(targets)
+    own, layer, found = config.layer(index), LayerWeights(), _Allocation(config, empty, empty_norm)
+    before, after, before_mlp, after_mlp = config.norms
+    if own.attends or own.is_recurrent:
+        layer.attention_norm, layer.attention_post_norm = found.layer_norm(before), found.layer_norm(after)
+    if own.attends:
+        (_attention if config.latent is None else _latent_attention)(layer, found)
+    if own.is_recurrent and config.recurrence is not None:
+        _RECURRENCES[config.recurrence.kind](layer, found, config.recurrence)
+    if own.has_mlp:
+        layer.mlp_norm, layer.mlp_post_norm = found.layer_norm(before_mlp), found.layer_norm(after_mlp)
+        (_experts if own.is_sparse else _mlp)(layer, found)
+    for name, factor in config.factors:
+        _multiply(found.targets, name, factor)
+    return layer, {_own_name(config, f"model.layers.{index}.{name}"): one for name, one in found.targets.items()}
 
 
 def _empty_experts(config: ExpertsConfig, hidden: int, empty: Empty) -> ExpertWeights:
     num_experts, width = config.num_experts, config.intermediate_size
-    router, shared = empty((num_experts, hidden)), config.shared_size
+    router, shared, num_rows = empty((num_experts, hidden)), config.shared_size, 1 + config.has_gate
     return ExpertWeights(
         router=router.float() if config.is_router_float else router,
         router_bias=empty((num_experts,)) if config.has_bias else None,
-        gate_up=empty((num_experts, 2 * width, hidden)),
-        gate_up_bias=empty((num_experts, 2 * width)) if config.has_bias else None,
+        gate_up=empty((num_experts, num_rows * width, hidden)),
+        gate_up_bias=empty((num_experts, num_rows * width)) if config.has_bias else None,
         down=empty((num_experts, hidden, width)),
         down_bias=empty((num_experts, hidden)) if config.has_bias else None,
         choice_bias=empty((num_experts,)).float() if config.has_choice_bias else None,
-        shared_gate_up=empty((2 * shared, hidden)) if shared else None,
+        shared_gate_up=empty((num_rows * shared, hidden)) if shared else None,
         shared_down=empty((hidden, shared)) if shared else None,
         shared_gate=empty((1, hidden)) if config.has_shared_gate else None,
     )
@@ -505,24 +572,29 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
         return _gpt_oss_targets(config, weights)
     if config.layout == STACKED:
         return _stacked_targets(weights)
+    if config.layout == "granitemoehybrid":
+        return _granite_targets(weights)
     names = _NAMES.get(config.layout, _USUAL_NAMES)
+    num_halves = 1 + config.has_gate
+    projections = names.projections[-1 - num_halves :]  # without a gate: up and down
     targets = {f"{names.router}.weight": Target(weights.router)}
     is_stacked = config.layout == STACKED_BY_ROWS
     if is_stacked:
         for name, into in (("gate_up", weights.gate_up), ("down", weights.down)):
             targets[f"mlp.experts.{name}_proj"] = Target(floats(into), matrix=name)
     for expert in range(0 if is_stacked else config.num_experts):
-        rows = (*floats(weights.gate_up)[expert].chunk(2), floats(weights.down)[expert])
-        for name, into, matrix in zip(names.projections, rows, ("gate_up", "gate_up", "down"), strict=True):
+        rows = (*floats(weights.gate_up)[expert].chunk(num_halves), floats(weights.down)[expert])
+        for name, into in zip(projections, rows, strict=True):
+            matrix = "down" if name == projections[-1] else "gate_up"
             targets[f"{names.experts.format(expert, name)}.weight"] = Target(into, matrix=matrix)
     if weights.choice_bias is not None:
         # ERNIE's is [1, experts]
         into = weights.choice_bias.unsqueeze(0) if config.layout == "ernie4_5_moe" else weights.choice_bias
         targets[names.choice_bias] = Target(into)
     if weights.shared_gate_up is not None and weights.shared_down is not None:
-        rows = (*floats(weights.shared_gate_up).chunk(2), floats(weights.shared_down))
-        owners = ("shared_gate_up", "shared_gate_up", "shared_down")
-        for name, into, matrix in zip(names.projections, rows, owners, strict=True):
+        rows = (*floats(weights.shared_gate_up).chunk(num_halves), floats(weights.shared_down))
+        for name, into in zip(projections, rows, strict=True):
+            matrix = "shared_down" if name == projections[-1] else "shared_gate_up"
             targets[f"{names.shared}.{name}.weight"] = Target(into, matrix=matrix)
     if weights.shared_gate is not None:
         targets[f"{names.shared_gate}.weight"] = Target(weights.shared_gate)
@@ -542,6 +614,19 @@ def _stacked_targets(weights: ExpertWeights) -> Targets:
         stored_shape = (num_experts, num_in, num_out)
         targets[f"mlp.experts.{name}_proj"] = Target(into, write=write, stored_shape=stored_shape, matrix=name)
     return targets
+
+
+def _granite_targets(weights: ExpertWeights) -> Targets:
+    """All experts in one tensor, as they are used; router and shared expert under names of their own."""
+    named = {
+        "block_sparse_moe.router.layer": (weights.router, None),
+        "block_sparse_moe.input_linear": (floats(weights.gate_up), "gate_up"),
+        "block_sparse_moe.output_linear": (floats(weights.down), "down"),
+    }
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        named["shared_mlp.input_linear"] = (floats(weights.shared_gate_up), "shared_gate_up")
+        named["shared_mlp.output_linear"] = (floats(weights.shared_down), "shared_down")
+    return {f"{name}.weight": Target(into, matrix=matrix) for name, (into, matrix) in named.items()}
 
 
 def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
@@ -568,6 +653,11 @@ def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
 
 def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | LatentWeights | MlpWeights | ExpertWeights, str]]:
     """What may be quantised: owner and attribute."""
-    latent = [(layer.latent, "query_up")] if layer.latent is not None and layer.latent.query_up is not None else []
-    mlp = [(layer.mlp, name) for name in MLP_MATRICES if getattr(layer.mlp, name, None) is not None]
-    return [*((layer, name) for name in ATTENTION_MATRICES), *latent, *mlp]
+    named = ((layer, MIXER_MATRICES), (layer.latent, ("query_up",)), (layer.mlp, MLP_MATRICES))
+    found = ((owner, name) for owner, names in named if owner is not None for name in names)
+    return [(owner, name) for owner, name in found if getattr(owner, name, None) is not None]
+
+
+def first_matrix(layer: LayerWeights) -> Tensor:
+    """One of its matrices, before they are quantised: for its format and device."""
+    return floats(getattr(*matrices(layer)[0]))

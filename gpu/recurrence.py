@@ -21,7 +21,6 @@ from core.config import BLOCK_SIZE, ModelConfig, RecurrentConfig
 from core.plan import StateSave, StepPlan
 from gpu.attention import IntArray
 from gpu.kv_cache import zeros
-from gpu.linear import Linear
 from gpu.parameters import RecurrentWeights
 
 NO_POSITION = -1
@@ -216,14 +215,14 @@ class Convolution:
 
 
 class ShortConvolution:
-    """LFM2's: two gates around a convolution. `taken`: hidden -> both gates and the channels."""
+    """LFM2's: two gates around a convolution."""
 
-    def __init__(self, weights: RecurrentWeights, taken: Linear) -> None:
-        self._taken, self._convolve = taken, Convolution(weights.convolution, weights.convolution_bias)
+    def __init__(self, weights: RecurrentWeights) -> None:
+        self._convolve = Convolution(weights.convolution, weights.convolution_bias)
 
-    def __call__(self, x: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
-        """See Recurrence."""
-        before, after, channels = self._taken(x).chunk(3, 1)
+    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        """See Recurrence; taken: both gates and the channels."""
+        before, after, channels = taken.chunk(3, 1)
         return self._convolve(before * channels, rows, rows.states.layers[layer].inputs).mul_(after)
 
 
@@ -232,63 +231,46 @@ def _silu(x: Tensor) -> Tensor:
     return F.silu(x.float()) if x.is_cuda else F.silu(x.double()).float()
 
 
-class DeltaNet:
-    """Gated DeltaNet: linear attention whose memory forgets, and corrects what it holds for a key.
+class _Scan:
+    """Memories that each token reads by its query and changes by its key, after they have forgotten some.
 
-    Source: arXiv:2412.06464, section 3; a block of a prompt by the WY representation of its section 3.3.
-
-    Args:
-        taken: hidden -> the convolved queries, keys and values, then gates of the output, strengths, steps.
+    A block of a prompt's tokens is a few matmuls, by the WY representation of arXiv:2412.06464, section 3.3, where what
+    a token adds depends on what the memory holds for its key, and by arXiv:2405.21060, section 6, where it does not.
     """
 
-    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> None:
-        self._config, self._taken = config, taken
+    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
+        self._config = config
         self._convolve = Convolution(weights.convolution, weights.convolution_bias)
         assert weights.decay is not None
         assert weights.step_bias is not None
-        assert weights.norm is not None
-        self._rate, self._step_bias, self._norm = weights.decay.double().exp(), weights.step_bias.double(), weights.norm
-        self._later = torch.ones(BLOCK_SIZE, BLOCK_SIZE, dtype=torch.bool, device=self._norm.device).triu(1)
+        self._rate, self._step_bias = weights.decay.double().exp(), weights.step_bias.double()
+        self._later = torch.ones(BLOCK_SIZE, BLOCK_SIZE, dtype=torch.bool, device=self._rate.device).triu(1)
 
-    def __call__(self, x: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
-        """See Recurrence."""
-        return self._mix(self._taken(x), rows, rows.states.layers[layer])
-
-    def _mix(self, taken: Tensor, rows: RecurrentRows, states: LayerStates) -> Tensor:
-        """taken: [tokens, RecurrentConfig.input_size]. Returns [tokens, heads * value_dim]."""
-        own = self._config
-        channels, gate, strength, step = taken.split_with_sizes(
-            [own.channels, own.output_size, own.num_heads, own.num_heads], 1
-        )
-        mixed = _silu(self._convolve(channels.contiguous(), rows, states.inputs)).to(taken.dtype).float()
-        key_size = own.num_key_heads * own.key_dim
-        query, key, value = mixed.split_with_sizes([key_size, key_size, own.output_size], 1)
-        # [tokens, heads, key_dim or value_dim]; in double precision exp() is the same in any company once it is rounded
-        query, key = (self._normed(one) for one in (query, key))
-        tokens = Tokens(
-            query * own.key_dim**-0.5,
-            key,
-            value.reshape(len(taken), own.num_heads, own.value_dim),
-            strength.double().sigmoid().float(),
-            (-self._rate * F.softplus(step.double() + self._step_bias)).float(),
-        )
+    def _read(self, tokens: "Tokens", rows: RecurrentRows, memory: Tensor) -> Tensor:
+        """What tokens read: [tokens, heads, value_dim]. memory: of LayerStates."""
         out = torch.empty_like(tokens.value)
         for run in rows.runs:
-            out[run.first : run.end] = self._scan(tokens.of(slice(run.first, run.end)), run, states.memory)
+            out[run.first : run.end] = self._scan(tokens.of(slice(run.first, run.end)), run, memory)
         for wave in rows.waves:
-            out[wave.tokens] = _recur(tokens.of(wave.tokens), wave, states.memory)
-        normed = F.rms_norm(out, self._norm.shape, self._norm, own.eps)
-        return normed.flatten(1).mul_(_silu(gate)).to(taken.dtype)
+            out[wave.tokens] = _recur(tokens.of(wave.tokens), wave, memory)
+        return out
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """x: [tokens, key heads * key_dim]; returns [tokens, heads, key_dim], each key head for all that share it."""
+    def _convolved(self, channels: Tensor, rows: RecurrentRows, states: LayerStates) -> Tensor:
+        """[tokens, channels], float32, rounded to the model's format."""
+        return _silu(self._convolve(channels.contiguous(), rows, states.inputs)).to(channels.dtype).float()
+
+    def _steps(self, step: Tensor) -> Tensor:
+        """How far each token goes: [tokens, heads]. In double precision it is the same in any company once rounded."""
+        return F.softplus(step.double() + self._step_bias)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[tokens, key heads * key_dim] to [tokens, heads, key_dim], each key head for all that share it."""
         own = self._config
-        heads = x.reshape(len(x), own.num_key_heads, own.key_dim)
-        heads = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + DELTA_EPS)
-        return heads.repeat_interleave(own.num_heads // own.num_key_heads, 1)
+        shared = own.num_heads // own.num_key_heads
+        return x.reshape(len(x), own.num_key_heads, own.key_dim).repeat_interleave(shared, 1)
 
     def _scan(self, tokens: "Tokens", run: Run, memory: Tensor) -> Tensor:
-        """A prompt's tokens in blocks; padding at both ends has no strength and does not decay.
+        """A prompt's tokens in blocks; padding at both ends adds nothing and does not decay.
 
         memory: of LayerStates. Returns [tokens, heads, value_dim].
         """
@@ -301,24 +283,30 @@ class DeltaNet:
             return padded.view(-1, BLOCK_SIZE, *x.shape[1:]).movedim(2, 0).contiguous()
 
         query, key, value = blocks(tokens.query), blocks(tokens.key), blocks(tokens.value)
-        strength, decay = blocks(tokens.strength).unsqueeze(-1), blocks(tokens.decay).cumsum(-1)
+        decay = blocks(tokens.decay).cumsum(-1)
         pairs = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill_(self._later, -torch.inf).exp_()
         since, left = decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
-        stronger, turned = key * strength, key.transpose(-1, -2)
-        solved = torch.linalg.solve_triangular(
-            (stronger @ turned).mul_(pairs),
-            torch.cat([value * strength, stronger * since], -1),
-            upper=False,
-            unitriangular=True,
-        )
-        new, seen = solved.split_with_sizes([value.shape[-1], key.shape[-1]], -1)
-        within = (query @ turned).mul_(pairs)
-        reading, writing = torch.cat([seen, query * since], -2), (key * left).transpose(-1, -2)
+        turned = key.transpose(-1, -2)
+        new, reading = value, query * since
+        if tokens.strength is not None:
+            strength = blocks(tokens.strength).unsqueeze(-1)
+            stronger = key * strength
+            solved = torch.linalg.solve_triangular(
+                (stronger @ turned).mul_(pairs),
+                torch.cat([value * strength, stronger * since], -1),
+                upper=False,
+                unitriangular=True,
+            )
+            new, seen = solved.split_with_sizes([value.shape[-1], key.shape[-1]], -1)
+            reading = torch.cat([reading, seen], -2)
+        within, writing = (query @ turned).mul_(pairs), (key * left).transpose(-1, -2)
         kept, state, out = dict(run.saves), memory[run.read], torch.empty_like(value)
         for block in range(value.shape[1]):
-            found = reading[:, block] @ state  # [heads, 2 * 16, value_dim]
-            added = new[:, block] - found[:, :BLOCK_SIZE]
-            out[:, block] = found[:, BLOCK_SIZE:] + within[:, block] @ added
+            found = reading[:, block] @ state  # [heads, 16 or 2 * 16, value_dim]
+            added = new[:, block]
+            if tokens.strength is not None:
+                added = added - found[:, BLOCK_SIZE:]
+            out[:, block] = found[:, :BLOCK_SIZE] + within[:, block] @ added
             state = state * since[:, block, -1:] + writing[:, block] @ added
             border = run.start - first + (block + 1) * BLOCK_SIZE
             if border in kept:
@@ -327,34 +315,123 @@ class DeltaNet:
         return out.flatten(1, 2).transpose(0, 1)[first : first + num_tokens]
 
 
+class DeltaNet(_Scan):
+    """Gated DeltaNet: linear attention whose memory forgets, and corrects what it holds for a key.
+
+    Source: arXiv:2412.06464, section 3.
+    """
+
+    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
+        super().__init__(config, weights)
+        assert weights.norm is not None
+        self._norm = weights.norm
+
+    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        """See Recurrence; taken: the channels, then gates of the output, strengths, steps."""
+        own, states = self._config, rows.states.layers[layer]
+        channels, gate, strength, step = taken.split_with_sizes(
+            [own.channels, own.output_size, own.num_heads, own.num_heads], 1
+        )
+        key_size = own.num_key_heads * own.key_dim
+        mixed = self._convolved(channels, rows, states)
+        query, key, value = mixed.split_with_sizes([key_size, key_size, own.output_size], 1)
+        tokens = Tokens(
+            self._by_head(self._normed(query)) * own.key_dim**-0.5,
+            self._by_head(self._normed(key)),
+            value.reshape(len(taken), own.num_heads, own.value_dim),
+            (-self._rate * self._steps(step)).float(),
+            strength.double().sigmoid().float(),
+        )
+        normed = F.rms_norm(self._read(tokens, rows, states.memory), self._norm.shape, self._norm, own.eps)
+        return normed.flatten(1).mul_(_silu(gate)).to(taken.dtype)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """x: [tokens, key heads * key_dim], also returned so, each head of length 1."""
+        heads = x.reshape(len(x), -1, self._config.key_dim)
+        return (heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + DELTA_EPS)).flatten(1)
+
+
+class StateSpace(_Scan):
+    """Mamba-2's mixer: a memory that forgets, to which tokens add by their keys, whatever it holds.
+
+    Source: arXiv:2405.21060, section 7; its B, C and x are keys, queries and values here.
+    """
+
+    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
+        super().__init__(config, weights)
+        assert weights.skip is not None
+        self._skip, self._norm = weights.skip, weights.norm
+
+    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        """See Recurrence; taken: gates of the output, the channels, steps."""
+        own, states = self._config, rows.states.layers[layer]
+        gate, channels, step = taken.split_with_sizes([own.output_size, own.channels, own.num_heads], 1)
+        key_size = own.num_key_heads * own.key_dim
+        mixed = self._convolved(channels, rows, states)
+        value, key, query = mixed.split_with_sizes([own.output_size, key_size, key_size], 1)
+        value = value.reshape(len(taken), own.num_heads, own.value_dim)
+        steps = self._steps(step)
+        tokens = Tokens(
+            self._by_head(query),
+            self._by_head(key),
+            value * steps.float().unsqueeze(-1),
+            (-self._rate * steps).float(),
+        )
+        found = self._read(tokens, rows, states.memory).add_(value * self._skip.unsqueeze(-1))
+        return self._gated(found.flatten(1), gate).to(taken.dtype)
+
+    def _gated(self, found: Tensor, gate: Tensor) -> Tensor:
+        """Gate and norm what was read. Both: [tokens, heads * value_dim]; also returned so, float32."""
+        own = self._config
+        if self._norm is None or not own.is_normed_first:
+            found = found.mul_(_silu(gate))
+        if self._norm is None:
+            return found
+        groups = found.view(len(found), own.num_key_heads, -1)
+        normed = F.rms_norm(groups, groups.shape[2:], None, own.eps).flatten(1).mul_(self._norm)
+        return normed.mul_(_silu(gate)) if own.is_normed_first else normed
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What linear attention reads and writes for tokens, float32."""
+    """What tokens read from memories and write to them, float32.
+
+    strength: how much of the difference to what the memory holds for the key is added; None: the value is.
+    """
 
     query: Tensor  # [tokens, heads, key_dim]
     key: Tensor  # [tokens, heads, key_dim]
     value: Tensor  # [tokens, heads, value_dim]
-    strength: Tensor  # [tokens, heads]
     decay: Tensor  # [tokens, heads], logarithms
+    strength: Tensor | None = None  # [tokens, heads]
 
     def of(self, chosen: Tensor | slice) -> "Tokens":
-        return Tokens(*(x[chosen] for x in (self.query, self.key, self.value, self.strength, self.decay)))
+        strength = None if self.strength is None else self.strength[chosen]
+        return Tokens(self.query[chosen], self.key[chosen], self.value[chosen], self.decay[chosen], strength)
 
 
 def _recur(tokens: Tokens, wave: Wave, memory: Tensor) -> Tensor:
     """Each token by itself. memory: of LayerStates. Returns [tokens, heads, value_dim]."""
     states = memory[wave.reads].mul_(tokens.decay.double().exp().float()[..., None, None])
-    found = (tokens.key.unsqueeze(-2) @ states).squeeze(-2)
-    added = (tokens.value - found).mul_(tokens.strength.unsqueeze(-1))
+    added = tokens.value
+    if tokens.strength is not None:
+        found = (tokens.key.unsqueeze(-2) @ states).squeeze(-2)
+        added = (added - found).mul_(tokens.strength.unsqueeze(-1))
     states.addcmul_(tokens.key.unsqueeze(-1), added.unsqueeze(-2))
     memory[wave.writes] = states
     return (tokens.query.unsqueeze(-2) @ states).squeeze(-2)
 
 
 Recurrence = Callable[[Tensor, RecurrentRows, int], Tensor]
-"""[tokens, hidden], normed, to what the layer's output matrix multiplies; the number is the layer's in States.layers"""
+"""What a layer's first matrix gives, [tokens, RecurrentConfig.input_size], to what its second one takes, [tokens,
+output_size]; the number is the layer's in States.layers"""
+
+_KINDS: dict[str, Callable[[RecurrentConfig, RecurrentWeights], Recurrence]] = {
+    "conv": lambda _, weights: ShortConvolution(weights),
+    "linear_attention": DeltaNet,
+    "mamba": StateSpace,
+}
 
 
-def make_recurrence(config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> Recurrence:
-    """taken: hidden -> RecurrentConfig.input_size."""
-    return ShortConvolution(weights, taken) if config.kind == "conv" else DeltaNet(config, weights, taken)
+def make_recurrence(config: RecurrentConfig, weights: RecurrentWeights) -> Recurrence:
+    return _KINDS[config.kind](config, weights)

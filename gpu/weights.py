@@ -30,6 +30,7 @@ from gpu.parameters import (
     empty_ends,
     empty_layer,
     empty_weights,
+    first_matrix,
     has_stacked_experts,
     layer_of,
     matrices,
@@ -196,7 +197,7 @@ def _load_layer(
 ) -> LayerWeights:
     kept = find_prequantized(config, layer, targets, source.checkpoint) if form.serves_prequantized else {}
     if form.serves_blocks:
-        _load_blocks(layer, targets, source, floats(layer.qkv).dtype)
+        _load_blocks(layer, targets, source, first_matrix(layer).dtype)
     source.fill({name: target for name, target in targets.items() if target.matrix not in kept})
     if kept:
         targets.clear()  # the floats that they hold go, before the quantised matrices come
@@ -302,7 +303,9 @@ def _load_prequantized(
     """
     packing = config.packing
     assert packing is not None
-    dtype, device = floats(layer.qkv).dtype, floats(layer.qkv).device
+    like = first_matrix(layer)
+    dtype, device = like.dtype, like.device
+    del like
     for owner, matrix in matrices(layer):
         if matrix in kept:
             setattr(owner, matrix, torch.empty(0))

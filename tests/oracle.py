@@ -69,6 +69,20 @@ _DELTA = {
 }
 
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
+_FALCON_FACTORS = {
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.6,
+    "key_multiplier": 0.4,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.5,
+    "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
+    "mlp_multipliers": [0.9, 1.4],
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.25,
+}
+
+
 def _tower(vision: dict[str, Any], **text: Any) -> dict[str, Any]:
     """A model of texts and images, which is asked for texts."""
     return {"vision_config": vision, "text_config": {**_SMALL, **_HEADS, **text}}
@@ -444,6 +458,84 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "granite_hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            **_HEADS,
+            **_MAMBA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "intermediate_size": 24,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.15,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            **_HEADS,
+            **_MAMBA,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_intermediate_size": 80,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.25,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        "BambaConfig",
+        {**_HEADS, **_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_conv_bias": False},
+    ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {
+            **_HEADS,
+            **_MAMBA,
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            **_FALCON_FACTORS,
+        },
+    ),
+    "falcon_h1_normed": (
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {**_HEADS, **_MAMBA, "mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_rms_norm": True},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {
+            **_HEADS,
+            "head_dim": 24,
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+            "num_hidden_layers": 5,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 3,
+            "ssm_state_size": 12,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "gpt_oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -479,7 +571,7 @@ def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB",
     config = getattr(transformers, config_class)(**{**_SMALL, **differences, **sizes})
     model = getattr(transformers, model_class)(config)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith(("bias", "sinks", "A_log")):
+        if name.endswith(("bias", "sinks", "A_log", ".D")):
             torch.nn.init.normal_(parameter, std=0.2)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

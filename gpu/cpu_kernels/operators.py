@@ -16,7 +16,7 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, ModelConfig, RecurrentConfig
 from gpu.cpu_kernels.attention import PagedAttention
 from gpu.cpu_kernels.matmul import PackedMatmul, multiply_rows
-from gpu.cpu_kernels.recurrence import KernelDeltaNet, can_compute
+from gpu.cpu_kernels.recurrence import KINDS, can_compute
 from gpu.cpu_kernels.team import Kernel, integers
 from gpu.cpu_kernels.vectors import (
     LANES,
@@ -284,10 +284,10 @@ class KernelOperators(Operators):
         blocks = in_blocks(embedding)
         return PackedRows(blocks), PackedMatmul(self._multiply, blocks, None)
 
-    def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> Recurrence:
+    def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights) -> Recurrence:
         if not can_compute(config):
-            return super().recurrence(config, weights, taken)
-        return KernelDeltaNet(config, weights, taken)
+            return super().recurrence(config, weights)
+        return KINDS[config.kind](config, weights)
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:

@@ -1,9 +1,10 @@
-"""Gated DeltaNet on a CPU, from a layer's input matmul to its output matmul, for bf16. Thread: engine.
+"""Gated DeltaNet, and Mamba-2's state space, on a CPU, between a layer's two matmuls, for bf16. Thread: engine.
 
-A piece of work is a key head with the value heads that share it, for all tokens of a step: its channels' convolution
-and its memories are no other's, so that threads never wait for one another. A prompt's 16 tokens are a few small
-matmuls, of tiles of 8 rows and 32 columns whose sums lie in registers. Memories are float32, as is all between the
-convolution, rounded to bf16 where torch rounds, and the output.
+A delta net's piece of work is a key head with the value heads that share it, for all tokens of a step: its channels'
+convolution and its memories are no other's, so that threads never wait for one another. A state space's heads are many
+more than its key heads, and a norm joins them: three kernels follow one another, over channels, heads and tokens.
+A prompt's 16 tokens are a few small matmuls, of tiles of 8 rows and 32 columns whose sums lie in registers. Memories
+are float32, as is all between the convolution, rounded to bf16 where torch rounds, and the output.
 
 A layer of Qwen3.5-0.8B on one Zen 5 core, with this kernel and with torch's operators: a prompt of 512 tokens 10.2 and
 52 ms, decode of 1 row 0.08 and 0.35 ms, of 8 rows 0.93 and 2.5.
@@ -57,14 +58,14 @@ from gpu.cpu_kernels.vectors import (
     widened,
     zeros,
 )
-from gpu.linear import Linear
 from gpu.parameters import RecurrentWeights
-from gpu.recurrence import DELTA_EPS, DeltaNet, LayerStates, RecurrentRows
+from gpu.recurrence import DELTA_EPS, DeltaNet, RecurrentRows, StateSpace
 
 TILE_ROWS = 8
 PANEL_REGISTERS = 2
 PANEL_COLUMNS, PANEL_BYTES = PANEL_REGISTERS * LANES, PANEL_REGISTERS * REGISTER_BYTES
 ROW_BYTES = 4 * BLOCK_SIZE  # of a block's numbers for one of its tokens, or of one dimension's for all of them
+CHANNELS_PER_PIECE, HEADS_PER_PIECE = 256, 8
 NUMBERS_PER_THREAD = 1 << 18  # of memories: they take a core 20 to 80 us
 MINUS_LOG2_E, LOG2_E = np.float32(-math.log2(math.e)), np.float32(math.log2(math.e))
 ZERO = np.float32(0)
@@ -86,6 +87,7 @@ class DeltaArguments(ctypes.Structure):
             "inputs",  # bf16 [states, taps - 1, channels]
             "memory",  # float32 [states, num_heads, key_dim, value_dim]
             "convolution",  # float32 [taps, channels]
+            "bias",  # 0: there is none
             "rate",  # float64 [num_heads]
             "step_bias",  # float64 [num_heads]
             "norm",  # float32 [value_dim]
@@ -193,6 +195,8 @@ def _convolve(args, read, first, token, channel, num_channels, spare, out):
         for tap in range(args.taps):
             seen = load_widened(_seen(args, read, first, token + tap - args.taps + 1) + 2 * index)
             value = multiply_add(seen, load_floats(args.convolution + 4 * (tap * args.channels + index)), value)
+        if args.bias:
+            value = value + load_floats(args.bias + 4 * index)
         store_rounded(spare, value)
         store_rounded(spare, _silu(load_widened(spare)))
         store_floats(out + 4 * (index - channel), load_widened(spare))
@@ -250,21 +254,23 @@ def _copy(source, target, num_bytes):
 
 
 @njit(cache=True)
-def _keep_inputs(args, key_head, read, first, num_tokens, state):
-    """Write the convolution's state after so many of a run's tokens, of the key head's channels."""
-    shared = args.num_heads // args.num_key_heads
-    starts = (
-        key_head * args.key_dim,
-        (args.num_key_heads + key_head) * args.key_dim,
-        2 * args.num_key_heads * args.key_dim + key_head * shared * args.value_dim,
-    )
-    widths = (args.key_dim, args.key_dim, shared * args.value_dim)
+def _keep_channels(args, channel, num_channels, read, first, num_tokens, state):
+    """Write the convolution's state after so many of a run's tokens, of some channels."""
     for place in range(args.taps - 1):  # upwards: where a state is its own source, it is read further up
         source = _seen(args, read, first, num_tokens - args.taps + 1 + place)
         target = args.inputs + 2 * (state * (args.taps - 1) + place) * args.channels
-        for part in range(3):
-            for index in range(starts[part], starts[part] + widths[part], LANES):
-                store_rounded(target + 2 * index, load_widened(source + 2 * index))
+        for index in range(channel, channel + num_channels, LANES):
+            store_rounded(target + 2 * index, load_widened(source + 2 * index))
+
+
+@njit(cache=True)
+def _keep_inputs(args, key_head, read, first, num_tokens, state):
+    """The same of the key head's channels."""
+    shared, keys = args.num_heads // args.num_key_heads, args.num_key_heads * args.key_dim
+    query, values = key_head * args.key_dim, shared * args.value_dim
+    _keep_channels(args, query, args.key_dim, read, first, num_tokens, state)
+    _keep_channels(args, keys + query, args.key_dim, read, first, num_tokens, state)
+    _keep_channels(args, 2 * keys + key_head * values, values, read, first, num_tokens, state)
 
 
 @njit(cache=True)
@@ -484,15 +490,13 @@ def delta_net(arguments):
 class KernelDeltaNet(DeltaNet):
     """config: `can_compute` it."""
 
-    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights, taken: Linear) -> None:
-        super().__init__(config, weights, taken)
+    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
+        super().__init__(config, weights)
         self._convolution, self._kernel = weights.convolution, Kernel(delta_net)
 
-    def _mix(self, taken: Tensor, rows: RecurrentRows, states: LayerStates) -> Tensor:
-        own = self._config
-        runs = _table(5, [(run.first, run.end, run.start, run.read, run.write) for run in rows.runs])
-        saves = _table(3, [(number, *save) for number, run in enumerate(rows.runs) for save in run.saves])
-        singles = _table(3, rows.singles)
+    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        own, states = self._config, rows.states.layers[layer]
+        runs, saves, singles = _tables(rows)
         taken = taken.contiguous()
         out = taken.new_empty((len(taken), own.output_size))
         arguments = DeltaArguments(
@@ -528,5 +532,343 @@ def _table(width: int, rows: Sequence[tuple[int, ...]]) -> IntArray:
     return np.array(rows, np.int64).reshape(-1, width)
 
 
+class StateSpaceArguments(ctypes.Structure):
+    """Of convolve_channels, state_space and gate_and_norm, in this order. Addresses are of first elements."""
+
+    _fields_ = (
+        *integers(
+            "next_piece",  # 0
+            "taken",  # bf16 [tokens, taken_size], from the channels on: values, keys, queries
+            "gates",  # bf16 [tokens, taken_size]
+            "steps",  # bf16 [tokens, taken_size]
+            "convolved",  # float32 [tokens, channels]
+            "found",  # float32 [tokens, num_heads * value_dim]: what is read of the memories, and beside them
+            "out",  # bf16 [tokens, num_heads * value_dim]
+            "inputs",  # bf16 [states, taps - 1, channels]
+            "memory",  # float32 [states, num_heads, key_dim, value_dim]
+            "convolution",  # float32 [taps, channels]
+            "bias",  # float32 [channels]; 0: there is none
+            "rate",  # float64 [num_heads]
+            "step_bias",  # float64 [num_heads]
+            "skip",  # float32 [num_heads]
+            "norm",  # float32 [num_heads * value_dim]; 0: there is none
+            "runs",  # these three: see DeltaArguments
+            "saves",
+            "singles",
+            "num_runs",
+            "num_saves",
+            "num_singles",
+            "num_tokens",
+            "taken_size",
+            "taps",
+            "channels",
+            "num_key_heads",
+            "num_heads",
+            "key_dim",
+            "value_dim",
+            "heads_per_piece",
+            "is_normed_first",
+        ),
+        ("eps", ctypes.c_float),
+    )
+
+
+_SPACE = np.dtype(StateSpaceArguments)
+
+
+@cfunc(types.void(types.int64), cache=True)
+def convolve_channels(arguments):
+    """Take some channels of all tokens until none are left: any number of threads at once."""
+    args = carray(pointer(arguments), 1, _SPACE)[0]
+    saves = carray(pointer(args.saves), (args.num_saves, 3), np.int64)
+    rounded_ones = np.empty(LANES, dtype=np.float32)
+    spare = rounded_ones.ctypes.data
+    channel = take_next(arguments) * CHANNELS_PER_PIECE
+    while channel < args.channels:
+        num_channels, target = min(CHANNELS_PER_PIECE, args.channels - channel), args.convolved + 4 * channel
+        for run in range(args.num_runs):
+            row = args.runs + 40 * run
+            first, end, start = load_integer(row), load_integer(row + 8), load_integer(row + 16)
+            read, write = load_integer(row + 24), load_integer(row + 32)
+            for token in range(end - first):
+                at = target + 4 * (first + token) * args.channels
+                _convolve(args, read, first, token, channel, num_channels, spare, at)
+            for save in range(args.num_saves):
+                if saves[save, 0] == run:
+                    _keep_channels(args, channel, num_channels, read, first, saves[save, 1] - start, saves[save, 2])
+            _keep_channels(args, channel, num_channels, read, first, end - first, write)
+        for single in range(args.num_singles):
+            row = args.singles + 24 * single
+            token, read, write = load_integer(row), load_integer(row + 8), load_integer(row + 16)
+            at = target + 4 * token * args.channels
+            _convolve(args, read, token, 0, channel, num_channels, spare, at)
+            _keep_channels(args, channel, num_channels, read, token, 1, write)
+        channel = take_next(arguments) * CHANNELS_PER_PIECE
+    keep(rounded_ones)
+
+
+@njit(cache=True)
+def _step_and_decay(args, token, head):
+    """Of a token of the step; the decay is a logarithm."""
+    step = widened(args.steps + 2 * (token * args.taken_size + head))
+    step += carray(pointer(args.step_bias), args.num_heads, np.float64)[head]
+    step = max(step, 0.0) + math.log1p(math.exp(-abs(step)))
+    return np.float32(step), np.float32(-carray(pointer(args.rate), args.num_heads, np.float64)[head] * step)
+
+
+@njit(cache=True)
+def _value_of(args, token, head):
+    """Where a token's convolved value lies, and where what it finds."""
+    at = args.convolved + 4 * (token * args.channels + head * args.value_dim)
+    return at, args.found + 4 * (token * args.num_heads + head) * args.value_dim
+
+
+@njit(cache=True)
+def _mix_block(args, memory, reading, turned, scores, values, found, decays, spare):
+    """Sixteen tokens of a head; see _scan_block.
+
+    Args:
+        found: float32 [16, value_dim]: what the queries read.
+        spare: float32 [(32 + 2 * key_dim) * 16].
+    """
+    key_dim, row_bytes = args.key_dim, 4 * args.value_dim
+    within, queries = spare, spare + 2 * BLOCK_SIZE * ROW_BYTES
+    writing = queries + key_dim * ROW_BYTES
+    since, left = within + BLOCK_SIZE * ROW_BYTES, _exp(spread_float(decays + 4 * BLOCK_SIZE - 4) - load_floats(decays))
+    store_floats(since, _exp(load_floats(decays)))
+    for row in range(BLOCK_SIZE):
+        pairs = _exp(spread_float(decays + 4 * row) - load_floats(decays))
+        read = pairs * load_floats(scores + (BLOCK_SIZE + row) * ROW_BYTES)
+        store_floats(within + row * ROW_BYTES, clear_outside(read, 0, row + 1))
+        by = spread_float(since + 4 * row)
+        for at in range(4 * row * key_dim, 4 * (row + 1) * key_dim, REGISTER_BYTES):
+            store_floats(queries + at, load_floats(reading + key_dim * ROW_BYTES + at) * by)
+    for at in range(0, key_dim * ROW_BYTES, ROW_BYTES):
+        store_floats(writing + at, load_floats(turned + at) * left)
+    scale = carray(pointer(since), BLOCK_SIZE, np.float32)[BLOCK_SIZE - 1]
+    for column in range(0, row_bytes, PANEL_BYTES):
+        for row in range(0, BLOCK_SIZE, TILE_ROWS):
+            rows, target = queries + 4 * row * key_dim, found + row * row_bytes + column
+            _tile(rows, 4 * key_dim, key_dim, memory + column, row_bytes, target, row_bytes, ZERO)
+            rows = within + row * ROW_BYTES
+            _add_tile(rows, ROW_BYTES, BLOCK_SIZE, values + column, row_bytes, target, row_bytes, ONE)
+        for row in range(0, key_dim, TILE_ROWS):
+            rows, target = writing + row * ROW_BYTES, memory + row * row_bytes + column
+            _add_tile(rows, ROW_BYTES, BLOCK_SIZE, values + column, row_bytes, target, row_bytes, scale)
+
+
+@njit(cache=True)
+def _mix_run(args, head, end_head, run, spare):
+    """Some heads of a group, of a run."""
+    row = args.runs + 40 * run
+    first, end, start = load_integer(row), load_integer(row + 8), load_integer(row + 16)
+    read, write, num_tokens = load_integer(row + 24), load_integer(row + 32), end - first
+    key_dim, value_dim, group = args.key_dim, args.value_dim, head // (args.num_heads // args.num_key_heads)
+    saves = carray(pointer(args.saves), (args.num_saves, 3), np.int64)
+    memory_bytes, keys = 4 * (end_head - head) * key_dim * value_dim, args.num_heads * value_dim + group * key_dim
+    reading = spare
+    turned = reading + 2 * key_dim * ROW_BYTES
+    scores = turned + key_dim * ROW_BYTES
+    values = scores + 2 * BLOCK_SIZE * ROW_BYTES
+    found = values + value_dim * ROW_BYTES
+    decays = found + value_dim * ROW_BYTES
+    rest, decay_of = decays + REGISTER_BYTES, carray(pointer(decays), LANES, np.float32)
+    if read != write:
+        _copy(_memory(args, read, head), _memory(args, write, head), memory_bytes)
+    for border in range(start - start % BLOCK_SIZE + BLOCK_SIZE, start + num_tokens + BLOCK_SIZE, BLOCK_SIZE):
+        shift = border - BLOCK_SIZE - start  # the run's token that is the block's first
+        for index in range(BLOCK_SIZE):
+            key = reading + 4 * index * key_dim
+            at = args.convolved + 4 * ((first + shift + index) * args.channels + keys)
+            if 0 <= shift + index < num_tokens:
+                _copy(at, key, 4 * key_dim)
+                _copy(at + 4 * args.num_key_heads * key_dim, key + key_dim * ROW_BYTES, 4 * key_dim)
+            else:
+                _clear(key, 4 * key_dim)
+                _clear(key + key_dim * ROW_BYTES, 4 * key_dim)
+        _score(args, reading, turned, scores)
+        for one in range(head, end_head):
+            decay = ZERO
+            for index in range(BLOCK_SIZE):
+                value = values + 4 * index * value_dim
+                if 0 <= shift + index < num_tokens:
+                    step, forgets = _step_and_decay(args, first + shift + index, one)
+                    decay += forgets
+                    at, _ = _value_of(args, first + shift + index, one)
+                    for place in range(0, 4 * value_dim, REGISTER_BYTES):
+                        store_floats(value + place, load_floats(at + place) * spread(step))
+                else:
+                    _clear(value, 4 * value_dim)
+                decay_of[index] = decay
+            _mix_block(args, _memory(args, write, one), reading, turned, scores, values, found, decays, rest)
+            for index in range(max(0, -shift), min(BLOCK_SIZE, num_tokens - shift)):
+                _add_skipped(args, first + shift + index, one, found + 4 * index * value_dim)
+        for save in range(args.num_saves):
+            if saves[save, 0] == run and saves[save, 1] == border:
+                _copy(_memory(args, write, head), _memory(args, saves[save, 2], head), memory_bytes)
+
+
+@njit(cache=True)
+def _add_skipped(args, token, head, found):
+    """Write what a token has read of a head's memory, and its own value's part. found: float32 [value_dim]."""
+    at, target = _value_of(args, token, head)
+    skip = spread_float(args.skip + 4 * head)
+    for place in range(0, 4 * args.value_dim, REGISTER_BYTES):
+        store_floats(target + place, load_floats(found + place) + load_floats(at + place) * skip)
+
+
+@njit(cache=True)
+def _clear(at, num_bytes):
+    for place in range(at, at + num_bytes, REGISTER_BYTES):
+        store_floats(place, zeros())
+
+
+@njit(cache=True)
+def _mix_single(args, head, token, read, write, spare):
+    """One token of a head."""
+    row_bytes, group = 4 * args.value_dim, head // (args.num_heads // args.num_key_heads)
+    key = args.convolved + 4 * (token * args.channels + args.num_heads * args.value_dim + group * args.key_dim)
+    query = key + 4 * args.num_key_heads * args.key_dim
+    source, target = _memory(args, read, head), _memory(args, write, head)
+    at, _ = _value_of(args, token, head)
+    step, decay = _step_and_decay(args, token, head)
+    steps, decays = spread(step), spread(np.float32(math.exp(np.float64(decay))))
+    for column in range(0, row_bytes, PANEL_BYTES):
+        low, high = load_floats(at + column) * steps, load_floats(at + column + REGISTER_BYTES) * steps
+        read_low, read_high = zeros(), zeros()
+        for dim in range(args.key_dim):
+            place, by = dim * row_bytes + column, spread_float(key + 4 * dim)
+            new_low = multiply_add(by, low, decays * load_floats(source + place))
+            new_high = multiply_add(by, high, decays * load_floats(source + place + REGISTER_BYTES))
+            store_floats(target + place, new_low)
+            store_floats(target + place + REGISTER_BYTES, new_high)
+            by = spread_float(query + 4 * dim)
+            read_low, read_high = multiply_add(by, new_low, read_low), multiply_add(by, new_high, read_high)
+        store_floats(spare + column, read_low)
+        store_floats(spare + column + REGISTER_BYTES, read_high)
+    _add_skipped(args, token, head, spare)
+
+
+@cfunc(types.void(types.int64), cache=True)
+def state_space(arguments):
+    """Take some heads of a group, of all tokens, until none are left: any number of threads at once."""
+    args = carray(pointer(arguments), 1, _SPACE)[0]
+    spare = np.empty((5 * args.key_dim + 2 * args.value_dim + 65) * LANES, dtype=np.float32)
+    scratch, shared = spare.ctypes.data, args.num_heads // args.num_key_heads
+    per_group = (shared + args.heads_per_piece - 1) // args.heads_per_piece
+    piece = take_next(arguments)
+    while piece < args.num_key_heads * per_group:
+        first = piece // per_group * shared
+        head = first + piece % per_group * args.heads_per_piece
+        end_head = min(head + args.heads_per_piece, first + shared)
+        for run in range(args.num_runs):
+            _mix_run(args, head, end_head, run, scratch)
+        for single in range(args.num_singles):
+            row = args.singles + 24 * single
+            token, read, write = load_integer(row), load_integer(row + 8), load_integer(row + 16)
+            for one in range(head, end_head):
+                _mix_single(args, one, token, read, write, scratch)
+        piece = take_next(arguments)
+    keep(spare)
+
+
+@cfunc(types.void(types.int64), cache=True)
+def gate_and_norm(arguments):
+    """Take tokens until none is left: any number of threads at once."""
+    args = carray(pointer(arguments), 1, _SPACE)[0]
+    size = args.num_heads * args.value_dim
+    width, token = size // args.num_key_heads, take_next(arguments)
+    while token < args.num_tokens:
+        found, out = args.found + 4 * token * size, args.out + 2 * token * size
+        gates = args.gates + 2 * token * args.taken_size
+        for first in range(0, size, width):
+            squares = zeros()
+            for index in range(first, first + width, LANES):
+                value = load_floats(found + 4 * index)
+                if not args.is_normed_first:
+                    value = value * _silu(load_widened(gates + 2 * index))
+                    store_floats(found + 4 * index, value)
+                squares = multiply_add(value, value, squares)
+            by = spread(ONE / np.sqrt(total(squares) / np.float32(width) + args.eps))
+            for index in range(first, first + width, LANES):
+                value = load_floats(found + 4 * index)
+                if args.norm:
+                    value = value * by * load_floats(args.norm + 4 * index)
+                if args.is_normed_first:
+                    value = value * _silu(load_widened(gates + 2 * index))
+                store_rounded(out + 2 * index, value)
+        token = take_next(arguments)
+
+
+class KernelStateSpace(StateSpace):
+    """config: `can_compute` it."""
+
+    def __init__(self, config: RecurrentConfig, weights: RecurrentWeights) -> None:
+        super().__init__(config, weights)
+        self._convolution = weights.convolution
+        self._bias = None if weights.convolution_bias is None else weights.convolution_bias.float()
+        self._kernels = Kernel(convolve_channels), Kernel(state_space), Kernel(gate_and_norm)
+
+    def __call__(self, taken: Tensor, rows: RecurrentRows, layer: int) -> Tensor:
+        own, states = self._config, rows.states.layers[layer]
+        runs, saves, singles = _tables(rows)
+        taken, num_tokens = taken.contiguous(), len(taken)
+        convolved = taken.new_empty((num_tokens, own.channels), dtype=torch.float32)
+        found = taken.new_empty((num_tokens, own.output_size), dtype=torch.float32)
+        out, first = torch.empty_like(found, dtype=taken.dtype), taken.data_ptr()
+        num_threads = max(1, min(torch.get_num_threads(), found.numel() * own.key_dim // NUMBERS_PER_THREAD))
+        shared = own.num_heads // own.num_key_heads
+        arguments = StateSpaceArguments(
+            taken=first + 2 * own.output_size,
+            gates=first,
+            steps=first + 2 * (own.output_size + own.channels),
+            convolved=convolved.data_ptr(),
+            found=found.data_ptr(),
+            out=out.data_ptr(),
+            inputs=states.inputs.data_ptr(),
+            memory=states.memory.data_ptr(),
+            convolution=self._convolution.data_ptr(),
+            bias=0 if self._bias is None else self._bias.data_ptr(),
+            rate=self._rate.data_ptr(),
+            step_bias=self._step_bias.data_ptr(),
+            skip=self._skip.data_ptr(),
+            norm=0 if self._norm is None else self._norm.data_ptr(),
+            runs=runs.ctypes.data,
+            saves=saves.ctypes.data,
+            singles=singles.ctypes.data,
+            num_runs=len(runs),
+            num_saves=len(saves),
+            num_singles=len(singles),
+            num_tokens=num_tokens,
+            taken_size=own.input_size,
+            taps=own.taps,
+            channels=own.channels,
+            num_key_heads=own.num_key_heads,
+            num_heads=own.num_heads,
+            key_dim=own.key_dim,
+            value_dim=own.value_dim,
+            heads_per_piece=max(1, min(HEADS_PER_PIECE, shared * own.num_key_heads // (2 * num_threads), shared)),
+            is_normed_first=self._norm is not None and own.is_normed_first,
+            eps=own.eps,
+        )
+        for kernel in self._kernels:
+            arguments.next_piece = 0
+            kernel(arguments, num_threads)
+        return out
+
+
+def _tables(rows: RecurrentRows) -> tuple[IntArray, IntArray, IntArray]:
+    """A step's runs, saves and singles, as DeltaArguments has them."""
+    runs = _table(5, [(run.first, run.end, run.start, run.read, run.write) for run in rows.runs])
+    saves = _table(3, [(number, *save) for number, run in enumerate(rows.runs) for save in run.saves])
+    return runs, saves, _table(3, rows.singles)
+
+
 def can_compute(config: RecurrentConfig) -> bool:
-    return config.kind != "conv" and config.key_dim % LANES == 0 and config.value_dim % PANEL_COLUMNS == 0
+    return config.kind in KINDS and config.key_dim % LANES == 0 and config.value_dim % PANEL_COLUMNS == 0
+
+
+KINDS: dict[str, type[KernelDeltaNet | KernelStateSpace]] = {
+    "linear_attention": KernelDeltaNet,
+    "mamba": KernelStateSpace,
+}

@@ -68,6 +68,9 @@ def test_defaults_of_old_configurations() -> None:
     assert (config.num_kv_heads, config.dtype, config.eos_token_ids) == (32, "float16", (2, 3))
 
 
+_NEMOTRON: dict[str, Any] = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*"}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -98,6 +101,13 @@ def test_defaults_of_old_configurations() -> None:
         ({"architectures": ["ArceeForCausalLM"]}, "hidden_act='silu'"),
         ({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "x"}}, "text_config"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
+        ({"architectures": ["BambaForCausalLM"]}, "layer_types"),
+        ({"architectures": ["FalconH1ForCausalLM"], "time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        ({"architectures": ["FalconH1ForCausalLM"], "projectors_bias": True}, "projectors_bias"),
+        ({"architectures": ["GraniteMoeHybridForCausalLM"], "position_embedding_type": "alibi"}, "position_embedding"),
+        ({**_NEMOTRON, "layers_block_type": ["mlp"]}, "layer_types"),
+        ({**_NEMOTRON, "moe_latent_size": 64}, "moe_latent_size=64"),
+        ({**_NEMOTRON, "layers_block_type": ["full_attention", "conv"]}, "conv"),
     ],
 )
 def test_what_would_be_served_wrong_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -213,11 +223,30 @@ def test_mixtures_of_experts_have_their_known_sizes() -> None:
             | {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60},
             14_315_784_192,
         ),
+        (  # Nemotron-3-Nano-30B-A3B
+            "NemotronHForCausalLM",
+            {"vocab_size": 131_072, "hidden_size": 2688, "num_key_value_heads": 2, "intermediate_size": 1856}
+            | {"hybrid_override_pattern": f"MEMEM*E{'MEMEM*E' * 4}MEMEMEM*EMEMEMEME", "mamba_num_heads": 64}
+            | {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+            | {"moe_shared_expert_intermediate_size": 3712},
+            31_577_940_288,
+        ),
+        (  # Falcon-H1-0.5B
+            "FalconH1ForCausalLM",
+            {"vocab_size": 32_784, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 36}
+            | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536}
+            | {"mamba_n_heads": 24, "mamba_d_state": 128},
+            521_411_104,
+        ),
+        (  # Bamba-9B
+            "BambaForCausalLM",
+            {"vocab_size": 128_256, "intermediate_size": 14_336, "num_key_value_heads": 8, "mamba_d_state": 128}
+            | {"attn_layer_indices": [9, 18, 27]},
+            9_780_235_392,
+        ),
     ],
 )
-def test_mixtures_with_shared_experts_have_their_known_sizes(
-    architecture: str, changes: dict[str, Any], num_parameters: int
-) -> None:
+def test_models_have_their_known_sizes(architecture: str, changes: dict[str, Any], num_parameters: int) -> None:
     config = parse_model_config(llama(architectures=[architecture], **changes))
     assert config.num_parameters == num_parameters
 
@@ -341,6 +370,11 @@ def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
             "quantization_config": {"quant_method": "mxfp4"},
         },
         {"architectures": ["DeepseekV3ForCausalLM"], "n_group": 7},
+        {**_NEMOTRON, "hybrid_override_pattern": "M*X"},
+        {**_NEMOTRON, "n_groups": 3},
+        {**_NEMOTRON, "conv_kernel": 1},
+        {"architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 100},
+        {"architectures": ["FalconH1ForCausalLM"], "ssm_multipliers": [1.0]},
         {"architectures": ["DeepseekV3ForCausalLM"], "qk_rope_head_dim": 63},
         {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     ],

@@ -24,7 +24,7 @@ from tests.gpu.test_overlap import EOS, draw_workload
 from tests.oracle import Oracle, read_config
 from tests.workload import Outcome, Workload, WorkloadRun
 
-FAMILIES = ("lfm2", "qwen3_5")
+FAMILIES = ("lfm2", "qwen3_5", "falcon_h1")
 PARTS = ("gate", "up", "down")
 SHARED = random.Random(3).choices(range(3, 300), k=50)
 

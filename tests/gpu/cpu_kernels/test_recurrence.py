@@ -1,4 +1,6 @@
-"""The kernel of gated delta nets beside torch's operators: the same outputs and states, over shapes and steps."""
+"""The kernels of gated delta nets and state spaces beside torch's operators: the same outputs and states."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,30 +8,36 @@ import torch
 from core.config import RecurrentConfig
 from gpu.device import cpu_flags
 from gpu.parameters import RecurrentWeights
-from gpu.recurrence import DeltaNet, LayerStates, RecurrentRows, Run, States
+from gpu.recurrence import LayerStates, Recurrence, RecurrentRows, Run, States, make_recurrence
 from tests.gpu.operator_cases import noise
 
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
-from gpu.cpu_kernels.recurrence import KernelDeltaNet
+from gpu.cpu_kernels.recurrence import KINDS
 
 NUM_STATES, TAPS = 12, 4
 SHAPES = [(1, 1, 16, 32), (2, 4, 32, 64), (3, 3, 48, 32)]  # key heads, heads, key_dim, value_dim
 
 
-def config_of(key_heads: int, heads: int, key_dim: int, value_dim: int) -> RecurrentConfig:
+def config_of(kind: str, key_heads: int, heads: int, key_dim: int, value_dim: int) -> RecurrentConfig:
     channels = 2 * key_heads * key_dim + heads * value_dim
-    return RecurrentConfig("linear_attention", TAPS, channels, heads, key_heads, key_dim, value_dim)
+    return RecurrentConfig(kind, TAPS, channels, heads, key_heads, key_dim, value_dim, has_convolution_bias=True)
 
 
-def nets_of(config: RecurrentConfig) -> tuple[DeltaNet, KernelDeltaNet]:
-    """Torch's and the kernel's, whose input matmul is none."""
-    heads = config.num_heads
+CONFIGS = [config_of(kind, *shape) for kind in ("linear_attention", "mamba") for shape in SHAPES]
+CONFIGS += [replace(CONFIGS[4], **changes) for changes in ({"has_norm": False}, {"is_normed_first": True})]
+
+
+def nets_of(config: RecurrentConfig) -> tuple[Recurrence, Recurrence]:
+    """Torch's and the kernel's."""
+    heads, is_mamba = config.num_heads, config.kind == "mamba"
+    norm = noise(config.output_size if is_mamba else config.value_dim) if config.has_norm else None
     weights = RecurrentWeights(
-        noise(TAPS, config.channels), None, noise(heads), noise(heads, seed=1), noise(config.value_dim)
+        *(noise(TAPS, config.channels), noise(config.channels, seed=5) if is_mamba else None),
+        *(noise(heads), noise(heads, seed=1), norm, noise(heads, seed=6) if is_mamba else None),
     )
-    return DeltaNet(config, weights, lambda x: x), KernelDeltaNet(config, weights, lambda x: x)
+    return make_recurrence(config, weights), KINDS[config.kind](config, weights)
 
 
 class Layer(States):
@@ -66,9 +74,8 @@ def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_and_states_are_torchs(shape: tuple[int, int, int, int]) -> None:
-    config = config_of(*shape)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_outputs_and_states_are_torchs(config: RecurrentConfig) -> None:
     torchs, kernels = nets_of(config)
     x = noise(84, config.input_size, seed=4).bfloat16()
     want_states, got_states = Layer(config), Layer(config)
@@ -79,8 +86,8 @@ def test_outputs_and_states_are_torchs(shape: tuple[int, int, int, int]) -> None
     assert torch.allclose(got_layer.memory, want_layer.memory, rtol=0.02, atol=0.02)
 
 
-def test_bits_depend_on_neither_chunks_nor_company() -> None:
-    config = config_of(*SHAPES[1])
+@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[4]], ids=lambda config: config.kind)
+def test_bits_depend_on_neither_chunks_nor_company(config: RecurrentConfig) -> None:
     _, net = nets_of(config)
     x = noise(84, config.input_size, seed=4).bfloat16()
     together = Layer(config)

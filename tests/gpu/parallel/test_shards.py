@@ -45,7 +45,8 @@ ALIKE = {  # split as one of the others
         "ernie4_5_moe",
     ),
 }
-RECURRENT = {"lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"}  # these are not split
+RECURRENT = {"lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granite_hybrid", "granite_hybrid_dense"}
+RECURRENT |= {"bamba", "falcon_h1", "falcon_h1_normed", "nemotron_h"}  # these are not split
 SHARED = [family for family in FAMILIES if family not in {*UNSHARED, *ALIKE, *RECURRENT}]
 
 
