@@ -31,11 +31,13 @@ class ChainCheckingRunner(SimulatedRunner):
         self.misled_rows: set[int] = set()  # of the last plan that was computed
         self._live: dict[int, list[list[int]]] = {}  # by slot: its recurrent states, each the tokens before it, a hash
         self._kept = [_SPOILED] * (limits.num_kept_states or 0)
+        self._drafted: set[int] = set()  # slots whose last row had drafts
 
     def forward(self, plan: StepPlan) -> StepPlan:
         ticket = super().forward(plan)
         for start in plan.sequence_starts:
             self._expected[start.slot], self._ids[start.slot] = _chain(0, start.token_ids), list(start.token_ids)
+            self._drafted.discard(start.slot)
         if plan.host_copies is not None:
             for slot, block in plan.host_copies.offloads.items():
                 self._host_chains[slot] = self._chains[block][:]
@@ -46,8 +48,13 @@ class ChainCheckingRunner(SimulatedRunner):
             self._chains[block] = chain
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
         token_ids, offset = plan.token_ids.tolist(), 0
-        for slot, start, length in rows:
+        for row, (slot, start, length) in enumerate(rows):
             expected = self._expected[slot]
+            if slot in self._drafted:
+                del expected[start:], self._ids[slot][start:]
+            self._drafted.discard(slot)
+            if row in plan.num_drafts:
+                self._drafted.add(slot)
             if len(expected) < start + length:
                 last = expected[-1] if expected else 0
                 new = token_ids[offset : offset + length][len(expected) - start :]
