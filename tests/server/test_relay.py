@@ -73,7 +73,7 @@ async def test_an_answer_passes_as_the_upstream_gives_it(protocol: str) -> None:
                 assert (relayed.status, said(surface, relayed)) == (200, said(surface, direct))
                 assert f'"model":"{ASKED}"'.encode() in relayed.body
                 assert MODEL.encode() not in relayed.body
-        assert gateway.pool.upstreams[0].connections[0].is_multiplexed == (protocol != "h1")
+        assert gateway.pool.upstreams[0].connections[0].http.is_multiplexed == (protocol != "h1")
 
 
 async def test_usage_is_shown_to_those_who_ask_and_the_id_is_the_gateways() -> None:
@@ -166,7 +166,7 @@ async def test_hundreds_of_random_cancels_leave_nothing_on_either_side(protocol:
         await wait_until(lambda: gateway.num_running() == 0)
         assert (upstream.num_active, upstream.num_waiting_tokens, gateway.pool.num_waiting) == (0, 0, 0)
         assert upstream.num_failures == 0  # the upstream did not take it for an attack
-        await wait_until(lambda: sum(one.num_open for one in upstream.connections) == 0)
+        await wait_until(lambda: sum(one.http.num_open for one in upstream.connections) == 0)
         assert (await gateway.ask(SURFACES["chat"]())).status == 200
         engine = gateway.upstreams[0].server._client
         assert engine is not None
@@ -447,7 +447,7 @@ async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(
                 code = answer.json.get("error", {}).get("code")
                 assert (answer.status, code) == expected
             (connection,) = front.server._pools[0].upstreams[0].connections
-            assert connection.is_multiplexed
+            assert connection.http.is_multiplexed
 
 
 def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> None:
@@ -554,7 +554,7 @@ async def test_an_upstream_that_falls_silent_holds_up_its_own_request_alone(said
             assert b"deadline_exceeded" in late.body
             (upstream,) = front.server._pools[0].upstreams
             assert (upstream.num_active, upstream.num_waiting_tokens) == (0, 0)
-            await wait_until(lambda: not any(one.num_open for one in upstream.connections))
+            await wait_until(lambda: not any(one.http.num_open for one in upstream.connections))
 
 
 @pytest.mark.parametrize(
