@@ -48,7 +48,7 @@ def switch(runner: ModelRunner, has_adapters: bool) -> None:
     model = runner.model
     if (model.adapted is not None) == has_adapters:
         return
-    model.adapted = step = StepAdapters() if has_adapters else None
+    model.adapted = step = StepAdapters(model.operators.low_rank()) if has_adapters else None
     for index, layer in enumerate(model.layers):
         for site in SITES:
             owner: Any = layer.attention if site in ("qkv", "output") else layer.mlp

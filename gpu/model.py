@@ -127,7 +127,7 @@ class Model:
         self.ropes = [Rope(rope, config.rope_head_dim, device) for rope in used]
         layers = iter(weights.layers)
         self.layers = [_layer(config, next(layers), index, used, self.operators) for index in range(config.num_layers)]
-        self.adapted = StepAdapters() if takes_adapters else None
+        self.adapted = StepAdapters(operators.low_rank()) if takes_adapters else None
         if self.adapted is not None:
             for index, one in enumerate(self.layers):
                 for owner, sites in ((one.attention, ("qkv", "output")), (one.mlp, ("gate_up", "down"))):
@@ -143,7 +143,7 @@ class Model:
         x = self._begin(batch.tokens)
         adapted, with_adapters = self.adapted, batch.adapted
         if adapted is not None:
-            adapted.groups = [] if with_adapters is None else with_adapters.groups
+            adapted.groups = None if with_adapters is None else with_adapters.groups
         if batch.recurrent is not None:
             batch.recurrent.copy_states()
         positions = batch.tokens.positions
@@ -168,7 +168,7 @@ class Model:
                     added = self.operators.ranks.sum(added)
                 x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
         if adapted is not None:
-            adapted.groups = []  # an adapter's memory goes with its last request
+            adapted.groups = None  # an adapter's memory goes with its last request
         return x
 
     def _begin(self, tokens: StepTokens) -> Tensor:

@@ -244,8 +244,9 @@ class ModelRunner:
 
     def load_adapter(self, directory: Path) -> LoadedAdapter:
         """See gpu/adapters.py. Thread: any."""
-        device = self.memory.device
-        return load_adapter(directory, self.config, device.dtype, device.device, self._engine.max_lora_rank)
+        device, adapted = self.memory.device, self.model.adapted
+        kernel = None if adapted is None else adapted.kernel
+        return load_adapter(directory, self.config, device.dtype, device.device, self._engine.max_lora_rank, kernel)
 
     def forward(self, plan: StepPlan) -> StepTicket:
         """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample and of targets."""

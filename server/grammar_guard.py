@@ -32,7 +32,7 @@ from server.own_processes import start_module
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILE_S = 1.2  # a refusal comes within 2 s, the checks before it and other work beside it included
+MAX_COMPILE_S = 1.0  # a refusal comes within 2 s, also on a busy machine
 MAX_ANEW_S = 0.1  # of a thread's time: to compile again while answers wait, for one that needs it
 START_S = 60.0  # to start Python and to read a vocabulary, on a busy machine
 MAX_MEMORY_BYTES = 4 * 2**30  # of its address space

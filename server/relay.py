@@ -171,9 +171,9 @@ class Relay:
         """The model's context, if it is known."""
         return self.cards[0].max_model_len or MANY_TOKENS
 
-    def note_length(self, max_model_len: int) -> None:
-        """The model's context is known now."""
-        self.cards = tuple(msgspec.structs.replace(card, max_model_len=max_model_len) for card in self.cards)
+    def note(self, **known: Any) -> None:
+        """Fields of ServedModel that are known now."""
+        self.cards = tuple(msgspec.structs.replace(card, **known) for card in self.cards)
 
     def take_counter(self, made: "asyncio.Future[CountTokens]") -> None:
         """Count by the model's tokenizer from now on, if it could be read."""
