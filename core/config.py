@@ -390,6 +390,12 @@ class ModelConfig(Traits):
         return tuple(dict.fromkeys(layer.window for layer in self.all_layers if layer.attends))
 
     @property
+    def longest_window(self) -> int | None:
+        """How many tokens a token depends on in all layers, itself included; None: in some layer on all before it."""
+        known = [window for window in self.windows if window is not None]
+        return max(known) if self.recurrence is None and len(known) == len(self.windows) else None
+
+    @property
     def all_layers(self) -> tuple[LayerConfig, ...]:
         return self.layers or (LayerConfig(self.rope),) * self.num_layers
 
