@@ -5,7 +5,9 @@ other, each of which is parsed, rendered and refused or answered. Measured in th
 
 - gil_wait: the engine thread sleeps until a step is due, and notes how late it runs: the time to wake up, and the wait
   for the interpreter, which other threads hold. Without others it is the machine's own lateness.
-- loop lag: a timer of the event loop notes how late it fires.
+- loop lag: a timer of the event loop notes how late it fires;
+- of it computed: without its thread's own waits for a CPU, and no more than that and the busiest other thread have
+  computed meanwhile. What other processes of the machine cost is not in it.
 """
 
 import argparse
@@ -14,12 +16,14 @@ import http.client
 import json
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from multiprocessing import get_context
+from pathlib import Path
 
 import uvloop
 
@@ -34,11 +38,11 @@ from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
 from server.process import SWITCH_INTERVAL_S, Server
 from server.wire.http2_frames import PING, PREFACE, SETTINGS
-from tests.core.hostile_forms import hostile_forms
+from tests.core.hostile_forms import hostile_forms, largest_schemas
 
 STREAMS = 64
 STEP_S = 0.02
-PROBE_S = 0.005
+PROBE_S = 0.002
 BODY_BYTES = 8 * 1024 * 1024
 WARM_UP_S = 1.0
 BROKEN = PREFACE + frame(SETTINGS) + frame(PING, bytes(8), 0, 3)  # a PING belongs to no stream: GOAWAY
@@ -51,9 +55,9 @@ class Lateness:
     is_noted: bool = False
     seconds: list[float] = field(default_factory=list)
 
-    def note(self, due_s: float) -> None:
+    def note(self, late_s: float) -> None:
         if self.is_noted:
-            self.seconds.append(time.monotonic() - due_s)
+            self.seconds.append(late_s)
 
     def figures(self, name: str) -> dict[str, Cell]:
         values = self.seconds or [0.0]
@@ -86,6 +90,14 @@ def forms(scale: int) -> Iterator[bytes]:
             yield json.dumps(asked).replace("\\\\u", "\\u").encode()
 
 
+def largest_forms() -> Iterator[bytes]:
+    """Chats with forms of 100 KB to 8 MB, each of which is new."""
+    for number in count():
+        for schema in largest_schemas(number):
+            asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 24}
+            yield json.dumps(asked | {"guided_json": schema}).encode()
+
+
 CASES: dict[str, tuple[str, Callable[[], Iterator[bytes]]] | None] = {
     "streams alone": None,
     "8 MiB of text": ("/v1/completions", lambda: repeat(long_text())),
@@ -93,6 +105,7 @@ CASES: dict[str, tuple[str, Callable[[], Iterator[bytes]]] | None] = {
     "4,080 messages": ("/v1/chat/completions", lambda: repeat(many_messages())),
     "forms in 8 KiB": ("/v1/chat/completions", lambda: forms(1)),
     "larger forms": ("/v1/chat/completions", lambda: forms(20)),
+    "forms of 100 KB to 8 MB": ("/v1/chat/completions", largest_forms),
     "reconnects ended by GOAWAY": ("", lambda: repeat(BROKEN)),
 }
 
@@ -121,22 +134,38 @@ def send_bodies(port: int, name: str, duration_s: float) -> int:
     return num
 
 
-async def probe_loop(lateness: Lateness) -> None:
+def computed_s() -> dict[int, float]:
+    """By each thread so far."""
+    threads = [one.ident for one in threading.enumerate() if one.ident is not None]
+    return {one: time.clock_gettime(time.pthread_getcpuclockid(one)) for one in threads}
+
+
+def waited_s() -> float:
+    """For a CPU, by this thread so far."""
+    return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+
+
+async def probe_loop(lateness: Lateness, computed: Lateness) -> None:
+    own = threading.get_ident()
     while True:
-        due_s = time.monotonic() + PROBE_S
+        before, before_s, due_s = computed_s(), waited_s(), time.monotonic() + PROBE_S
         await asyncio.sleep(PROBE_S)
-        lateness.note(due_s)
+        late_s = time.monotonic() - due_s
+        spent_s = {one: now_s - before.get(one, 0.0) for one, now_s in computed_s().items()}
+        lateness.note(late_s)
+        without_waits_s = max(0.0, late_s - (waited_s() - before_s))
+        computed.note(min(without_waits_s, spent_s.pop(own) + max(spent_s.values(), default=0.0)))
 
 
 async def measure(name: str, duration_s: float) -> dict[str, Cell]:
     """One row, of CASES."""
-    gil, lag, due_s = Lateness(), Lateness(), 0.0
+    gil, lag, computed, due_s = Lateness(), Lateness(), Lateness(), 0.0
 
     def wait_step() -> None:
         nonlocal due_s
         due_s = max(due_s + STEP_S, time.monotonic())
         time.sleep(max(0.0, due_s - time.monotonic()))
-        gil.note(due_s)
+        gil.note(time.monotonic() - due_s)
 
     def load(inbox: Inbox, deliver: Callable[[StepDelivery], None], stage: Callable[[str], None]) -> LoadedEngine:
         return null_server.load(wait_step, inbox, deliver, stage)
@@ -145,21 +174,21 @@ async def measure(name: str, duration_s: float) -> dict[str, Cell]:
     await server.start()
     await server.wait_ready()
     loop, port = asyncio.get_running_loop(), server.listener.port
-    probe = asyncio.create_task(probe_loop(lag))
+    probe = asyncio.create_task(probe_loop(lag, computed))
     num_tokens = int((duration_s + 3 * WARM_UP_S + 2) / STEP_S)
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         reading = loop.run_in_executor(pool, run, Load(port, False, STREAMS, STREAMS, num_tokens))
         await asyncio.sleep(2 * WARM_UP_S)
         sending = loop.run_in_executor(pool, send_bodies, port, name, duration_s)
-        gil.is_noted = lag.is_noted = True
+        gil.is_noted = lag.is_noted = computed.is_noted = True
         num_sent = await sending
-        gil.is_noted = lag.is_noted = False
+        gil.is_noted = lag.is_noted = computed.is_noted = False
         server.stop(0.0)
         await server.wait_stopped()
         await reading
     probe.cancel()
     cells: dict[str, Cell] = {f"beside {STREAMS} streams": name, "posted or opened/s": num_sent / duration_s}
-    return cells | gil.figures("gil_wait") | lag.figures("loop lag")
+    return cells | gil.figures("gil_wait") | lag.figures("loop lag") | computed.figures("computed")
 
 
 def _measure(arguments: argparse.Namespace) -> Found:

@@ -45,10 +45,10 @@ def write_adapter(directory: Path, runner: ModelRunner, rank: int, seed: int) ->
 
 def switch(runner: ModelRunner, has_adapters: bool) -> None:
     """Let the model's layers have the matmuls that take adapters, or those without."""
-    model = runner._model
+    model = runner.model
     if (model.adapted is not None) == has_adapters:
         return
-    model.adapted = step = StepAdapters() if has_adapters else None
+    model.adapted = step = StepAdapters(model.operators.low_rank()) if has_adapters else None
     for index, layer in enumerate(model.layers):
         for site in SITES:
             owner: Any = layer.attention if site in ("qkv", "output") else layer.mlp

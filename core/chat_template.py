@@ -29,7 +29,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from core.errors import InvalidRequest, context_overflow
-from core.marked_text import MarkedText, Origin, joined, marked, tracked, unmarked, written
+from core.marked_text import MarkedText, Origin, joined, json_texts, marked, tracked, unmarked, written
 
 # Texts have some 4 characters a token, seldom 8: more than this cannot fit the context.
 MAX_OUTPUT_CHARS_PER_TOKEN = 16
@@ -240,7 +240,10 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """jinja2's own escapes HTML; models were trained on plain JSON."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    for cut in json_texts(value):
+        text = text.replace(json.dumps(cut, ensure_ascii=ensure_ascii), str.__str__(cut))
+    return text
 
 
 def _raise_exception(message: str) -> None:

@@ -87,6 +87,7 @@ class EngineConfig:
             model, unless the prompts arrived together with all that decode (core/queue.py); None: no limit.
         forced_tokens: "on": where a grammar leaves one way to go on, its tokens are not sampled one by one; "off".
         speculation: "auto": drafts of a sequence's next tokens are computed where that saves time, on a CPU; "off".
+        mtp: the checkpoint's head that predicts later tokens, where it has one, is loaded to draft.
         overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
         tensor_parallel: devices of this machine that compute the model together.
         graphs: "on": steps are captured as CUDA graphs at start; "lazy": when first needed; "off"; "auto": at start, on
@@ -114,6 +115,7 @@ class EngineConfig:
     inter_token_target: float | None = INTER_TOKEN_TARGET
     forced_tokens: str = "on"
     speculation: str = "auto"
+    mtp: bool = True
     overlap: str = "auto"
     tensor_parallel: int = 1
     graphs: str = "auto"
@@ -328,7 +330,7 @@ class ModelConfig(Traits):
         packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
         recurrence: of its recurrent layers; None: all attend.
         num_scores: of a classification head in the generating one's place; 0: it has none.
-        num_draft_layers: further layers of the checkpoint, which predict later tokens; they are left out.
+        num_draft_layers: further layers of the checkpoint, which predict later tokens: see mtp_layer.
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
         eos_token_ids: from config.json (generation_config.json may name more).
     """
@@ -372,6 +374,12 @@ class ModelConfig(Traits):
         return self.layers[index] if self.layers else LayerConfig(self.rope)
 
     @property
+    def mtp_layer(self) -> "ModelConfig":
+        """The one layer of the head that predicts the token after the next, as a model of its own."""
+        layer = LayerConfig(self.rope, is_sparse=self.experts is not None)
+        return replace(self, num_layers=1, layers=(layer,), recurrence=None, num_draft_layers=0, num_scores=0)
+
+    @property
     def packing(self) -> PackedConfig | Fp8Config | None:
         """How the checkpoint's matrices are quantised."""
         return self.packed or self.fp8
@@ -380,6 +388,12 @@ class ModelConfig(Traits):
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of its layers."""
         return tuple(dict.fromkeys(layer.window for layer in self.all_layers if layer.attends))
+
+    @property
+    def longest_window(self) -> int | None:
+        """How many tokens a token depends on in all layers, itself included; None: in some layer on all before it."""
+        known = [window for window in self.windows if window is not None]
+        return max(known) if self.recurrence is None and len(known) == len(self.windows) else None
 
     @property
     def all_layers(self) -> tuple[LayerConfig, ...]:

@@ -13,6 +13,8 @@ from enum import StrEnum
 from itertools import combinations, zip_longest
 from typing import Any
 
+import msgspec
+
 from core.errors import InvalidRequest
 from core.shortest_answer import MOST_CHARACTERS, shortest_answer
 
@@ -49,6 +51,7 @@ _LARK_HEAD = re.compile(r"^[ \t]*+[?!]?(?P<name>\w++)(?:\.\d+)?(?:\[[^\]\n]*\])?
 _LARK_PARTS = re.compile(r"->\s*\w+|'|\w+|[()\[\]|?*+]|(?:~|\{)\s*\d+")
 _RULE = re.compile(r"^[ \t]*+[?!]?[\w.\-]++[^\n:]*+:", re.MULTILINE)
 _GBNF_ROOT = re.compile(r"^[ \t]*+root\s*+::=", re.MULTILINE)
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 2**53  # beyond it the library rounds
 ANNOTATIONS = frozenset(
     re.findall(
@@ -57,6 +60,7 @@ ANNOTATIONS = frozenset(
         " writeOnly contentMediaType contentEncoding discriminator example externalDocs xml",
     )
 )
+_TOLD = ANNOTATIONS - {"$schema", "$id", "$anchor", "$defs", "definitions"}  # to readers alone
 ENFORCED = frozenset(
     re.findall(
         r"\S+",
@@ -172,7 +176,7 @@ def json_schema(schema: object, param: str) -> GrammarSpec:
         if keyword == "format" and not (isinstance(value, str) and value in FORMATS):
             raise InvalidRequest(f"{path}.format must be one of {', '.join(sorted(FORMATS))}, or left out.", param)
     check_answerable(schema, param)
-    source = json.dumps(_as_held(schema, _Room(param)), ensure_ascii=False, separators=(",", ":"))
+    source = msgspec.json.encode(_as_held(schema, _Room(param))).decode()  # json's holds the GIL ten times as long
     return _bounded(GrammarSpec(GrammarKind.JSON_SCHEMA, source, param))
 
 
@@ -467,11 +471,12 @@ def _target(root: Any, pointer: str, param: str) -> Any:
 
 def _check_numbers(path: str, keyword: str, value: Any, param: str) -> None:
     """Raises InvalidRequest: the library would round a number."""
-    values = value if keyword == "enum" and isinstance(value, list) else [value]
-    if keyword in ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-        for one in values:
-            if isinstance(one, int | float) and abs(one) > MAX_WHOLE:
-                raise InvalidRequest(f"{path}.{keyword} is beyond 2**53, and cannot be held.", param)
+    unseen = [value] if keyword in ("enum", "const", "multipleOf") or keyword in _BOUNDS else []
+    while unseen:
+        one = unseen.pop()
+        if isinstance(one, int | float) and abs(one) > MAX_WHOLE:
+            raise InvalidRequest(f"{path}.{keyword} is beyond 2**53, and cannot be held.", param)
+        unseen += one if isinstance(one, list) else one.values() if isinstance(one, dict) else ()
 
 
 def _is_whole(value: Any) -> bool:
@@ -493,7 +498,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "pattern": (lambda value: isinstance(value, str), "a regular expression"),
     "nullable": (lambda value: isinstance(value, bool), "true or false"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), (_is_number, "a number")),
+    **dict.fromkeys(_BOUNDS, (_is_number, "a number")),
     **{
         least + what: (_is_whole, "a whole number, at least 0")
         for least in ("min", "max")
@@ -589,12 +594,16 @@ def keywords_of(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str, 
 def _as_held(schema: Any, room: _Room) -> Any:
     """The schema in the library's keywords: without annotations, each format as what it is held by.
 
+    Annotations may be long, and answers that differ in nothing else share a grammar.
+
     Raises:
         InvalidRequest: it is larger than there is room for.
     """
     if not isinstance(schema, dict):
         return schema
-    made = {keyword: value for keyword, value in schema.items() if not _EXTENSION.match(keyword)}
+    made = {
+        keyword: value for keyword, value in schema.items() if keyword not in _TOLD and not _EXTENSION.match(keyword)
+    }
     made.pop("uniqueItems", None)  # false
     for keyword, value in made.items():
         if keyword in _SCHEMAS_BY_NAME:

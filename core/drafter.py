@@ -30,9 +30,11 @@ FIRST_ACCEPTED = {
     "recent": (0.2, 0.4, 0.7, 0.8),
     "grammar": (1.0, 1.0, 1.0, 1.0),  # tokens that it forces, of sequences that have to sample them
     "model": (0.4,),  # a draft model
+    "mtp": (0.5,),  # the model's own head
 }
+MODELS = ("model", "mtp")  # of these, the one that a server has; their wrong tokens are dear
 PRIOR_WEIGHT = 4.0  # tokens that the mean of all sequences counts for, beside a sequence's own
-MODEL_PRIOR_WEIGHT = 2.0  # for a draft model, whose wrong tokens are dear
+MODEL_PRIOR_WEIGHT = 2.0  # likewise, of MODELS
 FADING = 0.9  # of what a sequence has learned, with each draft
 ALL_FADING = 0.98
 MOST_RECENT = 1 << 15  # tokens of recent answers, of a cache domain
@@ -220,7 +222,7 @@ class Drafter:
         return Draft([END] * most, self._share(drafter, 0), drafter, 0, len(self._own.token_ids))
 
     def _share(self, drafter: str, match_class: int) -> float:
-        weight, key = MODEL_PRIOR_WEIGHT if drafter == "model" else PRIOR_WEIGHT, (drafter, match_class)
+        weight, key = MODEL_PRIOR_WEIGHT if drafter in MODELS else PRIOR_WEIGHT, (drafter, match_class)
         prior = weight * self._acceptance.shares[drafter][match_class]
         return (prior + self._right.get(key, 0.0)) / (weight + self._tried.get(key, 0.0))
 
@@ -272,17 +274,19 @@ class DraftBudget:
         """The next step computes so many tokens of drafts."""
         self._price, self._num_drafts = price if num_drafts else None, num_drafts
 
-    def settle(self, num_right: int, step_s: float | None) -> None:
+    def settle(self, num_right: int, step_s: float | None, num_again: int = 0) -> None:
         """The step has come back, and so many drafts were right.
 
         Args:
             step_s: None: it has computed prompts, too.
+            num_again: tokens that the next step computes once more.
         """
         gained, price = ALLOWED_LOSS, self._price
         if price is not None:
             cost = self._num_drafts * UNKNOWN_COST
             if price.is_measured and step_s is not None:
                 cost = min(step_s / price.step_s - 1, MOST_COST)
+            cost += num_again * price.within_s / price.step_s
             gained += num_right / price.num_decodes - cost
         self._steps, self._price = min(MOST_LOSS, self._steps + gained), None
 

@@ -69,14 +69,16 @@ def plain_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 class DraftModel(Protocol):
-    """A smaller model of the same vocabulary, which drafts: gpu/draft_model.py.
+    """What drafts where text does not: a smaller model (gpu/draft_model.py), or the model's own head (gpu/mtp.py).
 
     Attributes:
+        name: of FIRST_ACCEPTED.
         token_s: a draft's token takes so long.
         prompt_token_s: a token that it lacks of a sequence, likewise.
         max_model_len: longer sequences get no drafts.
     """
 
+    name: str
     token_s: float
     prompt_token_s: float
     max_model_len: int
@@ -126,8 +128,10 @@ class Drafts:
         self._limits, self._states, self._step_cost = limits, states, step_cost
         self._inter_token_target, self._forces_tokens = inter_token_target, forces_tokens
         self._speculates = speculates and limits.max_drafts > 0
+        self._is_recurrent = limits.num_kept_states is not None  # what follows a wrong draft is computed over
         self._acceptance, self._budget = Acceptance(), DraftBudget()
         self._model = model if self._speculates else None
+        self._model_name = "model" if model is None else model.name
         self._model_budget = DraftBudget(FIRST_MODEL_LOSS)  # of steps with its drafts, and of what it catches up with
         self._budgets = (self._budget,) if self._model is None else (self._budget, self._model_budget)
 
@@ -151,7 +155,7 @@ class Drafts:
         if not self._speculates:
             return {}
         decodes = [*plain, *others]
-        able = [s for s in decodes if s.drafter is not None and not s.num_in_flight and s.num_own_tokens]
+        able = [s for s in decodes if self._may_draft(s)]
         if not able:
             return {}
         work = StepWork()
@@ -163,22 +167,21 @@ class Drafts:
             return {}
         drafts: dict[Sequence, Draft] = {}
         for sequence in able:
-            most = min(MOST_DRAFT, sequence.max_length - len(sequence.token_ids) - 1)
+            most = self._most_of(sequence)
             draft = sequence.drafter.propose(most, sequence.forced) if sequence.drafter and most > 0 else None
             if draft is not None:
                 drafts[sequence] = draft
         modelled = [s for s in able if s not in drafts] if self._model is not None else []
         for sequence in modelled:
-            most = min(MOST_DRAFT, sequence.max_length - len(sequence.token_ids) - 1)
-            if most > 0 and sequence.drafter is not None:
-                drafts[sequence] = sequence.drafter.expect("model", most)
+            if (most := self._most_of(sequence)) > 0 and sequence.drafter is not None:
+                drafts[sequence] = sequence.drafter.expect(self._model_name, most)
         dearer = self._model_s(price)[0] / min(len(modelled), FEW_ROWS) if modelled else 0.0
         lengths = price.lengths(
             [draft.share for draft in drafts.values()],
             [len(draft.token_ids) for draft in drafts.values()],
             min(self._limits.max_drafts, max(0, self._limits.max_batch_tokens - work.own_tokens)),
             tries=budget.is_full,
-            dearer=[dearer if draft.drafter == "model" else 0.0 for draft in drafts.values()],
+            dearer=[dearer if draft.drafter == self._model_name else 0.0 for draft in drafts.values()],
         )
         wanted = {sequence: length for sequence, length in zip(drafts, lengths, strict=True) if length}
         if modelled:
@@ -190,6 +193,18 @@ class Drafts:
         budget.plan(price, sum(map(len, found.values())))
         self._model_budget.plan(price, sum(len(found.get(sequence, ())) for sequence in modelled))
         return found
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """Whether it can go back to before a wrong draft: recurrent layers to where the row began, in its own slot."""
+        if sequence.drafter is None or sequence.num_in_flight or not sequence.num_own_tokens:
+            return False
+        num_behind = len(sequence.token_ids) - sequence.num_computed_tokens
+        return not self._is_recurrent or (num_behind == 1 and sequence.state_source is None)
+
+    def _most_of(self, sequence: Sequence) -> int:
+        """Tokens of a draft. Recurrent states are kept where a row ends at a block border: no row goes beyond one."""
+        most = min(MOST_DRAFT, sequence.max_length - len(sequence.token_ids) - 1)
+        return min(most, -len(sequence.token_ids) % self._limits.block_size) if self._is_recurrent else most
 
     def _model_s(self, price: StepPrice) -> tuple[float, float]:
         """A draft's token, and one that the draft model lacks; nothing where the steps' own time is not known."""
@@ -206,7 +221,7 @@ class Drafts:
             assert sequence.drafter is not None, "it has an expectation"
             sequence.drafter.last = None
             if not length:
-                self._acceptance.turn_back("model", TURNED)
+                self._acceptance.turn_back(self._model_name, TURNED)
                 continue
             domain = domain_of(self._states.groups[sequence.request_id].request)
             num_behind = model.num_behind(sequence, domain)
@@ -292,7 +307,7 @@ class Drafts:
         plan = flight.plan
         rows, token_ids = (output.rows.tolist(), output.token_ids.tolist()) if plan.num_drafts else ([], [])
         refused: set[int] = set()
-        num_all_right = 0
+        num_all_right = num_again = 0
         for row, num_drafts in plan.num_drafts.items():
             if row in lost:
                 continue
@@ -301,8 +316,12 @@ class Drafts:
             num_right = min(num_common(token_ids[first:end], plan.drafts_of(row)), end - first - 1)
             refused.update(range(first + num_right + 1, end))
             sequence = flight.sequences[row]
+            num_lost = num_drafts - num_right
+            if self._is_recurrent and num_lost:  # the row's next one begins where it began
+                num_lost = num_drafts + 1
+                num_again += num_right + 1
             if sequence.num_computed_tokens:  # it was not forgotten meanwhile
-                sequence.num_computed_tokens -= num_drafts - num_right
+                sequence.num_computed_tokens -= num_lost
             last = None if sequence.drafter is None else sequence.drafter.last
             assert last is not None, "it has drafts"
             self.computed[last.drafter] += num_drafts
@@ -312,7 +331,7 @@ class Drafts:
                 sequence.num_predicted_tokens += num_right
                 sequence.num_mispredicted_tokens += num_drafts - num_right
         for budget in self._budgets:
-            budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s - self._caught_up_s)
+            budget.settle(num_all_right, None if flight.work.prompt_tokens else step_s - self._caught_up_s, num_again)
         return refused
 
     def masks(self, plan: StepPlan) -> Int32Array | None:

@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
 import msgspec
@@ -61,7 +60,7 @@ SLICES = [
     *(f"{_TEXT}{{1,{most}}}" for most in (7, 10, 16, 30)),
     f"{_TEXT}+",
 ]
-JSON_OPTIONS = {"whitespace_pattern": WHITESPACE}
+_OPTIONS = f'"x-guidance": {{"whitespace_pattern": {json.dumps(WHITESPACE)}}}'
 MAX_TOKEN_SHOWN = 40  # characters
 MAX_SHOWN = 500  # characters of the library's words, which repeat what they refuse
 _ITEMS = "Too many items"  # of the parser, which every answer has for itself
@@ -261,29 +260,32 @@ class GrammarCompiler:
             for one in (spec, *spec.schemas):
                 if one.kind is GrammarKind.JSON_SCHEMA:
                     check_answerable(json.loads(one.source), one.param, self._most_characters)
+        return self._compile_checked(spec)
+
+    def _compile_checked(self, spec: GrammarSpec) -> Grammar:
+        """Raises InvalidRequest: it cannot be held, nor its fallback."""
         try:
             return self._compile(spec)
         except InvalidRequest:
             if spec.fallback is None:
                 raise
-            return self.compile(spec.fallback)
+            return self._compile(spec.fallback)
 
     def _compile(self, spec: GrammarSpec) -> Grammar:
         source = spec.source
         match spec.kind:
-            case GrammarKind.JSON_SCHEMA:
-                options: Any = JSON_OPTIONS  # the library's type for them is behind
-                text = LLMatcher.grammar_from_json_schema(source, overrides=options)
+            case GrammarKind.JSON_SCHEMA:  # joined as text: to read and write it again would hold the GIL for long
+                inner = f'{{"json_schema": {{{_OPTIONS}{", " if source != "{}" else ""}{source[1:]}'
             case GrammarKind.REGEX:
-                text = LLMatcher.grammar_from_regex(source)
+                inner = json.dumps(json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0])[:-1]
             case GrammarKind.LARK | GrammarKind.TAGGED:
-                text = LLMatcher.grammar_from_lark(source)
+                inner = f'{{"lark_grammar": {json.dumps(source)}'
             case GrammarKind.GBNF:
-                text = LLMatcher.grammar_from_lark(_GbnfReader(source, spec.param).in_lark())
+                inner = f'{{"lark_grammar": {json.dumps(_GbnfReader(source, spec.param).in_lark())}'
+        grammars = f"{inner}}}"
         if spec.frame:
-            is_lark = spec.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
-            inner = {"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]
-            text = json.dumps({"grammars": [{"lark_grammar": spec.frame}, {**inner, "name": "answer"}]})
+            grammars = f'{{"lark_grammar": {json.dumps(spec.frame)}}}, {inner}, "name": "answer"}}'
+        text = f'{{"grammars": [{grammars}]}}'
         limits = GRAMMAR_LIMITS if spec.kind in (GrammarKind.LARK, GrammarKind.GBNF) else LIMITS
         make = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=limits)
         matcher = make()

@@ -111,15 +111,35 @@ class MarkedText(str):
         return found
 
 
+class JsonText(str):
+    """A call's arguments that were cut off, so that they are no JSON value: tojson writes them as they are."""
+
+    __slots__ = ()
+
+
+class _MarkedJson(MarkedText, JsonText):
+    __slots__ = ()
+
+
 def marked(value: Any, origin: Origin) -> Any:
     """A JSON value with every string marked, names included."""
     if isinstance(value, str):
-        return MarkedText(value, bytes((origin,)) * len(value))
+        kind = _MarkedJson if isinstance(value, JsonText) else MarkedText
+        return kind(value, bytes((origin,)) * len(value))
     if isinstance(value, dict):
         return {marked(name, origin): marked(item, origin) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [marked(item, origin) for item in value]
     return value
+
+
+def json_texts(value: Any) -> Iterator[JsonText]:
+    """Those in a JSON value."""
+    if isinstance(value, JsonText):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from json_texts(one)
 
 
 def unmarked(value: Any) -> Any:
@@ -181,7 +201,9 @@ def _all_marked(text: str, origin: int) -> str:
 
 def _shadowed(value: Any) -> Any:
     if isinstance(value, MarkedText):
-        return "".join(_SHADOWS[Origin(o)] if o else c for c, o in zip(str.__iter__(value), value.origins, strict=True))
+        pairs = zip(str.__iter__(value), value.origins, strict=True)
+        text = "".join(_SHADOWS[Origin(origin)] if origin else character for character, origin in pairs)
+        return JsonText(text) if isinstance(value, JsonText) else text
     if isinstance(value, dict):
         return {_shadowed(name): _shadowed(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -336,10 +336,11 @@ class Scheduler:
         return plain, others, behind
 
     def _is_forced(self, sequence: Sequence) -> bool:
-        """Whether it decodes, with forced tokens to compute beside its newest sampled one."""
+        """Whether it decodes, with tokens beside its newest one: forced ones, or those before a wrong draft again."""
         num_behind = len(sequence.token_ids) - sequence.num_computed_tokens
         is_answering = sequence.num_computed_tokens >= sequence.num_prompt_tokens
-        return sequence.grammar is not None and is_answering and num_behind <= MOST_FORCED + 1
+        has_several = sequence.grammar is not None or self.states.kept is not None
+        return has_several and is_answering and num_behind <= MOST_FORCED + 1
 
     def _has_to_land(self, sequence: Sequence) -> bool:
         """Whether a sequence in flight must come back before it is computed further.
@@ -403,6 +404,8 @@ class Scheduler:
         for waiting, sequence in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
             start = sequence.num_computed_tokens
             most = min(len(sequence.token_ids) - start, builder.budget - waiting)
+            if self.states.kept is not None:  # up to a block border, where its state may be kept
+                most = min(most, self.limits.block_size - start % self.limits.block_size)
             self._add_row(builder, sequence, length=allowance.own_tokens(start, most))
 
     def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
@@ -492,7 +495,7 @@ class Scheduler:
     def _preempt(self, builder: PlanBuilder, victim: Sequence, cause: PreemptionCause, by: Sequence) -> None:
         self._count_preemption(victim, cause, by.request_id)
         # a copy's source must not be handed out in this plan: restart() may have to copy it once more
-        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
+        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.held)
         self.states.requeue(victim)
 
     def _add_row(
@@ -526,6 +529,7 @@ class Scheduler:
                 length = self._to_border(start, length, len(sequence.token_ids), builder.budget)
             sequence.progress_s = self.states.now_s
         end = start + length + len(drafts)
+        self.states.drop_unseen(builder, sequence, start)
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, end - start, drafts)
             self.states.save_states(builder, sequence, start, end)
@@ -533,7 +537,7 @@ class Scheduler:
                 self.states.publish(sequence, end)
             elif drafts:
                 sequence.plain_end = 0
-            elif end > sequence.num_prompt_tokens and _is_plain(sequence):
+            elif end > sequence.num_prompt_tokens and end >= len(sequence.token_ids) and _is_plain(sequence):
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
 

@@ -5,6 +5,7 @@ reads as calls whose arguments fit the functions' schemas. No I/O. Thread: any.
 """
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from core.tool_formats import JsonArguments, JsonCall, LiteralArguments, NamedCa
 Schema = Mapping[str, Any]
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Of a string that is written bare or as a literal, only these can be held; of an integer or a number none
+# Of a value that is written bare only these can be held; of one that is written as a literal only a string's
 _STRING_KEYWORDS = {"minLength", "maxLength", "pattern"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_MOST = 10**18 - 1  # of INTEGER
 _HELD_KEYWORDS = {"type", "enum", "const", "properties", "required", "items", "additionalProperties"}
 _IGNORED_KEYWORDS = {"title", "description", "default", "examples", "$comment"}
 # What a parameter's bare text may not be, by the other types that it may have: it would be read as one of them
@@ -324,8 +327,9 @@ class _Writer:
                 _check(schema, path, _STRING_KEYWORDS)
                 texts.append(f"({_string_regex(schema, end)} & ~/{excluded}/)" if read else _string_regex(schema, end))
             elif kind in _BARE_SCALARS:
-                _check(schema, path, set())
-                texts.append(_BARE_SCALARS[kind])
+                _check(schema, path, _BOUNDS if kind in ("integer", "number") else set())
+                is_bounded = bool(_BOUNDS & schema.keys())
+                texts.append(f"/{_number_regex(schema, path)}/" if is_bounded else _BARE_SCALARS[kind])
             elif kind in ("array", "object"):
                 others.append(f"{inline_json({**definitions, **schema})} {_quoted(end)}")
             else:
@@ -401,7 +405,8 @@ def _alternatives(schema: Any, path: str, root: Schema, depth: int = 0) -> list[
     if schema.keys() == {"$ref"} and (match := re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(schema["$ref"]))):
         return _alternatives(root.get(match[1], {}).get(match[2]), path, root, depth + 1)
     if isinstance(kinds := schema.get("type"), list) and not {"enum", "const"} & schema.keys():
-        used: dict[str, set[str]] = {"string": _STRING_KEYWORDS, "array": {"items", "minItems", "maxItems"}}
+        used = {"string": _STRING_KEYWORDS, "array": {"items", "minItems", "maxItems"}}
+        used |= {"integer": _BOUNDS, "number": _BOUNDS}
         known = {"type"}.union(*(used.get(kind, set()) for kind in kinds))
         if others := schema.keys() - known:
             raise CannotHold(path, min(others))
@@ -433,6 +438,48 @@ def _string_regex(schema: Schema, end: str) -> str:
         parts.append(f"(?s:.{{{least},{most}}})")
     held, marks = (" & ".join(f"/{one}/" for one in _escaped(*parts)), *_escaped(re.escape(end.strip())))
     return f"({held} & ~/(?s:.*){marks}(?s:.*)/)"
+
+
+def _number_regex(schema: Schema, path: str) -> str:
+    """Of an integer, or a number between whole bounds."""
+    is_whole = schema["type"] == "integer"
+    for keyword in _BOUNDS & schema.keys():
+        if not (is_whole or float(schema[keyword]).is_integer()):
+            raise CannotHold(path, keyword)
+    above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
+    low = math.ceil(max(-_MOST, schema.get("minimum", -_MOST), above))
+    high = math.floor(min(_MOST, schema.get("maximum", _MOST), below))
+    found = _whole_numbers(low + (low == above), high - (high == below))
+    if not is_whole:  # whole ones as well, and between each and the next
+        fraction = "[.][0-9]{0,8}[1-9][0-9]{0,8}"
+        found = [f"({'|'.join(found)})([.]0{{1,8}})?"] if found else []
+        found += [f"({one}){fraction}" for one in _whole_numbers(max(low, 0), high - 1)]
+        found += [f"-({one}){fraction}" for one in _whole_numbers(max(-high, 0), -low - 1)]
+    if not found:
+        raise CannotHold(path, min(_BOUNDS & schema.keys()))
+    return f"({'|'.join(found)})"
+
+
+def _whole_numbers(low: int, high: int) -> list[str]:
+    """Expressions of those from low to high: one for each number of digits."""
+    if low > high:
+        return []
+    if low < 0:
+        return [f"-({'|'.join(_whole_numbers(max(1, -high), -low))})", *_whole_numbers(0, high)]
+    most = min(high, 10 ** len(str(low)) - 1)
+    return [_digits(str(low), str(most)), *_whole_numbers(most + 1, high)]
+
+
+def _digits(low: str, high: str) -> str:
+    """Numbers of as many digits."""
+    if low[:1] == high[:1]:
+        return low[:1] + _digits(low[1:], high[1:]) if low else ""
+    first, last, rest = int(low[0]), int(high[0]), len(low) - 1
+    if int(low[1:] or 0) == 0 and int(high[1:] or 0) == 10**rest - 1:
+        return f"[{first}-{last}][0-9]{{{rest}}}"
+    parts = [low[0] + _digits(low[1:], "9" * rest), high[0] + _digits("0" * rest, high[1:])]
+    parts += [f"[{first + 1}-{last - 1}][0-9]{{{rest}}}"] if last - first > 1 else []
+    return f"({'|'.join(parts)})"
 
 
 def _escaped(*regexes: str) -> list[str]:

@@ -5,7 +5,8 @@ else is read. It never changes, and requests hold it while they run: it can be u
 with the last of them. What would change more than the layers' matrices is refused by name.
 
 A step's rows are grouped by adapter, so a row's product is rounded the same in any company where linear.py's matmuls
-are. Thread: engine; load_adapter() any.
+are. On a CPU with avx512_bf16 one call of cpu_kernels/low_rank.py adds the products of all. Thread: engine;
+load_adapter() any.
 """
 
 import hashlib
@@ -13,9 +14,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -33,11 +34,15 @@ from gpu.checkpoint import text_name
 from gpu.linear import Linear, can_pack, make_linear
 from gpu.parameters import EMBEDDING, HEAD, Target, empty_weights, layer_of
 
+if TYPE_CHECKING:
+    from gpu.cpu_kernels.low_rank import LowRankKernel, PackedLowRank, PackedRowGroups
+
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, before the model's own names
 SITES = ("qkv", "output", "gate_up", "down")  # a layer's matrices that adapters may add to
 MOST_CONFIG_BYTES = 1024**2
 MOST_HEADER_BYTES = 16 * 1024**2  # of the weights' file, beside float64 numbers
+RANKS_STEP = 16  # a matrix's ranks are padded to a multiple of it where the kernel serves
 
 # Of adapter_config.json: fields that do not change what an adapter computes, or that the tensors' names show ...
 _HARMLESS = frozenset(
@@ -77,10 +82,12 @@ class LowRank:
 class LoadedAdapter(Adapter):
     """
     Args:
-        products: by layer and site.
+        products: by layer and site; those that torch computes.
+        packed: likewise; those that the kernel computes.
     """
 
     products: dict[tuple[int, str], LowRank] = field(default_factory=dict)
+    packed: "dict[tuple[int, str], PackedLowRank]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +117,18 @@ def _by_pattern(patterns: Mapping[str, Any], module: str, usual: Any) -> Any:
 
 
 def load_adapter(
-    directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device, most_rank: int
+    directory: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    most_rank: int,
+    kernel: "LowRankKernel | None" = None,
 ) -> LoadedAdapter:
     """Read an adapter of this model. Takes memory for `most_rank` in every matrix at most: see adapter_bytes.
 
     Args:
         dtype, device: that the model is served in.
+        kernel: computes the products of the shapes that it takes; None: torch computes all.
 
     Raises:
         BadAdapter: a file is missing or malformed, is of another model, or asks for what is not computed here.
@@ -148,24 +161,35 @@ def load_adapter(
         layer[name] = (down, up.float().mul_(factor) if up.dtype != torch.float64 else up * factor)
     if not by_layer:
         raise BadAdapter(f"{file} holds no lora_A and lora_B.")
-    return LoadedAdapter(told.hexdigest(), *_products(model, by_layer, dtype, device))
+    return _loaded(told.hexdigest(), model, by_layer, dtype, device, kernel)
 
 
-def _products(
-    model: ModelConfig, by_layer: Mapping[int, _Pairs], dtype: torch.dtype, device: torch.device
-) -> tuple[int, dict[tuple[int, str], LowRank]]:
-    """Their size in bytes, and LoadedAdapter.products. by_layer: checked."""
+def _loaded(
+    digest: str,
+    model: ModelConfig,
+    by_layer: Mapping[int, _Pairs],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: "LowRankKernel | None",
+) -> LoadedAdapter:
+    """by_layer: checked."""
     products: dict[tuple[int, str], LowRank] = {}
+    packed: dict[tuple[int, str], PackedLowRank] = {}
     size_bytes = 0
     with torch.inference_mode():
         for index, pairs in by_layer.items():
             for site, (down, up) in _fused(model, index, pairs, dtype).items():
+                found = None if kernel is None else kernel.pack(down, up)
+                if found is not None:
+                    packed[index, site] = found
+                    size_bytes += found.nbytes
+                    continue
                 linears = (make_linear(part.to(device), None, is_packed=can_pack(dtype, device)) for part in (down, up))
                 products[index, site] = LowRank(*linears)
                 size_bytes += down.nbytes + up.nbytes
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the engine's streams may use it at once
-    return size_bytes, products
+    return LoadedAdapter(digest, size_bytes, products, packed)
 
 
 def adapter_bytes(model: ModelConfig, dtype: torch.dtype, rank: int) -> int:
@@ -179,8 +203,9 @@ def adapter_bytes(model: ModelConfig, dtype: torch.dtype, rank: int) -> int:
             at = name.split(".")[2], target.matrix
             inputs.setdefault(at, []).append(target.shape[1])
             outputs[at] = outputs.get(at, 0) + target.shape[0]
-    numbers = sum(rank * (sum(widths) + len(widths) * outputs[at]) for at, widths in inputs.items())
-    return numbers * dtype.itemsize
+    ranks = {at: rank * len(widths) for at, widths in inputs.items()}
+    padded = {at: -(-num // RANKS_STEP) * RANKS_STEP for at, num in ranks.items()}
+    return sum(padded[at] * widths[0] + ranks[at] * outputs[at] for at, widths in inputs.items()) * dtype.itemsize
 
 
 def _read(file: Path, most_bytes: int, told: Any = None) -> tuple[bytes, Any]:
@@ -320,17 +345,37 @@ def _fused(model: ModelConfig, index: int, pairs: _Pairs, dtype: torch.dtype) ->
 # At each step.
 
 
-class AdapterRows(NamedTuple):
-    """An adapter, and which rows of a step have it.
+class RowGroups:
+    """Rows of a step, by their adapters.
 
     Args:
-        written: int64; None: all of them.
-        read: the same; on a CPU a row that is alone comes twice, as its matmuls would make it.
+        rows: each adapter's, in ascending order, at least one.
+        num_rows: of all, with those that have none.
     """
 
-    adapter: LoadedAdapter
-    written: Tensor | None
-    read: Tensor | None
+    def __init__(self, rows: Mapping[LoadedAdapter, IntArray], num_rows: int, device: torch.device) -> None:
+        self.adapters = tuple(rows)
+        self._rows, self._num_rows, self._device = tuple(rows.values()), num_rows, device
+
+    @cached_property
+    def packed(self) -> "PackedRowGroups":
+        from gpu.cpu_kernels.low_rank import PackedRowGroups
+
+        return PackedRowGroups(self._rows)
+
+    @cached_property
+    def indexes(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Each adapter's rows, as they are written and as they are read; None: all rows.
+
+        On a CPU a row that is alone is read twice, as its matmuls would make it.
+        """
+        found = list[tuple[Tensor, Tensor] | None]()
+        for rows in self._rows:
+            written = torch.from_numpy(rows).to(self._device)
+            is_twice = len(rows) == 1 and self._device.type == "cpu"
+            is_all = len(rows) == self._num_rows
+            found.append(None if is_all else (written, written.repeat(2) if is_twice else written))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +386,8 @@ class AdaptedRows:
         asked: of the tokens that Batch.asked names.
     """
 
-    groups: list[AdapterRows]
-    asked: list[AdapterRows]
+    groups: RowGroups
+    asked: RowGroups
 
 
 class SlotAdapters:
@@ -368,34 +413,34 @@ class SlotAdapters:
         """
         if not self._by_slot:
             return None
-        found: dict[LoadedAdapter, list[int]] = {}
+        numbers: dict[LoadedAdapter, int] = {}
+        of_slots = np.full(slots.max(initial=0) + 1, -1)
         for slot in np.unique(slots).tolist():
             adapter = self._by_slot.get(slot)
             if adapter is not None:
-                found.setdefault(adapter, []).append(slot)
-        if not found:
+                of_slots[slot] = numbers.setdefault(adapter, len(numbers))
+        if not numbers:
             return None
-        groups = self._groups(found, slots)
-        return AdaptedRows(groups, groups if asked is None else self._groups(found, slots[asked]))
+        of_rows = of_slots[slots]
+        groups = self._groups(numbers, of_rows)
+        return AdaptedRows(groups, groups if asked is None else self._groups(numbers, of_rows[asked]))
 
-    def _groups(self, found: Mapping[LoadedAdapter, list[int]], slots: IntArray) -> list[AdapterRows]:
-        groups: list[AdapterRows] = []
-        for adapter, own in found.items():
-            rows = np.flatnonzero(np.isin(slots, own))
-            if len(rows) == len(slots):
-                groups.append(AdapterRows(adapter, None, None))
-            elif len(rows):
-                written = torch.from_numpy(rows).to(self._device)
-                is_twice = len(rows) == 1 and self._device.type == "cpu"
-                groups.append(AdapterRows(adapter, written, written.repeat(2) if is_twice else written))
-        return groups
+    def _groups(self, numbers: Mapping[LoadedAdapter, int], of_rows: IntArray) -> RowGroups:
+        rows = {adapter: np.flatnonzero(of_rows == number) for adapter, number in numbers.items()}
+        return RowGroups({adapter: own for adapter, own in rows.items() if len(own)}, len(of_rows), self._device)
 
 
 @dataclass(slots=True)
 class StepAdapters:
-    """Which rows of what is computed now have adapters; see AdaptedRows."""
+    """What a model's matmuls add to the rows that are computed now.
 
-    groups: list[AdapterRows] = field(default_factory=list)
+    Args:
+        kernel: see load_adapter.
+        groups: None: no row has an adapter.
+    """
+
+    kernel: "LowRankKernel | None" = None
+    groups: RowGroups | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,14 +454,25 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
-        y = self.linear(x)
-        for adapter, written, read in self.step.groups:
-            found = adapter.products.get((self.layer, self.site))
+        y, groups = self.linear(x), self.step.groups
+        if groups is not None:
+            self._add(y, x, groups)
+        return y
+
+    def _add(self, y: Tensor, x: Tensor, groups: RowGroups) -> None:
+        at, kernel = (self.layer, self.site), self.step.kernel
+        if kernel is not None:
+            packed = [adapter.packed.get(at) for adapter in groups.adapters]
+            if any(packed):  # then all that have a product here: it depends on the shape
+                kernel.add(y, x, packed, groups.packed)
+                return
+        for adapter, indexes in zip(groups.adapters, groups.indexes, strict=True):
+            found = adapter.products.get(at)
             if found is None:
                 continue
-            if written is None or read is None:
+            if indexes is None:
                 y.add_(found.up(found.down(x)))
             else:
+                written, read = indexes
                 added = found.up(found.down(x.index_select(0, read)))
                 y.index_add_(0, written, added if written is read else added[:1])
-        return y

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -19,22 +20,35 @@ from core.drafts import DraftWish, plain_sampling
 from core.errors import StartupError
 from core.plan import Int32Array, SequenceStart, StepPlan
 from core.sequence import Sequence
-from core.tokenizer import Tokenizer
+from core.types import SamplingParams
 from gpu.device import choose_device
 from gpu.kv_cache import bytes_per_block, num_blocks_for
+from gpu.memory_plan import draft_room
 from gpu.runner import ModelRunner
 
-MOST_SEQUENCES = 16  # that it drafts for at once
-KV_CONTEXTS = 2  # of the longest sequence, that its blocks hold at least ...
-KV_TOKENS = 16_384  # ... and tokens
 FADING = 0.9  # of measured times, a step
 LEAST_MEASURED = 16  # tokens that it lacked, for a step to tell what one costs
 COMPARED = 512  # tokens at a time
 
 
+class Drafted(Protocol):
+    """A sequence as a draft model reads it; see Sequence."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+
+
 @dataclass(slots=True, eq=False)
-class _Draftee:
-    """A sequence as the draft model has it.
+class Draftee:
+    """What a draft model has of a sequence.
 
     Args:
         sequence: it may have ended: its blocks are still copied.
@@ -44,7 +58,7 @@ class _Draftee:
         used: in which call it last was asked for.
     """
 
-    sequence: Sequence
+    sequence: Drafted
     domain: Hashable
     slot: int
     used: int
@@ -58,12 +72,18 @@ class _Draftee:
         return self.num_sent > 0
 
 
+Rows = dict[int, tuple[Draftee, int, list[int]]]
+"""By wish: who, and from which position on it computes which tokens."""
+
+
 class DraftRunner:
     """
     Args:
         runner: of the draft model; nobody else steps it.
         vocab_size: the target's.
     """
+
+    name = "model"
 
     def __init__(self, runner: ModelRunner, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         limits = runner.limits
@@ -75,7 +95,7 @@ class DraftRunner:
         self.token_s = float(np.median(decodes)) if decodes else 0.0
         self.prompt_token_s = float(np.median(timed)) if timed else self.token_s
         self._clock = clock
-        self._known: dict[Sequence, _Draftee] = {}
+        self._known: dict[Drafted, Draftee] = {}
         self._free_slots, self._free_blocks = list(range(limits.max_sequences)), list(range(limits.num_blocks))
         self._num_calls = 0
 
@@ -83,23 +103,31 @@ class DraftRunner:
         for one in list(self._known.values()):
             self._forget(one)
 
+    def read(self, sequence: Sequence) -> Drafted | None:
+        """The sequence as the model reads it; None: it cannot now."""
+        return sequence
+
     def num_behind(self, sequence: Sequence, domain: Hashable) -> int:
-        one = self._known.get(sequence)
+        if (drafted := self.read(sequence)) is None:
+            return 0
+        one = self._known.get(drafted)
         if one is not None:
-            return len(sequence.token_ids) - self._num_known(one, sequence.token_ids)
-        return len(sequence.token_ids) - self._donor(sequence.token_ids, domain)[1]
+            return len(drafted.token_ids) - self._num_known(one, drafted.token_ids)
+        return len(drafted.token_ids) - self._donor(drafted.token_ids, domain)[1]
 
     def propose(self, wishes: Seq[DraftWish]) -> tuple[list[list[int]], float, float]:
         self._num_calls += 1
         began_s = self._clock()
         drafts: list[list[int]] = [[] for _ in wishes]
         copies: list[tuple[int, int]] = []
-        rows: dict[int, tuple[_Draftee, int, list[int]]] = {}  # wish -> who, position, tokens to compute there
+        rows: Rows = {}
         budget = self.runner.limits.max_batch_tokens
         for index, wish in enumerate(wishes):
-            token_ids = wish.sequence.token_ids
-            if budget < 1 or (one := self._draftee(wish, copies)) is None:
+            if budget < 1 or (drafted := self.read(wish.sequence)) is None:
                 continue
+            if (one := self._draftee(drafted, wish, copies)) is None:
+                continue
+            token_ids = drafted.token_ids
             start = self._num_known(one, token_ids)
             behind = token_ids[start : start + budget]
             if max(behind) >= self.vocab_size:  # padding of the target's vocabulary, which has no text
@@ -117,7 +145,7 @@ class DraftRunner:
             for index, token_id in sampled.items():
                 drafts[index].append(token_id)
             rows = {
-                index: (rows[index][0], len(wishes[index].sequence.token_ids) + len(drafts[index]) - 1, [token_id])
+                index: (one := rows[index][0], len(one.sequence.token_ids) + len(drafts[index]) - 1, [token_id])
                 for index, token_id in sampled.items()
                 if len(drafts[index]) < wishes[index].length and token_id < self.vocab_size
             }
@@ -129,9 +157,7 @@ class DraftRunner:
             return _within(drafts, self.vocab_size), 0.0, self._clock() - began_s
         return _within(drafts, self.vocab_size), caught_up_s, self._clock() - began_s - caught_up_s
 
-    def _step(
-        self, rows: dict[int, tuple[_Draftee, int, list[int]]], wishes: Seq[DraftWish], copies: list[tuple[int, int]]
-    ) -> dict[int, int]:
+    def _step(self, rows: Rows, wishes: Seq[DraftWish], copies: list[tuple[int, int]]) -> dict[int, int]:
         """Compute these tokens; the token that follows each row, where it reaches what the wish knows and drafts."""
         if not rows:
             return {}
@@ -139,7 +165,7 @@ class DraftRunner:
         tables: list[tuple[int, int, int]] = []
         samples: list[bool] = []
         for index, (one, start, token_ids) in rows.items():
-            sequence, end = wishes[index].sequence, start + len(token_ids)
+            sequence, end = one.sequence, start + len(token_ids)
             if not one.is_started:
                 starts.append(_start_of(sequence, one.slot))
             tables += [(one.slot, place, one.blocks[place]) for place in range(one.num_sent, len(one.blocks))]
@@ -169,14 +195,14 @@ class DraftRunner:
         indexes = list(rows)
         return {indexes[row]: token for row, token in zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)}
 
-    def _num_known(self, one: _Draftee, token_ids: list[int]) -> int:
+    def _num_known(self, one: Draftee, token_ids: list[int]) -> int:
         """How many of the sequence's tokens it has; never the last, whose logits are needed."""
         one.num_sure += num_common(one.token_ids[one.num_sure :], token_ids[one.num_sure :])
         return min(one.num_sure, len(token_ids) - 1)
 
-    def _donor(self, token_ids: list[int], domain: Hashable) -> tuple[_Draftee | None, int]:
+    def _donor(self, token_ids: list[int], domain: Hashable) -> tuple[Draftee | None, int]:
         """Who has most of these tokens in whole blocks, and how many."""
-        best: tuple[_Draftee | None, int] = (None, 0)
+        best: tuple[Draftee | None, int] = (None, 0)
         for one in self._known.values():
             if one.domain == domain and one.is_started:
                 num = 0
@@ -187,9 +213,9 @@ class DraftRunner:
                 best = max(best, (one, num), key=lambda found: found[1])
         return best
 
-    def _draftee(self, wish: DraftWish, copies: list[tuple[int, int]]) -> _Draftee | None:
+    def _draftee(self, sequence: Drafted, wish: DraftWish, copies: list[tuple[int, int]]) -> Draftee | None:
         """The wish's, with a slot and blocks for all that it may compute; None: there is no room."""
-        sequence, one = wish.sequence, self._known.get(wish.sequence)
+        one = self._known.get(sequence)
         num_blocks = num_blocks_for(len(sequence.token_ids) + wish.length)
         if one is None:
             donor, num_shared = self._donor(sequence.token_ids, wish.domain)
@@ -200,7 +226,7 @@ class DraftRunner:
                 donor.used = self._num_calls
             if not self._make_room(num_blocks, 1):
                 return None
-            one = self._known[sequence] = _Draftee(sequence, wish.domain, self._free_slots.pop(), self._num_calls)
+            one = self._known[sequence] = Draftee(sequence, wish.domain, self._free_slots.pop(), self._num_calls)
             one.blocks = [self._free_blocks.pop() for _ in range(num_blocks)]
             if donor is not None:
                 copies += zip(donor.blocks[: num_shared // BLOCK_SIZE], one.blocks, strict=False)
@@ -220,13 +246,13 @@ class DraftRunner:
             self._forget(min(idle, key=lambda one: one.used))
         return True
 
-    def _forget(self, one: _Draftee) -> None:
+    def _forget(self, one: Draftee) -> None:
         del self._known[one.sequence]
         self._free_slots.append(one.slot)
         self._free_blocks += one.blocks
 
 
-def _start_of(sequence: Sequence, slot: int) -> SequenceStart:
+def _start_of(sequence: Drafted, slot: int) -> SequenceStart:
     prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
     return SequenceStart(slot, prompt, len(prompt), plain_sampling(sequence.sampling), sequence.seed, sequence.stop_ids)
 
@@ -247,43 +273,23 @@ def draft_settings(engine: EngineConfig, model: ModelConfig, draft: ModelConfig)
         model: the target's.
 
     Raises:
-        StartupError: the device verifies no drafts, or a model cannot go back to before a wrong one.
+        StartupError: the device verifies no drafts.
     """
     choice = choose_device(engine)
     if choice.device.type != "cpu":
         raise StartupError(f"--draft on {choice.device}: drafts are verified on a CPU", "leave --draft out")
-    if model.recurrence is not None or draft.recurrence is not None:
-        raise StartupError("--draft: recurrent layers cannot go back to before a wrong draft", "leave --draft out")
     longest = min(engine.max_model_len or model.max_position, model.max_position, draft.max_position)
-    num_sequences = min(engine.max_sequences, MOST_SEQUENCES)
-    num_tokens = min(num_sequences * longest, max(KV_CONTEXTS * longest, KV_TOKENS))
+    num_sequences, num_blocks = draft_room(engine, longest)
     return replace(
         engine,
         max_model_len=longest,
         max_sequences=num_sequences,
-        kv_memory_bytes=(num_blocks_for(num_tokens) + 1) * bytes_per_block(draft, choice.dtype),
+        kv_memory_bytes=(num_blocks + 1) * bytes_per_block(draft, choice.dtype),
         quantize=None,
+        mtp=False,
         kv_offload_bytes=0,
         kv_offload_dir=None,
         kv_offload_dir_bytes=None,
         max_loras=0,
         deterministic=False,
     )
-
-
-def check_vocabulary(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
-    """
-    Args:
-        names: of both.
-
-    Raises:
-        StartupError: a token is not the same text in both.
-    """
-    other = f"--draft {names[1]} has another vocabulary than {names[0]}"
-    fix, sizes = "--draft with a smaller model of the same family", (target.vocab_size, draft.vocab_size)
-    for token_id in range(min(sizes)):
-        texts = target.bytes_of(token_id), draft.bytes_of(token_id)
-        if texts[0] != texts[1]:
-            raise StartupError(f"{other}: token {token_id} is {texts[1]!r}, not {texts[0]!r}", fix)
-    if sizes[0] != sizes[1]:
-        raise StartupError(f"{other}: {sizes[1]:,} tokens, not {sizes[0]:,}", fix)

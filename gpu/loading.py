@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.config import EngineConfig, ModelConfig
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from core.drafts import DraftModel
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
 from core.types import SamplingParams
@@ -19,14 +20,15 @@ from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
 from gpu.kv_cache import num_blocks_for
 from gpu.linear import MOST_FEW_ROWS
-from gpu.memory_plan import MemoryPlan, plan_checkpoint
+from gpu.memory_plan import MemoryPlan, draft_room, mtp_bytes, plan_checkpoint
+from gpu.mtp import MtpDrafts, MtpModel, MtpRunner
 from gpu.operators import Operators
 from gpu.parallel.ranks import Ranks, Shard
 from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
 from gpu.tune import find_operators, timed_steps
-from gpu.weights import MatrixForm, check_checkpoint, load_weights, prequantized_scheme
+from gpu.weights import MatrixForm, check_checkpoint, load_mtp, load_weights, prequantized_scheme
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; fewer of a large model, which takes longer.
 TIMED_CHUNKS = (8, 16, 32, 64) * 3
@@ -66,12 +68,31 @@ def load_runner(
             timing = partial(time_rows, runner)
             timed = timed_steps(config, engine, choice, runner.operators, checkpoint.main_format, timing)
             runner.limits = replace(runner.limits, timed_rows=timed)
+        if mtp_bytes(config, engine, choice, checkpoint):
+            runner.drafts = _load_mtp(runner, checkpoint, find)
         runner.open_offload(engine, checkpoint)
         drop_code_pages()  # what warming up needed of compilers
     except DeviceError as error:
         fix = "start it again; nvidia-smi and the system's log say what happened to the device."
         raise StartupError(f"The device is lost: {error}", fix, ExitCode.DEVICE) from error
     return runner
+
+
+def _load_mtp(runner: ModelRunner, checkpoint: Checkpoint, find: FindOperators) -> DraftModel:
+    """The drafts of the model's own head, whose memory is planned."""
+    memory, engine, config = runner.memory, runner.memory.engine, runner.config
+    num_sequences, num_blocks = draft_room(engine, memory.max_model_len)
+    own = replace(engine, max_sequences=num_sequences, max_loras=0, deterministic=False)
+    own_memory = replace(memory, model=config.mtp_layer, engine=own, num_blocks=num_blocks, num_kept_states=0)
+    operators = find(config.mtp_layer, memory.device)
+    operators.has_blocks = runner.operators.has_blocks
+    with torch.inference_mode(), quantizing(engine) as convert:
+        weights = load_mtp(checkpoint, config, memory.device.dtype, memory.device.device, convert)
+        num_kv_slots = (num_blocks + 1) * BLOCK_SIZE
+        head = MtpRunner(MtpModel(config.mtp_layer, weights, operators, runner.model, num_kv_slots), own_memory)
+    warm_up(head)
+    head.limits = replace(head.limits, timed_rows=time_rows(head))
+    return MtpDrafts(head, runner.keep_states(), config.vocab_size)
 
 
 def load_planned(

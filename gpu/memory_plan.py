@@ -24,10 +24,18 @@ from gpu.linear import can_gather, can_pack
 from gpu.parameters import EMBEDDING, LayerWeights, empty_ends, empty_layer, empty_weights, matrices
 from gpu.quant import DEVICE_SLAB_BYTES, SLAB_BYTES, can_quantize, floats, stored_bytes
 from gpu.recurrence import bytes_per_state
+from gpu.rows import MOST_STATES
 from gpu.sampler import piece_rows
 from gpu.step_shapes import max_decodes, step_shapes
 from gpu.streams import staged_bytes
-from gpu.weights import check_checkpoint, ends_in_blocks, find_prequantized, names_in_blocks, prequantized_scheme
+from gpu.weights import (
+    check_checkpoint,
+    ends_in_blocks,
+    find_prequantized,
+    mtp_size_bytes,
+    names_in_blocks,
+    prequantized_scheme,
+)
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
@@ -36,6 +44,11 @@ ROUNDING_TOKENS = 100  # of a proposed --max-model-len
 SHARED_MEMORY_SHARE, OWN_MEMORY_SHARE = 0.5, 0.95
 KEPT_STATES_SHARE, MOST_KEPT_STATES = 0.15, 4  # of recurrent layers: of the room, and for each sequence
 FIX_MARGIN = 0.02  # of the free memory, left by proposed settings: a minute later there may be less
+
+
+MOST_DRAFTED = 16  # sequences that a draft model, or the model's own head, drafts for at once
+DRAFT_CONTEXTS = 2  # of the longest sequence, that its blocks hold at least ...
+DRAFT_TOKENS = 16_384  # ... and tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +206,7 @@ def plan_checkpoint(
     model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint, free_bytes: int
 ) -> MemoryPlan:
     """plan_memory for a model whose headers have been read."""
-    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
-    if why_not_in_place(model, engine, device.device, device.dtype) is None:
-        weights_bytes += blocks_added_bytes(model, device.dtype, device.device, checkpoint)
+    weights_bytes = _served_bytes(model, engine, device, checkpoint)
     return plan_memory(model, engine, device, checkpoint.size_bytes, free_bytes, weights_bytes)
 
 
@@ -256,11 +267,43 @@ def memory_needed(
     Args:
         checkpoint: see weights_size_bytes.
     """
-    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
-    if checkpoint is not None and why_not_in_place(model, engine, device.device, device.dtype) is None:
-        weights_bytes += blocks_added_bytes(model, device.dtype, device.device, checkpoint)
+    weights_bytes = (
+        weights_size_bytes(model, device.dtype, engine.quantize, device.device)
+        if checkpoint is None
+        else _served_bytes(model, engine, device, checkpoint)
+    )
     plan = MemoryPlan(model, _with_length(model, engine), device, model.num_parameters, 0, weights_bytes, free_bytes=0)
     return max(plan.beside_kv_bytes + plan.least_kv_bytes, weights_bytes + plan.loading_bytes)
+
+
+def _served_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint) -> int:
+    """Weights as they are served, and what the head that predicts later tokens needs."""
+    size_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
+    if why_not_in_place(model, engine, device.device, device.dtype) is None:
+        size_bytes += blocks_added_bytes(model, device.dtype, device.device, checkpoint)
+    return size_bytes + mtp_bytes(model, engine, device, checkpoint)
+
+
+def mtp_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint) -> int:
+    """Of the model's own head that drafts: weights, KV, the states that it reads; 0: none drafts."""
+    if not engine.mtp or engine.speculation == "off" or device.device.type != "cpu" or engine.tensor_parallel > 1:
+        return 0
+    weights_bytes = mtp_size_bytes(checkpoint, model, device.dtype)
+    if not weights_bytes:
+        return 0
+    longest = _with_length(model, engine).max_model_len
+    assert longest is not None, "it was set"
+    num_blocks = draft_room(engine, longest)[1] + 1
+    states = num_blocks * BLOCK_SIZE + engine.max_sequences * MOST_STATES
+    kv_bytes = num_blocks * bytes_per_block(model.mtp_layer, kv_dtype_of(model, engine, device))
+    return weights_bytes + kv_bytes + states * model.hidden_size * device.dtype.itemsize
+
+
+def draft_room(engine: EngineConfig, longest: int) -> tuple[int, int]:
+    """How many sequences are drafted for at once, and the KV blocks of what drafts."""
+    num_sequences = min(engine.max_sequences, MOST_DRAFTED)
+    num_tokens = min(num_sequences * longest, max(DRAFT_CONTEXTS * longest, DRAFT_TOKENS))
+    return num_sequences, num_blocks_for(num_tokens)
 
 
 def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int) -> int:

@@ -102,26 +102,32 @@ class Model:
 
     Args:
         takes_adapters: rows may have adapters (Batch.adapted).
+        ends: embedding and head of another model; None: the weights'.
 
     Attributes:
         adapted: what the layers' matmuls read; None: it takes none.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, operators: Operators, takes_adapters: bool = False
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        operators: Operators,
+        takes_adapters: bool = False,
+        ends: tuple[Embed, Linear] | None = None,
     ) -> None:
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self.operators = operators
         self.config = config
         self.norm = weights.norm  # [hidden]
-        self._embed, self.lm_head = _ends(weights, self.operators)
+        self.embed, self.lm_head = _ends(weights, self.operators) if ends is None else ends
         self.score = None if weights.score is None else make_linear(weights.score, None)  # hidden -> scores
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.rope_head_dim, device) for rope in used]
         layers = iter(weights.layers)
         self.layers = [_layer(config, next(layers), index, used, self.operators) for index in range(config.num_layers)]
-        self.adapted = StepAdapters() if takes_adapters else None
+        self.adapted = StepAdapters(operators.low_rank()) if takes_adapters else None
         if self.adapted is not None:
             for index, one in enumerate(self.layers):
                 for owner, sites in ((one.attention, ("qkv", "output")), (one.mlp, ("gate_up", "down"))):
@@ -134,12 +140,10 @@ class Model:
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens; returns the last hidden states of those asked for: [asked, hidden]."""
-        x = self._embed(batch.tokens.token_ids)  # [tokens, hidden]
-        if self._embedding_scale != 1:
-            x = x.mul_(self._embedding_scale)
+        x = self._begin(batch.tokens)
         adapted, with_adapters = self.adapted, batch.adapted
         if adapted is not None:
-            adapted.groups = [] if with_adapters is None else with_adapters.groups
+            adapted.groups = None if with_adapters is None else with_adapters.groups
         if batch.recurrent is not None:
             batch.recurrent.copy_states()
         positions = batch.tokens.positions
@@ -164,8 +168,13 @@ class Model:
                     added = self.operators.ranks.sum(added)
                 x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
         if adapted is not None:
-            adapted.groups = []  # an adapter's memory goes with its last request
+            adapted.groups = None  # an adapter's memory goes with its last request
         return x
+
+    def _begin(self, tokens: StepTokens) -> Tensor:
+        """What the first layer reads: [tokens, hidden]."""
+        x = self.embed(tokens.token_ids)
+        return x.mul_(self._embedding_scale) if self._embedding_scale != 1 else x
 
     def normed(self, x: Tensor) -> Tensor:
         """The last norm. x: [some, hidden], from forward(); also returned so."""

@@ -26,6 +26,7 @@ from gpu.sampler import MakeSampler
 
 if TYPE_CHECKING:
     from gpu.cpu_kernels.block_matmul import BlockMatmul
+    from gpu.cpu_kernels.low_rank import LowRankKernel
 
 HeadNorms = tuple[Tensor, Tensor]
 """Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
@@ -90,6 +91,10 @@ class Operators:
     def recurrence(self, config: RecurrentConfig, weights: RecurrentWeights) -> Recurrence:
         """What a recurrent layer computes between its matrices."""
         return make_recurrence(config, weights)
+
+    def low_rank(self) -> "LowRankKernel | None":
+        """What adds adapters' products; None: torch does."""
+        return None
 
     def gated(self, activation: str) -> Gated:
         """An MLP's gate, activated, times up. activation: of GATED."""

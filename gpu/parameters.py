@@ -4,7 +4,7 @@ One pass allocates a layer's parameters and says where each tensor of the checkp
 way; it knows how the families name and store layers and experts. Thread: engine (at start).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -279,6 +279,53 @@ class ModelWeights:
     norm: Tensor  # [hidden]; see LayerWeights
     lm_head: Tensor | BlockWeight  # [vocab, hidden]; the embedding itself when tied
     score: Tensor | None = None  # [scores, hidden]: of a model that scores
+
+
+@dataclass(slots=True)
+class MtpWeights:
+    """A head that predicts the token after the next, from a token's last hidden state and the token that followed it.
+
+    Args:
+        join: of the embedding and the state, both normed, to what the layer reads.
+        norm: before the model's head, which it shares.
+        is_normed: it goes on from its own states after `norm`, not before it.
+    """
+
+    join: Tensor  # [hidden, 2 * hidden]
+    embedding_norm: Tensor  # [hidden]
+    state_norm: Tensor  # [hidden]
+    norm: Tensor  # [hidden]
+    layer: LayerWeights
+    is_normed: bool
+
+
+def empty_mtp(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, stored: Container[str]
+) -> tuple[MtpWeights, Targets]:
+    """Allocate it. Sources: vLLM, models/qwen3_next_mtp.py and models/deepseek_mtp.py.
+
+    Args:
+        config: the whole model's.
+        stored: names of the checkpoint's tensors.
+    """
+    hidden, empty_norm = config.hidden_size, partial(torch.empty, dtype=_norm_dtype(config, dtype), device=device)
+    own = f"model.layers.{config.num_layers}"
+    prefix, names = own, [f"{own}.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
+    if config.recurrence is not None:
+        prefix = "mtp.layers.0"
+        names = [f"mtp.{name}" for name in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")]
+    layer_config = config.mtp_layer
+    if layer_config.experts is not None and layer_config.experts.layout in (BY_ROWS, STACKED_BY_ROWS):
+        layout = STACKED_BY_ROWS if f"{prefix}.mlp.experts.gate_up_proj" in stored else BY_ROWS
+        layer_config = replace(layer_config, experts=replace(layer_config.experts, layout=layout))
+    layer, of_layer = empty_layer(layer_config, 0, dtype, device)
+    targets = {prefix + name.removeprefix("model.layers.0"): target for name, target in of_layer.items()}
+    join = torch.empty((hidden, 2 * hidden), dtype=dtype, device=device)
+    norms = empty_norm(hidden), empty_norm(hidden), empty_norm(hidden)
+    targets[f"{names[0]}.weight"] = Target(join)
+    for name, norm in zip(names[1:], norms, strict=True):
+        targets[f"{name}.weight"] = Target(norm, offset=_norm_offset(config))
+    return MtpWeights(join, *norms, layer, config.recurrence is not None), targets
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[ModelWeights, Targets]:
@@ -602,7 +649,7 @@ def _expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Targets:
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    return any(name.endswith("mlp.experts.gate_up_proj") for name in names)
+    return any(name.startswith("model.") and name.endswith("mlp.experts.gate_up_proj") for name in names)
 
 
 def _stacked_targets(weights: ExpertWeights) -> Targets:

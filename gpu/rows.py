@@ -5,12 +5,16 @@ kernels/rows.py has Triton's kernels, whose results have fixed addresses, so tha
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
+from gpu.kv_cache import zeros
 
 NO_SLOT = -1  # of padding
+MOST_STATES = 256  # of a slot's newest tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,35 @@ class DeviceTables:
     last_tokens: Tensor
     scratch: int
     padding: int
+
+
+class LastStates:
+    """The last hidden states of each slot's newest tokens, normed, on a CPU: what drafts read (gpu/mtp.py)."""
+
+    def __init__(self, num_slots: int, width: int, dtype: torch.dtype) -> None:
+        shape = (num_slots, MOST_STATES)
+        self._states = zeros((*shape, width), dtype, torch.device("cpu"))
+        self._positions = np.full(shape, NO_SLOT, np.int64)  # whose state is there
+
+    def clear(self, slot: int) -> None:
+        """Another sequence begins."""
+        self._positions[slot] = NO_SLOT
+
+    def put(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], states: Tensor) -> None:
+        """slots, positions: [some], each pair once. states: [some, hidden]."""
+        places = positions % MOST_STATES
+        self._states[torch.from_numpy(slots), torch.from_numpy(places)] = states
+        self._positions[slots, places] = positions
+
+    def oldest(self, slot: int, end: int) -> int:
+        """The first position from which on all states up to that before `end` are there; `end`: none are."""
+        wanted = np.arange(max(0, end - MOST_STATES), end)
+        missing = wanted[self._positions[slot, wanted % MOST_STATES] != wanted]
+        return int(missing[-1]) + 1 if len(missing) else max(0, end - MOST_STATES)
+
+    def of(self, slot: int, start: int, end: int) -> Tensor:
+        """[end - start, hidden], all of which are there."""
+        return self._states[slot, torch.arange(start, end) % MOST_STATES]
 
 
 class RowOperators:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from core.drafts import DraftModel
 from core.errors import ExitCode, StartupError
 from core.plan import BoolArray, DeviceError, Int32Array, RunnerLimits, StepOutput, StepPlan
 from gpu.adapters import LoadedAdapter, load_adapter
@@ -31,6 +32,7 @@ from gpu.model import Model
 from gpu.operators import Operators
 from gpu.parameters import ModelWeights
 from gpu.recurrence import States
+from gpu.rows import LastStates
 from gpu.sampler import PendingTokens, PromptScores, Sampler, TokensToHost
 from gpu.step_graphs import CountedGraphs, Progress, StepGraphs, count_graphs
 from gpu.step_shapes import StepShapes, max_decodes, step_shapes
@@ -76,8 +78,11 @@ class ModelRunner:
 
     Args:
         memory: the plan, and its device.
-        weights: Model takes them over.
+        weights: Model takes them over; or the model that has.
         operators: see Model.
+
+    Attributes:
+        drafts: by the model's own head; None: it has none.
     """
 
     def __init__(
@@ -85,22 +90,23 @@ class ModelRunner:
         config: ModelConfig,
         engine: EngineConfig,
         memory: MemoryPlan,
-        weights: ModelWeights,
+        weights: ModelWeights | Model,
         operators: Operators,
     ) -> None:
         device = memory.device.device
+        self.drafts: DraftModel | None = None
         self.config = config
         self._engine, self.operators = engine, operators
         self.captured = Captured()
         self.offload: KVOffload | None = None
         self.memory = memory
         with torch.inference_mode():
-            self._model = Model(config, weights, operators, takes_adapters=engine.max_loras > 0)
+            if not isinstance(weights, Model):
+                weights = Model(config, weights, operators, takes_adapters=engine.max_loras > 0)
+            self.model = weights
             self._streams = open_streams(device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
-            # a recurrent state cannot go back to before a draft that was wrong
             takes_drafts = device.type == "cpu" and operators.ranks is None and not operators.has_device_rows
-            takes_drafts = takes_drafts and config.recurrence is None
             max_drafts = MOST_DRAFTS if takes_drafts else 0
             self._to_host = TokensToHost(engine.max_sequences + max_drafts, self._streams)
             with _device_errors():
@@ -134,6 +140,7 @@ class ModelRunner:
             few_tokens=FEW_TOKENS[device.type],
             max_drafts=max_drafts,
             num_kept_states=None if config.recurrence is None else memory.num_kept_states,
+            window=config.longest_window,
         )
 
     def _tune(self, memory: MemoryPlan) -> Tuning:
@@ -141,7 +148,7 @@ class ModelRunner:
         if operators.ranks is not None:
             # ranks that chose differently would round differently what all compute alike
             return Tuning(self.config, memory.device, operators, None)
-        probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
+        probes = self.model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
         return Tuning(self.config, memory.device, operators, probes)
 
     def _check_rounding(self, memory: MemoryPlan) -> None:
@@ -154,8 +161,8 @@ class ModelRunner:
         if device.device.type != "cpu" or self.operators.ranks is not None:
             what = "a GPU, or several devices together, add numbers in an order that depends on the step."
         else:
-            probes = [(linear, width) for linear, width in self._model.probes(1)]
-            head = partial(self._model.logits, out=None)
+            probes = [(linear, width) for linear, width in self.model.probes(1)]
+            head = partial(self.model.logits, out=None)
             if not keeps_rounding([*probes, (head, self.config.hidden_size)], device.dtype, counts):
                 what = "this CPU's matmuls round a row by how many there are."
         if what is not None:
@@ -189,7 +196,7 @@ class ModelRunner:
     def _open_steps(self, cache: KVCache, shapes: StepShapes) -> Steps:
         most_rows, most_tokens = max_decodes(self._engine), self.memory.max_model_len
         self.operators.attention.reserve(most_rows, most_tokens, self.config.num_heads, cache.layers[0])
-        return Steps(self._model, self._sampler, self._streams, self.memory, shapes, cache, self._states)
+        return Steps(self.model, self._sampler, self._streams, self.memory, shapes, cache, self._states)
 
     @property
     def captures_lazily(self) -> bool:
@@ -230,10 +237,17 @@ class ModelRunner:
             num_slots, copy_s = self.offload.memory.num_slots, self.offload.copy_s
             self.limits = replace(self.limits, num_host_blocks=num_slots, host_copy_s=copy_s)
 
+    def keep_states(self) -> LastStates:
+        """From now on, each step leaves the last hidden states of its tokens there."""
+        dtype, num_slots = self.memory.device.dtype, self.memory.engine.max_sequences
+        self._steps.last_states = LastStates(num_slots, self.config.hidden_size, dtype)
+        return self._steps.last_states
+
     def load_adapter(self, directory: Path) -> LoadedAdapter:
         """See gpu/adapters.py. Thread: any."""
-        device = self.memory.device
-        return load_adapter(directory, self.config, device.dtype, device.device, self._engine.max_lora_rank)
+        device, adapted = self.memory.device, self.model.adapted
+        kernel = None if adapted is None else adapted.kernel
+        return load_adapter(directory, self.config, device.dtype, device.device, self._engine.max_lora_rank, kernel)
 
     def forward(self, plan: StepPlan) -> StepTicket:
         """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample and of targets."""

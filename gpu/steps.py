@@ -38,7 +38,7 @@ from gpu.memory_plan import MemoryPlan
 from gpu.model import Batch, Model
 from gpu.pooling import Pooled, Pooler, pooled_tokens
 from gpu.recurrence import RecurrentRows, States
-from gpu.rows import NO_SLOT, DeviceTables, StepInputs
+from gpu.rows import MOST_STATES, NO_SLOT, DeviceTables, LastStates, StepInputs
 from gpu.sampler import NO_DRAFT, DraftRows, Masked, PromptScores, Sampled, Sampler, score, scored_tokens
 from gpu.step_graphs import StepGraphs
 from gpu.step_shapes import StepShape, StepShapes
@@ -121,7 +121,8 @@ class StepLayout:
         lengths: [prompts], tokens of each.
         tokens: [3, tokens]: see StepInputs.
         asked: indexes of the tokens whose last hidden states are needed: of rows that sample, then of prompts' targets,
-            then of pooled rows; None: all tokens, in order.
+            then of pooled rows, then `kept`; None: all tokens, in order.
+        kept: indexes of the tokens whose states go to LastStates.
     """
 
     num_own: int
@@ -131,6 +132,7 @@ class StepLayout:
     tokens: Int32Array
     asked: IntArray | None
     sampled: SampledRows
+    kept: IntArray
 
     @property
     def shape(self) -> StepShape:
@@ -138,11 +140,12 @@ class StepLayout:
         return StepShape(self.num_own, len(self.lengths), self.tokens.shape[1] - self.num_own)
 
 
-def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) -> StepLayout:
+def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool, keeps: bool = False) -> StepLayout:
     """
     Args:
         num_prompt_tokens: [slots]
         are_own_alone: several own tokens of a sequence are rows of one token each. False: they count as a prompt.
+        keeps: last hidden states are kept: of own tokens, and of a prompt's MOST_STATES last ones.
     """
     lengths, ends = plan.lengths, plan.starts + plan.lengths
     num_tokens = plan.num_tokens
@@ -177,11 +180,14 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
     sampled, lasts, ends_sampled = sampled[by_place], lasts[by_place], ends_sampled[by_place]
     if drafts is not None:
         drafts = DraftRows(drafts.turns[by_place], drafts.next_ids[by_place])
-    asked = None
+    asked, kept = None, order[:0]
+    if keeps:
+        newest = (num_prompt_tokens[plan.slots] - MOST_STATES)[row_of]
+        kept = np.flatnonzero((positions >= newest)[order])
     if len(prompts) or plan.prompt_targets or len(sampled) < num_tokens:
         first_tokens = before.astype(np.int32)
         more = place[scored_tokens(plan, first_tokens)], place[pooled_tokens(plan, first_tokens)]
-        asked = np.concatenate([lasts, *more])
+        asked = np.concatenate([lasts, *more, kept])
     slots, positions = plan.slots[row_of[order]], positions[order]
     return StepLayout(
         num_own=len(own),
@@ -191,6 +197,7 @@ def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) ->
         tokens=np.stack([slots, positions.astype(np.int32), plan.token_ids[order]]),
         asked=asked,
         sampled=SampledRows(sampled, plan.slots[sampled], ends_sampled, drafts),
+        kept=kept,
     )
 
 
@@ -265,6 +272,9 @@ class Steps:
         memory: the plan, with the settings that it was made for.
         shapes: what steps with graphs are padded to.
         states: of recurrent layers; None: there are none.
+
+    Attributes:
+        last_states: None: they are not kept.
     """
 
     def __init__(
@@ -278,6 +288,7 @@ class Steps:
         states: States | None = None,
     ) -> None:
         self._states = states
+        self.last_states: LastStates | None = None
         self._model, self._sampler, self._streams, self._cache = model, sampler, streams, cache
         self._operators = operators = model.operators
         self._windows = model.config.windows
@@ -312,7 +323,11 @@ class Steps:
         """
         self.tables.grow(plan)
         self._adapters.start(plan.sequence_starts)
-        layout = lay_out(plan, self.tables.num_prompt_tokens, self._operators.attention.are_own_tokens_alone)
+        if self.last_states is not None:
+            for start in plan.sequence_starts:
+                self.last_states.clear(start.slot)
+        are_alone, keeps = self._operators.attention.are_own_tokens_alone, self.last_states is not None
+        layout = lay_out(plan, self.tables.num_prompt_tokens, are_alone, keeps and not wants_all)
         if wants_all:
             layout = replace(layout, asked=None)
         is_free = not (wants_all or plan.masked_rows)
@@ -384,6 +399,11 @@ class Steps:
         inputs, num_blocks = inputs_in(self._inputs, shape, num_asked), num_blocks_for(int(layout.ends.max(initial=1)))
         asked = None if layout.asked is None else inputs.asked
         hidden = self._hidden(inputs, shape, num_blocks, asked, rows, adapted, recurrent)
+        if self.last_states is not None and len(layout.kept):
+            slots, positions = layout.tokens[:2, layout.kept].astype(np.int64)
+            num_before = len(hidden) - len(layout.kept)
+            self.last_states.put(slots, positions, self._model.normed(hidden[num_before:]))
+            hidden = hidden[: num_before or None]
         out = self._logits[:num_logits] if self._logits is not None and num_logits == len(step.logits) else None
         step.logits = self._model.logits(hidden[:num_logits], out)
         if step.is_sampled:

@@ -25,10 +25,12 @@ from gpu.parameters import (
     Empty,
     LayerWeights,
     ModelWeights,
+    MtpWeights,
     Target,
     Targets,
     empty_ends,
     empty_layer,
+    empty_mtp,
     empty_weights,
     first_matrix,
     has_stacked_experts,
@@ -129,6 +131,37 @@ def load_weights(
             source.finish()
 
     weights.layers = layers()
+    return weights
+
+
+def mtp_size_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of the head that predicts later tokens (MtpWeights), unquantised; 0: the checkpoint has none that is served."""
+    if not config.num_draft_layers and config.recurrence is None:
+        return 0
+    _, targets = empty_mtp(config, dtype, torch.device("meta"), checkpoint.tensors)
+    wrong = sorted(
+        name
+        for name, target in targets.items()
+        if name not in checkpoint.tensors or checkpoint.tensors[name].shape != target.shape
+    )
+    if wrong:
+        if len(wrong) < len(targets):
+            logger.warning("the head that predicts later tokens is left out: it lacks %s", named_tensors(wrong))
+        return 0
+    return sum(target.into.nbytes for target in targets.values())
+
+
+def load_mtp(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    convert: Callable[[Tensor], Weight] | None,
+) -> MtpWeights:
+    """Fill it; mtp_size_bytes has found it whole."""
+    weights, targets = empty_mtp(config, dtype, device, checkpoint.tensors)
+    with TensorSource(checkpoint, dtype, lambda done, total: None) as source:
+        _load_layer(config, 0, source, MatrixForm(convert), weights.layer, targets)
     return weights
 
 

@@ -97,7 +97,7 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     return [
         f"steploop {__version__}",
         *([] if facts.engine is None else _engine_lines(facts.engine)),
-        *([f"  drafts   {drafts_of(facts.config)}"] if _has_drafts(facts) else []),
+        *([f"  drafts   {_drafts(facts)}"] if _has_drafts(facts) else []),
         *([f"  relayed  {', '.join(relayed)}"] if relayed else []),
         f"  auth     {_auth(facts)}",
         f"  URL      {', '.join(map(str, facts.endpoints))}  {SURFACES}",
@@ -112,9 +112,15 @@ def _page_lines(endpoints: Sequence[Endpoint]) -> list[str]:
     return [f"  page     {one}/dashboard" for one in reached[:1]]
 
 
-def drafts_of(config: ServerConfig) -> str:
+def drafts_of(config: ServerConfig, has_mtp: bool) -> str:
     """What guesses the next tokens."""
-    return DRAFTS if config.draft is None else f"{DRAFTS}; else the model {config.draft}"
+    if config.draft is not None:
+        return f"{DRAFTS}; else the model {config.draft}"
+    return f"{DRAFTS}; else the model's own head (MTP)" if has_mtp else DRAFTS
+
+
+def _drafts(facts: BannerFacts) -> str:
+    return drafts_of(facts.config, facts.engine is not None and facts.engine.has_mtp)
 
 
 def _has_drafts(facts: BannerFacts) -> bool:

@@ -867,6 +867,7 @@ class ServerConfig:
             "max_loras": self.max_loras if self.takes_adapters else 0,
             "kv_offload_dir": None if self.kv_offload_dir is None else str(self.kv_offload_dir),
             "has_prefix_cache": not self.no_prefix_cache,
+            "mtp": self.draft is None,
             "inter_token_target": self.inter_token_target or None,
         }
         return EngineConfig(**same | own)

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from core.config import CHANGE_TOKENS, QUANTIZE_SCHEMES, EngineConfig, ModelConfig
+from core.drafts import DraftModel
 from core.encoders import EncoderConfig, is_encoder
 from core.engine import Engine
 from core.errors import DeviceUnavailable, ExitCode, StartupError
 from core.plan import Runner
 from core.scheduler import Scheduler
+from core.tokenizer import Tokenizer
 from core.tool_formats import ANY_FORMAT
 from core.types import Adapter, StepDelivery
 from server.api.fields import PoolingStyle, tasks_of
@@ -126,20 +128,24 @@ def _load(
     path = model_path(config)
     report_stage("reading the model's files")
     files, model = _read_model(config, path)
+    draft = None if config.draft is None else _read_draft(config, files, model)
     report_stage("importing torch")
     check_address_space()
     from gpu.checkpoint import open_checkpoint, sampled_digest
     from gpu.device import arithmetic_of
     from gpu.encoder import EncoderRunner
     from gpu.parallel.runner import ParallelRunner
+    from gpu.runner import ModelRunner
 
     engine = config.to_engine_config()
-    draft_model = None
-    if config.draft is not None:  # before the other, so that its memory is taken
+    draft_model: DraftModel | None = None
+    if draft is not None and isinstance(model, ModelConfig):  # before the other, so that its memory is taken
         report_stage("loading the draft model")
-        draft_model = _load_draft(config, files, model, engine)
+        draft_model = _load_draft(draft, model, engine)
     report_stage("loading weights")
     runner = _load_runner(files, model, engine)
+    if isinstance(runner, ModelRunner) and draft_model is None:
+        draft_model = runner.drafts
     scheduler = Scheduler(
         runner.limits,
         files.eos_ids,
@@ -170,6 +176,7 @@ def _load(
             arithmetic_of(memory.device.device),
             *(getattr(engine, name) for name in CHANGE_TOKENS),
         ),
+        has_mtp=draft_model is not None and draft_model.name == "mtp",
     )
     check = runner.followers.check if isinstance(runner, ParallelRunner) else None
     idle_work = None if isinstance(runner, ParallelRunner) else runner.idle_work
@@ -207,17 +214,41 @@ def _load_runner(
         return load_parallel_runner(files.path, model, engine, report_bytes)
 
 
-def _read_draft(config: ServerConfig, files: ModelFiles, fetches: bool = True) -> tuple[ModelFiles, ModelConfig]:
+def _read_draft(
+    config: ServerConfig, files: ModelFiles, model: ModelConfig | EncoderConfig, fetches: bool = True
+) -> tuple[ModelFiles, ModelConfig]:
     """
     Raises:
-        StartupError: it is missing or not supported, or has another vocabulary.
+        StartupError: it is missing or not supported, or does not go with the model.
     """
-    from gpu.draft_model import check_vocabulary
-
+    if isinstance(model, EncoderConfig):
+        raise StartupError(f"--draft, and {served_name(config)} generates no text", "leave --draft out")
     path = model_path(replace(config, model=config.draft), fetches)
     draft = read_model_files(path, None, None, config.allow_special_in_content)
-    check_vocabulary(files.tokenizer, draft.tokenizer, (served_name(config), str(config.draft)))
-    return draft, parse_config(path, draft.config, None)
+    _check_vocabulary(files.tokenizer, draft.tokenizer, (served_name(config), str(config.draft)))
+    parsed = parse_config(path, draft.config, None)
+    if parsed.recurrence is not None:
+        fix = "--draft with a model of another family"
+        raise StartupError("--draft: the draft model has recurrent layers, which is not supported", fix)
+    return draft, parsed
+
+
+def _check_vocabulary(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
+    """
+    Args:
+        names: of both.
+
+    Raises:
+        StartupError: a token is not the same text in both.
+    """
+    other = f"--draft {names[1]} has another vocabulary than {names[0]}"
+    fix, sizes = "--draft with a smaller model of the same family", (target.vocab_size, draft.vocab_size)
+    for token_id in range(min(sizes)):
+        texts = target.bytes_of(token_id), draft.bytes_of(token_id)
+        if texts[0] != texts[1]:
+            raise StartupError(f"{other}: token {token_id} is {texts[1]!r}, not {texts[0]!r}", fix)
+    if sizes[0] != sizes[1]:
+        raise StartupError(f"{other}: {sizes[1]:,} tokens, not {sizes[0]:,}", fix)
 
 
 def _draft_bytes(config: ServerConfig, model: ModelConfig, engine: EngineConfig) -> int:
@@ -232,15 +263,11 @@ def _draft_bytes(config: ServerConfig, model: ModelConfig, engine: EngineConfig)
     return estimate(path, draft, draft_settings(engine, model, draft)).total_bytes
 
 
-def _load_draft(
-    config: ServerConfig, files: ModelFiles, model: ModelConfig | EncoderConfig, engine: EngineConfig
-) -> "DraftRunner":
+def _load_draft(read: tuple[ModelFiles, ModelConfig], model: ModelConfig, engine: EngineConfig) -> "DraftRunner":
     from gpu.draft_model import DraftRunner, draft_settings
     from gpu.loading import load_runner
 
-    if isinstance(model, EncoderConfig):
-        raise StartupError(f"--draft, and {served_name(config)} generates no text", "leave --draft out")
-    draft, parsed = _read_draft(config, files)
+    draft, parsed = read
     with progress(_progress_stream(), "loading the draft model", True, MIN_LOADED_BYTES) as report_bytes:
         runner = load_runner(draft.path, parsed, draft_settings(engine, model, parsed), report_bytes)
     return DraftRunner(runner, model.vocab_size)
@@ -348,7 +375,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     """
     if not config.has_engine:
         return _upstream_facts(config)
-    from gpu.memory_plan import estimate
+    from gpu.checkpoint import open_checkpoint
+    from gpu.memory_plan import estimate, mtp_bytes
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
     from gpu.tune import describe_attention, describe_graphs, describe_matmuls
@@ -360,9 +388,10 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         return (*_encoder_facts(config, files, model), *_upstream_facts(config))
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
     if config.draft is not None:
-        _read_draft(config, files, fetches=False)
+        _read_draft(config, files, model, fetches=False)
         draft_bytes = _draft_bytes(config, model, engine)
         plan = replace(plan, free_bytes=plan.free_bytes - draft_bytes).with_graphs(None)
+    head_bytes = mtp_bytes(plan.model, engine, plan.device, open_checkpoint(files.path, model.packing))
     part = part_of(model, engine.tensor_parallel)
     demonstration = " (demonstration model)" if config.model is None else ""
     scheme = prequantized_scheme(model, config.quantize, plan.device.device) or config.quantize
@@ -389,7 +418,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         "attention": describe_attention(part, plan.device),
         "matmuls": describe_matmuls(part, plan.device),
         "states": _shown_states(plan) if part.recurrence is not None else None,
-        "drafts": _shown_drafts(config, plan),
+        "drafts": _shown_drafts(config, plan, head_bytes),
         "draft model": None if config.draft is None else f"{format_size(draft_bytes)} with its KV cache",
         "CUDA graphs": graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else ""),
         "in all": f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free",
@@ -468,14 +497,12 @@ def _shown_device(runner: "ModelRunner | ParallelRunner | EncoderRunner") -> str
     return f"{device.device_reason}; {runner.measured}"
 
 
-def _shown_drafts(config: ServerConfig, plan: "MemoryPlan") -> str:
+def _shown_drafts(config: ServerConfig, plan: "MemoryPlan", head_bytes: int) -> str:
     if config.speculation == "off":
         return "none: --speculation off"
-    if plan.model.recurrence is not None:
-        return "none: recurrent layers cannot go back to before a wrong one"
     if plan.device.device.type != "cpu" or config.tensor_parallel > 1:
         return "none: they are verified on a CPU, by one process"
-    return drafts_of(config)
+    return drafts_of(config, head_bytes > 0) + (f" ({format_size(head_bytes)})" if head_bytes else "")
 
 
 def _shown_formats(file: Path, model: ModelConfig, plan: "MemoryPlan") -> str:

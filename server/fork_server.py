@@ -79,8 +79,7 @@ def main(line: socket.socket) -> None:
             order: Order = pickle.loads(data)
             pid = _fork(partial(_plan if order.notify is None else _serve, order, line))
             serials[pid] = order.serial
-            if order.notify is not None:
-                line.send(pickle.dumps(News(order.serial, pid)))
+            line.send(pickle.dumps(News(order.serial, pid)))
 
 
 def _reap(line: socket.socket, serials: dict[int, int]) -> None:

@@ -40,7 +40,8 @@ T = TypeVar("T")
 
 def weight_of(body: bytes) -> int:
     """Of a request's body, for `compute`: its bytes, or as many as are computed off the loop."""
-    return len(body) if not any(name in body for name in FORM_NAMES) else max(len(body), OFFLOAD_BYTES)
+    asks_form = len(body) < OFFLOAD_BYTES and any(name in body for name in FORM_NAMES)
+    return OFFLOAD_BYTES if asks_form else len(body)
 
 
 class Offload(Protocol):

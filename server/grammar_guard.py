@@ -32,7 +32,7 @@ from server.own_processes import start_module
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILE_S = 1.5  # a refusal comes within 2 s
+MAX_COMPILE_S = 1.0  # a refusal comes within 2 s, also on a busy machine
 MAX_ANEW_S = 0.1  # of a thread's time: to compile again while answers wait, for one that needs it
 START_S = 60.0  # to start Python and to read a vocabulary, on a busy machine
 MAX_MEMORY_BYTES = 4 * 2**30  # of its address space
@@ -111,8 +111,10 @@ class GuardedCompiler(GrammarCompiler):
         self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], most_tokens: int | None = None
     ) -> None:
         super().__init__(vocabulary, encode, most_tokens)
+        self._arguments = () if most_tokens is None else (str(most_tokens),)
         self._files: list[IO[bytes]] = []  # the one with the vocabulary, once it is written
         self._starting = threading.Lock()
+        self._ending = threading.Thread()  # the last process that was killed
         self._idle = deque[_Worker]()
         self._workers = set[_Worker]()
         weakref.finalize(self, _end_all, self._workers, self._files)
@@ -131,15 +133,16 @@ class GuardedCompiler(GrammarCompiler):
         Raises:
             InvalidRequest: as GrammarCompiler; or it takes too long, or too much memory or stack.
         """
+        refusal, is_tried = None, True
         try:
             refusal = self._try(spec)
         except OSError as error:
             logger.warning("grammars are compiled without being tried out in a process of its own: %r", error)
-            refusal = None
+            is_tried = False
         if refusal is not None:
             raise InvalidRequest(refusal.message, refusal.param, refusal.code or "invalid_value")
         started_s = time.thread_time()
-        grammar = super().compile(spec)
+        grammar = self._compile_checked(spec) if is_tried else super().compile(spec)
         is_quick = time.thread_time() - started_s < MAX_ANEW_S
         return grammar if is_quick else replace(grammar, anew=None)
 
@@ -177,15 +180,21 @@ class GuardedCompiler(GrammarCompiler):
     def _end(self, worker: "_Worker") -> None:
         with self._starting:
             self._workers.discard(worker)
-        worker.end()
-        self.prepare()
+
+        def replace_it() -> None:
+            worker.end()
+            self.prepare()
+
+        # The refusal does not wait until its memory is free and another has started
+        self._ending = threading.Thread(target=replace_it, daemon=True)
+        self._ending.start()
 
     def _started(self) -> "_Worker":
         if not self._files:
             self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
             self._files[0].write(msgspec.msgpack.encode(self._vocabulary))
             self._files[0].flush()
-        worker = _Worker(self._files[0].fileno())
+        worker = _Worker(self._files[0].fileno(), *self._arguments)
         self._workers.add(worker)
         return worker
 
@@ -195,11 +204,13 @@ class _Worker:
 
     Args:
         vocabulary: a file with one.
+        arguments: the most tokens of an answer, if they are known.
     """
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, *arguments: str) -> None:
         pipe = subprocess.PIPE
-        self._process = start_module(__name__, vocabulary, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        streams = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL}
+        self._process = start_module(__name__, vocabulary, *arguments, **streams)
         self._is_ready = False
 
     def refusal_of(self, spec: GrammarSpec) -> GrammarRefusal | None:
@@ -270,7 +281,7 @@ def _read_by(stream: IO[bytes], within_s: float) -> bytes:
 # The process.
 
 
-def _serve(vocabulary_file: int, source: IO[bytes], target: IO[bytes]) -> None:
+def _serve(vocabulary_file: int, most_tokens: int | None, source: IO[bytes], target: IO[bytes]) -> None:
     def next_message() -> bytes:
         size = int.from_bytes(source.read(_LENGTH_BYTES), "big")
         return source.read(size)
@@ -281,6 +292,7 @@ def _serve(vocabulary_file: int, source: IO[bytes], target: IO[bytes]) -> None:
     compiler = GrammarCompiler(
         vocabulary,
         lambda text: [by_bytes[one] for byte in text.encode() if (one := bytes([byte])) in by_bytes],
+        most_tokens,
     )
     _write(target, b"\xc0")
     while message := next_message():
@@ -297,7 +309,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve, args=(int(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer), daemon=True)
+    file, most_tokens = (*map(int, sys.argv[1:]), None)[:2]
+    thread = threading.Thread(target=_serve, args=(file, most_tokens, sys.stdin.buffer, sys.stdout.buffer), daemon=True)
     thread.start()
     thread.join()
 

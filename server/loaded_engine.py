@@ -42,6 +42,7 @@ class EngineFacts:
     Args:
         model_digest: of its weights.
         settings: that an answer's tokens may depend on.
+        has_mtp: the model's own head drafts.
     """
 
     model_name: str
@@ -56,6 +57,7 @@ class EngineFacts:
     tasks: tuple[str, ...] = ("generate",)
     model_digest: str = ""
     settings: tuple[object, ...] = ()
+    has_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,11 @@
 A process is `serve` on a Unix socket in a directory of ours, and an upstream as any other once it is ready.
 server/own_processes.py starts it, and says what it tells of itself.
 
+          asked for, planned, room           ready              unused for keep_alive, asked for, or gives way
+    ASLEEP ──── _start ────▶ LOADING ── _on_ready ──▶ AWAKE ──── _end ────▶ ENDING
+      ▲                         │ fails, hangs          │ dies, hangs         │
+      └─── _on_ended ───────────┴───────────────────────┴─────────────────────┘
+
 What the awake models need by their plans is never more than the bound. The idle one that was used least lately gives
 way; if none is idle, the busy one that was used least lately takes no more requests after its turn, and gives way when
 those in it are over. A model that cannot be loaded refuses requests with the cause, until it is tried again.
@@ -32,7 +37,7 @@ from server.upstream.connection import Connection
 from server.upstream.exchange import ConnectionLost, UpstreamFault
 from server.upstream.pool import PROBE_BYTES, Pool, Slot, Upstream
 from server.upstream.settings import ModelSettings, UpstreamSettings, keep_alive_of
-from server.values import format_size
+from server.values import HubId, format_size
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,10 @@ FIRST_BACKOFF_S, MOST_BACKOFF_S = 2.0, 60.0  # before a model that failed is loa
 LEAST_TURN_S = 10.0  # that a busy model is awake before it gives way
 NUM_LOADS_A_TURN = 3  # likewise, in times of its load
 END_S = 20.0  # for a process to write its KV files and to end
+# For a process to become ready: so many times what the last load took; until one has ended, by what is read.
+NUM_LOADS_LATE, LEAST_LATE_S = 20, 60.0
+FIRST_LATE_S, SLOWEST_READ = 300.0, 20e6  # kernels may be compiled; bytes a second
+PLAN_LATE_S = 60.0  # to read the headers of files that are here
 LEAST_RUN_S = 10.0  # a process that dies sooner, twice in a row, is not started again at once
 TOLD_S = 5.0  # for the end of a process that takes no connections to be told
 TIMER_S = 0.002  # by which timers may come early
@@ -104,6 +113,7 @@ class LocalModel:
     has_died_soon: bool = False
     killed_for: str = ""  # why this server, or the fork server's end, has killed it
     watch: asyncio.Task[None] | None = None
+    limit: asyncio.TimerHandle | None = None  # of what its process does: planning, loading or ending
     num_loads: int = 0
     num_failures: int = 0
     timer: asyncio.TimerHandle | None = None
@@ -132,6 +142,13 @@ class LocalModel:
     @property
     def last_load_s(self) -> float:
         return self.load_s or 0.0
+
+    @property
+    def most_load_s(self) -> float:
+        """After which its process hangs."""
+        if self.load_s is None:
+            return FIRST_LATE_S + self.needed_bytes / SLOWEST_READ
+        return max(LEAST_LATE_S, NUM_LOADS_LATE * self.load_s)
 
     @property
     def expires_s(self) -> float | None:
@@ -181,6 +198,10 @@ class LocalPool(Pool):
         upstream = LocalUpstream(plain.settings, plain.address, is_healthy=True, has_been_asked=True, why_out="")
         self.upstreams = (upstream,)
         self.on_planned: Callable[[int], None] = lambda max_model_len: None
+
+    @property
+    def process(self) -> ServerConfig:
+        return self._model.config
 
     def belong(self, models: "LocalModels", model: LocalModel) -> None:
         self._models, self._model = models, model
@@ -279,7 +300,7 @@ class LocalModels:
             process, known = next(of_processes), before.get(settings.name)
             keep_alive_s = config.keep_alive_s if settings.keep_alive is None else keep_alive_of(settings.keep_alive)
             if known is None or known.entry != (structs.replace(settings, keep_alive=None), process):
-                self._add(settings, process, keep_alive_s)
+                self._add(settings, process, keep_alive_s, known)
                 continue
             self.models[settings.name] = before.pop(settings.name)
             if known.settings.keep_alive != settings.keep_alive:
@@ -299,7 +320,10 @@ class LocalModels:
     def _all(self) -> list[LocalModel]:
         return [*self.models.values(), *self._gone]
 
-    def _add(self, settings: ModelSettings, process: ServerConfig, keep_alive_s: float) -> None:
+    def _add(
+        self, settings: ModelSettings, process: ServerConfig, keep_alive_s: float, before: LocalModel | None
+    ) -> None:
+        """before: the model of that name before its entry changed, whose counters go on."""
         path = self._processes.home / f"{self._num_added}.sock"
         self._num_added += 1
         entry = structs.replace(settings, keep_alive=None), process
@@ -317,6 +341,10 @@ class LocalModels:
         upstream.wait_ended = lambda: self._wait_ended(model)
         upstream.is_awake = lambda: model.is_awake
         self.models[settings.name] = model
+        if before is not None:
+            model.num_loads, model.num_failures = before.num_loads, before.num_failures
+            pool.num_retries = before.pool.num_retries
+            upstream.num_requests, upstream.num_failures = before.upstream.num_requests, before.upstream.num_failures
 
     def start(self) -> None:
         self._processes.start(self)
@@ -450,6 +478,7 @@ class LocalModels:
             elif model.plan is None:
                 if model.serial not in self._by_serial:
                     self._processes.plan(self._next_serial(model), model.config, self._bounds)
+                    self._set_limit(model, None if isinstance(model.config.model, HubId) else PLAN_LATE_S)
             elif model.state is ModelState.ASLEEP and self._has_room(model, model.plan):
                 del self._wanted[model]
                 self._start(model)
@@ -496,6 +525,7 @@ class LocalModels:
         logger.info("loading the model %s: %s", model.name, format_size(model.needed_bytes))
         config = replace(model.config, kv_memory_bytes=model.plan.kv_bytes)
         self._processes.serve(self._next_serial(model), config)
+        self._set_limit(model, model.most_load_s)
 
     def _next_serial(self, model: LocalModel) -> int:
         self._serials += 1
@@ -508,12 +538,29 @@ class LocalModels:
         for connection in model.upstream.connections:
             connection.close()
         self._kill(model, signal.SIGTERM)
-        self._loop.call_later(END_S, self._kill_late, model, model.serial)
+        self._set_limit(model, END_S)
 
-    def _kill_late(self, model: LocalModel, serial: int) -> None:
-        if model.state is ModelState.ENDING and model.serial == serial:
-            logger.error("the process of the model %s has not ended after %g s, and is killed", model.name, END_S)
-            self._kill(model, signal.SIGKILL)
+    def _set_limit(self, model: LocalModel, limit_s: float | None) -> None:
+        """Let what its process begins now take so long; None: for ever, as does fetching it from a hub."""
+        if model.limit is not None:
+            model.limit.cancel()
+        model.limit = None
+        if limit_s is not None:
+            model.limit = Context().run(self._loop.call_later, limit_s, self._kill_late, model, limit_s)
+
+    def _kill_late(self, model: LocalModel, limit_s: float) -> None:
+        if not self._processes.is_ready:  # it may compile kernels for minutes
+            self._set_limit(model, limit_s)
+            return
+        done = {ModelState.ASLEEP: "planned", ModelState.LOADING: "loaded"}.get(model.state, "ended")
+        model.killed_for = f"it hung, and was killed: it was not {done} after {limit_s:g} s"
+        if model.state is ModelState.ENDING:
+            logger.error("the process of the model %s: %s", model.name, model.killed_for)
+        elif model.state is ModelState.LOADING:
+            model.load_s = None  # the next load has longer
+        if model.pid is None:
+            self._processes.kill_server()  # it has not even begun
+        self._kill(model, signal.SIGKILL)
 
     def _kill(self, model: LocalModel, number: signal.Signals) -> None:
         if model.pid is not None:
@@ -531,6 +578,7 @@ class LocalModels:
                 self._kill(model, signal.SIGTERM)
             return
         del self._by_serial[news.serial]
+        self._set_limit(model, None)
         if isinstance(news.told, Plan):
             model.plan = news.told
             self._bounds.setdefault(news.told.device, news.told.free_bytes)
@@ -558,13 +606,16 @@ class LocalModels:
         lost, self._by_serial = self._by_serial, {}
         for serial, model in lost.items():
             self._by_serial[serial] = model
-            model.killed_for = "the process that starts models has ended, and all that it had started with it"
+            model.killed_for = (
+                model.killed_for or "the process that starts models has ended, and all that it had started with it"
+            )
             self.on_news(News(serial, status=signal.SIGKILL))
 
     def _on_ready(self, model: LocalModel) -> None:
         now_s = self._loop.time()
         model.state, model.turn_s, model.load_s = ModelState.AWAKE, now_s, now_s - model.begun_s
         model.failure, model.backoff_s = None, FIRST_BACKOFF_S
+        self._set_limit(model, None)
         logger.info("the model %s is loaded: %.1f s", model.name, model.load_s)
         self._wake(model, None)
         self._set_timer(model)
@@ -654,8 +705,9 @@ class LocalModels:
         """End all processes, and wait for that."""
         self._is_closing = True
         for model in self._all:
-            if model.timer is not None:
-                model.timer.cancel()
+            for timer in (model.timer, model.limit):
+                if timer is not None:
+                    timer.cancel()
             if model.state in (ModelState.AWAKE, ModelState.LOADING):
                 self._end(model)
         with suppress(TimeoutError):

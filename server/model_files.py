@@ -36,7 +36,7 @@ from core.gguf_model import ROPE_FACTORS, config_of, end_ids, generation_of, key
 from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
 from core.types import Pooling, PoolingKind
 from server.api.decoding import range_of
-from server.api.fields import POOLINGS, PoolingStyle, SamplingFields
+from server.api.fields import POOLINGS, PoolingStyle, SamplingFields, tasks_of
 from server.values import show_models
 
 CONFIG_FILE = "config.json"
@@ -158,8 +158,25 @@ def read_model_files(
     return ModelFiles(path, contents.config, tokenizer, template, contents.recommended(), eos_ids, style)
 
 
-def read_pooling(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer, asked: str | None) -> PoolingStyle | None:
+def tasks_in(path: Path, pooling: str | None) -> tuple[str, ...]:
+    """What a model does, by its files but the tokenizer; empty: they cannot be read, or it is not supported.
+
+    Args:
+        pooling: of POOLINGS; None: what the files say.
+    """
+    try:
+        return tasks_of(read_pooling(path, read_model_config(path), None, pooling))
+    except StartupError:  # told by its load
+        return ()
+
+
+def read_pooling(
+    path: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None, asked: str | None
+) -> PoolingStyle | None:
     """What a model makes of prompts, by its head, the files of sentence-transformers beside it, or as --pooling asks.
+
+    Args:
+        tokenizer: None: tokens of answers are not looked up.
 
     Raises:
         StartupError: they ask for what is not supported.
@@ -184,7 +201,7 @@ def read_pooling(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer, as
             kind = "mean" if encoder_of(config).head_pooling == "mean" else "cls"
         return PoolingStyle(pooling=Pooling(kind), **usual, scores="head")
     if "LogitScore" in kinds or (is_reranker and name.endswith("ForCausalLM") and not modules):
-        ids = _answer_ids(path, kinds.get("LogitScore"), tokenizer)
+        ids: tuple[int, ...] = () if tokenizer is None else _answer_ids(path, kinds.get("LogitScore"), tokenizer)
         return PoolingStyle(pooling=Pooling("last", ids), **usual, scores="tokens", has_template=True)
     if not modules and asked is None:
         if encodes or name.endswith(HEADLESS):

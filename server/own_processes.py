@@ -110,7 +110,7 @@ class News(NamedTuple):
     """From the fork server, on the order of that serial number.
 
     Args:
-        told: the process's id; or a plan, or why there is none.
+        told: its process's id; or a plan, or why there is none.
         status: its process has ended, as os.waitpid has it.
     """
 
@@ -176,6 +176,11 @@ class Processes:
         """To be called until its end is told: then it is reaped."""
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+    def kill_server(self) -> None:
+        """It hangs; `on_lost` follows."""
+        if self._server is not None:
+            self._server.kill()
 
     async def close(self) -> None:
         """End the fork server, and with it what is left of its processes and the directory."""

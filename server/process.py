@@ -50,6 +50,7 @@ from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, Listene
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card, token_counter
 from server.local_models import LocalModels, LocalPool
+from server.model_files import tasks_in
 from server.observing.kv_events import kv_events_at
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
@@ -337,7 +338,11 @@ class Server:
         count = self._token_counters.pop(settings.name, None)
         relay = Relay(pool, self._admission(EngineStats), self._clock, self._config.request_limits, count)
         if isinstance(pool, LocalPool):
-            relay.admission.loading, pool.on_planned = pool, relay.note_length
+            relay.admission.loading, pool.on_planned = pool, lambda length: relay.note(max_model_len=length)
+            path, pooling = pool.process.model, pool.process.pooling
+            if isinstance(path, Path):  # its files are here
+                told = self._loop.run_in_executor(None, tasks_in, path, pooling)
+                told.add_done_callback(lambda done: relay.note(tasks=done.result()))
         if settings.tokenizer is not None and count is None:  # of a new list: until it is read, bytes are counted
             self._offload(partial(self._token_counter, settings)).add_done_callback(relay.take_counter)
         return relay

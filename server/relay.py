@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 3  # fewer than tokenizers make of text: an estimate that reserves enough
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 MAX_ERROR_BYTES = 64 * 1024
-TELL_S, TELL_EVERY_S = 1.0, 0.01  # what a cancelled request has used, by its upstream
+TELL_S, TELL_AFTER_S = 1.0, 0.01  # what a cancelled request has used, by its upstream: it is asked ever more seldom
 LINGER_S = 2.0  # after the last event, for the answer's end
 MANY_TOKENS = 2**31  # where a request sets no bound
 UNSEEN_TOKENS = 16_384  # beyond one a byte: of images that a prompt links to, of thoughts that are not shown
@@ -171,9 +171,9 @@ class Relay:
         """The model's context, if it is known."""
         return self.cards[0].max_model_len or MANY_TOKENS
 
-    def note_length(self, max_model_len: int) -> None:
-        """The model's context is known now."""
-        self.cards = tuple(msgspec.structs.replace(card, max_model_len=max_model_len) for card in self.cards)
+    def note(self, **known: Any) -> None:
+        """Fields of ServedModel that are known now."""
+        self.cards = tuple(msgspec.structs.replace(card, **known) for card in self.cards)
 
     def take_counter(self, made: "asyncio.Future[CountTokens]") -> None:
         """Count by the model's tokenizer from now on, if it could be read."""
@@ -439,7 +439,6 @@ class RelayHandle:
         self._answer = UpstreamAnswer(
             what.passage, what.call, request.request_id, request.num_sequences, what.shown_fields
         )
-        self._usage: Usage | None = None  # as the upstream tells after a cancel
         self._num_bytes = self._num_events = 0  # of the answer
         most = min(request.max_tokens, relay.most_tokens) * what.num_computed
         self._most_events = most * MOST_EVENTS_A_TOKEN + MORE_EVENTS  # of another's answer
@@ -556,7 +555,7 @@ class RelayHandle:
         if self._trace is not None:
             fields.append((b"traceparent", self._trace.value))
         outgoing = pool.request(self._upstream, b"POST", self._passage.path, tuple(fields), self._body)
-        self._exchange = connection.send(outgoing, self)
+        self._exchange = connection.http.send(outgoing, self)
         if self._is_paused:
             self._exchange.pause()
         self._heard_s = now_s
@@ -736,9 +735,11 @@ class RelayHandle:
         path = "/v1/requests/" + self.request.request_id
         try:
             async with asyncio.timeout(TELL_S):
+                wait_s = TELL_AFTER_S
                 while (usage := await self._usage_told(upstream, path)) is None:
-                    await asyncio.sleep(TELL_EVERY_S)
-            self._usage = usage
+                    await asyncio.sleep(wait_s)
+                    wait_s *= 2
+            self._answer.usage = usage
         except (TimeoutError, UpstreamFault, msgspec.MsgspecError) as error:
             logger.info("an upstream does not tell what a cancelled request has used: %r", error)
         self._end()
@@ -766,7 +767,7 @@ class RelayHandle:
             self._exchange = None  # which refers back: all is freed without the garbage collector
         self._slot.leave()
         try:
-            self.sink.on_end(self._usage or self._billed(), None)
+            self.sink.on_end(self._billed(), None)
         except Exception:  # there is nothing left to cancel
             logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
 

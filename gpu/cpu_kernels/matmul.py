@@ -64,11 +64,12 @@ CACHED_BYTES = 768 * 1024
 MOST_PIECE_BLOCKS = 8
 
 
-def _make_tile(most_lines):
+def make_tile(most_lines, num_registers=BLOCK_REGISTERS):
     """Add the products of up to MOST_TILE_ROWS with a part of a block to their sums.
 
     Args:
         most_lines: prefetched while a pair of inputs is multiplied.
+        num_registers: of a block's outputs, 16 in each.
     """
 
     @operation(nothing, *[types.int64] * 8)
@@ -81,15 +82,21 @@ def _make_tile(most_lines):
             wanted: address of the lines to prefetch; num_quarters: how many per four pairs.
         """
         arguments = (x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
-        emit_by_count(builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, arguments, most_lines))
+        emit_by_count(
+            builder,
+            num_rows,
+            MOST_TILE_ROWS,
+            lambda rows: _emit_tile(builder, rows, arguments, most_lines, num_registers),
+        )
 
     return tile
 
 
-def _emit_tile(builder, num_rows, arguments, most_lines):
+def _emit_tile(builder, num_rows, arguments, most_lines, num_registers):
     x, x_stride, weights, num_pairs, sums, wanted, num_quarters = arguments
+    pair_bytes = num_registers * REGISTER_BYTES  # a row's sums take as many
     places = [
-        [offset(builder, sums, row * SUM_ROW_BYTES + column * REGISTER_BYTES) for column in range(BLOCK_REGISTERS)]
+        [offset(builder, sums, row * pair_bytes + column * REGISTER_BYTES) for column in range(num_registers)]
         for row in range(num_rows)
     ]
     registers = [[cgutils.alloca_once(builder, FLOATS) for _ in of_row] for of_row in places]
@@ -102,8 +109,8 @@ def _emit_tile(builder, num_rows, arguments, most_lines):
         lines = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
         for number in range(most_lines):
             prefetch.emit(builder, offset(builder, lines, number * REGISTER_BYTES))
-        at = builder.add(weights, builder.mul(index, constant(PAIR_BYTES)))
-        return [load(builder, offset(builder, at, n * REGISTER_BYTES), PAIRS) for n in range(BLOCK_REGISTERS)]
+        at = builder.add(weights, builder.mul(index, constant(pair_bytes)))
+        return [load(builder, offset(builder, at, n * REGISTER_BYTES), PAIRS) for n in range(num_registers)]
 
     rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
     emit_products(builder, num_pairs, rows, registers, columns_of)
@@ -111,7 +118,7 @@ def _emit_tile(builder, num_rows, arguments, most_lines):
         store(builder, place, builder.load(register))
 
 
-_shared_tile, _lone_tile = _make_tile(SHARED_LINES), _make_tile(PAIR_LINES)
+_shared_tile, _lone_tile = make_tile(SHARED_LINES), make_tile(PAIR_LINES)
 
 
 @njit(cache=True)

@@ -7,6 +7,7 @@ piece of work is a token. Three times as fast as torch's operators with the shap
 import ctypes
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ from gpu.operators import HeadNorms, Operators
 from gpu.parameters import RecurrentWeights
 from gpu.quant import Weight
 from gpu.recurrence import Recurrence
+
+if TYPE_CHECKING:
+    from gpu.cpu_kernels.low_rank import LowRankKernel
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A thread is woken for so many numbers: they take a core about as long as waking one.
@@ -288,6 +292,11 @@ class KernelOperators(Operators):
         if not can_compute(config):
             return super().recurrence(config, weights)
         return KINDS[config.kind](config, weights)
+
+    def low_rank(self) -> "LowRankKernel":
+        from gpu.cpu_kernels.low_rank import LowRankKernel  # compiles for seconds, once
+
+        return LowRankKernel()
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 64
 MAX_VALUES = 100_000  # in a long body, without those that _IDS matches; each takes a few microseconds
+MAX_ESCAPES = 2**21  # json's scanner takes 3 ns for each, with the GIL
 LONG_BYTES = 32 * 1024  # from this size on a body is parsed in steps; a shorter one holds the GIL for less than 5 ms
 MAX_SHOWN_KEY = 32  # characters of a client's own word that a refusal or a warning repeats
 MAX_SHOWN_KINDS = 8  # of tools, in one warning
@@ -37,6 +38,7 @@ _json_decoder: Any = json.decoder  # whose parts typeshed does not know
 _SPACE = re.compile(r"[ \t\n\r]*+")
 # Whole numbers that others follow, 1000 in a step of 0.1 ms; Python before 3.11.5 matches `}+` wrongly (gh-106052)
 _IDS = re.compile(r"(?:-?(?:0|[1-9][0-9]{0,17})[ \t\n\r]*+,[ \t\n\r]*+){1,1000}")
+_LONG_NUMBER = re.compile(r"[-0-9.]{5000}")
 _PIECE_BYTES = 2**20  # searched in one step: 1 ms
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # An escape: a pair of surrogates, one that is alone (group 1), or another
@@ -118,6 +120,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     Raises:
         InvalidRequest: it is not one; the message says where it breaks.
     """
+    if body.count(b"\\") > MAX_ESCAPES:
+        raise _too_much(f"has more than {MAX_ESCAPES} escaped characters")
     in_steps = len(body) >= LONG_BYTES or body.count(b"[") + body.count(b"{") > MAX_DEPTH  # what may be deep, too
     decoder = _StepwiseDecoder() if in_steps else _DECODER
     try:
@@ -218,6 +222,8 @@ class _StepwiseDecoder(json.JSONDecoder):
             self._num_values += 1
             if self._num_values > MAX_VALUES:
                 raise _too_much(f"has more than {MAX_VALUES} values, whole numbers in arrays not counted")
+            if _LONG_NUMBER.match(text, at):
+                raise _bad_json("it has a number that is too long")
             return scan(text, at)
 
         return scan_counted

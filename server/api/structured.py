@@ -4,7 +4,6 @@ OpenAI's response_format and text.format, vLLM's structured_outputs and its olde
 llama-server are other names of these (known_fields.py). Thread: loop, or wherever a long body is parsed.
 """
 
-import json
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from msgspec import Meta
 from core import constraints
 from core.constraints import ANY_OBJECT, GrammarSpec, Tag
 from core.errors import InvalidRequest
+from server.api.decoding import parse_object
 
 Choices = Annotated[list[str], Meta(min_length=1, max_length=constraints.MAX_CHOICES)]
 Source = Annotated[str, Meta(min_length=1)]
@@ -163,23 +163,23 @@ def _of_format(response_format: ResponseFormat, param: str) -> GrammarSpec:
 def _schema(schema: Any, param: str) -> GrammarSpec:
     if schema is None:
         raise InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
-    if isinstance(schema, str):  # as vLLM and SGLang take it
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise InvalidRequest(f"{param} is not valid JSON: {error}.", param) from None
-        except RecursionError:
-            raise InvalidRequest(f"{param} is nested deeper than the server reads.", param) from None
+    if isinstance(schema, str):
+        schema = _read(schema, param)
     return constraints.json_schema(schema, param)
+
+
+def _read(text: str, param: str) -> dict[str, Any]:
+    """An object that is written as a string, as vLLM and SGLang take it."""
+    try:
+        return parse_object(text.encode())
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message.replace("The body", param, 1), param) from None
 
 
 def _tagged(value: Any, param: str) -> GrammarSpec:
     try:
-        if isinstance(value, str):  # as vLLM takes it
-            asked = msgspec.json.decode(value, type=StructuralTag)
-        else:
-            asked = msgspec.convert(value, StructuralTag)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        asked = msgspec.convert(_read(value, param) if isinstance(value, str) else value, StructuralTag)
+    except msgspec.ValidationError as error:
         raise InvalidRequest(f"{param} is no structural tag that can be held: {error}.", param) from None
     form = asked.format
     if form is None:

@@ -16,6 +16,7 @@ from msgspec import Meta
 from core.answer_parts import AnswerParser
 from core.constraints import GrammarKind, GrammarSpec, check_answerable, check_depth, json_schema
 from core.errors import InvalidRequest
+from core.marked_text import JsonText
 from core.tool_detection import ToolStyle
 from core.tool_formats import FORMATS, HARMONY, JsonArguments, NamedCall
 from core.tool_grammar import (
@@ -345,7 +346,7 @@ def reason_of(reason: str | None, parser: AnswerParser, wishes: ToolWishes | Non
 def template_calls(calls: list[ToolCall], style: ToolStyle | None, param: str) -> list[dict[str, Any]]:
     """The calls of an assistant's message as the chat template takes them.
 
-    Arguments that are no JSON object, as of a call that was cut off, stay as they are.
+    Arguments that are no JSON object, as of a call that was cut off, stay the text that they are.
 
     Raises:
         InvalidRequest: the template has no form for calls.
@@ -379,4 +380,4 @@ def _arguments(given: str | dict[str, Any] | None, style: ToolStyle) -> Any:
     except InvalidRequest:
         call = None if style.format == HARMONY else FORMATS[style.format].call
         names_each = isinstance(call, NamedCall) and not isinstance(call.arguments, JsonArguments)
-        return {"arguments": given} if names_each else given
+        return {"arguments": given} if names_each else JsonText(given) if given.lstrip().startswith("{") else given

@@ -6,7 +6,6 @@ at once and outlives a cancelled one (RST_STREAM); HTTP/1.1 carries one after an
 
 import asyncio
 import ssl
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -54,7 +53,7 @@ def address_of(of: str, tls: ssl.SSLContext | None, protocols: tuple[bytes, ...]
 
 
 class _Http1:
-    is_ready = True
+    is_ready, is_multiplexed = True, False
 
     def __init__(self, connection: "Connection") -> None:
         self.is_closing = False
@@ -132,48 +131,27 @@ class _Http1:
 class Connection(asyncio.BufferedProtocol):
     """
     Attributes:
+        http: its protocol, once it is connected.
         ready: its protocol is known and the peer has said that it speaks it. Its exception is an UpstreamFault.
         speaks_http1: it was tried with HTTP/2, and is HTTP/1.1.
     """
+
+    http: Http2 | _Http1
 
     def __init__(self, address: Address, protocol: bytes) -> None:
         self.address = address
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.speaks_http1 = False
-        self.idle_since_s = self.loop.time()
+        self.heard_s = self.loop.time()  # when something came last
         self._protocol = protocol
-        self._http: Http2 | _Http1 | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray(BYTES_A_TURN)
-        self._will_flush = False
         self._is_reading = True  # as the exchange of HTTP/1.1 wants it
 
     @property
-    def room(self) -> int:
-        return 0 if self._http is None or self._transport is None or not self._http.is_ready else self._http.room
-
-    @property
-    def num_open(self) -> int:
-        return 0 if self._http is None else self._http.num_open
-
-    @property
     def is_closed(self) -> bool:
-        return self._transport is None and self._http is not None
-
-    @property
-    def is_closing(self) -> bool:
-        """It takes no more requests, and is to be closed once it has none."""
-        return self._http is not None and self._http.is_closing
-
-    @property
-    def is_multiplexed(self) -> bool:
-        return isinstance(self._http, Http2)
-
-    def send(self, outgoing: Outgoing, reader: Reader) -> Exchange:
-        """Send a request, for which there must be room."""
-        assert self._http is not None
-        return self._http.send(outgoing, reader)
+        return self._transport is None
 
     def close(self) -> None:
         """Once all is written."""
@@ -191,16 +169,6 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(data)
             if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
                 self._transport.abort()
-
-    def _flush_soon(self) -> None:
-        """Once for all exchanges that are read in this turn."""
-        if not self._will_flush:
-            self._will_flush = True
-            self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._will_flush = False
-        cast(Http2, self._http).flush()
 
     def set_reading(self, is_reading: bool) -> None:
         self._is_reading = is_reading
@@ -223,24 +191,23 @@ class Connection(asyncio.BufferedProtocol):
         if self._protocol == H2:
             scheme, authority = b"https" if self.address.tls else b"http", self.address.authority.encode()
             origin = [(b":scheme", scheme), (b":authority", authority)]
-            self._http = Http2(self.write, self._flush_soon, self.loop.time, origin)
+            self.http = Http2(self.write, self.loop.time, origin)
         else:
-            self._http = _Http1(self)
+            self.http = _Http1(self)
             self.ready.set_result(None)
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._buffer
 
     def buffer_updated(self, num_bytes: int) -> None:
-        is_full = num_bytes == BYTES_A_TURN
+        is_full, self.heard_s = num_bytes == BYTES_A_TURN, self.loop.time()
         self._receive(bytes(self._buffer if is_full else self._buffer[:num_bytes]))
         if is_full and self._transport is not None and not self._transport.is_closing():  # the loop would read on
             self._transport.pause_reading()
             self.loop.call_soon(self._read_or_not)
 
     def _receive(self, data: bytes) -> None:
-        http = self._http
-        assert http is not None
+        http = self.http
         try:
             http.receive(data)
         except ConnectionFault as fault:
@@ -251,10 +218,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         if http.is_ready and not self.ready.done():
             self.ready.set_result(None)
-        if not http.num_open:
-            self.idle_since_s = self.loop.time()
-            if http.is_closing:
-                self.close()
+        if http.is_closing and not http.num_open:
+            self.close()
 
     def eof_received(self) -> bool:
         self._receive(b"")  # ends a body without a length
@@ -262,15 +227,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self.speaks_http1 |= isinstance(self._http, Http2) and not self._http.is_ready
+        self.speaks_http1 |= not self.http.is_ready
         self._fail(ConnectionLost("the connection was lost" if error is None else f"the connection was lost: {error}"))
 
     def _fail(self, fault: UpstreamFault) -> None:
         if not self.ready.done():
             self.ready.set_exception(fault)
             self.ready.exception()  # marks it as retrieved
-        if self._http is not None:
-            self._http.fail(fault)
+        self.http.fail(fault)
 
 
 async def connect(address: Address, protocol: bytes) -> Connection:
@@ -307,19 +271,3 @@ async def connect(address: Address, protocol: bytes) -> Connection:
         connection.abort()
         raise
     return connection
-
-
-def client_tls(ca: str | None, certificate: str | None, key: str | None, protocols: Sequence[bytes]) -> ssl.SSLContext:
-    """
-    Args:
-        ca: file of the upstream's; None: the system's.
-        certificate, key: files of ours, towards it.
-
-    Raises:
-        OSError: a file cannot be used.
-    """
-    context = ssl.create_default_context(cafile=ca)
-    if certificate is not None:
-        context.load_cert_chain(certificate, key)
-    context.set_alpn_protocols([one.decode() for one in protocols])
-    return context

@@ -55,26 +55,17 @@ class Reader(Protocol):
     """What takes an answer: its methods are called in this order, on_end last and once, none after a cancel."""
 
     def on_head(self, head: AnswerHead) -> None: ...
-
     def on_data(self, data: bytes) -> None: ...
-
     def on_end(self, fault: UpstreamFault | None) -> None:
-        """
-        Args:
-            fault: it has broken the answer off, perhaps before its head.
-        """
+        """With what has broken the answer off, perhaps before its head."""
 
 
 class Carrier(Protocol):
-    """HTTP on one connection, as its exchanges need it."""
+    """HTTP on one connection, as its exchanges need it: what their readers have read, held up, or no longer want."""
 
-    def acknowledge(self, exchange: "Exchange", num_bytes: int) -> None:
-        """So many bytes of the answer have been read."""
-
+    def acknowledge(self, exchange: "Exchange", num_bytes: int) -> None: ...
     def set_paused(self, exchange: "Exchange", is_paused: bool) -> None: ...
-
-    def cancel(self, exchange: "Exchange") -> None:
-        """Nobody wants the answer any more."""
+    def cancel(self, exchange: "Exchange") -> None: ...
 
 
 class Exchange:
@@ -135,11 +126,7 @@ class Exchange:
 
 
 class WholeAnswer:
-    """A `Reader` for whoever waits for all of an answer.
-
-    Attributes:
-        done: its head and body. Its exception is an UpstreamFault.
-    """
+    """A `Reader` for whoever waits for all of an answer: `done` is its head and body, or an UpstreamFault."""
 
     def __init__(self, most_bytes: int) -> None:
         self.done: asyncio.Future[tuple[AnswerHead, bytes]] = asyncio.get_running_loop().create_future()

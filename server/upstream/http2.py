@@ -49,16 +49,15 @@ class Http2:
         is_closing: no more requests can be sent on it.
     """
 
-    def __init__(
-        self, write: Callable[[bytes], None], flush_soon: Callable[[], None], now: Callable[[], float], origin: Fields
-    ) -> None:
+    is_multiplexed = True
+
+    def __init__(self, write: Callable[[bytes], None], now: Callable[[], float], origin: Fields) -> None:
         """
         Args:
-            flush_soon: has flush() called before the loop waits.
             origin: the pseudo-fields of every request: scheme and authority.
         """
         self.is_ready = self.is_closing = False
-        self._write, self._flush_soon, self._now, self._origin = write, flush_soon, now, origin
+        self._write, self._now, self._origin = write, now, origin
         self._max_streams = NO_STREAM_LIMIT
         self._out: list[bytes] = [
             wire.PREFACE,
@@ -126,10 +125,10 @@ class Http2:
         assert isinstance(exchange, _Stream)
         if increment := exchange.receive_window.give_back(num_bytes):
             self._out.append(wire.window_update(increment, exchange.id))
-            self._flush_soon()
 
     def set_paused(self, exchange: Exchange, is_paused: bool) -> None:
-        """Its window does it."""
+        """Its window does it, which is open again."""
+        self.flush()
 
     def cancel(self, exchange: Exchange) -> None:
         assert isinstance(exchange, _Stream)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
-from server.upstream.connection import H1, H2, Address, Connection, address_of, client_tls, connect
+from server.upstream.connection import H1, H2, Address, Connection, address_of, connect
 from server.upstream.exchange import AnswerHead, Outgoing, UpstreamFault, WholeAnswer
 from server.upstream.settings import ModelSettings, UpstreamSettings
 
@@ -140,8 +140,9 @@ class Upstream:
     def free_connection(self) -> Connection | None:
         """One that has room for a request; None: another is to be opened."""
         self.connections = [one for one in self.connections if not one.is_closed]
-        best = min((one for one in self.connections if one.room), key=lambda one: one.num_open, default=None)
-        is_full = best is not None and best.is_multiplexed and best.num_open >= STREAMS_PER_CONNECTION
+        with_room = (one for one in self.connections if one.http.room)
+        best = min(with_room, key=lambda one: one.http.num_open, default=None)
+        is_full = best is not None and best.http.is_multiplexed and best.http.num_open >= STREAMS_PER_CONNECTION
         return None if is_full and len(self.connections) < MAX_CONNECTIONS else best
 
     async def connection(self) -> Connection:
@@ -160,17 +161,17 @@ class Upstream:
                 connection = await asyncio.shield(self._opening)
             else:
                 connection = await self._open()
-            if connection.room:
+            if connection.http.room:
                 return connection
         raise UpstreamFault("its connections take no more requests", is_untouched=True)
 
     async def _open(self) -> Connection:
         connection = await connect(self.address, self.address.protocols[0])
-        if not connection.is_multiplexed and self.address.protocols == (H2,):
+        if not connection.http.is_multiplexed and self.address.protocols == (H2,):
             connection.abort()
             raise UpstreamFault("it does not speak HTTP/2", is_untouched=True)
         self.connections.append(connection)
-        if not connection.is_multiplexed and self.address.tls is None and H2 in self.address.protocols:
+        if not connection.http.is_multiplexed and self.address.tls is None and H2 in self.address.protocols:
             self.address = self.address._replace(protocols=(H1,))  # asked once
         return connection
 
@@ -179,11 +180,14 @@ class Upstream:
         if not task.cancelled():
             task.exception()  # whoever awaits it is told
 
-    def close_idle(self, now_s: float) -> None:
+    def close_idle(self, now_s: float, silence_s: float) -> None:
+        """And those that are lost, of which nobody tells: its health is not answered, and nothing else has come."""
         for one in self.connections:
-            is_idle = now_s - one.idle_since_s > IDLE_S and not one.is_multiplexed
-            if not one.num_open and (is_idle or one.is_closing):
+            is_idle = now_s - one.heard_s > IDLE_S and not one.http.is_multiplexed
+            if not one.http.num_open and (is_idle or one.http.is_closing):
                 one.close()
+            elif not self.is_healthy and now_s - one.heard_s > silence_s:
+                one.abort()
 
     def close(self) -> None:
         if self._opening is not None:
@@ -213,7 +217,7 @@ class Upstream:
             logger.warning("the upstream %s is out: %s", self.url, why)
         self.is_healthy, self.why_out = False, why
         for one in self.connections:
-            if not one.num_open:
+            if not one.http.num_open:
                 one.abort()
 
     def note_outcome(self, is_good: bool, now_s: float, may_eject: bool) -> None:
@@ -411,7 +415,7 @@ class Pool:
                 if why_out is None and not upstream.is_healthy and self.settings.trusted:
                     await self._read_size(upstream)
                 upstream.note_probe(why_out, self._loop.time())
-                upstream.close_idle(self._loop.time())
+                upstream.close_idle(self._loop.time(), self.settings.silence_s)
                 self._grant()
                 await asyncio.sleep(max(0.0, begun_s + PROBE_EVERY_S - self._loop.time()))
         finally:
@@ -464,7 +468,7 @@ class Pool:
         connection = await upstream.connection()
         what = (b"GET", path.encode()) if json is None else (b"POST", path.encode(), JSON, json)
         answer = WholeAnswer(most_bytes)
-        exchange = connection.send(self.request(upstream, *what), answer)
+        exchange = connection.http.send(self.request(upstream, *what), answer)
         try:
             return await answer.done
         finally:
@@ -611,7 +615,11 @@ def _tls(model: ModelSettings, protocols: Sequence[bytes]) -> ssl.SSLContext | N
     if not model.has_tls:
         return None
     try:
-        return client_tls(model.tls_ca, model.tls_cert, model.tls_key, protocols)
+        context = ssl.create_default_context(cafile=model.tls_ca)
+        if model.tls_cert is not None:
+            context.load_cert_chain(model.tls_cert, model.tls_key)
     except OSError as error:
         cause = f"the TLS files of the model {model.name} cannot be used: {error.strerror or error}"
         raise StartupError(cause, "check tls_ca, tls_cert and tls_key", ExitCode.CONFIGURATION) from error
+    context.set_alpn_protocols([one.decode() for one in protocols])
+    return context

@@ -1,5 +1,6 @@
 """Fields that ask for an answer in a form and take long to check, to compile or to follow, for their length."""
 
+from collections.abc import Iterator
 from typing import Any
 
 OBJECT = "object"
@@ -66,3 +67,20 @@ def hostile_forms(scale: int = 1, number: int = 0) -> dict[str, dict[str, Any]]:
         "tools": {"tools": tools(30 if scale == 1 else 200), "tool_choice": "required"},
         "escaped": {"gu\\u0069ded_json": {"anyOf": [combined(12), own]}},
     }
+
+
+def largest_schemas(number: int = 0) -> Iterator[dict[str, Any]]:
+    """Of 100 KB to 8 MB, some of them over the limits. Args: number: of another one, others."""
+    names = [f"x{number}_{i}" for i in range(30_000)]
+    parts = {
+        name: {"type": OBJECT, "properties": {"a": {"type": "string", "pattern": f"^{name}[a-z]{{1,9}}$"}}}
+        for name in names[:3000]
+    }
+    yield {"enum": names}
+    yield {"$defs": parts, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in names[:30]]}
+    yield {"oneOf": [{"const": name} for name in names[:7000]]}
+    yield {"type": OBJECT, "properties": {name: {"type": "integer"} for name in names[:3000]}, "required": names[:3000]}
+    yield {"const": number, "description": "a" * 8_000_000}
+    yield {"const": number, "description": "\n" * 4_000_000}
+    yield {"const": number, "default": [[[1, "a"]] * 20_000]}
+    yield {"anyOf": [{"const": number}, {"enum": [[[1.5] * 9] * 9] * 400}]}

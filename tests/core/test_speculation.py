@@ -28,6 +28,7 @@ from core.plan import TimedRow
 from core.sequence import Sequence
 from core.simulation import CostModel, SimulatedRunner
 from core.types import Cancel, ClearCache, FinishReason, Pause, Request, Resume, Submit
+from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import EngineUnderTest, FakeClock, make_request, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
@@ -50,13 +51,24 @@ class RepeatingRunner(SimulatedRunner):
         return token_id
 
 
-def engine(speculates: bool = True, num_blocks: int = 400) -> EngineUnderTest:
+class CheckedRunner(RepeatingRunner, ChainCheckingRunner):
+    """What each row reads was computed after its own tokens, recurrent states as well."""
+
+
+def engine(
+    speculates: bool = True, num_blocks: int = 400, num_kept_states: int | None = None, is_checked: bool = False
+) -> EngineUnderTest:
     clock = FakeClock()
-    in_flight = EngineUnderTest.max_in_flight
     limits = replace(
-        LIMITS, max_in_flight=in_flight, num_blocks=num_blocks, few_tokens=8, max_drafts=32 if speculates else 0
+        LIMITS,
+        max_in_flight=EngineUnderTest.max_in_flight,
+        num_blocks=num_blocks,
+        few_tokens=8,
+        max_drafts=32 if speculates else 0,
+        num_kept_states=num_kept_states,
     )
-    return EngineUnderTest(limits, (EOS,), RepeatingRunner(limits, CostModel(), clock), clock=clock)
+    runner = (CheckedRunner if is_checked else RepeatingRunner)(limits, CostModel(), clock)
+    return EngineUnderTest(limits, (EOS,), runner, clock=clock)
 
 
 def alone(request: Request) -> list[list[int]]:
@@ -103,6 +115,8 @@ def test_drafts_that_are_never_right_cost_two_percent_at_most(monkeypatch: pytes
 
 class AgreeingModel:
     """A draft model of a part of the target's size, of whose tokens a share is right."""
+
+    name = "model"
 
     def __init__(self, part: float, share: float, clock: FakeClock) -> None:
         self._part, self._share, self._clock, self._random = part, share, clock, Random(3)
@@ -201,10 +215,11 @@ def random_request(rng: Random, number: int) -> Request:
     )
 
 
-@pytest.mark.parametrize("num_blocks", [400, 90])
+@pytest.mark.parametrize(("num_blocks", "num_kept_states"), [(400, None), (90, None), (400, 3), (90, 6)])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_history_brings_the_same_tokens(seed: int, num_blocks: int) -> None:
-    rng, under_test = Random(seed), engine(num_blocks=num_blocks)
+def test_any_history_brings_the_same_tokens(seed: int, num_blocks: int, num_kept_states: int | None) -> None:
+    rng = Random(seed)
+    under_test = engine(num_blocks=num_blocks, num_kept_states=num_kept_states, is_checked=True)
     requests = [random_request(rng, number) for number in range(20)]
     waiting, paused, cancelled = list(requests), set[str](), set[str]()
     is_idle = False

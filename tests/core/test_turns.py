@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from core.chat_template import ChatTemplate
 from core.detokenizer import Detokenizer
-from core.marked_text import MarkedText
+from core.marked_text import JsonText, MarkedText
 from core.tokenizer import Tokenizer
 from core.turns import Begun, TurnMemory
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import byte_level, for_chats, sentencepiece
+from tests.core.tool_templates import GRANITE
 
 TOKENIZER = Tokenizer(for_chats(byte_level()).to_str(), templates=[CHATML], user_turn="<|im_start|>user\nx<|im_end|>")
 TEMPLATE = ChatTemplate({"default": CHATML}, {}, 4096)
@@ -36,6 +37,8 @@ PIECES = [
     " ",
     "{",
 ]
+EACH_CALL = "{%- for call in message.tool_calls %}{{- call | tojson }}{%- endfor %}{{- '<|im_end|>' }}"
+WHOLE_CALLS = CHATML.replace("<|im_end|>", "").replace("{%- endfor", EACH_CALL + "{%- endfor")
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
 
 
@@ -104,6 +107,27 @@ def test_a_turn_that_a_stop_string_has_cut_has_the_ids_before_it(
             break
         whole.append(token_id)
     assert ids[: len(whole)] == whole
+
+
+@pytest.mark.parametrize("source", [GRANITE, WHOLE_CALLS], ids=["granite", "whole"])
+@pytest.mark.parametrize("cut", ['{"a": [7, 19, 5', '{"a": "x\\n', '{"a": {"b": "é'])
+def test_a_call_that_was_cut_off_has_the_ids_that_were_generated(source: str, cut: str) -> None:
+    """Its arguments are no JSON: they are written as they are, and not as a string."""
+    template = ChatTemplate({"default": source}, {}, 4096, marks_content=True)
+
+    def chat(*turns: dict[str, Any]) -> str:
+        messages = [{"role": "user", "content": "a"}, *turns]
+        return template.render(messages, now=datetime(2026, 1, 1), add_generation_prompt=not turns)
+
+    def calling(arguments: Any) -> dict[str, Any]:
+        function = {"name": "f", "arguments": arguments}
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+    prompt, whole = chat(), chat(calling({"a": "?"}))
+    said = whole[len(prompt) :].partition('{"a": "?"')[0] + cut
+    memory = remembering(prompt, answer := oddly_cut(said, random.Random(1)))
+    ids = memory.encode(chat(calling(JsonText(cut)), {"role": "user", "content": "b"}), MINE)
+    assert ids[: len(ids_before := TOKENIZER.encode_chat(prompt) + answer)] == ids_before
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.config import parse_model_config
 from core.errors import BadAdapter
 from core.types import Adapter, Request, SamplingParams
+from gpu import tune
 from gpu.adapters import adapter_bytes
+from gpu.device import cpu_flags
 from gpu.runner import ModelRunner
 from tests.adapter_files import save_adapter, save_merged
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver
 from tests.gpu.test_overlap import draw_workload
 from tests.gpu.test_speculation import run
-from tests.oracle import read_config
+from tests.oracle import read_config, save_random_model
 from tests.workload import Names, Workload
 
 LORAS = dataclasses.replace(ENGINE, max_loras=16, max_lora_rank=16)
@@ -70,13 +72,22 @@ def test_an_adapter_adds_what_merged_weights_have(
     assert adapter.size_bytes <= adapter_bytes(runner.config, torch.float32, 16)
 
 
-def test_sixteen_mixed_say_what_each_says_alone(model_directory: MODELS, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["torch", "kernels"])
+def test_sixteen_mixed_say_what_each_says_alone(
+    by: str, model_directory: MODELS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Base and adapters in one batch, in chunks and decodes; the same bits as alone in both formats."""
     model = model_directory("llama3")
+    if by == "kernels":
+        if tune.NEEDED_FLAG not in cpu_flags():
+            pytest.skip("needs a CPU with avx512_bf16")
+        monkeypatch.setattr(tune, "MIN_KERNEL_PARAMETERS", 0)
+        model = save_random_model("llama2", tmp_path / "model", hidden_size=64, intermediate_size=96, head_dim=16)
     paths = [save_adapter(tmp_path / str(i), model, seed=i, r=1 + i % 9, size=0.4) for i in range(16)]
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16") if by == "torch" else ("bfloat16",):
         runner = open_runner(model, dataclasses.replace(LORAS, dtype=dtype, max_sequences=18))
         adapters = [None, *map(runner.load_adapter, paths), None]
+        assert all(bool(one.packed) == (by == "kernels") for one in adapters if one is not None)
         alone = [says(runner, adapter) for adapter in adapters]
         driver = Driver(runner)
         crowd = [driver.add(PROMPT, SCORED, adapter=adapter) for adapter in adapters]

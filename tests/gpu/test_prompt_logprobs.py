@@ -94,13 +94,13 @@ def test_chunks_and_company_change_no_bit_in_bfloat16(model_directory) -> None:
 def test_logits_are_there_a_piece_at_a_time(llama_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(llama_runner, 256, 1)
     sizes: list[int] = []
-    logits = llama_runner._model.logits
+    logits = llama_runner.model.logits
 
     def counted(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         sizes.append(len(x))
         return logits(x, out)
 
-    monkeypatch.setattr(llama_runner._model, "logits", counted)
+    monkeypatch.setattr(llama_runner.model, "logits", counted)
     monkeypatch.setattr(gpu.sampler, "PIECE_BYTES", 4 * 300 * 9)
     assert run(llama_runner, 256, 1) == whole
     assert max(sizes) == 9

@@ -113,9 +113,15 @@ def opened(directory: Path, dtype: str, quantize: str | None = None) -> ModelRun
     return open_runner(directory, replace(ENGINE, dtype=dtype, quantize=quantize))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafts_change_no_token(model_directory: Callable[[str], Path], dtype: str) -> None:
-    check(opened(model_directory("llama3"), dtype), range(3))
+@pytest.mark.parametrize(
+    ("family", "dtype", "num_seeds"),
+    [("llama3", "float32", 3), ("llama3", "bfloat16", 3), ("qwen3_5", "bfloat16", 2)],
+)
+def test_drafts_change_no_token(
+    model_directory: Callable[[str], Path], family: str, dtype: str, num_seeds: int
+) -> None:
+    """Recurrent layers go back to where a row began."""
+    check(opened(model_directory(family), dtype), range(num_seeds))
 
 
 def check_model(directory: Path, drafting: Path, dtype: str, seeds: range) -> tuple[int, int]:
@@ -200,6 +206,8 @@ def test_drafts_change_no_token_of_hundreds_of_requests(model_directory: Callabl
         *(("llama3", dtype, scheme) for dtype in ("float32", "bfloat16") for scheme in ("int8", "int4", "fp8")),
         ("qwen2_moe", "float32", None),
         ("qwen2_moe", "bfloat16", "int8"),
+        ("lfm2", "float32", None),
+        ("qwen3_next", "bfloat16", None),
     ],
 )
 def test_drafts_change_no_token_of_other_formats(
@@ -221,7 +229,7 @@ def test_a_draft_that_breaks_the_model_costs_nothing(model_directory: Callable[[
         for name, one in said.items()
         for i, ending in enumerate(one.endings)
     }
-    forward = runner._model.forward
+    forward = runner.model.forward
 
     def breaking(batch: object, cache: object) -> torch.Tensor:
         hidden = forward(batch, cache)  # type: ignore[arg-type]
@@ -230,7 +238,7 @@ def test_a_draft_that_breaks_the_model_costs_nothing(model_directory: Callable[[
         hidden[(ids if asked is None else ids[asked]) == broken] = torch.nan
         return hidden
 
-    runner._model.forward = breaking  # type: ignore[method-assign,assignment]
+    runner.model.forward = breaking  # type: ignore[method-assign,assignment]
     outcomes, stats = run(runner, workload, answers)
     assert outcomes == said
     assert stats.num_draft_tokens > stats.num_accepted_tokens

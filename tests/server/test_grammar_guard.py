@@ -79,6 +79,7 @@ def test_a_process_is_ready_before_the_first_grammar_and_after_one_has_ended() -
     (first,) = guarded._idle
     with pytest.raises(InvalidRequest, match="too complex"):
         guarded.compile(chain(100_000))
+    guarded._ending.join()
     assert first._process.returncode is not None
     (second,) = guarded._idle
     assert guarded._workers == {second}

@@ -13,6 +13,8 @@ import pytest
 from core.errors import ServiceError
 from server.config import ServerConfig
 from server.local_models import (
+    FIRST_LATE_S,
+    LEAST_LATE_S,
     NUM_UNANSWERED,
     STARTING,
     WAITING,
@@ -87,6 +89,8 @@ class SimulatedProcesses:
         self.most = max(self.most, used)
         assert used <= self.bound, self.running
         self._later(0.01, News(serial, serial))
+        if name in HUNG:
+            return
         if self.dice.random() < self.failing:
             self.loop.call_later(LOAD_S / 2, self._end, serial, 9)
         else:
@@ -242,6 +246,31 @@ def test_a_process_that_hangs_is_killed_and_the_next_request_starts_it_anew(capl
     loop.close()
 
 
+def test_a_load_that_hangs_is_killed_by_what_loads_take_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop = VirtualTimeLoop()
+    models, _ = models_of(loop, {"a": 30}, 100, a=0)
+
+    async def run() -> None:
+        for limit_s in (FIRST_LATE_S, LEAST_LATE_S, FIRST_LATE_S):
+            HUNG.add("a")
+            begun_s = loop.time()
+            assert [await one for one in [loop.create_task(ask(models, "a", 0.0)) for _ in "ab"]] == ["refused"] * 2
+            assert 0 < loop.time() - begun_s - limit_s < 3, "it is read by then"
+            assert caplog.text.count("its process ended: it hung, and was killed: it was not loaded after") == 1
+            caplog.clear()
+            HUNG.clear()
+            await asyncio.sleep(5)  # then it is tried again
+            if limit_s == FIRST_LATE_S:
+                assert await ask(models, "a", 0.0) == "served"
+                await asyncio.sleep(5)
+            else:
+                assert models.models["a"].load_s is None
+        await models.close()
+
+    loop.run(run())
+    loop.close()
+
+
 def test_the_fork_servers_end_is_told_as_its_own_and_refuses_no_model(caplog: pytest.LogCaptureFixture) -> None:
     loop = VirtualTimeLoop()
     models, processes = models_of(loop, {"a": 30}, 100)
@@ -273,6 +302,8 @@ def test_a_changed_entry_is_another_model_once_the_old_one_has_answered() -> Non
         await asyncio.sleep(5)
         assert (list(processes.running.values()), new.done()) == (["a", "b"], False)
         assert (await old, await new, processes.starts) == ("served", "served", ["a", "b", "a"])
+        a = models.models["a"]
+        assert (a.num_loads, a.upstream.num_requests) == (2, 2), "counters go on"
         models.take(listed({"a": "/new"}))
         await asyncio.sleep(5)
         assert (list(processes.running.values()), list(models.models)) == (["a"], ["a"])

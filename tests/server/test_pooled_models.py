@@ -22,6 +22,7 @@ from server.engine_loader import engine_loader
 from server.gate.identity import LOCAL_CALLER
 from server.generation import total_usage
 from server.loaded_engine import prompt_reader
+from server.model_files import tasks_in
 from server.observing.timing import StageMarks
 from server.prompts import RERANK_INSTRUCTION, RERANK_TEMPLATE
 from tests.fakes import DeliveryLog
@@ -88,6 +89,7 @@ def test_a_decoder_of_sentence_transformers_embeds(tmp_path: Path) -> None:
 def test_qwen3_reranker_says_yes_or_no(tmp_path: Path) -> None:
     directory = write_qwen3(tmp_path / "Qwen3-Reranker-tiny", "Qwen3ForCausalLM")
     served = Served(directory)
+    assert tasks_in(directory, None) == served.reader.cards[0].tasks == ("score",)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
     yes, no = (served.reader.tokenizer.id_of(word) for word in ("yes", "no"))
     wanted = []
@@ -186,7 +188,8 @@ def test_encoders_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     directory = write_encoder(tmp_path / "model", "BertModel")
     with pytest.raises(StartupError, match="does not say how it is pooled"):
         Served(directory)
-    assert Served(directory, pooling="cls").reader.cards[0].tasks == ("embed", "score")
+    assert Served(directory, pooling="cls").reader.cards[0].tasks == tasks_in(directory, "cls") == ("embed", "score")
+    assert tasks_in(directory, None) == ()
     with pytest.raises(StartupError, match="not for encoders"):
         Served(directory, pooling="mean", quantize="int8")
     with pytest.raises(StartupError, match="is for encoders"):

@@ -31,6 +31,7 @@ from server.observing.timing import StageMarks
 from server.process import Server
 from server.relay import Relay, RelayHandle
 from server.relayed import PASSAGES, Part, Passage, UpstreamAnswer, refusal_of
+from server.upstream import pool
 from server.upstream.exchange import AnswerHead, UpstreamFault
 from server.upstream.pool import LeadingBlocks, leading_blocks
 from server.upstream.settings import ModelSettings, UpstreamSettings
@@ -73,7 +74,7 @@ async def test_an_answer_passes_as_the_upstream_gives_it(protocol: str) -> None:
                 assert (relayed.status, said(surface, relayed)) == (200, said(surface, direct))
                 assert f'"model":"{ASKED}"'.encode() in relayed.body
                 assert MODEL.encode() not in relayed.body
-        assert gateway.pool.upstreams[0].connections[0].is_multiplexed == (protocol != "h1")
+        assert gateway.pool.upstreams[0].connections[0].http.is_multiplexed == (protocol != "h1")
 
 
 async def test_usage_is_shown_to_those_who_ask_and_the_id_is_the_gateways() -> None:
@@ -166,7 +167,7 @@ async def test_hundreds_of_random_cancels_leave_nothing_on_either_side(protocol:
         await wait_until(lambda: gateway.num_running() == 0)
         assert (upstream.num_active, upstream.num_waiting_tokens, gateway.pool.num_waiting) == (0, 0, 0)
         assert upstream.num_failures == 0  # the upstream did not take it for an attack
-        await wait_until(lambda: sum(one.num_open for one in upstream.connections) == 0)
+        await wait_until(lambda: sum(one.http.num_open for one in upstream.connections) == 0)
         assert (await gateway.ask(SURFACES["chat"]())).status == 200
         engine = gateway.upstreams[0].server._client
         assert engine is not None
@@ -447,7 +448,7 @@ async def test_an_upstream_over_tls_is_checked_by_its_ca_and_asked_with_the_key(
                 code = answer.json.get("error", {}).get("code")
                 assert (answer.status, code) == expected
             (connection,) = front.server._pools[0].upstreams[0].connections
-            assert connection.is_multiplexed
+            assert connection.http.is_multiplexed
 
 
 def test_refusals_of_upstreams_are_the_clients_only_where_it_is_the_cause() -> None:
@@ -554,7 +555,7 @@ async def test_an_upstream_that_falls_silent_holds_up_its_own_request_alone(said
             assert b"deadline_exceeded" in late.body
             (upstream,) = front.server._pools[0].upstreams
             assert (upstream.num_active, upstream.num_waiting_tokens) == (0, 0)
-            await wait_until(lambda: not any(one.num_open for one in upstream.connections))
+            await wait_until(lambda: not any(one.http.num_open for one in upstream.connections))
 
 
 @pytest.mark.parametrize(
@@ -577,6 +578,19 @@ async def test_a_stream_of_which_nothing_comes_is_broken_off_and_its_upstream_ha
             assert [one.num_failures for one in pool.upstreams] == [1, 0]
             assert [one.num_active for one in pool.upstreams] == [0, 0]
             assert pool.num_retries == moved
+
+
+async def test_what_is_not_streamed_goes_elsewhere_once_nothing_comes_and_the_health_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "PROBE_S", 0.05)
+    monkeypatch.setattr(pool, "PROBE_EVERY_S", 0.05)
+    async with saying(b"", hangs=True) as hung, serving() as good:
+        models = (model(hung, url_of(good), protocol="h1", silence_timeout=0.2),)
+        async with serving(no_engine, models=models) as front:
+            assert (await ask(front.server, closing(SURFACES["chat"]()))).status == 200
+            assert [one.num_active for one in front.server._pools[0].upstreams] == [0, 0]
+            assert front.server._pools[0].num_retries == 1
 
 
 async def test_a_reader_that_is_slow_is_no_silence_of_the_upstream() -> None:
@@ -660,19 +674,24 @@ async def saying(said: bytes | None, ends: bool = False, hangs: bool = False) ->
 
     Args:
         ends: it closes the connection then.
-        hangs: it does neither, whatever it says.
+        hangs: it does neither, whatever it says, and is not well any more.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):
             while (head := await reader.readline()) and await reader.readuntil(b"\r\n\r\n"):
+                has_hung[0] |= hangs and not head.startswith(b"GET")
                 if head.startswith(b"GET") and said is None:
                     listening.close()
-                writer.write(_WELL if head.startswith(b"GET") else said or b"")
+                if head.startswith(b"GET"):
+                    writer.write(b"" if has_hung[0] else _WELL)
+                else:
+                    writer.write(said or b"")
                 if (ends or not (said or hangs)) and not head.startswith(b"GET"):
                     break
         writer.close()
 
+    has_hung = [False]
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"

@@ -168,7 +168,7 @@ class Client:
     def __init__(self, num_requests: int = 1, body: bytes = b"") -> None:
         self.out: list[bytes] = []
         self.told: list[tuple[int, str]] = []
-        self.http = Http2(self.out.append, lambda: None, lambda: 0.0, [(b":scheme", b"http"), (b":authority", b"a")])
+        self.http = Http2(self.out.append, lambda: 0.0, [(b":scheme", b"http"), (b":authority", b"a")])
         self.out.clear()
         self.exchanges = [self.send(body) for _ in range(num_requests)]
 
@@ -357,13 +357,13 @@ def test_every_request_ends_once_whatever_comes(protocol: bytes, data: st.DataOb
         transport = FakeTransport(connection)
         if protocol == b"h2":
             transport.feed(raw_http2.wire([SETTINGS]))
-        connection.send(Outgoing(b"POST", b"/", (), b"{}"), Reader())
+        connection.http.send(Outgoing(b"POST", b"/", (), b"{}"), Reader())
         for start, end in pairwise([0, *cuts, len(said)]):
             if end > start:
                 transport.feed(said[start:end])
         connection.connection_lost(None)
         assert told[-1] == "end"
-        assert connection.num_open == 0
+        assert connection.http.num_open == 0
 
     asyncio.run(feed())
 
@@ -389,7 +389,7 @@ def test_a_flood_is_read_in_shares_and_no_further_than_its_reader(protocol: byte
         transport = FakeTransport(connection)
         if protocol == b"h2":
             transport.feed(raw_http2.wire([SETTINGS]))
-        exchange = connection.send(Outgoing(b"POST", b"/", (), b"{}"), Reader())
+        exchange = connection.http.send(Outgoing(b"POST", b"/", (), b"{}"), Reader())
         transport.feed(said)
         for _ in range(3):
             before = sum(received)
@@ -406,7 +406,7 @@ def test_a_flood_is_read_in_shares_and_no_further_than_its_reader(protocol: byte
         while sum(received) < num * len(piece):
             await asyncio.sleep(0)
         connection.connection_lost(None)
-        assert not connection.num_open
+        assert not connection.http.num_open
 
     asyncio.run(feed())
 

@@ -389,7 +389,7 @@ def test_what_moves_after_its_capture_is_told(one_layer: Path) -> None:
     driver = Driver(runner)
     sequences = started(driver, PROMPTS[:1])
     driver.step(None, *sequences)
-    runner._model.norm = runner._model.norm.clone()
+    runner.model.norm = runner.model.norm.clone()
     with pytest.raises(CaptureError, match="nobody keeps"):
         driver.step(None, *sequences)
 
