@@ -411,6 +411,8 @@ _ALIASES = {
     "chatglm-bpe": "glm4",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
+    "falcon-h1": "llama-bpe",
+    "pixtral": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
     "olmo": "gpt-2",
     "granite-docling": "gpt-2",
