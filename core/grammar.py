@@ -371,31 +371,34 @@ def _schema_grammar(source: str) -> str:
 def _refusal(spec: GrammarSpec, error: str) -> str:
     """The library's words, with the path where they name a keyword."""
     error = error.partition("\n\n")[0].strip()[:MAX_SHOWN]
-    if spec.kind is GrammarKind.JSON_SCHEMA and (found := _UNIMPLEMENTED.search(error)):
-        names = json.loads(f"[{found[1]}]")
-        found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
-        places = [f"{path}.{key}" for path, key, _ in found_keys if key in names]
-        return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
-    if spec.kind is GrammarKind.JSON_SCHEMA and error.startswith("oneOf constraints are not supported"):
-        found_keys = keywords_of(json.loads(spec.source), spec.param, 0)
-        places = [f"{path}.{key}" for path, key, _ in found_keys if key == "oneOf"]
-        return (
-            f"{' or '.join(places[:3])} cannot be held, as more than one of its schemas may fit. Use anyOf, or give"
-            " each a required property with a constant of its own."
-        )
-    if spec.kind is GrammarKind.JSON_SCHEMA and error == "schema too large":
-        return (
-            f"{spec.param} is too large once its schemas that hold together are put into one: shorten allOf and $ref."
-        )
     if spec.kind is GrammarKind.JSON_SCHEMA:
-        path, pattern = _place_of(error, spec)
-        return f"{path} cannot be used: {_with_column(error, pattern)}"
+        return _schema_refusal(spec, error)
     if spec.kind is GrammarKind.LARK:
         error = _PLACE.sub(r"line \1, column \2: ", error)
     else:  # the library was given what is written here: the client's text has no such place
         error = _PLACE.sub("", re.sub(r"\n *\d+ \|.*", "", error, flags=re.DOTALL))
         error = re.sub(r"^invalid regex .* \(in regex\): ", "", error, flags=re.DOTALL)
     return f"{spec.param} cannot be used: {_with_column(error, spec.source)}"
+
+
+def _schema_refusal(spec: GrammarSpec, error: str) -> str:
+    if error == "schema too large":
+        return (
+            f"{spec.param} is too large once its schemas that hold together are put into one: shorten allOf and $ref."
+        )
+    unknown, is_one_of = _UNIMPLEMENTED.search(error), error.startswith("oneOf constraints are not supported")
+    if not unknown and not is_one_of:
+        path, pattern = _place_of(error, spec)
+        return f"{path} cannot be used: {_with_column(error, pattern)}"
+    names = json.loads(f"[{unknown[1]}]") if unknown else ["oneOf"]
+    found = keywords_of(json.loads(spec.source), spec.param)
+    places = [f"{path}.{keyword}" for path, keyword, _ in found if keyword in names]
+    if unknown:
+        return f"{' and '.join(places)} cannot be enforced together with what stands beside it. Leave it out."
+    return (
+        f"{' or '.join(places[:3])} cannot be held, as more than one of its schemas may fit. Use anyOf, or give"
+        " each a required property with a constant of its own."
+    )
 
 
 def _with_column(error: str, pattern: str) -> str:
@@ -411,7 +414,7 @@ def _with_column(error: str, pattern: str) -> str:
 
 def _place_of(error: str, spec: GrammarSpec) -> tuple[str, str]:
     """The path of the keyword that the library's words repeat, and what they repeat."""
-    for path, keyword, value in keywords_of(json.loads(spec.source), spec.param, 0):
+    for path, keyword, value in keywords_of(json.loads(spec.source), spec.param):
         for one in value if keyword == "patternProperties" else (value,):
             for words in _SHOWN.get(keyword, ()):
                 if words.format(str(one).replace("\n", "\\n")) in error:
