@@ -8,9 +8,10 @@ to, states the engine's.
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import msgspec
@@ -19,6 +20,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from core.constraints import (
+    ENFORCED,
+    FORMATS,
     MAX_REPEATED,
     NO_END,
     WHITESPACE,
@@ -31,6 +34,7 @@ from core.constraints import (
 )
 from core.errors import InvalidRequest
 
+JsonObject = Mapping[str, Any]
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -71,10 +75,11 @@ _DRAWN = re.compile(r"regex parse error:\n {4}(?P<shown>.*)\n {4}(?P<before> *)\
 _SHOWN = {
     "pattern": ("parse error:\n    {}\n", "in regex /{}/"),
     "patternProperties": ("parse error:\n    {}\n", "in regex /{}/", "regexes /{}/"),
-    "required": ("required property '{}' is unsatisfiable",),
     "type": ("Invalid type: {}",),
     "multipleOf": ("Value for 'multipleOf'",),
 }
+_UNSATISFIABLE = "nsatisfiable"
+_FORMATS = [one.get("pattern") for one in FORMATS.values() if "pattern" in one]
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -275,7 +280,7 @@ class GrammarCompiler:
         source = spec.source
         match spec.kind:
             case GrammarKind.JSON_SCHEMA:  # joined as text: to read and write it again would hold the GIL for long
-                inner = f'{{"json_schema": {{{_OPTIONS}{", " if source != "{}" else ""}{source[1:]}'
+                inner = _schema_grammar(source)
             case GrammarKind.REGEX:
                 inner = json.dumps(json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0])[:-1]
             case GrammarKind.LARK | GrammarKind.TAGGED:
@@ -290,8 +295,11 @@ class GrammarCompiler:
         make = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=limits)
         matcher = make()
         if matcher.is_error():
-            for schema in spec.schemas:
-                self._compile_within(schema, spec.param)
+            for one in spec.schemas:
+                self._compile_within(one, spec.param)
+            if spec.kind is GrammarKind.JSON_SCHEMA and _UNSATISFIABLE in matcher.get_error():
+                schema = json.loads(source)
+                raise InvalidRequest(self._contradiction(schema, spec.param, schema), spec.param)
             raise InvalidRequest(_refusal(spec, matcher.get_error()), spec.param)
 
         def anew(state: GrammarState) -> LLMatcher | None:
@@ -313,6 +321,22 @@ class GrammarCompiler:
             raise InvalidRequest(
                 str(error) if is_path else f"{param}: {error}", schema.param if is_path else param
             ) from None
+
+    def _contradiction(self, schema: JsonObject, path: str, root: JsonObject) -> str:
+        """Tells of the innermost schema of one that no value fits."""
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        inner = {
+            f"{path}.properties.{name}": schema.get("properties", {}).get(name) for name in schema.get("required", ())
+        }
+        for place, one in {**inner, f"{path}.items": schema.get("items")}.items():
+            if isinstance(one, dict):
+                text = f'{{"grammars": [{_schema_grammar(json.dumps(definitions | one))}}}]}}'
+                if _UNSATISFIABLE in LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS).get_error():
+                    return self._contradiction(one, place, root)
+        names = [
+            "format" if value in _FORMATS else name for name, value in schema.items() if name in ENFORCED - {"type"}
+        ]
+        return f"{path} cannot be satisfied: no value fits its {' and '.join(names)}. Correct the schema."
 
     def _probe(self, grammar: Grammar, param: str) -> None:
         """Follow the grammar along some answers of punctuation, where alternatives begin.
@@ -337,6 +361,11 @@ class GrammarCompiler:
                 if state.has_ended or not choices:
                     break
                 state.accept(choices[turn % len(choices)])
+
+
+def _schema_grammar(source: str) -> str:
+    """The library's form of a schema, but for the bracket that closes it."""
+    return f'{{"json_schema": {{{_OPTIONS}{", " if source != "{}" else ""}{source[1:]}'
 
 
 def _refusal(spec: GrammarSpec, error: str) -> str:
@@ -383,11 +412,10 @@ def _with_column(error: str, pattern: str) -> str:
 def _place_of(error: str, spec: GrammarSpec) -> tuple[str, str]:
     """The path of the keyword that the library's words repeat, and what they repeat."""
     for path, keyword, value in keywords_of(json.loads(spec.source), spec.param, 0):
-        for one in value if keyword in ("patternProperties", "required") else (value,):
+        for one in value if keyword == "patternProperties" else (value,):
             for words in _SHOWN.get(keyword, ()):
                 if words.format(str(one).replace("\n", "\\n")) in error:
-                    where = f"properties.{one}" if keyword == "required" else keyword
-                    return f"{path}.{where}", str(one)
+                    return f"{path}.{keyword}", str(one)
     return spec.param, ""
 
 

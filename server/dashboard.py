@@ -28,6 +28,7 @@ FILES = {  # by path
     "/dashboard/page.css": "page.css",
     "/dashboard/page.js": "page.js",
     "/dashboard/chart.js": "chart.js",
+    "/dashboard/elements.js": "elements.js",
     "/dashboard/engine.js": "engine.js",
     "/dashboard/tenants.js": "tenants.js",
 }

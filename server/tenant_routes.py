@@ -122,7 +122,8 @@ def _file_error(error: StartupError) -> ServiceError:
 async def list_tenants(exchange: Exchange) -> None:
     """Each tenant's limits, what is left of them, and what it and its keys have used of this day and month."""
     gate = exchange.server.gate
-    _send_list(exchange, [_shown_tenant(exchange.server, one) for one in gate.directory.tenants.values()])
+    shown = [_shown_tenant(exchange.server, one) for one in gate.directory.tenants.values()]
+    _send_list(exchange, shown, has_keys_file=gate.keys_file is not None)
 
 
 async def change_limits(exchange: Exchange) -> None:
@@ -199,8 +200,8 @@ def _value(name: str, read: Callable[[], T]) -> T:
         raise InvalidRequest(f"{name} must be {error.expected}.", name) from error
 
 
-def _send_list(exchange: Exchange, found: list[dict[str, Any]]) -> None:
-    exchange.send(sse.json_line({"object": "list", "data": _plain(found)}))
+def _send_list(exchange: Exchange, found: list[dict[str, Any]], **more: Any) -> None:
+    exchange.send(sse.json_line({"object": "list", "data": _plain(found), **more}))
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,12 @@
-// The dashboard: reads the one stream of frames and shows it. What the server sends is set as text, never as markup.
+// The dashboard: reads the one stream of frames and shows it.
 
 import { Chart, bar } from "/dashboard/chart.js";
+import { $, emptyRow, fill, made, tell } from "/dashboard/elements.js";
 import { BlockGrid, STATES, StepLoop } from "/dashboard/engine.js";
 import { tenants } from "/dashboard/tenants.js";
 
 /**
- * @typedef {Record<string, string | number | boolean | null>} Row
+ * @typedef {import("/dashboard/elements.js").Row} Row
  * @typedef {{version: string, model: string | null, state: string, columns?: string[], points: (number | null)[][],
  *   now: (number | null)[], promises: Row[], num_requests: number, requests: Row[], ended: Row[],
  *   devices: Row[], steps: import("/dashboard/engine.js").Step[], preempted: [number, string, number, string, string][],
@@ -24,9 +25,6 @@ let points = [];
 let ended = [];
 /** @type {string | null} */
 let shownId = null; // of the request whose waterfall is open
-
-/** @param {string} id @returns {any} */
-const $ = (id) => document.getElementById(id);
 
 /** @param {number} value */
 const count = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(value % 1 ? 2 : 0));
@@ -61,19 +59,6 @@ const PROMISES = {
   queue_depth: ["Sequences in the queue", whole], memory_mib: ["Memory", (mib) => size(mib * 2 ** 20)],
 };
 
-/** @param {string} tag @param {string} text @param {string} [name] of its class */
-function made(tag, text, name = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (name) element.className = name;
-  return element;
-}
-
-/** Change the text only where it differs: nothing is laid out or read out again. @param {Node} element @param {string} text */
-function tell(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
 /** @param {unknown} value @param {(value: any) => string} format */
 const known = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
@@ -96,48 +81,6 @@ function drawCharts() {
     const at = named.map(([name]) => columns.indexOf(name));
     chart.draw(times, at.map((column) => points.map((row) => row[column])), format);
   }
-}
-
-/**
- * Make a table's rows those of the data, by key. A row that stays keeps its elements, and with them the focus.
- * @param {HTMLElement} body
- * @param {Row[]} rows
- * @param {(row: Row) => HTMLTableRowElement} make
- * @param {(cells: HTMLCollectionOf<HTMLTableCellElement>, row: Row) => void} update
- * @param {string} none what is told when there are none
- */
-function fill(body, rows, make, update, none) {
-  const old = new Map([...body.children].map((one) => [/** @type {HTMLElement} */ (one).dataset.id, one]));
-  rows.forEach((row, i) => {
-    const id = String(row.id ?? row.name);
-    let line = /** @type {HTMLTableRowElement | undefined} */ (old.get(id));
-    old.delete(id);
-    if (!line) {
-      line = make(row);
-      line.dataset.id = id;
-    }
-    update(line.cells, row);
-    if (body.children[i] !== line) body.insertBefore(line, body.children[i] ?? null);
-  });
-  if (!rows.length && !old.delete("")) {
-    const line = document.createElement("tr"), cell = /** @type {HTMLTableCellElement} */ (made("td", none, "none"));
-    cell.colSpan = 10;
-    line.dataset.id = "";
-    line.append(cell);
-    body.append(line);
-  }
-  old.forEach((line) => line.remove());
-}
-
-/** @param {number} numCells @param {number[]} numbers the columns of numbers @param {Element} [head] */
-function emptyRow(numCells, numbers, head) {
-  const line = document.createElement("tr");
-  const first = document.createElement("th");
-  first.scope = "row";
-  if (head) first.append(head);
-  line.append(first);
-  for (let i = 1; i < numCells; i++) line.append(made("td", "", numbers.includes(i) ? "number" : ""));
-  return line;
 }
 
 /** @param {Row} row */
@@ -214,7 +157,7 @@ $("by-tenant").addEventListener("change", () => {
 });
 
 /** @type {Row[]} */
-let preempted = [];
+let preempted = []; // the latest first
 
 const CAUSES = {
   outranked: "the head of the queue goes first", paused: "it was paused, and others need its blocks",
@@ -228,10 +171,11 @@ function showEngine(frame) {
   steps.add(frame.steps, Boolean(frame.columns));
   if (frame.blocks.length) blocks.set(frame.blocks[frame.blocks.length - 1]);
   if (!frame.preempted.length && !frame.columns) return;
-  const more = frame.preempted.map(([at, id, index, cause, by]) => ({ name: `${at} ${id} ${index}`, at, id, cause, by }));
+  /** @type {Row[]} */
+  const more = frame.preempted.map(([at, request, index, cause, by]) => ({ id: `${at} ${request} ${index}`, at, request, cause, by }));
   preempted = more.reverse().concat(preempted).slice(0, MAX_PREEMPTED);
   $("preempted").hidden = !preempted.length;
-  fill($("preempted").querySelector("tbody"), preempted.map((one) => ({ ...one, id: one.name, request: one.id })),
+  fill($("preempted").querySelector("tbody"), preempted,
     (row) => emptyRow(4, [], opener({ id: row.request })), (cells, row) => {
       tell(cells[1], new Date(Number(row.at) * 1000).toLocaleTimeString());
       tell(cells[2], CAUSES[/** @type {keyof CAUSES} */ (row.cause)] ?? String(row.cause));

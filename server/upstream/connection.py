@@ -143,7 +143,7 @@ class Connection(asyncio.BufferedProtocol):
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.speaks_http1 = False
-        self.idle_since_s = self.loop.time()
+        self.heard_s = self.loop.time()  # when something came last
         self._protocol = protocol
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray(BYTES_A_TURN)
@@ -200,7 +200,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, num_bytes: int) -> None:
-        is_full = num_bytes == BYTES_A_TURN
+        is_full, self.heard_s = num_bytes == BYTES_A_TURN, self.loop.time()
         self._receive(bytes(self._buffer if is_full else self._buffer[:num_bytes]))
         if is_full and self._transport is not None and not self._transport.is_closing():  # the loop would read on
             self._transport.pause_reading()
@@ -218,10 +218,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         if http.is_ready and not self.ready.done():
             self.ready.set_result(None)
-        if not http.num_open:
-            self.idle_since_s = self.loop.time()
-            if http.is_closing:
-                self.close()
+        if http.is_closing and not http.num_open:
+            self.close()
 
     def eof_received(self) -> bool:
         self._receive(b"")  # ends a body without a length

@@ -197,6 +197,14 @@ def _counted(one: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": one, **nulls}, "additionalProperties": False, "maxProperties": 6}
 
 
+ITEMS = "response_format.properties.k.items cannot be satisfied: no value"
+
+
+def _listed(items: dict[str, Any]) -> dict[str, Any]:
+    listed = {"type": "array", "items": items, "minItems": 1}
+    return {"type": "object", "properties": {"k": listed}, "required": ["k"]}
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -253,6 +261,10 @@ def _counted(one: Any) -> dict[str, Any]:
         ({"type": "object", "minProperties": 3}, "response_format.minProperties is more than what is required"),
         ({"anyOf": [optional(481)]}, "response_format.anyOf[0] has more than 480 optional properties"),
         ({"type": "array", "minItems": 1, "items": {"anyOf": [optional(300), optional(400)]}}, "is too complex"),
+        ({"const": [[10**30]]}, "response_format.const is beyond 2**53"),
+        (_listed({"type": "string", "minLength": 5, "pattern": "^a{1,3}$"}), f"{ITEMS} fits its minLength and pattern"),
+        (_listed({"type": "string", "format": "date", "maxLength": 5}), f"{ITEMS} fits its maxLength and format"),
+        (_listed({"enum": ["a"], "pattern": "^b"}), f"{ITEMS} fits its enum and pattern"),
         (False, "must be a JSON schema"),
         ([], "must be a JSON schema"),
         (None, "must be a JSON schema"),

@@ -61,7 +61,9 @@ def test_responses_take_their_text_format_and_show_it() -> None:
     call = wire.parse(responses.SURFACE, input="Hi", text={"format": shape})
     assert call.constraint is not None
     assert (call.constraint.source, call.constraint.param) == (TEXT_OF_SCHEMA, "text.format.schema")
-    assert wire.whole(responses.SURFACE, call, (0, wire.say("{}", None)))["text"] == {"format": shape}
+    assert wire.whole(responses.SURFACE, call, (0, wire.say("{}", None)))["text"] == {
+        "format": {"description": None} | shape
+    }
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}])
