@@ -14,7 +14,7 @@
 #                   ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time; then
 #                   20 times during a batch of 10,000 lines (a minute)
-# make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, with npm also Vercel's AI SDK) in
+# make clients      agents' packages (openai-agents, LangChain, instructor, pydantic-ai, Cohere's, with npm Vercel's AI SDK and openai) in
 #                   .venv/clients, an environment of their own: tests ask a server through them, and are skipped without
 # make storm        clients that misbehave beside 2,500 requests that do not, over real sockets (two minutes), then a million
 #                   random cancels against the simulated server (10 minutes); nobody is harmed, and nothing may be left
@@ -92,7 +92,7 @@ test: $(VENV)/.installed-test
 	$(PYTEST) -q -m "slow and not gpu" tests
 
 CLIENTS := $(VENV)/clients
-AI_SDK := @ai-sdk/openai-compatible@2.0.92 ai@6.0.326 zod@4.6.7
+AI_SDK := @ai-sdk/openai-compatible@2.0.92 ai@6.0.326 openai@7.57.0 zod@4.6.7
 
 .PHONY: clients
 clients: $(CLIENTS)/.installed

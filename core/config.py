@@ -390,6 +390,12 @@ class ModelConfig(Traits):
         return tuple(dict.fromkeys(layer.window for layer in self.all_layers if layer.attends))
 
     @property
+    def longest_window(self) -> int | None:
+        """How many tokens a token depends on in all layers, itself included; None: in some layer on all before it."""
+        known = [window for window in self.windows if window is not None]
+        return max(known) if self.recurrence is None and len(known) == len(self.windows) else None
+
+    @property
     def all_layers(self) -> tuple[LayerConfig, ...]:
         return self.layers or (LayerConfig(self.rope),) * self.num_layers
 
@@ -830,7 +836,7 @@ def _scales(config: Mapping[str, Any], family: Family, latent: LatentConfig | No
             "logits_scale": positive_float(config, "lm_head_multiplier", 1.0),
             "factors": _factors(config),
         }
-    if family.model_type in ("granite", "granitemoehybrid"):
+    if family.model_type in ("granite", "granitemoehybrid", "granitehybrid"):
         return {
             "attention_scale": positive_float(config, "attention_multiplier"),
             "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),

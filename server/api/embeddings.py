@@ -27,16 +27,14 @@ from server.api.fields import (
     check_range,
     checked_ids,
 )
-from server.api.known_fields import Does, Known, rules_of
+from server.api.known_fields import rules_of
 from server.api.replies import Extras, ReplyContext, StreamReply, Surface, WholeReply
 from server.gate.tenants import ANY_TIME, DeadlineTable
 from server.wire import sse
 
 PRIORITY = -1  # where a request says nothing: below chats
 TO_CONTEXT = -1  # of truncate_prompt_tokens
-USER = Known("user", frozenset(), Does.IGNORED)
-RULES = {"user": USER, "input_type": Known("input_type", frozenset(), Does.ALIAS, "prompt_name")}
-OLLAMA_RULES = rules_of("ollama")
+RULES, OLLAMA_RULES = rules_of("embeddings"), rules_of("embed")
 _MS_NS = 1_000_000
 
 Float32Array = npt.NDArray[np.float32]
@@ -66,7 +64,6 @@ class OllamaBody(PooledFields, frozen=True, kw_only=True):
     truncate: bool | None = None
     dimensions: int | None = None
     keep_alive: str | float | None = None
-    options: dict[str, Any] | None = None
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:

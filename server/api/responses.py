@@ -226,7 +226,8 @@ def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
 def _text_format(wire: ResponsesBody) -> dict[str, Any]:
     """As it was asked for."""
     asked = ResponseFormat(type="text") if wire.text is None or wire.text.format is None else wire.text.format
-    return {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
+    required = {"description": None, "strict": False} if asked.type == "json_schema" else {}
+    return required | {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
 
 
 def _check_include(include: list[str]) -> None:

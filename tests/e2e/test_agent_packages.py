@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.replay import playing, written_calls, written_text
 from tests.server.running_server import run
+from tests.server.test_embeddings import STYLE
 
 HERE, INSTALLED = Path(__file__).parent / "clients", Path(sys.prefix) / "clients"
 PYTHON = INSTALLED / "bin" / "python"
@@ -39,7 +40,7 @@ def what_comes_of(form: str, *command: str) -> Any:
     found: list[Any] = []
 
     async def scenario() -> None:
-        async with playing(form, lambda prompt: play(form, prompt)) as running:
+        async with playing(form, lambda prompt: play(form, prompt), pooling=STYLE) as running:
             url = f"http://127.0.0.1:{running.server.listener.port}/v1"
             arguments = [url if one == "URL" else one for one in command]
             pipe = asyncio.subprocess.PIPE
@@ -63,12 +64,20 @@ CASES = {
     "pydantic_ai": [ANSWER, ANSWER, *[ADA] * 6] * 2,
     "litellm": [*[[ANSWER, 4]] * 8, ADA],
     "llama_index": [ANSWER, ANSWER, ADA],
+    "embeddings": [True, [True, True, STYLE.num_dims], [[1, 1.0]]],
 }
 
 
 @pytest.mark.parametrize("package", CASES)
 def test_an_agent_calls_reads_the_result_and_answers(package: str) -> None:
     assert what_comes_of("hermes", str(PYTHON), str(HERE / "agent_packages.py"), package, "URL") == CASES[package]
+
+
+@pytest.mark.skipif(not HAS_AI_SDK, reason="needs openai for Node: install node and npm, then make clients")
+def test_openais_sdk_in_node_streams_calls_and_embeds() -> None:
+    called, items = ["get_weather", {"city": "Köln", "days": 2}], ["function_call", "message"]
+    found = what_comes_of("hermes", "node", str(HERE / "openai_sdk.mjs"), "URL", str(INSTALLED))
+    assert found == [ANSWER, called, ANSWER, items, [STYLE.num_dims] * 2]
 
 
 @pytest.mark.skipif(not HAS_AI_SDK, reason="needs Vercel's AI SDK: install node and npm, then make clients")

@@ -113,6 +113,7 @@ def test_every_surface_tells_what_was_left_out(stream: bool) -> None:
         for path, body in (
             ("/v1/messages", chats),
             ("/api/chat", chats),
+            ("/api/generate", {"prompt": "and now?", "max_tokens": 12}),
             ("/v1/responses", {"input": HISTORY, "max_output_tokens": 12}),
             ("/completion", {"prompt": [50] * 500, "context_policy": "middle"}),
         ):
