@@ -16,8 +16,8 @@ from server import __version__
 from server.app import App, Exchange, Route
 from server.gate.identity import Scope
 from server.gate.tenants import Deadlines
-from server.observing.accounting import RequestRecord
-from server.observing.live import COLUMNS, History, Live, Ring, Source
+from server.observing.accounting import RequestRecord, Ring
+from server.observing.live import COLUMNS, History, Live, Source
 from server.observing.metrics import resident_bytes
 from server.observing.slo import MINIMA
 
