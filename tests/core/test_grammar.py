@@ -604,6 +604,8 @@ UNIONS: list[dict[str, Any]] = [
     {"oneOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
     {"type": ["string", "null"], "maxLength": 2},
     {"type": ["string", "integer"], "maxLength": 3},
+    {"maxLength": 3},
+    {"pattern": "^ab?$", "minimum": 5},
     {"type": ["string", "integer"], "minimum": -7, "exclusiveMaximum": 105, "maxLength": 1},
     {"anyOf": [{"enum": ["x"]}, {"type": "integer", "minimum": 0.5, "maximum": 1234}]},
     {"anyOf": [{"enum": ["x"]}, {"type": "number", "exclusiveMinimum": -2, "maximum": 11}]},
@@ -638,6 +640,9 @@ def test_what_a_format_cannot_hold_is_named() -> None:
     with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'minimum'")):
         required_calls(TOOL_FORMATS["pythonic"], tools)
     required_calls(TOOL_FORMATS["hermes"], tools)
+    union = {"anyOf": [{"type": "integer"}, {"maxLength": 3}]}
+    with pytest.raises(CannotHold, match=re.escape("f.a has the keyword 'anyOf'")):
+        required_calls(TOOL_FORMATS["xml"], [Tool("f", {"type": "object", "properties": {"a": union}})])
 
 
 def test_a_refused_tool_is_named_by_its_keyword() -> None:
