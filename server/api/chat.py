@@ -39,7 +39,6 @@ from server.api.replies import (
 from server.api.tools import Function, FunctionTool, ToolWishes, id_of, is_old, old_wishes, reason_of, tool_wishes
 from server.wire.messages import TextFrame
 
-RULES = rules_of("chat")
 ID_PREFIX = "chatcmpl-"
 
 
@@ -68,7 +67,7 @@ class ChatBody(ChoiceFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, ChatBody, RULES)
+    wire, unknown_fields = decode(body, ChatBody, rules_of("chat"))
     model, defaults = defaults_of(wire.model)
     max_tokens = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     tools = _tools(wire, defaults.tool_style)

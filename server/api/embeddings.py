@@ -34,7 +34,6 @@ from server.wire import sse
 
 PRIORITY = -1  # where a request says nothing: below chats
 TO_CONTEXT = -1  # of truncate_prompt_tokens
-RULES, OLLAMA_RULES = rules_of("embeddings"), rules_of("embed")
 _MS_NS = 1_000_000
 
 Float32Array = npt.NDArray[np.float32]
@@ -67,7 +66,7 @@ class OllamaBody(PooledFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, EmbeddingBody, RULES)
+    wire, unknown_fields = decode(body, EmbeddingBody, rules_of("embeddings"))
     model, defaults = defaults_of(wire.model)
     style = style_of(defaults)
     check_dimensions(wire.dimensions, style)
@@ -77,7 +76,7 @@ def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
 
 
 def parse_ollama(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, OllamaBody, OLLAMA_RULES)
+    wire, unknown_fields = decode(body, OllamaBody, rules_of("embed"))
     model, defaults = defaults_of(None if wire.model is None else wire.model.removesuffix(":latest"))
     style = style_of(defaults)
     check_dimensions(wire.dimensions, style)

@@ -40,7 +40,6 @@ from server.api.tools import CalledFunction, Function, ToolCall, id_of, tool_wis
 from server.wire import sse
 from server.wire.messages import TextFrame
 
-RULES = rules_of("messages")
 ID_PREFIX = "msg_"
 # A coding client's first lines: they differ from request to request, and with them no prefix would be found again
 _BILLING = re.compile(r"(?:\s*+x-anthropic-billing-header:[^\n]*+\n?)+")
@@ -146,12 +145,12 @@ class CountBody(MessagesBody, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    return _call(*decode(body, MessagesBody, RULES, "custom"), defaults_of)
+    return _call(*decode(body, MessagesBody, rules_of("messages"), "custom"), defaults_of)
 
 
 def parse_count(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
     """The call that the request of count_tokens would make."""
-    return _call(*decode(body, CountBody, RULES, "custom"), defaults_of)
+    return _call(*decode(body, CountBody, rules_of("messages"), "custom"), defaults_of)
 
 
 def _call(wire: MessagesBody, unknown_fields: tuple[str, ...], defaults_of: DefaultsOf) -> GenerationCall:

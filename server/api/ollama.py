@@ -36,7 +36,6 @@ from server.api.tools import CalledFunction, FunctionTool, ToolCall, ToolWishes,
 from server.values import format_count
 from server.wire import sse
 
-RULES = rules_of("ollama")
 LATEST = ":latest"  # the tag that clients add to a name without one
 _MS_NS = 1_000_000
 _CAPABILITIES = {"generate": "completion", "embed": "embedding"}
@@ -179,7 +178,7 @@ def _decode(body: bytes, shape: type[Any]) -> tuple[Any, tuple[str, ...]]:
         raise InvalidRequest("options must be an object.", "options", "invalid_type")
     if twice := sorted(fields.keys() & options.keys()):
         raise InvalidRequest(f"options.{twice[0]} is a field of the request itself. Send it once.", "options")
-    return decode(fields | options, shape, RULES)
+    return decode(fields | options, shape, rules_of("ollama"))
 
 
 def _call(

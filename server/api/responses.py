@@ -50,7 +50,6 @@ INCLUDABLE = frozenset(
     }
 )
 
-RULES = rules_of("responses")
 
 # Why a sequence ended -> why the response is incomplete; a reason not here completes it.
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
@@ -108,7 +107,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-    wire, unknown_fields = decode(body, ResponsesBody, RULES)
+    wire, unknown_fields = decode(body, ResponsesBody, rules_of("responses"))
     model, defaults = defaults_of(wire.model)
     if wire.previous_response_id is not None and not defaults.stores_responses:
         message = (

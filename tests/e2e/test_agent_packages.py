@@ -2,20 +2,25 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.engine_loader import DEMO_DIRECTORY, DEMO_NAME
 from tests.e2e.replay import playing, written_calls, written_text
+from tests.e2e.server_process import ServerProcess
 from tests.server.running_server import run
 from tests.server.test_embeddings import STYLE
 
 HERE, INSTALLED = Path(__file__).parent / "clients", Path(sys.prefix) / "clients"
-PYTHON = INSTALLED / "bin" / "python"
+PYTHON, GUIDELLM = INSTALLED / "bin" / "python", INSTALLED / "guidellm" / "bin" / "guidellm"
+LIMIT_S = 120.0  # for a program that hangs
 HAS_AI_SDK = shutil.which("node") is not None and (INSTALLED / "node_modules" / "ai").is_dir()
 ANSWER, ADA = "It is 21 °C.", {"name": "Ada", "born": 1815}
 
@@ -86,3 +91,19 @@ def test_vercels_sdk_calls_reads_the_result_and_answers(form: str) -> None:
     steps = ["tool-calls", "stop"]
     found = what_comes_of(form, "node", str(HERE / "ai_sdk.mjs"), "URL", str(INSTALLED))
     assert found == [ANSWER, steps, ANSWER, steps, ADA, ADA]
+
+
+@pytest.mark.skipif(not GUIDELLM.is_file(), reason="needs guidellm: make clients")
+def test_guidellm_measures_each_of_its_requests(demo: ServerProcess, tmp_path: Path) -> None:
+    report, asked = tmp_path / "report.json", ("prompt_tokens=32", "output_tokens=8")
+    command = [str(GUIDELLM), "run", "--disable-console", "--profile", "kind=synchronous"]
+    command += ["--backend", f"kind=openai_http,target={demo.url},model={DEMO_NAME}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={DEMO_DIRECTORY}"]
+    command += ["--data", ",".join(("kind=synthetic_text", *asked)), "--constraint", "kind=max_requests,count=5"]
+    command += ["--output", f"kind=json,path={report}"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S, env=environment)
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert (len(requests["successful"]), requests["errored"], requests["incomplete"]) == (5, [], [])
+    assert {one["output_tokens"] for one in requests["successful"]} == {8}
