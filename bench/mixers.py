@@ -63,9 +63,13 @@ def measure(arguments: argparse.Namespace) -> Found:
     rows = list[dict[str, Cell]]()
     with torch.inference_mode():
         layer = GraniteMoeHybridMambaLayer(config, 0).bfloat16().eval()
-        taps, per_head = layer.conv1d.weight.float().squeeze(1).T.contiguous(), (layer.A_log, layer.dt_bias)
         weights = RecurrentWeights(
-            *(taps, layer.conv1d.bias, *(one.float() for one in per_head)), layer.norm.weight.float(), layer.D.float()
+            layer.conv1d.weight.float().squeeze(1).T.contiguous(),
+            layer.conv1d.bias,
+            layer.A_log.float(),
+            layer.dt_bias.float(),
+            layer.norm.weight.float(),
+            layer.D.float(),
         )
         ours = {
             "kernel": KINDS["mamba"](CONFIG.recurrence, weights),
