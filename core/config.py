@@ -836,7 +836,7 @@ def _scales(config: Mapping[str, Any], family: Family, latent: LatentConfig | No
             "logits_scale": positive_float(config, "lm_head_multiplier", 1.0),
             "factors": _factors(config),
         }
-    if family.model_type in ("granite", "granitemoehybrid"):
+    if family.model_type in ("granite", "granitemoehybrid", "granitehybrid"):
         return {
             "attention_scale": positive_float(config, "attention_multiplier"),
             "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),

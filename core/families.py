@@ -247,6 +247,34 @@ _DEEPSEEK_NEUTRAL = {
     "topk_method": ("noaux_tc", None),
 }
 
+_GRANITE4 = Family(
+    architecture="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    defaults={
+        **_MAMBA_DEFAULTS,
+        "attention_multiplier": 1.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+    },
+    biases=_ATTENTION_BIAS,
+    neutral=_MAMBA_NEUTRAL,
+    has_fused_gate_up=True,
+    renamed=(
+        ("mlp.gate_up_proj.", "shared_mlp.input_linear."),
+        ("mlp.down_proj.", "shared_mlp.output_linear."),
+    ),
+    experts=ExpertFields(
+        count=("num_local_experts",),
+        width="intermediate_size",
+        shared_width="shared_intermediate_size",
+        is_optional=True,
+    ),
+    aliases={"layers_block_type": "layer_types"},
+    recurrence="mamba",
+    rotates="if asked",
+)
+
 FAMILIES = (
     Family(architecture="LlamaForCausalLM", model_type="llama", biases=_BIASES),
     Family(
@@ -699,33 +727,8 @@ FAMILIES = (
         experts=_DELTA_EXPERTS,
         **_DELTA,
     ),
-    Family(
-        architecture="GraniteMoeHybridForCausalLM",
-        model_type="granitemoehybrid",
-        defaults={
-            **_MAMBA_DEFAULTS,
-            "attention_multiplier": 1.0,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 1024,
-        },
-        biases=_ATTENTION_BIAS,
-        neutral=_MAMBA_NEUTRAL,
-        has_fused_gate_up=True,
-        renamed=(
-            ("mlp.gate_up_proj.", "shared_mlp.input_linear."),
-            ("mlp.down_proj.", "shared_mlp.output_linear."),
-        ),
-        experts=ExpertFields(
-            count=("num_local_experts",),
-            width="intermediate_size",
-            shared_width="shared_intermediate_size",
-            is_optional=True,
-        ),
-        aliases={"layers_block_type": "layer_types"},
-        recurrence="mamba",
-        rotates="if asked",
-    ),
+    _GRANITE4,
+    replace(_GRANITE4, architecture="granitehybrid", model_type="granitehybrid", has_fused_gate_up=False, renamed=()),
     Family(
         architecture="BambaForCausalLM",
         model_type="bamba",
@@ -885,6 +888,21 @@ _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.d
 _LLAMA = {**_ATTENTION, **_MLP, "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_ATTENTION, **_MLP, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_SPACE = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_SPACE_WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+_SPACE_FIELDS = {
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_ssm": "ssm.inner_size",
+}
+_SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _GEMMA_FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -900,6 +918,7 @@ class GgufFamily:
     Args:
         model_type: of its Family.
         layer_names: a layer's tensors, GGUF name -> Hugging Face name.
+        whole_names: the same for tensors of which either name does not end in weight or bias, with all that it has.
         expert_names: the same for tensors that hold all experts one after the other, with {} for the expert's number.
         are_heads_turned: rows of q and k are stored with each rotary pair side by side.
         fields: config.json field -> metadata key, where the computation depends on it.
@@ -909,6 +928,7 @@ class GgufFamily:
 
     model_type: str
     layer_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    whole_names: Mapping[str, str] = field(default_factory=dict)
     expert_names: Mapping[str, str] = field(default_factory=dict)
     are_heads_turned: bool = False
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -927,6 +947,43 @@ _EXPERT_FIELDS = {
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 
+_GRANITE_FIELDS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def _own(names: Mapping[str, str], *renamed: tuple[str, str]) -> dict[str, str]:
+    """With other parts of Hugging Face's names, the usual part first."""
+    found = dict(names)
+    for usual, own in renamed:
+        found = {name: other.replace(usual, own) for name, other in found.items()}
+    return found
+
+
+_IN_MIXERS = (("self_attn.", "mixer."), ("mlp.", "mixer."), ("mamba.", "mixer."), ("input_layernorm", "norm"))
+_NEMOTRON = GgufFamily(
+    "nemotron_h",
+    _own({**_ATTENTION, **_MLP, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"}, *_IN_MIXERS),
+    _own({**_SPACE_WHOLE, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}, *_IN_MIXERS),
+    _own(_EXPERTS, *_IN_MIXERS),
+    are_heads_turned=True,
+    fields={
+        **_SPACE_FIELDS,
+        "n_routed_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "n_shared_experts": "expert_shared_count",
+        "norm_topk_prob": "expert_weights_norm",
+        "routed_scaling_factor": "expert_weights_scale",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+    },
+)
+
 GGUF_FAMILIES = {
     "llama": GgufFamily("llama", are_heads_turned=True),
     "qwen2": GgufFamily("qwen2"),
@@ -936,7 +993,7 @@ GGUF_FAMILIES = {
     "qwen3moe": GgufFamily(
         "qwen3_moe",
         {**_LLAMA, "ffn_gate_inp": "mlp.gate"},
-        _EXPERTS,
+        expert_names=_EXPERTS,
         fields=_EXPERT_FIELDS,
         constants={"norm_topk_prob": True},
     ),
@@ -948,7 +1005,7 @@ GGUF_FAMILIES = {
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
             **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
         },
-        _EXPERTS,
+        expert_names=_EXPERTS,
         fields={**_EXPERT_FIELDS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
     ),
     "seed_oss": GgufFamily("seed_oss", {**_ATTENTION, **_MLP, "post_attention_norm": "post_attention_layernorm"}),
@@ -967,13 +1024,35 @@ GGUF_FAMILIES = {
     "granite": GgufFamily(
         "granite",
         are_heads_turned=True,
+        fields=_GRANITE_FIELDS,
+    ),
+    "granitehybrid": GgufFamily(
+        "granitehybrid",
+        {**_LLAMA, **_SPACE, **_SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        _SPACE_WHOLE,
+        _EXPERTS,
+        are_heads_turned=True,
         fields={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
+            **_GRANITE_FIELDS,
+            **_SPACE_FIELDS,
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "shared_intermediate_size": "expert_shared_feed_forward_length",
         },
     ),
+    "falcon-h1": GgufFamily(
+        "falcon_h1",
+        _own(
+            {**_LLAMA, **_SPACE},
+            ("mlp.", "feed_forward."),
+            ("post_attention_layernorm", "pre_ff_layernorm"),
+        ),
+        {**_SPACE_WHOLE, "ffn_norm": "pre_ff_layernorm.weight"},
+        fields=_SPACE_FIELDS,
+        constants={"mamba_norm_before_gate": False},  # its multipliers are in its matrices
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
     "olmo2": GgufFamily("olmo2", {**_ATTENTION, **_MLP, **_POST_NORMS}),
     "phi3": GgufFamily(
         "phi3",
@@ -1000,7 +1079,7 @@ GGUF_FAMILIES = {
 MIXTRAL = GgufFamily(
     "mixtral",
     {**_LLAMA, "ffn_gate_inp": "block_sparse_moe.gate"},
-    {
+    expert_names={
         f"ffn_{name}_exps": f"block_sparse_moe.experts.{{}}.{short}"
         for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     },

@@ -23,7 +23,7 @@ BUDGETS = {
     "server/ledger": (2280, 8),
     "server/listening": (1300, 5),
     "server/observing": (2880, 11),
-    "server/upstream": (1810, 6),
+    "server/upstream": (1670, 6),
     "server/wire": (4910, 14),
     "core": (16_500, 42),
     "gpu": (12_530, 39),

@@ -552,6 +552,19 @@ def _is_id(key: str, vocab_size: int) -> bool:
     return len(key) <= 20 and key.isascii() and key.isdecimal() and str(int(key)) == key and int(key) < vocab_size
 
 
+def num_logprobs_of(has_logprobs: bool | None, top_logprobs: int | None, limits: RequestLimits) -> int | None:
+    """How many of the likeliest tokens an answer has beside each of its own; None: no logprobs.
+
+    Raises:
+        InvalidRequest: `top_logprobs` without `logprobs: true`, or too many.
+    """
+    num_logprobs = top_logprobs or 0
+    check_range("top_logprobs", num_logprobs, 0, limits.num_top_logprobs)
+    if not has_logprobs and num_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true beside it.", "top_logprobs")
+    return num_logprobs if has_logprobs else None
+
+
 def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
     """
     Raises:

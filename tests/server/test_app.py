@@ -17,11 +17,14 @@ from tests.server.simulated_server import (
     TOKENIZER,
     SimulatedServer,
     answers,
+    as_caller,
     ask,
     chat,
     completion,
+    keyed_tenant,
     refusal_of,
     request,
+    serving,
 )
 
 
@@ -317,6 +320,12 @@ def test_the_tokenizer_is_told_as_evaluation_wants_it() -> None:
     text = "step"
     plain = ask(request("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})).json["tokens"]
     assert plain == TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def test_what_tells_of_the_tokenizer_is_counted() -> None:
+    with serving(tenants=(keyed_tenant("acme", "key", limits=Limits(requests_per_minute=1)),)) as server:
+        asked = as_caller(request("GET", "/tokenizer_info"), "key")
+        assert [server.ask(asked, "GET").status for _ in range(2)] == [200, 429]
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
