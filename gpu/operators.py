@@ -4,6 +4,7 @@ They serve on every device. The kernels of cpu_kernels/ and kernels/ replace the
 them. Norms and RoPE are computed in float32.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,6 @@ from gpu.sampler import MakeSampler
 if TYPE_CHECKING:
     from gpu.cpu_kernels.block_matmul import BlockMatmul
     from gpu.cpu_kernels.low_rank import LowRankKernel
-    from gpu.cpu_kernels.recorded import RecordedLayers
 
 HeadNorms = tuple[Tensor, Tensor]
 """Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
@@ -44,7 +44,7 @@ class Operators:
     matmuls: MatmulChoices | None = None  # None: there is no choice
     sampler: MakeSampler | None = None  # None: torch samples
     has_blocks = False  # whether int8 and int4 are multiplied as blocks
-    few_layers: "RecordedLayers | None" = None  # runs the layers for few rows; None: Python does
+    few_layers: Callable[..., Tensor] | None = None  # runs the layers for few rows (RecordedLayers); None: Python does
     has_device_rows = False  # whether rows are read at fixed addresses, so that a graph may hold a step
     make_rows: type[RowOperators] = RowOperators
     ranks: Ranks | None = None  # None: this process computes the whole model
