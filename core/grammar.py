@@ -79,7 +79,7 @@ _SHOWN = {
     "multipleOf": ("Value for 'multipleOf'",),
 }
 _UNSATISFIABLE = "nsatisfiable"
-_FORMATS = [one.get("pattern") for one in FORMATS.values() if "pattern" in one]
+_FORMATS = [one["pattern"] for one in FORMATS.values() if "pattern" in one]
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
@@ -325,17 +325,15 @@ class GrammarCompiler:
     def _contradiction(self, schema: JsonObject, path: str, root: JsonObject) -> str:
         """Tells of the innermost schema of one that no value fits."""
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        inner = {
-            f"{path}.properties.{name}": schema.get("properties", {}).get(name) for name in schema.get("required", ())
-        }
-        for place, one in {**inner, f"{path}.items": schema.get("items")}.items():
+        properties = schema.get("properties", {})
+        inner = [(f"{path}.properties.{name}", properties.get(name)) for name in schema.get("required", ())]
+        for place, one in [*inner, (f"{path}.items", schema.get("items"))]:
             if isinstance(one, dict):
                 text = f'{{"grammars": [{_schema_grammar(json.dumps(definitions | one))}}}]}}'
                 if _UNSATISFIABLE in LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS).get_error():
                     return self._contradiction(one, place, root)
-        names = [
-            "format" if value in _FORMATS else name for name, value in schema.items() if name in ENFORCED - {"type"}
-        ]
+        held = ((name, value) for name, value in schema.items() if name in ENFORCED - {"type"})
+        names = ["format" if value in _FORMATS else name for name, value in held]
         return f"{path} cannot be satisfied: no value fits its {' and '.join(names)}. Correct the schema."
 
     def _probe(self, grammar: Grammar, param: str) -> None:

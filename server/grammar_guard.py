@@ -309,8 +309,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
-    file, most_tokens = (*map(int, sys.argv[1:]), None)[:2]
-    thread = threading.Thread(target=_serve, args=(file, most_tokens, sys.stdin.buffer, sys.stdout.buffer), daemon=True)
+    file, *given = map(int, sys.argv[1:])
+    arguments = (file, given[0] if given else None, sys.stdin.buffer, sys.stdout.buffer)
+    thread = threading.Thread(target=_serve, args=arguments, daemon=True)
     thread.start()
     thread.join()
 

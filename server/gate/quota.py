@@ -11,6 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from calendar import timegm
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -190,7 +191,7 @@ class PeriodPool(Pool):
         return reached if reached > told else None
 
     def shown(self, num: int) -> str:
-        return f"{num / MICRO:.6g}" if self.is_money else f"{num}"
+        return f"{num / MICRO:.6f}".rstrip("0").rstrip(".") if self.is_money else f"{num}"
 
     def _advance(self, now: Moment) -> None:
         if not self._begins_s <= now.unix_s < self._ends_s:
@@ -560,9 +561,13 @@ class Quotas:
     def account_of(self, tenant: Tenant) -> QuotaAccount:
         return self._account(f"The tenant {tenant.name}", (tenant.name, None), tenant.limits)
 
-    def keys_of(self, tenant: str) -> dict[str, QuotaAccount]:
-        """The accounts of its keys that were used, by the key's id."""
-        return {key_id: one for (name, key_id), one in self._accounts.items() if name == tenant and key_id is not None}
+    def of_keys(self) -> dict[str, dict[str, QuotaAccount]]:
+        """The accounts of keys that were used, by tenant and the key's id."""
+        found: dict[str, dict[str, QuotaAccount]] = defaultdict(dict)
+        for (name, key_id), account in self._accounts.items():
+            if key_id is not None:
+                found[name][key_id] = account
+        return found
 
     def now(self) -> Moment:
         return self._clock()
